@@ -1,0 +1,90 @@
+# Every command of this repository.  `make help` lists them; each does its own set-up.
+# PYTHON picks the interpreter; each Python version has an environment of its own under .venv/.
+
+PYTHON ?= python3
+PYTHON311 ?= python3.11
+PYTHON312 ?= python3.12
+TESTS ?= tests/unit tests/ranks
+# What a second Python version must show in CI, beside the whole suite on the first.
+TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py
+PYTEST_FLAGS ?=
+CODE := sft tools tests
+BLACK := black --quiet --line-length 120 --target-version py311
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV := .venv/$(VERSION)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test test-py312 test-all-versions lint fmt docs clean python
+
+help:
+	@echo "make venv                create .venv/<python version> with pinned dependencies"
+	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
+	@echo "make test                the CPU test suite; TESTS=tests/unit/test_cp.py and PYTEST_FLAGS=-x narrow it"
+	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
+	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
+	@echo "make lint                style, types, import contracts, generated pages"
+	@echo "make fmt                 rewrite the code in our style"
+	@echo "make docs                regenerate docs/config.md"
+	@echo "make clean               remove environments, caches and build leftovers; runs/ is kept"
+	@echo "PYTHON=python3.12 (any path) picks the interpreter; Python 3.11 or later"
+
+# Checked before anything else is tried, so that what is missing is said in one sentence.
+python:
+	@test -n "$(VERSION)" || { echo "error: '$(PYTHON)' does not run. Name a Python >= 3.11: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: '$(PYTHON)' is Python $(VERSION); sft needs >= 3.11. Name another: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: '$(PYTHON)' comes without the venv module. On Debian and Ubuntu: apt install python$(VERSION)-venv; or name another Python: make PYTHON=..." >&2; exit 2; }
+
+venv: $(READY)
+
+$(READY): setup.cfg pyproject.toml constraints.txt | python
+	@echo "== installing pinned dependencies into $(VENV) (once; several minutes, gigabytes where torch comes with CUDA)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev,plot]' --constraint constraints.txt
+	@touch $@
+
+demo: $(READY)
+	@echo "== a fresh run: runs/demo of an earlier demo is removed"
+	rm -rf runs/demo
+	$(BIN)/python tools/make_demo_corpus.py --out runs/demo-data
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
+	$(BIN)/python tools/plot_run.py runs/demo
+	@echo
+	@echo "Next, with $(BIN) on PATH (it holds sft and torchrun):"
+	@echo "  continue it         torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml train.num_epochs=3"
+	@echo "  another layout      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2"
+	@echo "  the two curves      python tools/plot_run.py runs/demo runs/demo-tp"
+	@echo "  your own chats      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
+	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
+
+test: $(READY)
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_FLAGS)
+
+test-py312:
+	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)'
+
+test-all-versions:
+	$(MAKE) test PYTHON='$(PYTHON311)'
+	$(MAKE) test PYTHON='$(PYTHON312)'
+
+lint: $(READY)
+	$(BIN)/python -m flake8 $(CODE)
+	$(BIN)/python -m isort --check-only $(CODE)
+	$(BIN)/python -m $(BLACK) --check $(CODE) || { echo "black would rewrite files: run make fmt" >&2; exit 1; }
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/config_docs.py --check
+
+fmt: $(READY)
+	$(BIN)/python -m isort $(CODE)
+	$(BIN)/python -m $(BLACK) $(CODE)
+
+docs: $(READY)
+	$(BIN)/python tools/config_docs.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find sft tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train on this machine: one process per GPU (or per CPU rank).
+#
+#   launch/local.sh NPROC RECIPE [section.key=value ...]
+#   launch/local.sh 8 recipes/NAME.yaml parallel.cp=4 data.train=my.jsonl
+#
+# The recipe is checked first, in one short process: a mistake ends here, in one paragraph, with exit code 2.
+set -euo pipefail
+
+if [ $# -lt 2 ]; then
+    echo "usage: $0 NPROC RECIPE [section.key=value ...]" >&2
+    exit 2
+fi
+nproc=$1
+recipe=$2
+shift 2
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# One hardware queue keeps kernels in the order they were launched, so that communication overlaps compute.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+
+python -m sft check "$recipe" "$@" --world-size "$nproc" --no-data
+exec torchrun --standalone --nproc-per-node "$nproc" -m sft train "$recipe" "$@"

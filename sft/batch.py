@@ -1,0 +1,88 @@
+"""The data contract: what a sample, a pack and a microbatch are.  The only types that data and model share.
+
+    Sample      one tokenised conversation                               (numpy, no padding)
+    Pack        documents laid end to end, each padded to doc_multiple   (numpy, every rank the same)
+    Microbatch  the part of a pack that one context-parallel rank holds  (torch, what the model sees)
+
+Labels are shifted once, when a Pack is made and before any slicing (`data/pack.py`), so that no
+context-parallel rank ever needs its neighbour's token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One conversation.
+
+    tokens     int32 [n]
+    loss_mask  bool  [n], true for tokens the assistant wrote, its end-of-turn token included
+    """
+
+    sample_id: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+
+    @property
+    def num_supervised(self) -> int:
+        """Labels with a loss: a document's first token is never a label."""
+        return int(self.loss_mask[1:].sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Documents laid end to end, each padded to `doc_multiple`; labels already shifted, per document.
+
+        documents [5, 6, 7] and [8, 9], doc_multiple 4, the first supervised from token 6 on, the second nowhere
+        tokens       5 6 7 0  8 9 0 0
+        labels       6 7 0 0  9 0 0 0
+        loss_mask    1 1 0 0  0 0 0 0
+        position_ids 0 1 2 3  0 1 2 3
+        cu_seqlens   0 4 8
+        lengths      3 2
+
+    All arrays but the last two are [t] over the padded tokens: int32, int32, bool, int32.
+    cu_seqlens  int32 [num_documents + 1], padded boundaries
+    lengths     int32 [num_documents], real lengths; 0 marks a filler document
+    sample_ids  which sample each real document is, in order
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    lengths: np.ndarray
+    sample_ids: tuple[int, ...]
+
+    @property
+    def max_seqlen(self) -> int:
+        """Longest padded document (not the pack's length: that would move RoPE to other positions)."""
+        return int(np.diff(self.cu_seqlens).max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """The tokens of one pack that one context-parallel rank holds, in zigzag order.
+
+    tokens, labels, position_ids  int64 [1, t]     t = pack length / cp
+    loss_mask                     bool  [1, t]
+    cu_seqlens                    int32 [num_documents + 1], boundaries in the WHOLE pack (filler included)
+    max_seqlen                    longest padded document of the whole pack
+    The counts are of the whole pack, the same on every context-parallel rank.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    num_documents: int  # real documents
+    num_real_tokens: int  # tokens of samples
+    num_aligned_tokens: int  # with padding to doc_multiple
+    num_tokens: int  # supervised labels
+    sample_ids: tuple[int, ...]

@@ -1,0 +1,234 @@
+"""The command line: `sft train` and `sft check`.
+
+Decides what the verbs print, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
+Everything heavy is imported where it is first used, so that help and mistakes answer at once.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from sft.errors import ConfigError, SftError
+
+if TYPE_CHECKING:
+    from sft.data.tokenizer import ChatTokenizer
+    from sft.layout import Layout
+    from sft.recipe import Recipe
+
+_SECONDS_FOR_RANK_0 = 10.0
+_OVERRIDES = "settings that replace the recipe's, such as parallel.cp=4 data.train=my.jsonl"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""
+    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        if arguments.verb == "train":
+            _train(arguments)
+        else:
+            _check(arguments)
+    except SftError as error:
+        _tell(error)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _tell(error: SftError) -> None:
+    """Print `error` on rank 0: every rank finds the same mistake, and one of them tells it.
+
+    torchrun ends all processes when the first one is gone, so under torchrun the others wait for that: rank 0
+    might not have spoken yet.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        time.sleep(_SECONDS_FOR_RANK_0)
+        # Still here: rank 0 did not find this mistake, so nobody else will tell it.
+        print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}.\n{self.format_usage().strip()}")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="sft", description="Supervised fine-tuning on Megatron for long context.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    train = verbs.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
+    check = verbs.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
+    for verb in (train, check):
+        verb.add_argument("recipe", metavar="RECIPE", help="YAML file, for example recipes/qwen3_8b_64k.yaml")
+        verb.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
+    check.add_argument("--world-size", metavar="N", type=int, help="number of processes to lay out")
+    check.add_argument("--explain", metavar="KEY", help="tell where a value came from and what it does")
+    check.add_argument("--no-data", action="store_true", help="do not look at data files and tokenizer")
+    # argparse gives up on settings that follow an option; they come back as the rest.
+    arguments, rest = parser.parse_known_args(argv)
+    if unknown := [word for word in rest if word.startswith("-")]:
+        (train if arguments.verb == "train" else check).error(f"unknown option {unknown[0]}")
+    arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from sft.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    _layout(recipe, _launched_world_size() or 1)
+    _require_data(recipe)
+
+    from sft.train import main as train
+
+    train(recipe)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from sft.layout import smallest_world
+    from sft.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.explain is not None:
+        print(explain(recipe, arguments.explain))
+        return
+    world_size = arguments.world_size if arguments.world_size is not None else _launched_world_size()
+    layout = _layout(recipe, smallest_world(recipe.config) if world_size is None else world_size)
+    _print_group("layout", layout.equations(recipe.config.data.seq_length))
+    if arguments.no_data:
+        built_in = recipe.config.data.tokenizer == "byte"
+        _print_group("model", [_parameters(recipe, _tokenizer(recipe).vocab_size if built_in else None)])
+        _print_group("data", ["not looked at (--no-data)"])
+    else:
+        _require_data(recipe)
+        _check_data(recipe)
+
+
+def _check_data(recipe: "Recipe") -> None:
+    from sft.data.corpus import prepare
+    from sft.data.pack import plan_epoch
+
+    data, train = recipe.config.data, recipe.config.train
+    tokenizer = _tokenizer(recipe)
+    _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
+    cache_dir = Path(data.cache_dir or f"{recipe.config.run.dir}/cache")
+    corpus = prepare(data.train, data, tokenizer, cache_dir, _progress)
+    plan = plan_epoch(
+        corpus.lengths,
+        capacity=data.seq_length,
+        doc_multiple=data.doc_multiple,
+        seed=recipe.config.run.seed,
+        epoch=0,
+        shuffle=data.shuffle,
+    )
+    steps = -(-len(plan) // train.global_batch_size)
+    lines = [
+        *corpus.summary().splitlines(),
+        f"{len(plan):,} packs of at most {data.seq_length:,} tokens, {plan.fill:.1%} full, "
+        f"of which {plan.alignment_waste:.1%} is padding inside documents",
+        f"steps per epoch {steps:,} = {len(plan):,} packs / global_batch_size {train.global_batch_size}, " "rounded up",
+    ]
+    if train.num_steps:
+        lines.append(f"num_steps {train.num_steps:,} = {train.num_steps / steps:.2f} epochs")
+    _print_group("data", lines)
+    if data.eval:
+        _print_group("eval", prepare(data.eval, data, tokenizer, cache_dir, _progress).summary().splitlines())
+
+
+def explain(recipe: "Recipe", key: str) -> str:
+    """What `key` is, where it came from and what it does; every key below it where it names a group.
+
+    model.head_dim = 128
+        from     derived: hidden_size / num_attention_heads
+        type     a whole number of at least 1 or null; default null
+        meaning  Width of a head; null means hidden_size / num_attention_heads.
+    """
+    from sft.keys import OPEN, expected, leaves, show, unknown, values
+    from sft.recipe import derived
+
+    current, substitutes = values(recipe.config), derived(recipe.config)
+    paragraphs = []
+    for name in (k for k in current if k == key or k.startswith(f"{key}.")):
+        value = substitutes[name][0] if name in substitutes else current[name]
+        info = leaves()[name if name in leaves() else OPEN]
+        default = "; required" if info.is_required() else f"; default {show(info.default)}"
+        paragraphs.append(
+            f"{name} = {show(value)}\n    from     {recipe.origins[name]}\n"
+            f"    type     {expected(name)}{default if name in leaves() else ''}\n"
+            f"    meaning  {info.description}"
+        )
+    if not paragraphs:
+        raise ConfigError(unknown(key, f"command line: --explain {key}"))
+    return "\n".join(paragraphs)
+
+
+def _layout(recipe: "Recipe", world_size: int) -> "Layout":
+    """The layout, or its problems together with where their keys were set."""
+    from sft.keys import leaves
+    from sft.layout import Layout
+
+    if world_size < 1:
+        raise ConfigError(f"{world_size} processes cannot hold a model; the world size is at least 1.")
+    try:
+        return Layout.resolve(recipe.config, world_size)
+    except ConfigError as error:
+        named = [key for key in leaves() if f"{key} = " in str(error)]
+        places = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
+        raise ConfigError(f"{error}\n  Set in: {places}." if named else str(error)) from None
+
+
+def _require_data(recipe: "Recipe") -> None:
+    """Refuse paths that are not there before anything heavy is imported."""
+    data = recipe.config.data
+    paths = [("data.train", path) for path in data.train] + [("data.eval", path) for path in data.eval]
+    paths += [] if data.tokenizer == "byte" else [("data.tokenizer", data.tokenizer)]
+    paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
+    missing = [
+        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+        for key, path in paths
+        if not Path(path).exists()
+    ]
+    if missing:
+        from sft.config import listed
+
+        raise ConfigError(listed(missing))
+
+
+def _launched_world_size() -> int | None:
+    """What torchrun says; None where nothing was launched."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes; unset it.')
+    return None if text is None else int(text)
+
+
+def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
+    from sft.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(recipe.config.data)
+
+
+def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
+    from sft.layout import num_parameters, vocab_rows
+
+    model = recipe.config.model
+    if model.vocab_size is None and tokenizer_size is None:
+        return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
+    rows = vocab_rows(model, tokenizer_size or 0)
+    return f"parameters {num_parameters(model, rows):,} with a vocabulary of {rows:,}"
+
+
+def _print_group(name: str, lines: Sequence[str]) -> None:
+    for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
+        print(f"{label:8}{line}", flush=True)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

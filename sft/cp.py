@@ -1,0 +1,156 @@
+"""Which token of a pack lives on which context-parallel (CP) rank.  Index arithmetic only: numpy, no torch,
+no process groups, no model.
+
+Causal attention is a triangle: late queries see more keys than early ones.  So every document is cut into
+2 * cp chunks and rank r holds chunk r and its mirror, chunk 2 * cp - 1 - r (zigzag).  A cheap chunk goes with
+an expensive one, and all ranks compute the same number of (query, key) pairs:
+
+    one document, cp = 4        chunk     0 1 2 3 4 5 6 7
+                                on rank   0 1 2 3 3 2 1 0
+
+    two documents of 8 and 4 tokens, cp = 2, cu_seqlens = [0, 8, 12]
+
+    pack      a0 a1 a2 a3 a4 a5 a6 a7 | b0 b1 b2 b3
+    rank 0    a0 a1             a6 a7 | b0       b3    -> a0 a1 a6 a7 b0 b3
+    rank 1          a2 a3 a4 a5       |    b1 b2       -> a2 a3 a4 a5 b1 b2
+
+A rank's local part keeps the documents in order, and inside a document its early chunk before its late one.
+That is the order Transformer Engine expects of packed (THD) input; `mcore/attention.py` relies on it.
+The scheme is the load-balanced one of Megatron-core and of zigzag ring attention (Zhu, 2024).
+
+`cu_seqlens` are the padded boundaries of the whole pack (see `batch.Pack`); with cp > 1 every document is a
+multiple of 2 * cp tokens.  Empty documents are allowed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def local_indices(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
+    """Position in the pack of each token that `cp_rank` holds, in local order: int64 [t / cp_size].
+
+    cu_seqlens = [0, 8], cp_size = 2
+    rank 0 -> [0, 1, 6, 7]        rank 1 -> [2, 3, 4, 5]
+    """
+    starts, chunk = _documents(cu_seqlens, cp_size)
+    _check_rank(cp_size, cp_rank)
+    if cp_size == 1:
+        return np.arange(cu_seqlens[-1], dtype=np.int64)
+    early = starts + cp_rank * chunk
+    late = starts + (2 * cp_size - 1 - cp_rank) * chunk
+    return _runs(np.stack([early, late], axis=1).ravel(), np.repeat(chunk, 2))
+
+
+def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
+    """Position of each token of the pack in the concatenation of all ranks' local parts: int64 [t].
+
+    The inverse of `local_indices`: np.concatenate(parts)[gathered_positions(...)] is the whole pack.
+
+        cu_seqlens = [0, 8], cp_size = 2, gathered parts hold tokens 0 1 6 7 2 3 4 5
+        -> [0, 1, 4, 5, 6, 7, 2, 3]
+    """
+    starts, chunk = _documents(cu_seqlens, cp_size)
+    if cp_size == 1:
+        return np.arange(cu_seqlens[-1], dtype=np.int64)
+    part = int(cu_seqlens[-1]) // cp_size
+    chunks = np.arange(2 * cp_size)
+    rank = np.minimum(chunks, 2 * cp_size - 1 - chunks)
+    is_late = chunks >= cp_size
+    first = rank * part + starts[:, None] // cp_size + is_late * chunk[:, None]  # [documents, 2 * cp_size]
+    return _runs(first.ravel(), np.repeat(chunk, 2 * cp_size))
+
+
+def shard(x: np.ndarray, cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
+    """The part of `x` that `cp_rank` holds: [t, ...] -> [t / cp_size, ...], a copy.
+
+    x = [5, 6, 7, 8], cu_seqlens = [0, 4], cp_size = 2
+    rank 0 -> [5, 8]        rank 1 -> [6, 7]
+    """
+    assert len(x) == cu_seqlens[-1], f"x has {len(x)} tokens, but cu_seqlens ends at {cu_seqlens[-1]}"
+    return x[local_indices(cu_seqlens, cp_size, cp_rank)]
+
+
+def unshard(parts: Sequence[np.ndarray], cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
+    """The whole array from all ranks' parts, in rank order: cp_size arrays [t / cp_size, ...] -> [t, ...].
+
+    parts = [5, 8], [6, 7], cu_seqlens = [0, 4], cp_size = 2 -> [5, 6, 7, 8]
+    """
+    assert len(parts) == cp_size, f"{len(parts)} parts for cp_size = {cp_size}"
+    lengths = [len(part) for part in parts]
+    expected = int(cu_seqlens[-1]) // cp_size
+    assert set(lengths) == {expected}, f"each part must have {expected} tokens; got {lengths}"
+    return np.concatenate(parts)[gathered_positions(cu_seqlens, cp_size)]
+
+
+def causal_area(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> int:
+    """Number of (query, key) pairs that `cp_rank` computes under causal attention inside documents.
+
+    Equal for all ranks; padding inside documents is computed like any token.
+
+        cu_seqlens = [0, 8], cp_size = 2, queries see 1 2 3 4 5 6 7 8 keys
+        rank 0 -> 1 + 2 + 7 + 8 = 18        rank 1 -> 3 + 4 + 5 + 6 = 18
+    """
+    starts, _ = _documents(cu_seqlens, cp_size)
+    lengths = np.diff(cu_seqlens).astype(np.int64)
+    _check_rank(cp_size, cp_rank)
+    keys_before = local_indices(cu_seqlens, cp_size, cp_rank) - np.repeat(starts, lengths // cp_size)
+    return int((keys_before + 1).sum())
+
+
+def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and chunk length of every document, int64; asserts that every document can be cut."""
+    assert cp_size >= 1, f"cp_size = {cp_size}: there is at least one rank"
+    assert cu_seqlens.ndim == 1 and cu_seqlens.size >= 1, f"cu_seqlens has shape {cu_seqlens.shape}"
+    assert np.issubdtype(cu_seqlens.dtype, np.integer), f"cu_seqlens are {cu_seqlens.dtype}, not integers"
+    assert cu_seqlens[0] == 0, f"cu_seqlens start at {cu_seqlens[0]}, not at 0"
+    boundaries = cu_seqlens.astype(np.int64)
+    starts, lengths = boundaries[:-1], np.diff(boundaries)
+    assert (lengths >= 0).all(), f"cu_seqlens decrease at document {np.argmax(lengths < 0)}"
+    ragged = lengths % (2 * cp_size) != 0
+    assert cp_size == 1 or not ragged.any(), (
+        f"document {np.argmax(ragged)} has {lengths[np.argmax(ragged)]} tokens, not a multiple of "
+        f"2 * cp_size = {2 * cp_size}"
+    )
+    return starts, lengths // (2 * cp_size)
+
+
+def _check_rank(cp_size: int, cp_rank: int) -> None:
+    assert 0 <= cp_rank < cp_size, f"cp_rank = {cp_rank} is not one of 0..{cp_size - 1}"
+
+
+def _runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Runs of consecutive numbers, one after the other, without a loop.
+
+    first = [0, 6], length = [2, 3] -> [0, 1, 6, 7, 8]
+    """
+    ends = np.cumsum(length)
+    offset = np.repeat(first - (ends - length), length)
+    return np.add(offset, np.arange(len(offset)), out=offset)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one document that one rank holds."""
+
+    local_start: int  # of the rank's tokens
+    length: int
+    document_start: int  # in the pack
+    position: int  # of the first token, within the document
+
+
+def local_chunks(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> tuple[Chunk, ...]:
+    """The chunks of `cp_rank` in local order, two per document; for cp_size 1 the documents themselves.
+
+    cu_seqlens = [0, 8], cp_size = 2, rank 0 -> Chunk(0, 2, 0, 0), Chunk(2, 2, 0, 6)
+    """
+    starts, stops = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()
+    if cp_size == 1:
+        return tuple(Chunk(start, stop - start, start, 0) for start, stop in zip(starts, stops))
+    chunks = []
+    for start, stop in zip(starts, stops):
+        length, local = (stop - start) // (2 * cp_size), start // cp_size
+        chunks.append(Chunk(local, length, start, cp_rank * length))
+        chunks.append(Chunk(local + length, length, start, (2 * cp_size - 1 - cp_rank) * length))
+    return tuple(chunks)

@@ -1,0 +1,25 @@
+"""The errors a user can cause.  Everything else that goes wrong is a bug of ours and keeps its traceback.
+
+The command line turns each of these into one paragraph on rank 0 and exit code 2.  A message says what,
+what was got, why it cannot be, and what would work.
+"""
+
+
+class SftError(Exception):
+    """Base of the errors that end a run with one paragraph instead of a traceback."""
+
+
+class ConfigError(SftError):
+    """A recipe, an override or a layout that cannot be."""
+
+
+class DataError(SftError):
+    """A data file, row, template or tokenizer that cannot be used; names file and line."""
+
+
+class CheckpointError(SftError):
+    """A checkpoint that is missing, incomplete, or of another model."""
+
+
+class TrainingError(SftError):
+    """A step whose loss or gradient is not a number; names the step and the samples."""

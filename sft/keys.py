@@ -1,0 +1,185 @@
+"""What the keys of a recipe are called and what they accept, in words.
+
+Derived from the models of `config.py`, so that errors, `check --explain` and docs/config.md cannot disagree
+with what is accepted.
+"""
+
+import difflib
+import json
+import re
+import types
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from sft import yaml12
+from sft.config import Config, Section
+
+OPEN = "model.megatron"  # the one mapping whose keys are not ours
+# What other trainers call it.
+_CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16"}
+_ELSEWHERE = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "context_parallel_size": "parallel.cp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "max_length": "data.seq_length",
+    "max_seq_length": "data.seq_length",
+    "learning_rate": "optim.lr",
+    "max_steps": "train.num_steps",
+    "train_iters": "train.num_steps",
+    "num_train_epochs": "train.num_epochs",
+    "output_dir": "run.dir",
+    "rotary_base": "model.rope.base",
+    "rope_theta": "model.rope.base",
+    "rms_norm_eps": "model.norm_epsilon",
+    "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups",
+    "num_hidden_layers": "model.num_layers",
+    "kv_channels": "model.head_dim",
+}
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """{"run": RunConfig, "model": ModelConfig, "model.rope": RopeConfig, ...}"""
+    return {key: kind for key, _, kind in _walk(Config, "") if kind is not None}
+
+
+@cache
+def leaves() -> dict[str, FieldInfo]:
+    """{"run.dir": ..., "model.rope.base": ..., ...}: every key that holds a value, in schema order."""
+    return {key: info for key, info, kind in _walk(Config, "") if kind is None}
+
+
+def _walk(model: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield prefix + name, info, kind
+            yield from _walk(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, info, None
+
+
+def values(config: Config) -> dict[str, Any]:
+    """{"run.dir": "runs/a", ..., "model.rope.base": 10000.0, ...}: what every leaf is in `config`."""
+    tree = config.model_dump()
+    flat: dict[str, Any] = {}
+    for key in leaves():
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        flat |= {f"{key}.{name}": v for name, v in value.items()} if key == OPEN and value else {key: value}
+    return flat
+
+
+def takes_list(key: str) -> bool:
+    """Whether the key holds a list, so that a single value means a list of one."""
+    return key in leaves() and get_origin(leaves()[key].annotation) is list
+
+
+def expected(key: str) -> str:
+    """What a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
+    if key not in leaves():
+        return "true, false, a number, text, null or a list of texts"
+    info = leaves()[key]
+    kinds = _alternatives(info.annotation, info.metadata)
+    return " or ".join(_in_words(kind, bounds) for kind, bounds in kinds)
+
+
+def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Annotated[int, Field(ge=1)] | None -> (int, [Ge(1)]), (NoneType, [])"""
+    if get_origin(annotation) in (Union, types.UnionType):
+        for choice in get_args(annotation):
+            yield from _alternatives(choice)
+    elif get_origin(annotation) is Annotated:
+        kind, *marks = get_args(annotation)
+        yield kind, [c for mark in marks for c in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+    else:
+        yield annotation, bounds
+
+
+def _in_words(kind: Any, bounds: Sequence[Any]) -> str:
+    limits = []
+    for bound in bounds:
+        match bound:
+            case annotated_types.Ge(ge):
+                limits.append(f"of at least {ge}")
+            case annotated_types.Gt(gt):
+                limits.append(f"above {gt}")
+            case annotated_types.Le(le):
+                limits.append(f"of at most {le}")
+            case annotated_types.Lt(lt):
+                limits.append(f"below {lt}")
+    match get_origin(kind) or kind:
+        case origin if origin is Literal:
+            words = "one of " + ", ".join(get_args(kind))
+        case origin if origin is list:
+            words = "a path or a list of paths" + (", not empty" if bounds else "")
+        case origin if origin is dict:
+            words = "a mapping of names to values"
+        case _:
+            names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}
+            words = names.get(kind, "null")
+    return " ".join([words, " and ".join(limits)]).strip()
+
+
+def show(value: Any) -> str:
+    """A value as an error shows it: JSON of at most 80 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown(key: str, where: str) -> str:
+    """unknown key data.seq_lenght (a.yaml, line 12).  Did you mean data.seq_length?"""
+    advice = f"Did you mean {nearest(key)}?" if nearest(key) else keys_of(key.rpartition(".")[0])
+    return f"unknown key {key if key.isprintable() and key else show(key)} ({where}).  {advice}"
+
+
+def keys_of(group: str) -> str:
+    """Keys of attention: backend.  Of the whole recipe where there is no such group."""
+    if group == OPEN:
+        return "Its keys are the names of megatron-core's TransformerConfig."
+    if group in sections():
+        return f"Keys of {group}: {', '.join(sections()[group].model_fields)}."
+    return f"Keys of a recipe: {', '.join(Config.model_fields)}."
+
+
+def nearest(key: str) -> str | None:
+    """The key that was probably meant: by another trainer's name, in the same group, or anywhere."""
+    group, _, name = key.rpartition(".")
+    if name in _ELSEWHERE or group == OPEN:
+        return _ELSEWHERE.get(name)
+    known = [*sections(), *leaves()]
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    anywhere = {k.rpartition(".")[2]: k for k in reversed(known)}
+    for names, cutoff in ((beside, 0.6), (anywhere, 0.75)):
+        if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+            return names[close[0]]
+    close = [] if group in sections() else difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
+def hint(key: str, value: Any) -> str:
+    """What would work instead of `value`, where that can be told: `  Write 50000.`, or nothing."""
+    kinds = [kind for kind, _ in _alternatives(leaves()[key].annotation)] if key in leaves() else []
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"  Write {int(value)}."
+    if not isinstance(value, str):
+        return ""
+    if _CALLED.get(value.lower()) in choices:
+        return f"  Did you mean {_CALLED[value.lower()]}?"
+    if close := difflib.get_close_matches(value.lower(), choices, n=1):
+        return f"  Did you mean {close[0]}?"
+    if value.lower() in ("none", "null") and type(None) in kinds:
+        return "  Write null, without quotes."
+    if bool in kinds and value.lower() in ("y", "yes", "on", "true", "n", "no", "off", "false"):
+        return "  Write true or false, without quotes."
+    number = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", re.sub("[_,]", "", value))
+    if (int in kinds and yaml12.INT.fullmatch(number)) or (float in kinds and yaml12.FLOAT.fullmatch(number)):
+        return f"  Write {number}, without quotes."
+    return ""

@@ -1,0 +1,116 @@
+"""The choice between CUDA and CPU, and everything megatron-core needs to run on a CPU.
+
+megatron-core names "cuda" in some 250 lines.  On a CPU run `start` redirects the ones that our paths reach,
+once per process and for its lifetime.  This is the only file of the project that replaces anything in another
+package; on CUDA it replaces nothing.
+"""
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from sft.errors import ConfigError
+
+_CPU_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+_LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; a process alone is the only one
+
+# Fields of TransformerConfig whose defaults need CUDA kernels.
+CPU_TRANSFORMER_FIELDS: dict[str, Any] = dict(
+    gradient_accumulation_fusion=False,
+    masked_softmax_fusion=False,
+    apply_rope_fusion=False,
+    bias_activation_fusion=False,
+    bias_dropout_fusion=False,
+    persist_layer_norm=False,
+)
+
+
+def choose(wanted: str) -> str:
+    """`auto | cuda | cpu` -> the device type this process runs on.  Raises ConfigError when CUDA is not there."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = cuda, but torch sees no CUDA device.  Use run.device=cpu or auto.")
+    return wanted
+
+
+def start(device_type: str) -> torch.device:
+    """Make this process ready for megatron-core on `device_type`, and return its device.  Safe to call again."""
+    if device_type == "cuda":
+        local_rank, processes = (int(os.environ.get(name, default)) for name, default in _LOCAL)
+        if processes > torch.cuda.device_count():  # seen by every process of the machine, rank 0 among them
+            raise ConfigError(
+                f"{processes} processes were started on a machine that shows {torch.cuda.device_count()} GPUs.  "
+                f"Start at most {torch.cuda.device_count()} there, or use run.device=cpu."
+            )
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if not _Redirect.active:
+        _redirect_cuda_to_cpu()
+    return torch.device("cpu")
+
+
+class _Redirect(TorchFunctionMode):
+    """Tensors asked for on "cuda" are made on the CPU; `Tensor.type()` gives the CUDA name core compares with."""
+
+    active = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _CPU_TYPE_NAMES.get(args[0].dtype, func(*args))
+        if func is torch.Tensor.to and any(_is_cuda(a) for a in args[1:]):
+            args = tuple("cpu" if _is_cuda(a) else a for a in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+class _Stream:
+    """A stream that is always done: on a CPU everything is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record_event(self, event: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+
+
+def _redirect_cuda_to_cpu() -> None:
+    from megatron.core.tensor_parallel import random as core_random
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *args: None
+    cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
+    cuda.stream = lambda *args: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.empty_cache = lambda: None
+    core: Any = core_random
+    core._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    core._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _Redirect().__enter__()
+    _Redirect.active = True

@@ -1,0 +1,109 @@
+"""Layout -> process groups, handed on as a value.
+
+The only place that touches megatron-core's `parallel_state`.  Core still reads its globals here and there, so
+they are initialised from the same Layout and the two can never disagree.
+"""
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from sft.errors import SftError
+from sft.layout import Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Where this process stands in the layout, and its groups."""
+
+    collection: ProcessGroupCollection  # what megatron-core's constructors take
+    device: torch.device
+    rank: int
+    dp_rank: int
+    cp_rank: int
+    tp_rank: int
+    pp_rank: int
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        return self.collection.cp
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.collection.tp
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.collection.pp.size() - 1
+
+    @property
+    def reports(self) -> bool:
+        """One rank of each (dp, cp) position holds the loss of that position: last stage, first of tp."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> Groups:
+    """Join the process group torchrun describes in the environment and build every group of `layout`.
+
+    A process started alone, without torchrun, is a world of one.
+    """
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        context_parallel_size=layout.cp,
+        create_gloo_process_groups=device.type == "cuda",
+        distributed_timeout_minutes=max(1, timeout_s // 60),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Groups(
+        collection=ProcessGroupCollection.use_mpu_process_groups(),
+        device=device,
+        rank=dist.get_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+    )
+
+
+def stop() -> None:
+    """Leave every group, the world included, and end their threads (gloo keeps some per group)."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def agree(decide: Callable[[], T]) -> T:
+    """What `decide()` returns on rank 0, on every rank; what it raises there, every rank raises.  Collective.
+
+    For decisions about files, which other nodes may see later than rank 0.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = decide()
+        except (SftError, OSError) as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    result: T = answer[0]
+    return result

@@ -1,0 +1,86 @@
+"""Rotary position embedding: the frequencies of every scaling, and the table of angles.
+
+Frequencies follow Hugging Face transformers' definitions, which is what released weights were trained with:
+linear (Chen 2023), llama3 (Llama 3.1), YaRN (Peng 2023).  YaRN's temperature multiplies queries and keys alike, so
+it is applied to the attention scale, squared, instead of to both rotations.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.config import RopeConfig
+
+
+def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each pair of dimensions: float32 [head_dim / 2].
+
+    head_dim 4, base 10000, no scaling -> [1, 0.01]
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope.base**exponent
+    if rope.scaling == "none":
+        return plain
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    return _llama3(plain, rope) if rope.scaling == "llama3" else _yarn(plain, rope, head_dim)
+
+
+def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
+    """Factor on query-key products: 1 / sqrt(head_dim), times YaRN's temperature squared."""
+    temperature = 1.0
+    if rope.scaling == "yarn":
+        temperature = rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
+    return temperature**2 / math.sqrt(head_dim)
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    assert rope.original_max_position is not None
+    wavelength = 2 * math.pi / plain
+    turns = rope.original_max_position / wavelength  # over the original context
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = smooth.clamp(0.0, 1.0)  # 1: frequency kept, 0: divided by factor
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    assert rope.original_max_position is not None
+
+    def dimension(turns: float) -> float:
+        """The pair of dimensions that makes this many turns over the original context."""
+        assert rope.original_max_position is not None
+        ratio = rope.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.base))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    scaled = ramp.clamp(0.0, 1.0)
+    return plain / rope.factor * scaled + plain * (1 - scaled)
+
+
+class RotaryTable(torch.nn.Module):
+    """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, which applies them per document.
+
+    Takes the place of core's RotaryEmbedding, which keeps up to 32 tables, one per longest-document length ever
+    seen: 16 GiB at 1M positions.  One table is kept here, as long as the longest document so far.
+    """
+
+    def __init__(self, inv_freq: Tensor) -> None:
+        super().__init__()
+        self.inv_freq = inv_freq  # not a buffer: stays fp32 when the model is cast, and out of checkpoints
+        self.table = inv_freq.new_empty((0, 1, 1, 2 * inv_freq.numel()))
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Length of the table a microbatch needs: its longest document.  core passes packed_seq_params last."""
+        length: int = args[4].max_seqlen_q
+        return length
+
+    def forward(self, length: int, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
+        """float32 [length, 1, 1, head_dim]: each pair's angle, twice over (rotate-half convention)."""
+        if self.table.shape[0] < length:
+            angles = torch.outer(torch.arange(length, dtype=torch.float32, device=self.inv_freq.device), self.inv_freq)
+            self.table = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        return self.table[:length]

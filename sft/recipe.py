@@ -1,0 +1,238 @@
+"""Text -> Config: a YAML file and dotted overrides, every mistake reported at once with file and line.
+
+Decides how a recipe is put together and how a mistake in it is told.  How a value is spelled is `yaml12.py`,
+what a recipe may say is `config.py`.
+
+Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
+typed, relative to the current directory, wherever the recipe lies.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from sft import yaml12
+from sft.config import Config, Conflict, listed
+from sft.errors import ConfigError
+from sft.keys import (
+    OPEN,
+    expected,
+    hint,
+    keys_of,
+    leaves,
+    nearest,
+    sections,
+    show,
+    takes_list,
+    unknown,
+    values,
+)
+from sft.yaml12 import Pairs
+
+_MAX_BYTES = 1 << 20  # a recipe is a page; more than this is a data file given by mistake
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from.  As text: `a.yaml, line 12`, `command line: parallel.cp=4`, `default`."""
+
+    kind: Literal["file", "command line", "default", "derived"]
+    file: str | None = None
+    line: int | None = None
+    text: str | None = None  # the override as typed, or what the value is derived from
+
+    def __str__(self) -> str:
+        if self.kind == "file":
+            return f"{self.file}, line {self.line}"
+        return self.kind if self.text is None else f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A validated recipe and, for every dotted key, where its value came from."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    path: str
+
+
+def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the file `path` with overrides such as `parallel.cp=4`, `data.train=[a.jsonl, b.jsonl]`.
+
+    Raises ConfigError listing everything that is wrong with the file and the overrides.
+    """
+    return parse_recipe(_read(path), path, overrides)
+
+
+def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The same from the text itself; `path` is what errors and origins call it.
+
+    parse_recipe("optim: {lr: 1e-5} ...", "a.yaml", ["parallel.cp=4"])
+    .config.optim.lr -> 1e-05           .origins["optim.lr"]    -> a.yaml, line 1
+    .config.parallel.cp -> 4            .origins["parallel.cp"] -> command line: parallel.cp=4
+    """
+    document = yaml12.read(text, path)
+    if not isinstance(document, Pairs):
+        raise ConfigError(f"{path}, line 1: not a recipe.  {keys_of('')}")
+    draft = _Draft(path)
+    draft.take("", document, lambda line: Origin("file", file=path, line=line))
+    for override in overrides:
+        draft.take_override(override)
+    config = draft.validate()
+    origins = {key: Origin("default") for key in leaves()} | draft.origins
+    for key, (_, how) in derived(config).items():
+        if origins[key].kind == "default":
+            origins[key] = Origin("derived", text=how)
+    return Recipe(config=config, origins=origins, path=path)
+
+
+def derived(config: Config) -> dict[str, tuple[Any, str]]:
+    """What a null stands for: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
+    found: dict[str, tuple[Any, str]] = {}
+    if config.model.num_query_groups is None:
+        found["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
+    if config.model.head_dim is None:
+        found["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
+    if config.data.cache_dir is None:
+        found["data.cache_dir"] = (f"{config.run.dir}/cache", "run.dir/cache")
+    return found
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments say whence.
+
+    parallel:
+      tp: 1  # default
+      cp: 4  # command line: parallel.cp=4
+    """
+    lines = [f"# Resolved from {_one_line(recipe.path)}."]
+    headed: set[str] = set()
+    for key, value in values(recipe.config).items():
+        *groups, name = key.split(".")
+        for depth, group in enumerate(groups):
+            path = ".".join(groups[: depth + 1])
+            if path not in headed:
+                headed.add(path)
+                lines.append("  " * depth + f"{group}:")
+        lines.append("  " * len(groups) + f"{name}: {yaml12.write(value)}  # {_one_line(str(recipe.origins[key]))}")
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: str) -> str:
+    file = Path(path)
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"recipe {path} is larger than 1 MiB; data goes into data.train=FILE.")
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(str(f) for f in file.parent.glob("*.yaml"))
+        close = difflib.get_close_matches(path, beside, n=1, cutoff=0.5)
+        advice = f"Did you mean {close[0]}?" if close else f"Recipes beside it: {', '.join(beside) or 'none'}."
+        raise ConfigError(f"recipe {path} does not exist.  {advice}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"recipe {path} is not UTF-8 from byte {error.start} on.  Save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}.") from None
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+@dataclass
+class _Draft:
+    """Values on their way to a Config, and all that was found wrong with them."""
+
+    path: str
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    problems: list[tuple[Origin, str]] = field(default_factory=list)
+    meant: set[str] = field(default_factory=set)  # suggested for an unknown key: not "missing" as well
+
+    def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
+        """Add what stands below `prefix`."""
+        first: dict[str, int] = {}
+        for name, line, value in pairs:
+            key, origin = prefix + name, origin_of(line)
+            if name in first:
+                what = f"{key} is given twice ({origin}; first in line {first[name]}).  Keep one."
+                self.problems.append((origin, what))
+                continue
+            first[name] = line
+            if key in sections() or key == OPEN:
+                if isinstance(value, Pairs):
+                    self.take(f"{key}.", value, origin_of)
+                elif value is not None:
+                    what = f"{key} = {show(value)} ({origin}); expected a group of keys.  {keys_of(key)}"
+                    self.problems.append((origin, what))
+            elif key in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
+                listable = takes_list(key) and isinstance(value, str)
+                self.values[key] = [value] if listable else yaml12.plain(value)
+                self.origins[key] = origin
+            else:
+                self.meant |= {nearest(key) or ""}
+                self.problems.append((origin, unknown(key, str(origin))))
+
+    def take_override(self, override: str) -> None:
+        """Add `key=value`: one scalar as it stands, or YAML where the value opens with [, { or a quote."""
+        origin = Origin("command line", text=_one_line(override))
+        key, equals, text = override.partition("=")
+        group, dot, name = key.rpartition(".")
+        if not equals or not text:
+            what = f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none."
+            self.problems.append((origin, what))
+        elif group and group not in sections() and group != OPEN:
+            self.problems.append((origin, unknown(key, str(origin))))
+        else:
+            try:
+                value = yaml12.read(text, str(origin)) if text[0] in "[{\"'" else yaml12.scalar(text)
+            except ConfigError as unreadable:
+                self.problems.append((origin, str(unreadable)))
+            else:
+                self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
+
+    def validate(self) -> Config:
+        """The Config, or one ConfigError: by line, then the command line, then what is missing."""
+        tree: dict[str, Any] = {}
+        for key in [*sections(), *self.values]:
+            *groups, name = key.split(".")
+            branch = tree
+            for group in groups:
+                branch = branch.setdefault(group, {})
+            branch[name] = {} if key in sections() else self.values[key]
+        try:
+            config = Config.model_validate(tree)
+        except ValidationError as invalid:
+            for error in invalid.errors(include_url=False):
+                self.refuse(error["type"], error["loc"], error.get("ctx", {}).get("error"))
+        if not self.problems:
+            return config
+        place = ("file", "command line", "default")
+        ordered = sorted(self.problems, key=lambda p: (place.index(p[0].kind), p[0].line or 0))
+        raise ConfigError(listed(list(dict.fromkeys(text for _, text in ordered))))
+
+    def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
+        """Put one error of pydantic into the user's words."""
+        key = ""
+        for part in location:
+            longer = f"{key}.{part}".lstrip(".")
+            if longer in sections() or longer in leaves() or key == OPEN:
+                key = longer
+        if isinstance(cause, Conflict):
+            for name, why in cause.problems:
+                self.refuse_value(f"{key}.{name}".lstrip("."), why + ".")
+        elif kind != "missing":
+            self.refuse_value(key, f"; expected {expected(key)}.{hint(key, self.values[key])}")
+        elif not self.meant & {key, key.rpartition(".")[0]}:
+            what = f"{key} is missing from {self.path}; expected {expected(key)}.  {leaves()[key].description}"
+            self.problems.append((Origin("default"), what))
+
+    def refuse_value(self, key: str, why: str) -> None:
+        origin = self.origins.get(key, Origin("default"))
+        value = self.values[key] if key in self.values else leaves()[key].default
+        space = "" if why.startswith(";") else " "
+        self.problems.append((origin, f"{key} = {show(value)} ({origin}){space}{why}"))

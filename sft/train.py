@@ -1,0 +1,179 @@
+"""The run: from a recipe to a trained checkpoint.  The only module that puts all parts together."""
+
+import math
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+from sft import cp
+from sft.checkpoint import Checkpoints, RunState, weights_of
+from sft.config import Config
+from sft.data.corpus import Corpus, prepare
+from sft.data.loader import Loader
+from sft.data.tokenizer import ChatTokenizer, load_tokenizer
+from sft.errors import ConfigError, TrainingError
+from sft.evaluate import evaluate
+from sft.layout import Layout, num_parameters, vocab_rows
+from sft.mcore import device, groups, shards
+from sft.mcore.engine import Engine, StepResult
+from sft.metrics import Console, Metrics, eval_record, train_record
+from sft.recipe import Recipe, dump
+
+
+def main(recipe: Recipe) -> None:
+    """Train as the recipe says, as one of the processes that torchrun started (or as the only one)."""
+    config = recipe.config
+    layout = Layout.resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
+    here = device.start(device.choose(config.run.device))
+    place = groups.start(layout, here, seed=config.run.seed, timeout_s=config.run.timeout_s)
+    console = Console(place.rank)
+    Run(recipe, layout, place, console).train()
+    groups.stop()
+
+
+class Run:
+    """Everything one rank needs to train."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, place: groups.Groups, console: Console) -> None:
+        self.config, self.layout, self.place, self.console = recipe.config, layout, place, console
+        self.folder = Path(self.config.run.dir)
+        self.recipe = recipe
+        groups.agree(lambda: _open_folder(self.folder))
+        for line in layout.equations(self.config.data.seq_length):
+            console.say(line)
+        tokenizer = load_tokenizer(self.config.data)
+        vocab_size = vocab_rows(self.config.model, tokenizer.vocab_size)
+        train_corpus = self._corpus(self.config.data.train, tokenizer)
+        self.loader = self._loader(train_corpus, tokenizer)
+        self.held_out = None
+        if self.config.data.eval:
+            self.held_out = self._loader(self._corpus(self.config.data.eval, tokenizer), tokenizer)
+        self.num_steps = self.config.train.num_steps or self.loader.total_steps(self.config.train.num_epochs or 1)
+        self.engine = Engine(self.config, layout, place, vocab_size=vocab_size, num_steps=self.num_steps)
+        self.checkpoints = Checkpoints(
+            self.config.checkpoint, self.folder / "checkpoints", _plan(self.config, train_corpus), console
+        )
+
+    def train(self) -> None:
+        """Step until the last step is done; evaluate and save when due, at the end in any case."""
+        state = self.checkpoints.resume(self.engine) or self._fresh()
+        if state.step >= self.num_steps:
+            self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
+            return
+        groups.agree(lambda: _write_recipe(self.folder, self.recipe))
+        metrics = self._metrics(state)
+        if state.step == 0:
+            self._evaluate(state, metrics)
+        while state.step < self.num_steps:
+            started = time.monotonic()
+            result = self.engine.train_step(self.loader.microbatches(state.step))
+            self._check(result, state.step)
+            state = state.after(result)
+            metrics.train(self._record(state, result, time.monotonic() - started))
+            last = state.step == self.num_steps
+            if _due(state.step, self.config.train.eval_every) or last:
+                self._evaluate(state, metrics)
+            if _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
+                self.checkpoints.save(self.engine, state)
+        metrics.summarise()
+        metrics.close()
+        self.console.say(f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl and recipe.yaml")
+
+    def _corpus(self, paths: list[str], tokenizer: ChatTokenizer) -> Corpus:
+        """Rank 0 tokenises, telling how far it is; then everybody maps the files it wrote."""
+        cache = Path(self.config.data.cache_dir or self.folder / "cache")
+        groups.agree(lambda: prepare(paths, self.config.data, tokenizer, cache, self.console.say) and None)
+        return prepare(paths, self.config.data, tokenizer, cache, lambda text: None)
+
+    def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer) -> Loader:
+        return Loader(
+            corpus,
+            data=self.config.data,
+            layout=self.layout,
+            seed=self.config.run.seed,
+            dp_rank=self.place.dp_rank,
+            pad_id=tokenizer.pad_id,
+            local_indices=partial(cp.local_indices, cp_size=self.layout.cp, cp_rank=self.place.cp_rank),
+        )
+
+    def _fresh(self) -> RunState:
+        """A new run: from random weights, or from those that model.init_from names."""
+        source = self.config.model.init_from
+        if source:
+            folder = weights_of(source)
+            shards.load_weights(self.engine, folder)
+            self.console.say(f"started from the weights of {folder}")
+        else:
+            self.console.say(f"started from random weights (seed {self.config.run.seed})")
+        return RunState()
+
+    def _metrics(self, state: RunState) -> Metrics:
+        metrics = Metrics(
+            self.folder,
+            self.console,
+            rank=self.place.rank,
+            step=state.step,
+            num_steps=self.num_steps,
+            every=self.config.log.every,
+            tensorboard=self.config.log.tensorboard,
+        )
+        parameters = num_parameters(self.config.model, self.engine.vocab_size)
+        self.console.say(f"parameters {parameters:,} | attention {self.engine.backend} | steps {self.num_steps:,}")
+        sizes = {name: getattr(self.layout, name) for name in ("world_size", "tp", "cp", "pp", "dp")}
+        metrics.start({"parameters": parameters, "num-steps": self.num_steps, "layout": sizes})
+        return metrics
+
+    def _record(self, state: RunState, result: StepResult, seconds: float) -> dict[str, object]:
+        return train_record(state.step, result, self.layout, seq_length=self.config.data.seq_length, seconds=seconds)
+
+    def _evaluate(self, state: RunState, metrics: Metrics) -> None:
+        if self.held_out:
+            started = time.monotonic()
+            totals = evaluate(self.engine, self.held_out)
+            if not math.isfinite(totals.loss):
+                raise TrainingError(f"the held-out loss after step {state.step} is {totals.loss}; nothing was saved.")
+            metrics.eval(eval_record(state.step, totals, seconds=time.monotonic() - started))
+
+    def _check(self, result: StepResult, step: int) -> None:
+        """Loss and norm are the same on all ranks, so all stop together, and nothing is saved."""
+        if math.isfinite(result.totals.loss) and math.isfinite(result.grad_norm):
+            return
+        samples = sorted(i for pack in self.loader.global_batch(step) for i in pack)
+        raise TrainingError(
+            f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}.  The step was not saved; "
+            f"the last checkpoint is whole.  Its samples, by number: {samples}."
+        )
+
+
+def _open_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir = {folder} cannot be made: {error}.") from error
+
+
+def _write_recipe(folder: Path, recipe: Recipe) -> None:
+    """Only once it is sure that this recipe trains here: a refused one must not replace the one that did."""
+    temporary = folder / "recipe.yaml.tmp"
+    try:
+        temporary.write_text(dump(recipe), encoding="utf-8")
+        os.replace(temporary, folder / "recipe.yaml")
+    except OSError as error:
+        raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
+
+
+def _plan(config: Config, corpus: Corpus) -> dict[str, object]:
+    """Everything the order of the data follows from."""
+    return {
+        "data": corpus.digest,
+        "run.seed": config.run.seed,
+        "data.seq_length": config.data.seq_length,
+        "data.doc_multiple": config.data.doc_multiple,
+        "data.shuffle": config.data.shuffle,
+        "train.global_batch_size": config.train.global_batch_size,
+    }
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,109 @@
+"""YAML 1.2 in and out, the part of it that a recipe needs.
+
+Decides what a scalar means, and refuses whatever makes a value other than it looks: anchors, aliases, tags,
+several documents.  Knows nothing of what a recipe may say.
+
+    1e-5 -> 1e-05    5e4 -> 50000.0    7 -> 7    true -> True    ~ -> None    "7" -> "7"
+    text: no, on, off, yes, 010, 0x1F, 1_000, 1:30:00, 2024-01-01
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from sft.errors import ConfigError
+
+MAX_DEPTH = 20
+INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,18})")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NULLS = frozenset(("", "~", "null", "Null", "NULL"))
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+
+
+class Pairs(list[tuple[str, int, Any]]):
+    """A mapping as (key, line, value) in the order written, so that no duplicate is lost."""
+
+
+def read(text: str, source: str) -> Any:
+    """The document of `text`: scalars, lists, and Pairs for mappings.  `source` is what errors call it."""
+    try:
+        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        starts = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
+        documents = [_node(events, source, 0) for _ in starts]
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line if error.problem_mark else 0
+        advice = "Indent with spaces." if "\\t" in str(error.problem) else "Quote text that is not plain."
+        raise _unreadable(source, line, f"{error.problem}.  {advice}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position)
+        raise _unreadable(source, line, f"control character {error.character:#x}.  Remove it.") from None
+    if len(documents) != 1:
+        raise _unreadable(source, 0, f"{len(documents)} documents.  A recipe is exactly one; remove the ---.")
+    return documents[0]
+
+
+def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> Any:
+    """The value that begins with `event`; with the next one where none is given."""
+    event = event or next(events)
+    line = event.start_mark.line
+    if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+        raise _unreadable(
+            source, line, "anchors and aliases (& and *) are not read.  Write the value out, or quote it."
+        )
+    if event.tag is not None:
+        raise _unreadable(source, line, f"the tag {event.tag} is not read.  Write the bare value; quotes make text.")
+    if depth > MAX_DEPTH:
+        raise _unreadable(source, line, f"nested more than {MAX_DEPTH} deep.  No key of a recipe is.")
+    if isinstance(event, yaml.ScalarEvent):
+        return event.value if event.style else scalar(event.value)
+    if isinstance(event, yaml.SequenceStartEvent):
+        items = []
+        while not isinstance(event := next(events), yaml.SequenceEndEvent):
+            items.append(_node(events, source, depth + 1, event))
+        return items
+    pairs = Pairs()
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+        line = event.start_mark.line
+        if isinstance(_node(events, source, depth + 1, event), list):
+            raise _unreadable(source, line, "a list or mapping as a key.  A key is a name.")
+        pairs.append((event.value, line + 1, _node(events, source, depth + 1)))
+    return pairs
+
+
+def _unreadable(source: str, line: int, why: str) -> ConfigError:
+    return ConfigError(f"{source}, line {line + 1}: {why}")
+
+
+def scalar(text: str) -> Any:
+    """An unquoted scalar: 1e-5 -> 1e-05, 7 -> 7, true -> True, ~ -> None, 010 -> "010", no -> "no"."""
+    if text in _NULLS:
+        return None
+    if text in _BOOLS:
+        return _BOOLS[text]
+    if INT.fullmatch(text):
+        return int(text)
+    return float(text) if FLOAT.fullmatch(text) else text
+
+
+def plain(value: Any) -> Any:
+    """Pairs as dicts, all the way down."""
+    if isinstance(value, Pairs):
+        return {name: plain(child) for name, _, child in value}
+    return [plain(child) for child in value] if isinstance(value, list) else value
+
+
+def write(value: Any) -> str:
+    """A scalar or a list of scalars on one line that `read` gives back: runs/a -> runs/a, 1e5 -> "1e5"."""
+    if isinstance(value, list):
+        return f"[{', '.join(write(item) for item in value)}]"
+    if isinstance(value, float):
+        return repr(value)
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN.fullmatch(value) and scalar(value) == value:
+        return value
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value) + '"'

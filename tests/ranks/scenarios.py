@@ -1,0 +1,203 @@
+"""What tests have ranks do.  Each function here runs on every rank of a pool and returns plain values.
+
+    with running(overrides) as engine: ...
+
+builds the whole trainer below the data on the layout that the overrides of RECIPE ask for.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sft import cp
+from sft.batch import Microbatch, Sample
+from sft.data.loader import Loader, local_part
+from sft.data.pack import add_filler, filler_pack, make_pack
+from sft.layout import Layout
+from sft.mcore import device, groups, shards
+from sft.mcore.engine import Engine
+from sft.recipe import parse_recipe
+from tests.ranks.pool import join
+
+VOCAB = 301  # prime: a multiple of nothing
+NUM_STEPS = 5
+
+RECIPE = """
+run: {dir: unused, device: cpu, precision: fp32, seed: 7}
+model: {num_layers: 4, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 8, num_query_groups: 4, qk_norm: true,
+        qkv_bias: true}
+data: {train: unused, seq_length: 256, doc_multiple: 32}
+parallel: {sequence_parallel: false, distributed_optimizer: false}
+loss: {chunk_size: 24}
+train: {num_steps: 5, global_batch_size: 4}
+optim: {lr: 1e-3, weight_decay: 0.1, schedule: linear, warmup_steps: 1}
+"""
+
+
+class SkewedCorpus:
+    """Random samples of unequal length, supervised in their last quarter only: a one-turn answer after a long prompt.
+
+    Under zigzag that puts all supervision on few ranks: of [0, 64) with cp 2, rank 0 holds all of [48, 64).
+    """
+
+    def __init__(self, lengths: Sequence[int], vocab: int = VOCAB) -> None:
+        rng = np.random.default_rng(3)
+        self.lengths = np.array(lengths, dtype=np.int64)
+        self._tokens = [rng.integers(0, vocab, size=n, dtype=np.int32) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, sample_id: int) -> Sample:
+        tokens = self._tokens[sample_id]
+        mask = np.arange(len(tokens)) >= 0.75 * len(tokens)
+        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask)
+
+
+# 20 packs of up to 256 tokens: five global batches of four.
+LENGTHS = [200, 37, 64, 5, 111, 90, 2, 256, 33, 150, 31, 75] * 4
+
+
+@contextmanager
+def running(overrides: Sequence[str], vocab: int = VOCAB) -> Iterator[Engine]:
+    """An engine on the layout that `overrides` of RECIPE give on this many ranks; gone afterwards."""
+    config = parse_recipe(RECIPE, "tests", list(overrides)).config
+    join()
+    layout = Layout.resolve(config, dist.get_world_size())
+    place = groups.start(layout, device.start("cpu"), seed=config.run.seed, timeout_s=60)
+    engine = None
+    try:
+        engine = Engine(config, layout, place, vocab_size=vocab, num_steps=config.train.num_steps or 1)
+        yield engine
+    finally:
+        groups.stop()
+        if engine:
+            _let_go(engine)
+
+
+def _let_go(engine: Engine) -> None:
+    """Break the cycles between parameters and their gradient hooks, which run through C++ where Python's collector
+    does not see them.  A leaked model keeps its groups, and a group keeps threads that poll."""
+    for chunk in engine.chunks:
+        vars(chunk).clear()
+    vars(engine).clear()
+
+
+def loader_of(engine: Engine, corpus: Any) -> Loader:
+    return Loader(
+        corpus,
+        data=engine.config.data,
+        layout=engine.layout,
+        seed=0,
+        dp_rank=engine.groups.dp_rank,
+        pad_id=0,
+        local_indices=partial(cp.local_indices, cp_size=engine.layout.cp, cp_rank=engine.groups.cp_rank),
+    )
+
+
+def microbatch_of(engine: Engine, samples: Sequence[Sample], doc_multiple: int | None = None) -> Microbatch:
+    """The samples as one pack, and this rank's part of it; no samples: filler only."""
+    multiple = doc_multiple or engine.layout.doc_multiple
+    pack = (
+        make_pack(samples, doc_multiple=multiple, pad_id=0) if samples else filler_pack(doc_multiple=multiple, pad_id=0)
+    )
+    pack = add_filler(
+        pack, multiple=engine.layout.pack_multiple if not doc_multiple else 1, doc_multiple=multiple, pad_id=0
+    )
+    indices = cp.local_indices(pack.cu_seqlens, engine.layout.cp, engine.groups.cp_rank)
+    return local_part(pack, indices, doc_multiple=multiple)
+
+
+def count_parameters(engine: Engine) -> int:
+    """Parameters of the whole model, with padding of the vocabulary; tied embeddings and slices over tp once."""
+    total = torch.zeros((), dtype=torch.int64)
+    for chunk in engine.chunks:
+        for param in chunk.parameters():
+            split = getattr(param, "tensor_model_parallel", False)
+            if (split or engine.groups.tp_rank == 0) and not getattr(param, "shared", False):
+                total += param.numel()
+    dist.all_reduce(total, group=engine.groups.collection.mp)
+    return int(total)
+
+
+def parameter_hash(engine: Engine) -> str:
+    digest = hashlib.sha256()
+    for chunk in engine.chunks:
+        for _, param in sorted(chunk.named_parameters()):
+            digest.update(param.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
+    """Random weights, and nothing learnt yet, into `folder`."""
+    with running(overrides) as engine:
+        shards.save(engine, Path(folder), {})
+
+
+def curve(overrides: Sequence[str], checkpoint: str | None = None, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
+    """Train NUM_STEPS steps from a checkpoint or from random weights."""
+    with running(overrides) as engine:
+        if checkpoint:
+            shards.load_weights(engine, Path(checkpoint))
+        loader = loader_of(engine, SkewedCorpus(lengths))
+        results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
+        return {
+            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "grad_norm": [r.grad_norm for r in results],
+            "counts": [
+                (
+                    r.totals.num_tokens,
+                    r.totals.num_real_tokens,
+                    r.totals.num_aligned_tokens,
+                    r.totals.num_documents,
+                )
+                for r in results
+            ],
+            "learning_rate": [r.learning_rate for r in results],
+            "parameters": count_parameters(engine),
+            "hash": parameter_hash(engine),
+            "place": (
+                engine.groups.dp_rank,
+                engine.groups.cp_rank,
+                engine.groups.tp_rank,
+                engine.groups.pp_rank,
+            ),
+        }
+
+
+def gradients(
+    overrides: Sequence[str], packs: Sequence[Sequence[int]], doc_multiple: int | None = None
+) -> dict[str, Any]:
+    """Gradients of the mean loss over `packs` of sample ids, by parameter name; needs tp 1, pp 1, dp 1."""
+    with running(overrides) as engine:
+        corpus = SkewedCorpus(LENGTHS)
+        for chunk in engine.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        totals = engine._run(
+            [microbatch_of(engine, [corpus.sample(i) for i in ids], doc_multiple) for ids in packs],
+            forward_only=False,
+        )
+        grads = {
+            name: param.main_grad.clone().numpy() for chunk in engine.chunks for name, param in chunk.named_parameters()
+        }
+        return {"gradients": grads, "loss": totals.loss / totals.num_tokens, "num_tokens": totals.num_tokens}
+
+
+def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:
+    """-log p(label) of every local token of each pack, and the pack positions they belong to."""
+    with running(overrides) as engine:
+        found = []
+        for samples in packs:
+            microbatch = microbatch_of(engine, samples)
+            losses = engine.token_losses(microbatch)
+            where = cp.local_indices(microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank)
+            found.append(None if losses is None else (where, losses.numpy()))
+        return found

@@ -1,0 +1,164 @@
+"""A mistake in the input ends a run of two real processes: one paragraph from rank 0, exit code 2, nothing left.
+
+What the recipe alone shows is told without starting torch (tests/unit/test_cli.py, test_recipe.py, test_layout.py);
+here are the mistakes that only the running processes can find.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]})
+RECIPE = """
+run: {{dir: {folder}/run, device: cpu, precision: fp32}}
+model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4}}
+data: {{train: {folder}/chat.jsonl, seq_length: 256}}
+parallel: {{cp: 2}}
+train: {{num_steps: 2, global_batch_size: 1}}
+optim: {{lr: 1e-3}}
+"""
+
+CASES = {  # name: (content of chat.jsonl, overrides, how rank 0 begins, what it must mention)
+    "unreadable line": (GOOD + '\n{"messages": [', [], "DataError: {folder}/chat.jsonl:2: ", "JSON"),
+    "unknown role": (
+        json.dumps({"messages": [{"role": "usr", "content": "hi"}, {"role": "assistant", "content": "a"}]}),
+        [],
+        'DataError: {folder}/chat.jsonl:1: message 1 has role "usr"; expected one of system, user, assistant, tool',
+        "",
+    ),
+    "no assistant turn": (
+        json.dumps({"messages": [{"role": "user", "content": "hi"}]}),
+        [],
+        "DataError: {folder}/chat.jsonl:1: ",
+        "assistant",
+    ),
+    "empty file": ("", [], "DataError: data file {folder}/chat.jsonl is empty.", ""),
+    "over-long sample": (
+        json.dumps({"messages": [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "a"}]}),
+        [],
+        "DataError: {folder}/chat.jsonl:1: ",
+        "data.over_long",
+    ),
+    "missing tokenizer": (
+        GOOD,
+        ["data.tokenizer=no/such/folder"],
+        "ConfigError: data.tokenizer = no/such/folder",
+        "",
+    ),
+    "no tokenizer in the folder": (GOOD, ["data.tokenizer=docs"], "DataError: ", "docs"),
+    "absent Transformer Engine": (
+        GOOD,
+        ["attention.backend=te", "run.device=auto"],
+        "ConfigError: attention.backend = te: Transformer Engine needs CUDA and this run is on the CPU.  "
+        "attention.backend=portable runs anywhere.",
+        "",
+    ),
+    "absent CUDA": (
+        GOOD,
+        ["run.device=cuda"],
+        "ConfigError: run.device = cuda, but torch sees no CUDA device.",
+        "cpu",
+    ),
+    "vocabulary too small": (
+        GOOD,
+        ["model.vocab_size=100"],
+        "ConfigError: model.vocab_size = 100 is smaller",
+        "259",
+    ),
+    "unknown megatron field": (
+        GOOD,
+        ["model.megatron={no_such: 1}"],
+        "ConfigError: model.megatron names fields",
+        "no_such",
+    ),
+    "refused by megatron": (
+        GOOD,
+        ["model.megatron={recompute_granularity: sideways}"],
+        "ConfigError: megatron-core refuses this model: ",
+        "sideways",
+    ),
+    "warm-up as long as the run": (
+        GOOD,
+        ["train.num_steps=null", "train.num_epochs=2", "optim.warmup_steps=2"],
+        "ConfigError: warm-up of 2 steps does not fit a run of 2 steps",
+        "below 2 works",
+    ),
+    "no checkpoint to start from": (
+        GOOD,
+        ["model.init_from=no/where"],
+        "CheckpointError: model.init_from = no/where",
+        "",
+    ),
+    "no checkpoint to resume": (
+        GOOD,
+        ["checkpoint.resume=must"],
+        "CheckpointError: checkpoint.resume = must",
+        "",
+    ),
+    "more processes than the layout": (GOOD, ["parallel.cp=1", "parallel.tp=4"], "ConfigError: ", "tp = 4"),
+}
+
+
+def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[subprocess.Popen]:
+    """`python -m sft train` as torchrun would start it, without torchrun's own report."""
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world_size))
+        command = [sys.executable, "-m", "sft", "train", str(folder / "recipe.yaml"), *overrides]
+        processes.append(subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True))
+    return processes
+
+
+def kill(processes: list[subprocess.Popen]) -> None:
+    """The ranks and what they started: the helpers that save a checkpoint outlive their rank and hold its pipes."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.communicate()
+
+
+def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple[int, str, str]]:
+    """A run to its end: (exit code, out, err) per rank."""
+    processes = launch(folder, overrides, world_size)
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        kill(processes)
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_paragraph(name: str, tmp_path: Path) -> None:
+    content, overrides, begins, mentions = CASES[name]
+    (tmp_path / "chat.jsonl").write_text(content)
+    (code, _, told), (other_code, other_out, other_told) = start(tmp_path, overrides)
+    assert (code, other_code) == (2, 2)
+    assert told.startswith(begins.format(folder=tmp_path)), told
+    assert mentions in told and "Traceback" not in told
+    assert len(told.strip().splitlines()) <= 6
+    assert other_out == other_told == ""
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_without_mistakes_the_same_recipe_trains(tmp_path: Path) -> None:
+    """So that the cases above fail for the reason they name."""
+    (tmp_path / "chat.jsonl").write_text(GOOD)
+    (code, out, told), (other_code, other_out, other_told) = start(tmp_path, [])
+    assert (code, other_code) == (0, 0), told
+    assert told == other_out == other_told == ""
+    assert "step 2/2 | lm loss" in out
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written == {"cache", "checkpoints", "metrics.jsonl", "recipe.yaml", "tensorboard"}

@@ -1,0 +1,157 @@
+"""Every supervised token counts once, and what is not supervised counts for nothing."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sft.batch import Sample
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+
+# The same sums over other groupings of fp32 numbers.
+TOLERANCE = 1e-6
+
+Ranks = Callable[[int], RankPool]
+LAYOUTS = [
+    (1, []),
+    (2, ["parallel.cp=2"]),
+    (2, []),
+    (2, ["parallel.pp=2"]),
+    (4, ["parallel.cp=4"]),
+    (4, ["parallel.cp=2"]),
+]
+
+
+def sample(seed: int, length: int, supervised: bool = True) -> Sample:
+    tokens = np.random.default_rng(seed).integers(0, scenarios.VOCAB, size=length, dtype=np.int32)
+    mask = np.arange(length) >= 0.75 * length if supervised else np.zeros(length, dtype=bool)
+    return Sample(sample_id=seed, tokens=tokens, loss_mask=mask)
+
+
+def one_step(overrides: list[str], packs: list[list[Sample]]) -> dict[str, object]:
+    """One training step over `packs`, dealt out to the data-parallel ranks in turn."""
+    with scenarios.running([*overrides, f"train.global_batch_size={len(packs)}"]) as engine:
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        result = engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+        return {
+            "loss": result.totals.loss,
+            "grad_norm": result.grad_norm,
+            "num_tokens": result.totals.num_tokens,
+            "documents": result.totals.num_documents,
+            "skipped": result.skipped,
+            "hash": scenarios.parameter_hash(engine),
+        }
+
+
+@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
+def test_counts_by_hand(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    # Lengths 100, 10, 3, 2: supervised from 75, 8, 3 (nothing), 2 (nothing) on; a label needs a token before it.
+    packs = [[sample(0, 100)], [sample(1, 10)], [sample(2, 3)], [sample(3, 2)]]
+    for result in ranks(world_size).run(one_step, overrides, packs):
+        assert result["num_tokens"] == 25 + 2
+        assert result["documents"] == 4
+        assert not result["skipped"]
+
+
+@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
+def test_a_batch_without_supervision_is_skipped(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    packs = [[sample(i, 40, supervised=False)] for i in range(4)]
+    before = ranks(world_size).run(untrained_hash, overrides)
+    after = ranks(world_size).run(one_step, overrides, packs)
+    for result, expected in zip(after, before):
+        assert result["skipped"] and result["loss"] == 0.0 and result["num_tokens"] == 0
+        assert result["hash"] == expected  # not even weight decay
+
+
+def untrained_hash(overrides: list[str]) -> str:
+    with scenarios.running(overrides) as engine:
+        return scenarios.parameter_hash(engine)
+
+
+@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
+def test_unsupervised_microbatches_change_nothing(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    """A whole microbatch, and with dp 2 a whole rank, without a supervised token: the result is bitwise the same."""
+    some = [[sample(0, 90)], [sample(1, 33, supervised=False)], [sample(2, 70)], []]
+    other = [
+        [sample(0, 90)],
+        [sample(7, 64, supervised=False)],
+        [sample(2, 70)],
+        [sample(8, 9, supervised=False)],
+    ]
+    for a, b in zip(
+        ranks(world_size).run(one_step, overrides, some), ranks(world_size).run(one_step, overrides, other)
+    ):
+        assert a["num_tokens"] == 22 + 17
+        assert (a["loss"], a["grad_norm"], a["hash"]) == (b["loss"], b["grad_norm"], b["hash"])
+        assert np.isfinite(a["loss"]) and a["loss"] > 0 and a["grad_norm"] > 0
+
+
+def test_a_fully_masked_sample_in_a_pack_changes_nothing_but_rounding(ranks: Ranks) -> None:
+    (alone,) = ranks(1).run(one_step, [], [[sample(0, 90)]])
+    (beside,) = ranks(1).run(one_step, [], [[sample(0, 90), sample(1, 50, supervised=False)]])
+    assert beside["num_tokens"] == alone["num_tokens"] == 22
+    assert beside["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE)
+    assert beside["grad_norm"] == pytest.approx(alone["grad_norm"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.pp=2"])], ids=str)
+def test_the_number_of_microbatches_does_not_matter(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    a, b, c, d = (sample(i, n) for i, n in enumerate([60, 31, 50, 20]))
+    splits = [[[a, b, c, d]], [[a, b], [c, d]], [[a], [b], [c], [d]]]
+    results = [ranks(world_size).run(one_step, overrides, packs)[0] for packs in splits]
+    for result in results[1:]:
+        assert result["num_tokens"] == results[0]["num_tokens"] == 15 + 7 + 12 + 5
+        assert result["loss"] == pytest.approx(results[0]["loss"], rel=TOLERANCE)
+        assert result["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=TOLERANCE)
+
+
+def test_the_logged_loss_is_the_optimised_one(ranks: Ranks) -> None:
+    """lr small, one plain step of known size: the loss must fall by lr * |gradient|^2, to first order (P67)."""
+    packs = [[sample(0, 90)], [sample(1, 60)]]
+    (result,) = ranks(1).run(descent, packs)
+    assert result["fallen"] == pytest.approx(result["expected"], rel=0.02)  # second order is left out
+
+
+def descent(packs: list[list[Sample]]) -> dict[str, float]:
+    with scenarios.running(["train.global_batch_size=2"]) as engine:
+        microbatches = [scenarios.microbatch_of(engine, pack) for pack in packs]
+        totals = [engine.evaluate(microbatches)]
+        for chunk in engine.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        engine._run(microbatches, forward_only=False)
+        step, norm = 1e-4, 0.0
+        for param in engine.chunks[0].parameters():
+            norm += float(param.main_grad.double().pow(2).sum())
+            param.data.sub_(step * param.main_grad)
+        totals.append(engine.evaluate(microbatches))
+        before, after = (t.loss / t.num_tokens for t in totals)
+        return {"fallen": before - after, "expected": step * norm}
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+def test_the_norm_is_logged_with_clipping_switched_off(ranks: Ranks, sharded: str) -> None:
+    overrides = [f"parallel.distributed_optimizer={sharded}"]
+    (clipped,) = ranks(1).run(one_step, [*overrides, "optim.clip_grad=1.0"], [[sample(0, 90)]])
+    (whole,) = ranks(1).run(one_step, [*overrides, "optim.clip_grad=0"], [[sample(0, 90)]])
+    assert whole["grad_norm"] == clipped["grad_norm"] > 1.0
+    assert whole["hash"] != clipped["hash"]
+
+
+def test_biases_and_norms_do_not_decay(ranks: Ranks) -> None:
+    for names in ranks(1).run(decaying, ["parallel.distributed_optimizer=false"]):
+        assert names == {"linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"} | {
+            "word_embeddings.weight",
+            "output_layer.weight",
+        }
+
+
+def decaying(overrides: list[str]) -> set[str]:
+    """Last two parts of the names of parameters in groups with weight decay, after a step."""
+    with scenarios.running(overrides) as engine:
+        engine.train_step([scenarios.microbatch_of(engine, [sample(0, 90)])] * engine.layout.num_microbatches)
+        groups = [g for g in engine.optimizer.param_groups if g["weight_decay"] > 0]
+        assert {g["weight_decay"] for g in groups} == {0.1}
+        named = {id(p): n for n, p in engine.chunks[0].named_parameters()}
+        return {".".join(named[id(p)].split(".")[-2:]) for g in groups for p in g["params"]}

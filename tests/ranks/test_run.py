@@ -1,0 +1,143 @@
+"""Whole runs, as a user starts them: two processes, cp 2, files on disk."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.ranks.test_bad_input import kill, launch, start
+
+TIMED = ("tokens-per-second", "tokens-per-second-per-rank", "step-time-s", "eval-time-s")
+
+
+def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} + {i}?"},
+                {"role": "assistant", "content": str(2 * i) * (i % 7 + 1)},
+            ]
+        }
+        for i in range(count)
+    ]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An uninterrupted run of 6 steps with evaluation, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    chats(folder, 60)
+    chats(folder, 7, "held_out.jsonl")
+    (code, out, told), _ = start(folder, RUN + [f"data.eval={folder}/held_out.jsonl"])
+    assert code == 0, told
+    return folder, out
+
+
+RUN = ["train.num_steps=6", "checkpoint.save_every=2", "train.eval_every=4", "train.global_batch_size=2"]
+
+
+def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
+    folder, out = finished
+    train, evaluation = records(folder, "train"), records(folder, "eval")
+    assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in evaluation] == [0, 4, 6]
+    assert records(folder, "start")[0]["schema"] == 1
+    assert all(r["tokens/supervised"] <= r["tokens/real"] <= r["tokens/aligned"] <= r["tokens/padded"] for r in train)
+    assert all(r["tokens/padded"] <= r["tokens/capacity"] == 512 for r in train)
+    # Held-out answers of 1, 2, 3, ... characters, and the end of each turn: "0", "22", "444", ..., "12" * 7.
+    assert [r["tokens/supervised"] for r in evaluation] == [1 + 2 + 3 + 4 + 5 + 2 * 6 + 2 * 7 + 7] * 3
+    assert [r["documents"] for r in evaluation] == [7] * 3
+    assert evaluation[2]["lm loss"] < evaluation[0]["lm loss"]
+    assert "lm loss, train: " in out and "lm loss, held-out: " in out and "done: " in out
+    assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"
+    kept = sorted(p.name for p in (folder / "run/checkpoints").iterdir() if p.is_dir())
+    assert kept == ["iter_0000002", "iter_0000004", "iter_0000006"]
+
+
+def test_tensorboard_holds_the_same_numbers(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    events = EventAccumulator(str(folder / "run" / "tensorboard"))
+    events.Reload()
+    for tag, kind, key in [("lm loss", "train", "lm loss"), ("lm loss validation", "eval", "lm loss")] + [
+        ("grad-norm", "train", "grad-norm")
+    ]:
+        told = [(r["step"], pytest.approx(r[key], rel=1e-6)) for r in records(folder, kind)]  # stored as fp32
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == told
+
+
+def test_a_finished_run_says_so_and_does_nothing(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    (code, out, told), _ = start(folder, RUN + [f"data.eval={folder}/held_out.jsonl"])
+    assert (code, told) == (0, "")
+    assert f"nothing to do: {folder}/run has done all its 6 steps" in out
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(finished: tuple[Path, str], tmp_path: Path) -> None:
+    reference, _ = finished
+    chats(tmp_path, 60)
+    chats(tmp_path, 7, "held_out.jsonl")
+    overrides = RUN + [f"data.eval={tmp_path}/held_out.jsonl"]
+    processes = launch(tmp_path, overrides)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "run/checkpoints/iter_0000002").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    kill(processes)
+    assert not (tmp_path / "run/checkpoints/iter_0000006").exists(), "the run was over before it was killed"
+    (code, out, told), _ = start(tmp_path, overrides)
+    assert code == 0, told
+    assert "resumed step " in out
+    assert records(tmp_path, "train") == records(reference, "train")
+    assert records(tmp_path, "eval") == records(reference, "eval")
+
+
+@pytest.mark.parametrize(
+    "override,reason",
+    [
+        ("run.seed=9", "run.seed was 1234, is 9"),
+        ("train.global_batch_size=3", "train.global_batch_size was 2, is 3"),
+        ("data.train={folder}/other.jsonl", "data was "),
+    ],
+)
+def test_another_order_of_the_data_is_refused(finished: tuple[Path, str], override: str, reason: str) -> None:
+    folder, _ = finished
+    chats(folder, 50, "other.jsonl")
+    overrides = RUN + ["train.num_steps=8", override.format(folder=folder)]
+    (code, _, told), _ = start(folder, overrides)
+    assert code == 2
+    assert told.startswith(
+        f"CheckpointError: {folder}/run/checkpoints/iter_0000006 cannot be continued with this recipe"
+    )
+    assert reason in told
+
+
+def test_never_does_not_mix_two_runs(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    before = (folder / "run" / "recipe.yaml").read_bytes()
+    (code, _, told), _ = start(folder, [*RUN, "checkpoint.resume=never"])
+    assert code == 2 and told.startswith("CheckpointError: checkpoint.resume = never, but ")
+    assert (folder / "run" / "recipe.yaml").read_bytes() == before  # that of the run that trained
+
+
+def test_weights_of_a_run_start_another_and_old_checkpoints_go(finished: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = finished
+    chats(tmp_path, 60)
+    source = f"{folder}/run/checkpoints"
+    overrides = RUN + [f"model.init_from={source}", "checkpoint.keep_last=2", "parallel.cp=1", "parallel.tp=2"]
+    (code, out, told), _ = start(tmp_path, overrides)
+    assert code == 0, told
+    assert f"started from the weights of {source}/iter_0000006" in out
+    assert records(tmp_path, "train")[0]["lm loss"] < records(folder, "train")[0]["lm loss"]
+    kept = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir() if p.is_dir())
+    assert kept == ["iter_0000004", "iter_0000006"]

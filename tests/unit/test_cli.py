@@ -1,0 +1,336 @@
+"""The commands: what they print, how they end, and what they do not import on the way."""
+
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from sft.cli import main
+from sft.errors import TrainingError
+from sft.recipe import Recipe
+from tests.unit.test_recipe import GOOD
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe and its data, and an environment in which nothing was launched."""
+    (tmp_path / "a.yaml").write_text(GOOD)
+    (tmp_path / "a.jsonl").write_text(CHAT * 300)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """The recipes that reach `sft.train.main`, which is not run."""
+    recipes: list[Recipe] = []
+    stand_in = types.ModuleType("sft.train")
+    stand_in.main = recipes.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sft.train", stand_in)
+    return recipes
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={"PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def imported(*arguments: str) -> tuple[int, set[str]]:
+    """Exit code of a command in a process of its own, and the top-level packages it imported."""
+    program = (
+        "import sys\nfrom sft.cli import main\n"
+        "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code\n"
+        "print('\\n', code, *{name.partition('.')[0] for name in sys.modules})"
+    )
+    code, *names = run("-c", program, *arguments).stdout.split("\n")[-2].split()
+    return int(code), set(names)
+
+
+# What is imported when
+
+
+def test_help_imports_nothing_but_the_standard_library() -> None:
+    code, names = imported("--help")
+    assert code == 0
+    assert not names & {"torch", "numpy", "pydantic", "yaml", "megatron", "transformers"}
+
+
+@pytest.mark.parametrize("arguments", [["train", "a.yaml", "parallel.cq=4"], ["train", "a.yaml", "parallel.cp=3"]])
+def test_a_wrong_recipe_or_layout_ends_before_torch_is_imported(arguments: list[str]) -> None:
+    code, names = imported(*arguments)
+    assert code == 2
+    assert "pydantic" in names
+    assert not names & {"torch", "numpy", "megatron", "transformers"}
+
+
+def test_missing_data_ends_before_torch_is_imported() -> None:
+    code, names = imported("train", "a.yaml", "data.train=b.jsonl")
+    assert code == 2
+    assert "torch" not in names
+
+
+def test_check_without_data_imports_no_torch() -> None:
+    code, names = imported("check", "a.yaml", "--no-data", "--world-size", "64", "train.global_batch_size=64")
+    assert code == 0
+    assert not names & {"torch", "megatron", "transformers"}
+
+
+# check
+
+
+def test_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "a.yaml", "--world-size", "8", "parallel.cp=2", "parallel.tp=2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.sub(r"(a.jsonl: 300 samples).*", r"\1", printed) == """\
+layout  world_size 8 = tp 2 x cp 2 x pp 1 x dp 2
+        global_batch_size 4 packs = dp 2 x num_microbatches 2
+        tokens per step <= 4 packs x 1,024 = 4,096
+        tokens per rank and microbatch <= 1,024 / cp 2 = 512
+        between layers, sequence parallel: 512 / tp 2 = 256
+        documents padded to a multiple of 32, packs to a multiple of 32
+model   parameters 115,392 with a vocabulary of 259
+data    a.jsonl: 300 samples
+        19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents
+        steps per epoch 5 = 19 packs / global_batch_size 4, rounded up
+        num_steps 10 = 2.00 epochs
+"""
+    assert Path("runs/a/cache").is_dir()
+
+
+def test_check_of_held_out_data_and_of_a_cache_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("b.jsonl").write_text(CHAT)
+    assert main(["check", "a.yaml", "data.eval=b.jsonl", "data.cache_dir=c"]) == 0
+    assert "\neval    b.jsonl: 1 sample" in capsys.readouterr().out
+    assert Path("c").is_dir() and not Path("runs").exists()
+
+
+def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.jsonl").unlink()
+    assert main(["check", "a.yaml", "--no-data"]) == 0
+    printed = capsys.readouterr().out.split("\n")
+    assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
+    assert printed[-3:] == [
+        "model   parameters 115,392 with a vocabulary of 259",
+        "data    not looked at (--no-data)",
+        "",
+    ]
+    assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
+    assert "parameters unknown: the tokenizer gives model.vocab_size" in capsys.readouterr().out
+    assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t", "model.vocab_size=1000"]) == 0
+    assert "parameters 210,240 with a vocabulary of 1,000" in capsys.readouterr().out
+
+
+def test_check_lays_out_the_smallest_world_or_the_launched_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["check", "a.yaml", "--no-data", "parallel.cp=4"]) == 0
+    assert "world_size 4 = tp 1 x cp 4 x pp 1 x dp 1" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert main(["check", "a.yaml", "--no-data", "parallel.cp=4"]) == 0
+    assert "world_size 8 = tp 1 x cp 4 x pp 1 x dp 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "key, paragraph",
+    [
+        (
+            "optim.lr",
+            "optim.lr = 1e-05\n    from     a.yaml, line 12\n    type     a number above 0.0; required\n"
+            "    meaning  Peak learning rate.\n",
+        ),
+        (
+            "parallel.cp",
+            "parallel.cp = 2\n    from     command line: parallel.cp=2\n"
+            "    type     a whole number of at least 1; default 1\n"
+            "    meaning  Context-parallel size: every document is spread over this many ranks (zigzag).\n",
+        ),
+        (
+            "model.head_dim",
+            "model.head_dim = 16\n    from     derived: hidden_size / num_attention_heads\n"
+            "    type     a whole number of at least 1 or null; default null\n"
+            "    meaning  Width of a head; null means hidden_size / num_attention_heads.\n",
+        ),
+        (
+            "attention",
+            'attention.backend = "auto"\n    from     default\n    type     one of auto, te, portable; '
+            'default "auto"\n'
+            "    meaning  te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp "
+            "included.\n",
+        ),
+    ],
+)
+def test_explain(key: str, paragraph: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "a.yaml", "--explain", key, "parallel.cp=2"]) == 0
+    assert capsys.readouterr().out == paragraph
+
+
+# train
+
+
+def test_train_hands_the_recipe_on(trained: list[Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", "a.yaml", "parallel.cp=2", "optim.lr=5e-6"]) == 0
+    (recipe,) = trained
+    assert recipe.config.parallel.cp == 2
+    assert recipe.config.optim.lr == 5e-6
+    assert recipe.path == "a.yaml"
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(recipe: Recipe) -> None:
+        raise ValueError("ours")
+
+    monkeypatch.setitem(sys.modules, "sft.train", types.SimpleNamespace(main=broken))
+    with pytest.raises(ValueError, match="ours"):
+        main(["train", "a.yaml"])
+
+
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (TrainingError("step 3: loss nan."), 2)])
+def test_how_a_run_ends(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(recipe: Recipe) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "sft.train", types.SimpleNamespace(main=stop))
+    assert main(["train", "a.yaml"]) == code
+    assert capsys.readouterr().err == ("" if code == 130 else "TrainingError: step 3: loss nan.\n")
+
+
+# Mistakes
+
+MISTAKES = {
+    "no verb": ([], "ConfigError: the following arguments are required: VERB.\nusage: sft [-h] VERB ...\n"),
+    "no recipe": (
+        ["train"],
+        "ConfigError: the following arguments are required: RECIPE.\n" "usage: sft train [-h] RECIPE [KEY=VALUE ...]\n",
+    ),
+    "unknown option": (
+        ["train", "a.yaml", "--cp", "4"],
+        "ConfigError: unknown option --cp.\nusage: sft train [-h] RECIPE [KEY=VALUE ...]\n",
+    ),
+    "missing recipe": (
+        ["train", "b.yaml"],
+        "ConfigError: recipe b.yaml does not exist.  Did you mean a.yaml?\n",
+    ),
+    "unknown key": (
+        ["train", "a.yaml", "data.max_lenght=4"],
+        "ConfigError: unknown key data.max_lenght (command line: data.max_lenght=4).  Did you mean "
+        "data.seq_length?\n",
+    ),
+    "layout": (
+        ["train", "a.yaml", "parallel.cp=2"],
+        "ConfigError: parallel.cp = 2 does not fit 1 GPU with tp = 1, pp = 1.  "
+        "Context-parallel sizes that fit: 1.\n  Set in: parallel.cp (command line: parallel.cp=2).\n",
+    ),
+    "several keys of a layout": (
+        ["check", "a.yaml", "--world-size", "3", "parallel.tp=3", "parallel.cp=1"],
+        "ConfigError: parallel.tp = 3 does not divide model.num_attention_heads = 4, model.num_query_groups "
+        "= 4, "
+        "model.ffn_hidden_size = 128.  Tensor-parallel sizes that fit: 1, 2, 4.\n  Set in: "
+        "model.ffn_hidden_size (a.yaml, line 5), model.num_attention_heads (a.yaml, line 6), "
+        "model.num_query_groups (derived: num_attention_heads), parallel.tp (command line: parallel.tp=3).\n",
+    ),
+    "no processes": (
+        ["check", "a.yaml", "--world-size", "0"],
+        "ConfigError: 0 processes cannot hold a model; the world size is at least 1.\n",
+    ),
+    "missing files": (
+        ["train", "a.yaml", "data.train=[a.jsonl, b.jsonl]", "data.tokenizer=t"],
+        "ConfigError: 1 of 2: data.train = b.jsonl (command line: data.train=[a.jsonl, b.jsonl]) does not "
+        "exist in "
+        "FOLDER; give data.train=PATH.\n  2 of 2: data.tokenizer = t (command line: data.tokenizer=t) does "
+        "not exist in "
+        "FOLDER; give data.tokenizer=PATH.\n",
+    ),
+    "missing files to check": (
+        ["check", "a.yaml", "data.eval=b.jsonl"],
+        "ConfigError: data.eval = b.jsonl (command line: data.eval=b.jsonl) does not exist in FOLDER; "
+        "give data.eval=PATH.\n",
+    ),
+    "small vocabulary": (
+        ["check", "a.yaml", "model.vocab_size=100"],
+        "ConfigError: model.vocab_size = 100 is smaller than the tokenizer: 259 tokens.  Use the model's own "
+        "tokenizer (data.tokenizer), or at least 259 rows.\n",
+    ),
+    "unknown key to explain": (
+        ["check", "a.yaml", "--explain", "optim.learning_rate"],
+        "ConfigError: unknown key optim.learning_rate (command line: --explain optim.learning_rate).  Did "
+        "you mean optim.lr?\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments, message", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes(
+    arguments: list[str],
+    message: str,
+    folder: Path,
+    trained: list[Recipe],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == message.replace("FOLDER", str(folder))
+    assert trained == []
+
+
+def test_rank_0_tells_and_the_others_are_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in ("0", "1", "7"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "b.yaml"]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err == ("" if rank != "0" else MISTAKES["missing recipe"][1])
+
+
+def test_a_world_size_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main(["train", "a.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        'ConfigError: environment variable WORLD_SIZE = "many" is not a number of processes; unset it.\n'
+    )
+
+
+def test_as_a_module_it_ends_with_the_code_and_without_a_traceback() -> None:
+    done = run("-m", "sft", "train", "a.yaml", "parallel.cp=0")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "ConfigError: parallel.cp = 0 (command line: parallel.cp=0); expected a whole number of at least 1.\n"
+    )
+
+
+def test_under_torchrun_other_ranks_wait_for_the_launcher_to_end_them() -> None:
+    """torchrun ends everybody when the first is gone; rank 0 must have told by then."""
+    program = (
+        "import sys, time, sft.cli as cli\nsleep = time.sleep\n"
+        "cli.time.sleep = lambda seconds: (print('waits', seconds, flush=True), sleep(60))\n"
+        "sys.exit(cli.main(['train', 'b.yaml']))"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    command = [sys.executable, "-c", program]
+    waiting = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waiting.stdout is not None and waiting.stdout.readline() == "waits 10.0\n"
+        waiting.terminate()
+        assert waiting.communicate(timeout=60) == ("", "")
+        assert waiting.returncode == 2
+    finally:
+        waiting.kill()
+        waiting.wait()

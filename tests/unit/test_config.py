@@ -1,0 +1,172 @@
+"""The schema as a whole: its size, its words, and the page made of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from sft.config import Config, Conflict, DataConfig, OptimConfig, ParallelConfig, divisors, listed
+from sft.keys import expected, leaves, nearest, sections, values
+from sft.recipe import parse_recipe
+from tests.unit.test_recipe import GOOD
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_there_are_few_keys_and_every_one_is_explained() -> None:
+    assert len(leaves()) <= 85
+    for key, info in leaves().items():
+        assert info.description and info.description.endswith("."), key
+    for group, model in sections().items():
+        for name, info in model.model_fields.items():
+            assert info.description, f"{group}.{name}"
+
+
+def test_the_groups() -> None:
+    assert list(sections()) == [
+        "run",
+        "model",
+        "model.rope",
+        "data",
+        "parallel",
+        "attention",
+        "loss",
+        "train",
+        "optim",
+        "checkpoint",
+        "log",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("run.device", "one of auto, cuda, cpu"),
+        ("run.dir", "non-empty text"),
+        ("run.seed", "a whole number of at least 0 and below 2147483648"),
+        ("data.train", "a path or a list of paths, not empty"),
+        ("data.eval", "a path or a list of paths"),
+        ("data.shuffle", "true or false"),
+        ("data.chat_template", "non-empty text or null"),
+        ("model.head_dim", "a whole number of at least 1 or null"),
+        ("model.megatron", "a mapping of names to values"),
+        ("model.megatron.anything", "true, false, a number, text, null or a list of texts"),
+        ("optim.warmup_fraction", "a number of at least 0.0 and below 1.0 or null"),
+        ("optim.wsd_decay_fraction", "a number above 0.0 and of at most 1.0"),
+    ],
+)
+def test_what_a_key_accepts_in_words(key: str, words: str) -> None:
+    assert expected(key) == words
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("data.seq_lenght", "data.seq_length"),
+        ("seq_length", "data.seq_length"),
+        ("optimiser.lr", "optim.lr"),
+        ("optim.learning_rate", "optim.lr"),
+        ("model.rope_theta", "model.rope.base"),
+        ("model.rope.yarn_factor", "model.rope.factor"),
+        ("lgo", "log"),
+        ("parallel.ep", None),
+        ("loss.zzz", None),
+        ("model.megatron.num-layers", None),
+    ],
+)
+def test_the_nearest_key(typed: str, meant: str | None) -> None:
+    assert nearest(typed) == meant
+
+
+def test_nothing_can_be_written_back() -> None:
+    config = parse_recipe(GOOD, "a.yaml").config
+    with pytest.raises(ValidationError):
+        config.parallel.cp = 2  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.parallel = ParallelConfig(cp=2)  # type: ignore[misc]
+
+
+def test_built_in_python_the_schema_is_as_strict() -> None:
+    for wrong in ({"cp": "2"}, {"cp": True}, {"cp": 2.0}, {"cq": 2}):
+        with pytest.raises(ValidationError):
+            ParallelConfig.model_validate(wrong)
+    for rate in (float("nan"), float("inf")):
+        with pytest.raises(ValidationError):
+            OptimConfig(lr=rate)
+    with pytest.raises(ValidationError):
+        DataConfig(train=[], seq_length=32)
+
+
+def test_a_conflict_names_all_its_problems() -> None:
+    with pytest.raises(ValidationError) as caught:
+        OptimConfig(lr=1e-5, min_lr=1.0, warmup_steps=1, warmup_fraction=0.1)
+    cause = caught.value.errors()[0]["ctx"]["error"]
+    assert isinstance(cause, Conflict)
+    assert cause.problems == (
+        ("warmup_fraction", "clashes with warmup_steps = 1; give one of them"),
+        ("min_lr", "is above the peak, lr = 1e-05"),
+    )
+
+
+def test_values_are_flat_and_whole() -> None:
+    config = parse_recipe(GOOD, "a.yaml", ["model.megatron.a=1"]).config
+    flat = values(config)
+    assert flat["model.rope.base"] == 10000.0
+    assert flat["model.megatron.a"] == 1 and "model.megatron" not in flat
+    assert set(leaves()) - set(flat) == {"model.megatron"}
+    assert json.loads(config.model_dump_json())["model"]["rope"]["base"] == flat["model.rope.base"]
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+    assert divisors(10**12, limit=10) == [1, 2, 4, 5, 8, 10]
+
+
+def test_several_problems_are_a_list_whose_first_line_stands_by_itself() -> None:
+    assert listed(["a is wrong."]) == "a is wrong."
+    assert listed(["a is wrong.", "b too."]) == "1 of 2: a is wrong.\n  2 of 2: b too."
+
+
+def test_the_page_of_all_keys_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/config_docs.py", "--check"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_page_out_of_date_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tools/config_docs.py").write_text((ROOT / "tools/config_docs.py").read_text())
+    page = (ROOT / "docs/config.md").read_text()
+    (tmp_path / "docs/config.md").write_text(page.replace("`parallel.cp`", "`parallel.context`"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "tools/config_docs.py", *arguments],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    stale = run("--check")
+    assert stale.returncode == 1
+    assert stale.stderr == "config.md is out of date; run: python tools/config_docs.py\n"
+    assert run().returncode == 0
+    assert (tmp_path / "docs/config.md").read_text() == page
+    assert run("--check").returncode == 0
+
+
+def test_the_whole_schema_is_in_the_config() -> None:
+    assert list(Config.model_fields) == [group for group in sections() if "." not in group]

@@ -1,0 +1,180 @@
+"""The launch scripts, with stand-ins for torchrun, srun, scontrol and python that record their arguments."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AWKWARD = "data.train=[my file.jsonl, $HOME.jsonl]"  # spaces and a dollar must arrive as they are
+
+RECORD = """
+import json, os, sys
+keep = ("OMP_", "CUDA_DEVICE", "PYTHONFAULT", "PYTHONUNBUF")
+call = {"name": os.path.basename(sys.argv[0]), "args": sys.argv[1:]}
+call["env"] = {name: value for name, value in os.environ.items() if name.startswith(keep)}
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(json.dumps(call) + "\\n")
+"""
+STAND_INS = {
+    "torchrun": "",
+    "python": "sys.exit(int(os.environ.get('CHECK_EXIT', '0')))",
+    "scontrol": "print('node07', 'node08', 'node11', sep='\\n')",
+    # Runs the task once per node, as srun does, one after the other.
+    "srun": """
+import subprocess
+task = sys.argv[sys.argv.index("bash"):]
+for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
+    subprocess.run(task, env=os.environ | {"SLURM_NODEID": str(node)}, check=True)
+""",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a launch script did."""
+
+    code: int
+    stdout: str
+    stderr: str
+    calls: list[dict]  # {"name", "args", "env"} in the order they were made
+
+    def of(self, name: str) -> list[list[str]]:
+        return [call["args"] for call in self.calls if call["name"] == name]
+
+
+def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None = None) -> Launch:
+    """Runs launch/`script` in an empty folder, stand-ins first on PATH; SLURM variables only from `env`."""
+    bin_dir, work, calls = tmp_path / "bin", tmp_path / "work", tmp_path / "calls.jsonl"
+    bin_dir.mkdir()
+    work.mkdir()
+    for name, body in STAND_INS.items():
+        path = bin_dir / name
+        path.write_text(f"#!{sys.executable}\n{RECORD}\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "OMP", "CUDA", "NPROC", "PORT", "LOG_DIR"))
+    }
+    clean |= {"PATH": f"{bin_dir}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
+    done = subprocess.run(
+        [str(ROOT / "launch" / script), *args],
+        cwd=work,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    made = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+    return Launch(code=done.returncode, stdout=done.stdout, stderr=done.stderr, calls=made)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "31234",
+    "SLURM_JOB_NODELIST": "node[07-08,11]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_GPUS_ON_NODE": "4",
+}
+
+
+def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
+    run = launch(tmp_path, "local.sh", "2", "recipes/demo.yaml", "parallel.cp=2", AWKWARD)
+    assert run.code == 0, run.stderr
+    assert [call["name"] for call in run.calls] == ["python", "torchrun"]
+    recipe = ["recipes/demo.yaml", "parallel.cp=2", AWKWARD]
+    assert run.of("python") == [["-m", "sft", "check", *recipe, "--world-size", "2", "--no-data"]]
+    assert run.of("torchrun") == [["--standalone", "--nproc-per-node", "2", "-m", "sft", "train", *recipe]]
+    assert run.calls[1]["env"]["OMP_NUM_THREADS"] == "1"
+    assert run.calls[1]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_local_keeps_the_users_environment(tmp_path: Path) -> None:
+    run = launch(tmp_path, "local.sh", "2", "r.yaml", env={"OMP_NUM_THREADS": "6", "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    assert run.calls[1]["env"]["OMP_NUM_THREADS"] == "6"
+    assert run.calls[1]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+@pytest.mark.parametrize("script, args", [("local.sh", ["2", "r.yaml"]), ("slurm.sbatch", ["r.yaml"])])
+def test_a_wrong_recipe_starts_nothing(tmp_path: Path, script: str, args: list[str]) -> None:
+    run = launch(tmp_path, script, *args, env=SLURM | {"CHECK_EXIT": "2"})
+    assert run.code == 2
+    assert not run.of("torchrun") and not run.of("srun")
+
+
+@pytest.mark.parametrize("script, args", [("local.sh", []), ("local.sh", ["2"]), ("slurm.sbatch", [])])
+def test_too_few_arguments_are_answered_with_the_usage(tmp_path: Path, script: str, args: list[str]) -> None:
+    run = launch(tmp_path, script, *args, env=SLURM)
+    assert run.code == 2
+    assert run.stderr.startswith("usage: ") and "RECIPE [section.key=value ...]" in run.stderr
+    assert run.calls == []
+
+
+def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "recipes/demo.yaml", AWKWARD, env=SLURM)
+    assert run.code == 0, run.stderr
+    recipe = ["recipes/demo.yaml", AWKWARD]
+    assert run.of("scontrol") == [["show", "hostnames", "node[07-08,11]"]]
+    assert run.of("python") == [["-m", "sft", "check", *recipe, "--world-size", "12", "--no-data"]]
+    assert run.of("torchrun") == [
+        [
+            *["--nnodes", "3", "--nproc-per-node", "4"],
+            *["--rdzv-backend", "c10d", "--rdzv-endpoint", "node07:21234", "--rdzv-id", "31234"],
+            *["--max-restarts", "0", "--log-dir", f"logs/31234/node-{node}"],
+            *["--tee", "3", "--local-ranks-filter", "0", "-m", "sft", "train", *recipe],
+        ]
+        for node in range(3)
+    ]
+    assert (tmp_path / "work" / "logs" / "31234").is_dir()
+    assert "3 nodes x 4 processes" in run.stdout
+
+
+def test_slurm_gives_srun_one_task_per_node(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM)
+    (args,) = run.of("srun")
+    options = args[: args.index("bash")]
+    assert options == ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1", "--wait=60"]
+    directives = [
+        line for line in (ROOT / "launch/slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
+    ]
+    assert "#SBATCH --ntasks-per-node=1" in directives
+
+
+def test_slurm_sets_the_environment_of_every_process(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM)
+    assert [call["env"] for call in run.calls if call["name"] == "torchrun"] == 3 * [
+        {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+    ]
+
+
+def test_slurm_takes_processes_port_and_log_folder_from_the_environment(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | {"NPROC": "2", "PORT": "4000", "LOG_DIR": "my logs"})
+    first = run.of("torchrun")[0]
+    assert first[first.index("--nproc-per-node") + 1] == "2"
+    assert first[first.index("--rdzv-endpoint") + 1] == "node07:4000"
+    assert first[first.index("--log-dir") + 1] == "my logs/node-0"
+    assert "6" in run.of("python")[0]  # 3 nodes x 2
+
+
+def test_slurm_without_gpus_says_what_to_set(tmp_path: Path) -> None:
+    env = {name: value for name, value in SLURM.items() if name != "SLURM_GPUS_ON_NODE"}
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=env)
+    assert run.code != 0
+    assert "ask for --gpus-per-node, or set NPROC" in run.stderr
+    assert run.calls == []
+
+
+@pytest.mark.parametrize("script", ["launch/local.sh", "launch/slurm.sbatch", ".ci/run"])
+def test_scripts_are_executable_and_parse(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True).stderr == b""

@@ -1,0 +1,291 @@
+"""The arithmetic of a layout, and what is said when it does not work out."""
+
+import re
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft.config import Config
+from sft.errors import ConfigError
+from sft.layout import Layout, num_parameters, smallest_world, vocab_rows
+
+
+def config(**sections: Mapping[str, object]) -> Config:
+    """12 layers, 24 query heads in 8 groups, ffn 96, packs of 32,768 tokens, 16 packs per step."""
+    base: dict[str, dict[str, object]] = {
+        "run": {"dir": "runs/a"},
+        "model": {
+            "num_layers": 12,
+            "hidden_size": 48,
+            "ffn_hidden_size": 96,
+            "num_attention_heads": 24,
+            "num_query_groups": 8,
+            "head_dim": 8,
+        },
+        "data": {"train": ["a.jsonl"], "seq_length": 32768},
+        "parallel": {},
+        "attention": {},
+        "train": {"num_steps": 10, "global_batch_size": 16},
+        "optim": {"lr": 1e-5},
+    }
+    return Config.model_validate({name: {**keys, **sections.get(name, {})} for name, keys in base.items()})
+
+
+def told(world_size: int, **sections: Mapping[str, object]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        Layout.resolve(config(**sections), world_size)
+    return str(caught.value).split("\n")
+
+
+def refusal(wanted: Config, world_size: int) -> ConfigError | None:
+    try:
+        Layout.resolve(wanted, world_size)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def test_a_layout() -> None:
+    assert Layout.resolve(config(parallel={"tp": 2, "cp": 2}), 8) == Layout(
+        world_size=8,
+        tp=2,
+        cp=2,
+        pp=1,
+        dp=2,
+        virtual_stages=1,
+        sequence_parallel=True,
+        global_batch_size=16,
+        num_microbatches=8,
+        doc_multiple=32,
+        pack_multiple=32,
+    )
+
+
+def test_sequence_parallel_is_what_takes_effect() -> None:
+    assert not Layout.resolve(config(), 1).sequence_parallel
+    assert not Layout.resolve(config(parallel={"tp": 2, "sequence_parallel": False}), 2).sequence_parallel
+
+
+@pytest.mark.parametrize(
+    "parallel, doc_multiple, pack_multiple",
+    [
+        ({}, 32, 32),
+        ({"cp": 4}, 8, 8),
+        ({"cp": 4, "tp": 4}, 8, 16),
+        ({"cp": 4, "tp": 4, "sequence_parallel": False}, 8, 8),
+        ({"cp": 2, "tp": 8}, 12, 48),
+    ],
+)
+def test_pack_multiple(parallel: dict[str, object], doc_multiple: int, pack_multiple: int) -> None:
+    fitting = config(parallel=parallel, data={"doc_multiple": doc_multiple, "seq_length": 960})
+    assert Layout.resolve(fitting, smallest_world(fitting)).pack_multiple == pack_multiple
+
+
+def test_equations() -> None:
+    assert Layout.resolve(config(parallel={"tp": 2, "cp": 2}), 8).equations(32768) == [
+        "world_size 8 = tp 2 x cp 2 x pp 1 x dp 2",
+        "global_batch_size 16 packs = dp 2 x num_microbatches 8",
+        "tokens per step <= 16 packs x 32,768 = 524,288",
+        "tokens per rank and microbatch <= 32,768 / cp 2 = 16,384",
+        "between layers, sequence parallel: 16,384 / tp 2 = 8,192",
+        "documents padded to a multiple of 32, packs to a multiple of 32",
+    ]
+    assert Layout.resolve(config(parallel={"pp": 2, "virtual_stages": 3}), 4).equations(32768) == [
+        "world_size 4 = tp 1 x cp 1 x pp 2 x dp 2",
+        "global_batch_size 16 packs = dp 2 x num_microbatches 8",
+        "tokens per step <= 16 packs x 32,768 = 524,288",
+        "tokens per rank and microbatch <= 32,768 / cp 1 = 32,768",
+        "pipeline stages: pp 2 x virtual_stages 3 = 6",
+        "documents padded to a multiple of 32, packs to a multiple of 32",
+    ]
+
+
+MISFITS = {
+    "cp and the world": (
+        16,
+        {"parallel": {"cp": 3, "tp": 2}, "data": {"doc_multiple": 96, "seq_length": 960}},
+        "parallel.cp = 3 does not fit 16 GPUs with tp = 2, pp = 1.  Context-parallel sizes that fit: 1, 2, " "4, 8.",
+    ),
+    "fewer processes than one model": (
+        2,
+        {"parallel": {"cp": 4}},
+        "parallel.cp = 4 does not fit 2 GPUs with tp = 1, pp = 1.  Context-parallel sizes that fit: 1, 2.",
+    ),
+    "only sizes that doc_multiple allows": (
+        16,
+        {"parallel": {"cp": 3}, "data": {"doc_multiple": 12, "seq_length": 960}},
+        "parallel.cp = 3 does not fit 16 GPUs with tp = 1, pp = 1.  Context-parallel sizes that fit: 1, 2.",
+    ),
+    "tp and the world": (
+        6,
+        {"parallel": {"tp": 4}, "run": {"dir": "a", "device": "cpu"}},
+        "parallel.tp = 4 does not fit 6 processes with cp = 1, pp = 1.  Tensor-parallel sizes that fit: 1, " "2.",
+    ),
+    "pp and the world": (
+        8,
+        {"parallel": {"pp": 3}},
+        "parallel.pp = 3 does not fit 8 GPUs with tp = 1, cp = 1.  Pipeline-parallel sizes that fit: 1, 2, " "4.",
+    ),
+    "the product and the world": (
+        4,
+        {"parallel": {"tp": 8, "pp": 3}},
+        "parallel: tp 8 x cp 1 x pp 3 = 24 does not divide 4 GPUs.  Start a multiple of 24.",
+    ),
+    "packs and dp": (
+        3,
+        {},
+        "train.global_batch_size = 16 packs cannot be shared by dp = 3 ranks.  Nearest that fit: 15, 18.",
+    ),
+    "fewer packs than dp": (
+        3,
+        {"train": {"global_batch_size": 2}},
+        "train.global_batch_size = 2 packs cannot be shared by dp = 3 ranks.  Nearest that fit: 3.",
+    ),
+    "tp and query groups": (
+        3,
+        {"parallel": {"tp": 3}, "data": {"seq_length": 96}},
+        "parallel.tp = 3 does not divide model.num_query_groups = 8.  Tensor-parallel sizes that fit: 1, 2, " "4, 8.",
+    ),
+    "tp and everything": (
+        5,
+        {"parallel": {"tp": 5}, "data": {"seq_length": 320}},
+        "parallel.tp = 5 does not divide model.num_attention_heads = 24, model.num_query_groups = 8, "
+        "model.ffn_hidden_size = 96.  Tensor-parallel sizes that fit: 1, 2, 4, 8.",
+    ),
+    "layers and stages": (
+        5,
+        {"parallel": {"pp": 5}},
+        "model.num_layers = 12 cannot be cut into parallel.pp 5 x virtual_stages 1 = 5 equal stages.  "
+        "Pipeline-parallel sizes that fit: 1, 2, 3, 4, 6, 12.",
+    ),
+    "layers and virtual stages": (
+        4,
+        {"parallel": {"pp": 4, "virtual_stages": 2}},
+        "model.num_layers = 12 cannot be cut into parallel.pp 4 x virtual_stages 2 = 8 equal stages.  "
+        "Pipeline-parallel sizes that fit: 2, 3, 6.",
+    ),
+    "microbatches and the interleaved schedule": (
+        2,
+        {"parallel": {"pp": 2, "virtual_stages": 2}, "train": {"global_batch_size": 5}},
+        "train.global_batch_size = 5 packs are 5 microbatches on each of dp = 1 ranks; with virtual_stages "
+        "= 2 they "
+        "must be a multiple of pp = 2.  Nearest that fit: 4, 6.",
+    ),
+    "documents and cp": (
+        32,
+        {"parallel": {"cp": 32}, "train": {"global_batch_size": 1}},
+        "data.doc_multiple = 32 is not a multiple of 2 x cp = 64, a document's chunks.  Smallest that fits: " "64.",
+    ),
+    "packs and documents": (
+        1,
+        {"data": {"seq_length": 1000}},
+        "data.seq_length = 1000 is not a multiple of 32 (doc_multiple 32, cp 1).  Nearest that fit: 992, " "1024.",
+    ),
+    "packs shorter than a document": (
+        1,
+        {"data": {"seq_length": 31}},
+        "data.seq_length = 31 is not a multiple of 32 (doc_multiple 32, cp 1).  Nearest that fit: 32.",
+    ),
+    "packs and sequence parallel": (
+        8,
+        {"parallel": {"tp": 8}, "data": {"doc_multiple": 4, "seq_length": 100}},
+        "data.seq_length = 100 is not a multiple of 8 (doc_multiple 4, cp 1, tp 8 with sequence parallel).  "
+        "Nearest that fit: 96, 104.",
+    ),
+    "heads and all-to-all": (
+        8,
+        {"parallel": {"cp": 8, "cp_comm": "a2a"}, "model": {"num_query_groups": 4}},
+        "parallel.cp_comm = a2a hands out whole heads: tp 1 x cp 8 = 8 does not divide "
+        "model.num_query_groups = 4.  "
+        "Use p2p or all_gather, or a cp of 1, 2, 4.",
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size, sections, message", MISFITS.values(), ids=MISFITS.keys())
+def test_misfits(world_size: int, sections: dict[str, dict[str, object]], message: str) -> None:
+    assert told(world_size, **sections) == [message]
+
+
+def test_microbatches_without_virtual_stages_may_be_any_number() -> None:
+    layout = Layout.resolve(config(parallel={"pp": 2}, train={"global_batch_size": 5}), 2)
+    assert layout.num_microbatches == 5
+
+
+@pytest.mark.parametrize("elsewhere", [{"attention": {"backend": "portable"}}, {"run": {"device": "cpu"}}])
+def test_all_to_all_binds_transformer_engine_only(elsewhere: dict[str, dict[str, object]]) -> None:
+    short = config(parallel={"cp": 16, "cp_comm": "a2a"}, **elsewhere)
+    assert Layout.resolve(short, 16).cp == 16
+
+
+def test_all_misfits_at_once() -> None:
+    parallel = {"tp": 3, "pp": 5}
+    assert told(31, parallel=parallel, data={"seq_length": 1000}) == [
+        "1 of 4: parallel: tp 3 x cp 1 x pp 5 = 15 does not divide 31 GPUs.  Start a multiple of 15.",
+        "  2 of 4: parallel.tp = 3 does not divide model.num_query_groups = 8.  "
+        "Tensor-parallel sizes that fit: 1, 2, 4, 8.",
+        "  3 of 4: model.num_layers = 12 cannot be cut into parallel.pp 5 x virtual_stages 1 = 5 equal "
+        "stages.  "
+        "Pipeline-parallel sizes that fit: 1, 2, 3, 4, 6, 12.",
+        "  4 of 4: data.seq_length = 1000 is not a multiple of 32 (doc_multiple).  Nearest that fit: 992, " "1024.",
+    ]
+
+
+SIZES = st.integers(1, 12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(tp=SIZES, cp=SIZES, pp=SIZES, virtual=st.integers(1, 3), world=st.integers(1, 64), packs=SIZES)
+def test_a_layout_adds_up_or_is_refused(tp: int, cp: int, pp: int, virtual: int, world: int, packs: int) -> None:
+    if pp == 1:
+        virtual = 1
+    parallel = {"tp": tp, "cp": cp, "pp": pp, "virtual_stages": virtual}
+    wanted = config(parallel=parallel, train={"global_batch_size": packs})
+    try:
+        layout = Layout.resolve(wanted, world)
+    except ConfigError as error:
+        offers = re.findall(r"parallel\.(cp|tp|pp) = \d+ does not (fit|divide) .*that fit: ([0-9, ]+)\.", str(error))
+        for name, verb, sizes in offers:
+            for size in sizes.split(", "):
+                changed = config(parallel={**parallel, name: int(size)}, train={"global_batch_size": packs})
+                assert f"parallel.{name} = {size} does not {verb}" not in str(refusal(changed, world))
+        return
+    assert layout.tp * layout.cp * layout.pp * layout.dp == world
+    assert layout.dp * layout.num_microbatches == packs
+    assert layout.pack_multiple % layout.doc_multiple == 0
+    assert layout.pack_multiple % (2 * cp) == 0
+    assert layout.pack_multiple // cp % tp == 0
+    assert 12 % (pp * virtual) == 0
+
+
+def test_parameters_counted_by_hand() -> None:
+    model = {
+        "num_layers": 1,
+        "hidden_size": 4,
+        "ffn_hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_query_groups": None,
+        "head_dim": None,
+        "tie_embeddings": True,
+    }
+    # embedding 10*4, qkv 4*12, proj 4*4, fc1 4*16, fc2 8*4, two norms of 4, last norm 4
+    assert num_parameters(config(model=model).model, 10) == 40 + 48 + 16 + 64 + 32 + 8 + 4
+    # an output weight of its own, biases of q, k, v, norms of q and k
+    changed = {**model, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True}
+    assert num_parameters(config(model=changed).model, 10) == 212 + 40 + 12 + 4
+    # one group: k and v are one head of 2
+    assert num_parameters(config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
+
+
+def test_vocabulary() -> None:
+    model = config(model={"vocab_size": 300}).model
+    assert vocab_rows(config().model, 259) == 259
+    assert vocab_rows(model, 259) == 300
+    with pytest.raises(ConfigError) as caught:
+        vocab_rows(model, 301)
+    assert str(caught.value) == (
+        "model.vocab_size = 300 is smaller than the tokenizer: 301 tokens.  Use the model's own tokenizer "
+        "(data.tokenizer), or at least 301 rows."
+    )

@@ -1,0 +1,197 @@
+"""Which samples a step trains on: every one once per epoch, the same ones on every layout."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft.batch import Microbatch
+from sft.cp import local_indices
+from sft.data.corpus import Corpus
+from sft.data.loader import Loader
+from sft.data.store import Store
+from sft.layout import Layout
+from tests.unit.fixtures.folder import config
+
+PAD = 258
+
+
+def corpus_of(lengths: list[int]) -> Corpus:
+    """Sample i holds tokens i*1000, i*1000 + 1, ...; its second half is supervised."""
+    table = np.array([(i + 1, n, n - max(1, n // 2), n, 0) for i, n in enumerate(lengths)], dtype=np.int64)
+    tokens = np.concatenate([np.arange(n) + 1000 * i for i, n in enumerate(lengths)]).astype(np.int32)
+    mask = np.concatenate([np.arange(n) >= max(1, n // 2) for n in lengths])
+    return Corpus([Path("a.jsonl")], [Store(tokens=tokens, mask=mask, rows=table, digest="0")])
+
+
+def layout(*, dp: int = 1, cp: int = 1, global_batch_size: int = 4, pack_multiple: int = 1) -> Layout:
+    return Layout(
+        world_size=dp * cp, tp=1, cp=cp, pp=1, dp=dp, virtual_stages=1, sequence_parallel=False,
+        global_batch_size=global_batch_size, num_microbatches=global_batch_size // dp,
+        doc_multiple=8, pack_multiple=pack_multiple,
+    )  # fmt: skip
+
+
+def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0, **overrides: Any) -> Loader:
+    return Loader(
+        corpus,
+        data=config(**{"seq_length": 64, "doc_multiple": 8, **overrides}),
+        layout=sizes,
+        seed=5,
+        dp_rank=dp_rank,
+        pad_id=PAD,
+        local_indices=partial(local_indices, cp_size=sizes.cp, cp_rank=cp_rank),
+    )
+
+
+def test_microbatch_in_numbers() -> None:
+    """Samples of 3 and 5 tokens, multiple of 8, cp 2: rank 0 holds chunks 0 and 3 of each document."""
+    corpus, sizes = corpus_of([3, 5]), layout(cp=2, global_batch_size=1, pack_multiple=24)
+    [first], [second] = (loader(corpus, sizes, cp_rank=rank, shuffle=False).microbatches(0) for rank in (0, 1))
+    assert first.tokens.tolist() == [[0, 1, PAD, PAD, 1000, 1001, PAD, PAD, PAD, PAD, PAD, PAD]]
+    assert second.tokens.tolist() == [[2, PAD, PAD, PAD, 1002, 1003, 1004, PAD, PAD, PAD, PAD, PAD]]
+    assert first.labels.tolist() == [[1, 2, PAD, PAD, 1001, 1002, PAD, PAD, PAD, PAD, PAD, PAD]]
+    assert second.labels.tolist() == [[PAD, PAD, PAD, PAD, 1003, 1004, PAD, PAD, PAD, PAD, PAD, PAD]]
+    assert first.loss_mask.int().tolist() == [[1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]
+    assert second.loss_mask.int().tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]]
+    assert first.position_ids.tolist() == [[0, 1, 6, 7] * 3]
+    assert second.position_ids.tolist() == [[2, 3, 4, 5] * 3]
+    for part in (first, second):
+        assert part.tokens.dtype == part.labels.dtype == part.position_ids.dtype == torch.int64
+        assert part.loss_mask.dtype == torch.bool and part.cu_seqlens.dtype == torch.int32
+        assert part.cu_seqlens.tolist() == [0, 8, 16, 24] and part.max_seqlen == 8
+        assert (part.num_documents, part.num_real_tokens, part.num_aligned_tokens, part.num_tokens) == (
+            2,
+            8,
+            16,
+            5,
+        )
+        assert part.sample_ids == (0, 1)
+
+
+def test_a_short_last_batch_is_filled_up() -> None:
+    """5 packs in batches of 4 over 2 ranks: 3 places of the second step are filler, 2 of them on rank 1."""
+    corpus, sizes = corpus_of([64] * 5), layout(dp=2)
+    ranks = [loader(corpus, sizes, dp_rank=rank, shuffle=False) for rank in (0, 1)]
+    assert ranks[0].steps_per_epoch(0) == 2
+    ids = [[[m.sample_ids for m in rank.microbatches(step)] for rank in ranks] for step in (0, 1)]
+    assert ids == [[[(0,), (2,)], [(1,), (3,)]], [[(4,), ()], [(), ()]]]
+    [_, filler] = ranks[0].microbatches(1)
+    assert (filler.num_documents, filler.num_real_tokens, filler.num_aligned_tokens, filler.num_tokens) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert filler.tokens.tolist() == [[PAD] * 8] and not filler.loss_mask.any()
+
+
+def test_steps_and_epochs() -> None:
+    corpus = corpus_of([64] * 10)
+    made = loader(corpus, layout())
+    assert [made.locate(step) for step in (0, 2, 3, 5, 6)] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
+    assert made.total_steps(3) == 9
+    assert made.global_batch(0) != made.global_batch(3)
+    assert loader(corpus, layout(), shuffle=False).global_batch(3) == [(0,), (1,), (2,), (3,)]
+
+
+def test_a_step_is_found_without_the_steps_before_it() -> None:
+    """Nothing is saved but the step's number: a loader asked for step 7 first gives what a used one gives."""
+    corpus = corpus_of([20, 40, 64, 8, 30, 33] * 5)
+    used, fresh = loader(corpus, layout()), loader(corpus, layout())
+    for step in range(7):
+        used.microbatches(step)
+    assert_equal(used.microbatches(7), fresh.microbatches(7))
+    assert_equal(fresh.microbatches(0), used.microbatches(0))
+
+
+def assert_equal(first: list[Microbatch], second: list[Microbatch]) -> None:
+    assert [m.sample_ids for m in first] == [m.sample_ids for m in second]
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
+        assert torch.equal(a.loss_mask, b.loss_mask) and torch.equal(a.cu_seqlens, b.cu_seqlens)
+
+
+def test_pad_to_seq_length_gives_one_shape() -> None:
+    made = loader(corpus_of([20, 64, 5, 5, 5]), layout(), pad_to_seq_length=True)
+    parts = [part for step in range(made.steps_per_epoch(0)) for part in made.microbatches(step)]
+    assert {part.tokens.shape for part in parts} == {(1, 64)}
+    assert sum(part.num_documents for part in parts) == 5
+    assert [part.max_seqlen for part in parts if not part.sample_ids] == [8] * (len(parts) - len(made.plan(0)))
+
+
+def test_max_seqlen_is_the_longest_document_not_the_pack() -> None:
+    """P12"""
+    [part] = loader(corpus_of([30, 20]), layout(global_batch_size=1), shuffle=False).microbatches(0)
+    assert part.cu_seqlens.tolist() == [0, 32, 56] and part.max_seqlen == 32
+
+
+LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(0, 1), st.sampled_from([1, 16, 24]))
+def test_every_sample_once_and_the_same_steps_on_every_layout(
+    lengths: list[int], epoch: int, pack_multiple: int
+) -> None:
+    """Per epoch and layout: every sample once; global batches, tokens and counts equal over (dp, cp)."""
+    corpus = corpus_of(lengths)
+    first = sum(loader(corpus, layout()).steps_per_epoch(e) for e in range(epoch))
+    steps = range(first, first + loader(corpus, layout()).steps_per_epoch(epoch))
+    seen = {}
+    for dp, cp in [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]:
+        sizes = layout(dp=dp, cp=cp, pack_multiple=pack_multiple)
+        batches = []
+        for step in steps:
+            parts = [
+                [loader(corpus, sizes, dp_rank=r, cp_rank=c).microbatches(step) for c in range(cp)] for r in range(dp)
+            ]
+            assert {len(rank) for row in parts for rank in row} == {4 // dp}
+            batches.append(batch_facts(parts, pack_multiple))
+        seen[dp, cp] = batches
+    assert all(batches == seen[1, 1] for batches in seen.values())
+    counted = Counter(i for batch in seen[1, 1] for ids, *_ in batch for i in ids)
+    assert counted == Counter(range(len(lengths)))
+
+
+def batch_facts(parts: list[list[list[Microbatch]]], pack_multiple: int) -> list[tuple[Any, ...]]:
+    """Of each pack, sorted: sample ids, counts, and (token, label, supervised) over all cp ranks."""
+    facts = []
+    for row in parts:
+        for shares in zip(*row, strict=True):
+            assert shares[0].cu_seqlens[-1] % pack_multiple == 0
+            assert {share.tokens.shape[1] * len(row) for share in shares} == {int(shares[0].cu_seqlens[-1])}
+            triples = sorted(
+                triple
+                for share in shares
+                for triple in zip(share.tokens[0].tolist(), share.labels[0].tolist(), share.loss_mask[0].tolist())
+            )
+            assert sum(supervised for *_, supervised in triples) == shares[0].num_tokens
+            one = shares[0]
+            counts = (one.num_documents, one.num_real_tokens, one.num_aligned_tokens, one.num_tokens)
+            facts.append((one.sample_ids, counts, triples))
+    return sorted(facts)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_evaluation_sees_every_pack_once_in_order(dp: int) -> None:
+    corpus = corpus_of([64] * 6)
+    ranks = [list(loader(corpus, layout(dp=dp), dp_rank=rank).eval_batches()) for rank in range(dp)]
+    assert all(len(batch) == 4 // dp for rank in ranks for batch in rank)
+    order = [ranks[pack % dp][batch][pack // dp].sample_ids for batch in range(2) for pack in range(4)]
+    assert order == [(0,), (1,), (2,), (3,), (4,), (5,), (), ()]
+
+
+def test_counts_are_the_corpus_own() -> None:
+    corpus = corpus_of([20, 40, 64, 8, 1, 33])
+    made = loader(corpus, layout())
+    parts = [part for step in range(made.steps_per_epoch(0)) for part in made.microbatches(step)]
+    assert sum(part.num_tokens for part in parts) == corpus.num_supervised.sum()
+    assert sum(part.num_real_tokens for part in parts) == corpus.lengths.sum() == 166
+    assert sum(part.num_documents for part in parts) == 6

@@ -1,0 +1,100 @@
+"""Every recipe of the repository is complete, fits its hardware, and has its model's true size."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sft.layout import Layout, num_parameters
+from sft.recipe import dump, load_recipe, parse_recipe
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+HEADER = ["Purpose", "Launch", "Hardware", "Expect", "Sibling"]
+
+
+def header(name: str) -> list[str]:
+    return (FOLDER / name).read_text().split("\n")[:5]
+
+
+def launched_world_size(name: str) -> int:
+    """Processes of the torchrun command in the header."""
+    command = header(name)[1]
+    per_node = re.search(r"--nproc-per-node (\d+)", command)
+    nodes = re.search(r"--nnodes (\d+)", command)
+    assert per_node, command
+    return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
+
+
+def test_the_recipes() -> None:
+    expected = {"qwen3_0p6b_32k.yaml", "qwen3_8b_64k.yaml", "qwen3_8b_128k.yaml", "llama31_8b_128k.yaml"}
+    assert expected <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_headers(name: str) -> None:
+    lines = header(name)
+    for line, word in zip(lines, HEADER, strict=True):
+        assert line.startswith(f"# {word}") and len(line.partition(":")[2].strip()) > 10, line
+    assert f"-m sft train recipes/{name}" in lines[1]
+    siblings = re.findall(r"\w+\.yaml", lines[4])
+    assert siblings and set(siblings) <= set(RECIPES) - {name}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_resolves_where_its_header_launches_it(name: str) -> None:
+    recipe = load_recipe(str(FOLDER / name))
+    layout = Layout.resolve(recipe.config, launched_world_size(name))
+    assert layout.world_size == launched_world_size(name)
+    assert parse_recipe(dump(recipe), name).config == recipe.config
+
+
+@pytest.mark.parametrize(
+    "name, world_size, dp, tokens_per_rank",
+    [
+        ("qwen3_0p6b_32k.yaml", 8, 4, 16384),
+        ("qwen3_8b_64k.yaml", 8, 1, 16384),
+        ("qwen3_8b_128k.yaml", 16, 1, 16384),
+        ("qwen3_8b_128k.yaml", 32, 2, 16384),
+        ("llama31_8b_128k.yaml", 16, 1, 16384),
+        ("llama31_8b_128k.yaml", 32, 2, 16384),
+    ],
+)
+def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank: int) -> None:
+    config = load_recipe(str(FOLDER / name)).config
+    layout = Layout.resolve(config, world_size)
+    assert layout.dp == dp
+    assert config.data.seq_length // layout.cp == tokens_per_rank
+    assert config.train.global_batch_size * config.data.seq_length == 2**20
+
+
+@pytest.mark.parametrize(
+    "name, parameters",  # as published with the weights
+    [
+        ("qwen3_0p6b_32k.yaml", 596_049_920),
+        ("qwen3_8b_64k.yaml", 8_190_735_360),
+        ("qwen3_8b_128k.yaml", 8_190_735_360),
+        ("llama31_8b_128k.yaml", 8_030_261_248),
+    ],
+)
+def test_parameters(name: str, parameters: int) -> None:
+    model = load_recipe(str(FOLDER / name)).config.model
+    assert model.vocab_size is not None
+    assert num_parameters(model, model.vocab_size) == parameters
+
+
+@pytest.mark.parametrize(
+    "name, rope",
+    [
+        ("qwen3_0p6b_32k.yaml", (1e6, "none", 1.0, None)),
+        ("qwen3_8b_64k.yaml", (1e6, "yarn", 2.0, 32768)),
+        ("qwen3_8b_128k.yaml", (1e6, "yarn", 4.0, 32768)),
+        ("llama31_8b_128k.yaml", (5e5, "llama3", 8.0, 8192)),
+    ],
+)
+def test_positions(name: str, rope: tuple[float, str, float, int | None]) -> None:
+    config = load_recipe(str(FOLDER / name)).config
+    found = config.model.rope
+    assert (found.base, found.scaling, found.factor, found.original_max_position) == rope
+    if found.scaling == "yarn" and found.original_max_position:
+        assert found.original_max_position * found.factor == config.data.seq_length

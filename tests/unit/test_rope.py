@@ -1,0 +1,168 @@
+"""Rotary frequencies against transformers' own functions, attention scale, and the table of angles."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sft.config import RopeConfig
+from sft.mcore import rope
+
+# fp32 powers and products in another order: a few units in the last place (6e-8 each).
+FREQUENCY_TOLERANCE = 1e-6
+FLOAT64_TOLERANCE = 1e-12
+
+YARN = dict(scaling="yarn", factor=4.0, original_max_position=4096)
+LLAMA3 = dict(scaling="llama3", factor=8.0, original_max_position=8192)
+CASES: list[dict[str, Any]] = [
+    dict(),
+    dict(base=1e6),
+    dict(scaling="linear", factor=2.5),
+    dict(scaling="linear", factor=8.0, base=5e5),
+    LLAMA3,
+    {**LLAMA3, "base": 5e5, "factor": 32.0},
+    {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
+    {**LLAMA3, "original_max_position": 64},
+    YARN,
+    {**YARN, "base": 1e6, "factor": 32.0, "original_max_position": 32768},
+    {**YARN, "beta_fast": 8.0, "beta_slow": 0.5},
+    {**YARN, "original_max_position": 64},  # beta_fast is never reached: the ramp starts at dimension 0
+    {**YARN, "attention_factor": 1.3},
+    {**YARN, "base": 100.0, "original_max_position": 100_000},  # the ramp goes on beyond the last dimension
+    {**YARN, "base": 1e6, "beta_fast": 1.1},  # low and high meet within a dimension or two
+]
+
+
+def hf(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """What transformers computes: inverse frequencies, and the factor on cos and sin."""
+    kind = {"none": "default"}.get(config.scaling, config.scaling)
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": config.base}
+    if kind != "default":
+        parameters["factor"] = config.factor
+    if kind in ("llama3", "yarn"):
+        parameters["original_max_position_embeddings"] = config.original_max_position
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": config.low_freq_factor, "high_freq_factor": config.high_freq_factor}
+    if kind == "yarn":
+        parameters |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
+        parameters["attention_factor"] = config.attention_factor
+    theirs = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20, rope_parameters=parameters)
+    compute = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    frequencies, attention_factor = compute(theirs, device=torch.device("cpu"))
+    return frequencies, float(attention_factor)
+
+
+@pytest.mark.parametrize("head_dim", [4, 64, 96, 128])
+@pytest.mark.parametrize("fields", CASES, ids=lambda f: " ".join(f"{k}={v}" for k, v in f.items()) or "plain")
+def test_frequencies_and_scale_are_those_of_transformers(fields: dict[str, Any], head_dim: int) -> None:
+    config = RopeConfig(**fields)
+    expected, attention_factor = hf(config, head_dim)
+    found = rope.frequencies(config, head_dim)
+    assert found.dtype == torch.float32
+    assert found.shape == (head_dim // 2,)
+    torch.testing.assert_close(found, expected, rtol=FREQUENCY_TOLERANCE, atol=0.0)
+    # They put the factor on queries and on keys; the product of the two has it twice.
+    scale = attention_factor**2 / math.sqrt(head_dim)
+    assert rope.softmax_scale(config, head_dim) == pytest.approx(scale, rel=FLOAT64_TOLERANCE)
+
+
+def test_plain_frequencies_written_out() -> None:
+    config = RopeConfig(base=10000.0)
+    assert rope.frequencies(config, 8).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=FREQUENCY_TOLERANCE)
+    assert rope.softmax_scale(config, 64) == 0.125
+
+
+def test_linear_divides_every_frequency() -> None:
+    config = RopeConfig(base=10000.0, scaling="linear", factor=4.0)
+    assert rope.frequencies(config, 8).tolist() == pytest.approx(
+        [0.25, 0.025, 0.0025, 0.00025], rel=FREQUENCY_TOLERANCE
+    )
+    assert rope.softmax_scale(config, 64) == 0.125
+
+
+def test_llama3_written_out() -> None:
+    """Wavelengths 6.283, 62.83, 628.3, 6283, original context 64: below 64 / 4 kept, above 64 / 1 divided.
+
+    62.83 turns 64 / 62.83 = 1.01859 times: (1.01859 - 1) / (4 - 1) = 0.0061972 of it kept, the rest divided.
+    """
+    config = RopeConfig(base=10000.0, scaling="llama3", factor=8.0, original_max_position=64)
+    between = 0.0061972 * 0.1 + (1 - 0.0061972) * 0.0125
+    assert between == pytest.approx(0.0130423, abs=1e-7)
+    assert rope.frequencies(config, 8).tolist() == pytest.approx([1.0, 0.0130423, 0.00125, 0.000125], rel=1e-5)
+    assert rope.softmax_scale(config, 64) == 0.125
+
+
+def test_yarn_written_out() -> None:
+    """Original context 64: never 32 turns (ramp from 0), one turn at dimension 1.008, rounded up to 2.
+
+    The ramp over pairs 0, 1, 2, 3 is 0, 1/2, 1, 1.  Temperature 0.1 ln 4 + 1 = 1.1386294, squared 1.2964770.
+    """
+    config = RopeConfig(base=10000.0, scaling="yarn", factor=4.0, original_max_position=64)
+    expected = [1.0, 0.1 * 0.5 + 0.025 * 0.5, 0.0025, 0.00025]
+    assert rope.frequencies(config, 8).tolist() == pytest.approx(expected, rel=FREQUENCY_TOLERANCE)
+    assert rope.softmax_scale(config, 64) == pytest.approx(0.125 * 1.2964770, abs=1e-7)
+
+
+def test_yarn_temperature_may_be_given() -> None:
+    fields: dict[str, Any] = {**YARN, "attention_factor": 1.5}
+    assert rope.softmax_scale(RopeConfig(**fields), 16) == 2.25 / 4
+    fields["attention_factor"] = 1.0  # switched off
+    assert rope.softmax_scale(RopeConfig(**fields), 16) == 0.25
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+def test_table_written_out() -> None:
+    table = rope.RotaryTable(torch.tensor([1.0, 0.25]))
+    assert table(4).shape == (4, 1, 1, 4)
+    assert table(4).dtype == torch.float32
+    assert table(4)[:, 0, 0].tolist() == [
+        [0.0, 0.0, 0.0, 0.0],
+        [1.0, 0.25, 1.0, 0.25],
+        [2.0, 0.5, 2.0, 0.5],
+        [3.0, 0.75, 3.0, 0.75],
+    ]
+
+
+def test_table_grows_to_the_longest_and_is_sliced_for_the_rest() -> None:
+    table = rope.RotaryTable(torch.tensor([1.0, 0.25]))
+    assert table.table.shape[0] == 0
+    first = table(3).clone()
+    assert table.table.shape[0] == 3
+    longer = table(10)
+    assert table.table.shape[0] == 10
+    assert torch.equal(longer[:3], first)
+    kept = table.table
+    assert torch.equal(table(3), first)
+    assert table(3).data_ptr() == kept.data_ptr()  # a view of the one table, not a new one
+    assert table.table is kept
+    assert table(3).shape[0] == 3
+
+
+def test_table_asks_for_the_longest_document() -> None:
+    """As megatron-core calls it: five positional arguments, the packed documents last."""
+
+    class Packed:
+        max_seqlen_q = 96
+
+    assert rope.RotaryTable(torch.ones(2)).get_rotary_seq_len(None, None, None, None, Packed()) == 96
+
+
+def test_table_stays_fp32_and_out_of_checkpoints() -> None:
+    table = rope.RotaryTable(torch.tensor([1.0, 0.1])).bfloat16()
+    assert table(1 << 12).dtype == torch.float32
+    assert table(1 << 12)[-1, 0, 0, 0].item() == 4095.0  # bfloat16 would round it to 4096
+    assert table.state_dict() == {}
+    assert list(table.parameters()) == []
+
+
+def test_angles_of_a_million_positions_are_exact_to_fp32() -> None:
+    position = 1_000_003
+    frequencies = rope.frequencies(RopeConfig(base=1e6), 128)
+    row = rope.RotaryTable(frequencies)(position + 1)[position, 0, 0, :64]
+    torch.testing.assert_close(row.double(), position * frequencies.double(), rtol=FREQUENCY_TOLERANCE, atol=0.0)

@@ -1,0 +1,55 @@
+"""Learning rates at every step, written out, and which parameters decay."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft.config import OptimConfig
+from sft.errors import ConfigError
+from sft.mcore.optim import Schedule, build_scheduler
+
+RATES = {  # of 10 steps with peak 1.0: one number per step, the first step counted as 1
+    "constant": (dict(schedule="constant"), [1.0] * 10),
+    "constant with warm-up": (dict(schedule="constant", warmup_steps=4), [0.25, 0.5, 0.75] + [1.0] * 7),
+    "linear": (dict(schedule="linear"), [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]),
+    "linear to a floor": (
+        dict(schedule="linear", min_lr=0.5, warmup_steps=2),
+        [0.5, 1.0, 0.9375, 0.875, 0.8125, 0.75, 0.6875, 0.625, 0.5625, 0.5],
+    ),
+    "cosine": (  # (1 + cos(pi k / 10)) / 2
+        dict(schedule="cosine"),
+        [0.97552826, 0.9045085, 0.79389263, 0.6545085, 0.5, 0.3454915, 0.20610737, 0.0954915, 0.02447174, 0.0],
+    ),
+    "cosine with a fraction of warm-up": (
+        dict(schedule="cosine", warmup_fraction=0.2),  # then (1 + cos(pi k / 8)) / 2
+        [0.5, 1.0, 0.96193977, 0.85355339, 0.69134172, 0.5, 0.30865828, 0.14644661, 0.03806023, 0.0],
+    ),
+    "wsd": (
+        dict(schedule="wsd", warmup_steps=2, wsd_decay_fraction=0.4),
+        [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_learning_rates(name: str) -> None:
+    keys, expected = RATES[name]
+    optimizer: Any = SimpleNamespace(param_groups=[{}, {"wd_mult": 0.0}])
+    scheduler = build_scheduler(OptimConfig(lr=1.0, weight_decay=0.1, **keys), optimizer, 10)
+    seen = []
+    for _ in range(10):
+        scheduler.step(1)
+        seen.append(optimizer.param_groups[0]["lr"])
+        assert optimizer.param_groups[1]["lr"] == seen[-1]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert seen == pytest.approx(expected, abs=1e-7)
+
+
+def test_warm_up_must_leave_something_to_train() -> None:
+    with pytest.raises(ConfigError, match="warm-up of 10 steps does not fit a run of 10 steps"):
+        Schedule.resolve(OptimConfig(lr=1.0, warmup_steps=10), 10)
+    assert Schedule.resolve(OptimConfig(lr=1.0, warmup_steps=9), 10).warmup_steps == 9
+    # 3% of 100 steps; a started step of warm-up is a whole one.
+    assert Schedule.resolve(OptimConfig(lr=1.0, warmup_fraction=0.03), 100).warmup_steps == 3
+    assert Schedule.resolve(OptimConfig(lr=1.0, warmup_fraction=0.031), 100).warmup_steps == 4

@@ -1,0 +1,144 @@
+"""Tokenizers: the built-in one, a folder, and what is said of folders and templates that cannot be used."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sft.data.tokenizer import FolderTokenizer, load_tokenizer
+from sft.errors import DataError
+from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tokenizer"), template("chatml"))
+
+
+def test_byte_tokenizer() -> None:
+    tokenizer = load_tokenizer(config())
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.pad_id == 258
+    assert tokenizer.end_of_turn == "<|im_end|>"
+    assert tokenizer.decode([104, 195, 169, 257]) == "hé<|im_end|>"
+    assert tokenizer.decode(np.array([0xC3, 10], dtype=np.int32)) == "\ufffd\n"
+
+
+def test_byte_tokenizer_takes_no_template() -> None:
+    with pytest.raises(DataError, match="chat.jinja has no effect with data.tokenizer = byte"):
+        load_tokenizer(config(chat_template="chat.jinja"))
+
+
+def test_folder(folder: Path) -> None:
+    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
+    assert isinstance(tokenizer, FolderTokenizer)
+    assert tokenizer.end_of_turn == "<|im_end|>"
+    assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0  # no pad token: the end of text serves
+    assert not tokenizer.has_markers
+    ids, starts, ends = tokenizer.encode("<|im_start|>x \n y")
+    assert ids[0] == 1
+    # Each character belongs to exactly one token: the saved post-processor would drop the spaces.
+    assert [(int(a), int(b)) for a, b in zip(starts, ends, strict=True)] == list(
+        zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
+    )
+    assert ends[-1] == 17
+
+
+def test_a_saved_length_limit_does_not_cut(folder: Path) -> None:
+    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
+    assert isinstance(tokenizer, FolderTokenizer)
+    assert len(tokenizer.encode("<|im_end|>" * 100).ids) == 100
+
+
+def test_vocab_size_counts_added_tokens(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(folder)
+    size = len(hf)
+    hf.add_tokens(["<think>", "</think>"])
+    hf.save_pretrained(tmp_path)
+    assert load_tokenizer(config(tokenizer=str(tmp_path))).vocab_size == size + 2
+
+
+def test_it_can_be_sent_to_another_process(folder: Path) -> None:
+    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
+    assert isinstance(tokenizer, FolderTokenizer)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    text = "<|im_start|>user\n two  words " * 9
+    for mine, theirs in zip(tokenizer.encode(text), copy.encode(text), strict=True):
+        assert (mine == theirs).all()
+
+
+def test_a_template_file_replaces_the_folders_own(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "llama3.jinja"
+    file.write_text(template("llama3"))
+    tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
+    assert tokenizer.end_of_turn == "<|eot_id|>"
+
+
+def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> None:
+    """P100: what a cache is keyed by."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    original = load_tokenizer(config(tokenizer=str(folder))).digest
+    assert load_tokenizer(config(tokenizer=str(copy))).digest == original
+    (copy / "model.safetensors").write_bytes(b"weights")
+    assert load_tokenizer(config(tokenizer=str(copy))).digest == original
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        before = load_tokenizer(config(tokenizer=str(copy))).digest
+        (copy / name).write_text((copy / name).read_text() + " ")
+        assert load_tokenizer(config(tokenizer=str(copy))).digest != before
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere does not exist.*byte .*or a folder with tokenizer.json"):
+        load_tokenizer(config(tokenizer=str(tmp_path / "nowhere")))
+
+
+def test_hub_names_are_not_looked_up() -> None:
+    with pytest.raises(DataError, match="tokenizer folder org/model does not exist.*nothing is downloaded"):
+        load_tokenizer(config(tokenizer="org/model"))
+
+
+def test_not_a_tokenizer_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer folder that can be used \(it holds config.json\)"):
+        load_tokenizer(config(tokenizer=str(tmp_path)))
+
+
+def test_damaged_tokenizer(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="is not a tokenizer folder that can be used"):
+        load_tokenizer(config(tokenizer=str(copy)))
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no chat template.*Give one with data.chat_template"):
+        load_folder(tmp_path, None)
+
+
+def test_unreadable_template_file(folder: Path) -> None:
+    with pytest.raises(DataError, match="data.chat_template = nowhere.jinja cannot be read: .*No such file"):
+        load_tokenizer(config(tokenizer=str(folder), chat_template="nowhere.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("jinja", "complaint"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out what the assistant said"),
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", "with nothing: the model"),
+        ("{% for m in messages %}{{ m.content }} ### End\n{% endfor %}", "with '### End', which is not"),
+        ("{% for m in messages %}{{ m.content }}{% endif %}", "refused the chat: .*endif"),
+        ("{{ raise_exception('no') }}", "refused the chat: no"),
+        ("{{ messages[0].content + 1 }}", "refused the chat: can only concatenate str"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_be_used(folder: Path, tmp_path: Path, jinja: str, complaint: str) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(jinja)
+    with pytest.raises(DataError, match=rf"chat template \S*chat.jinja .*{complaint}"):
+        load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))

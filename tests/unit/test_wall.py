@@ -1,0 +1,438 @@
+"""All of megatron-core that sft/mcore relies on, by name, so that an upgrade fails here and says where.
+
+Nothing is run: names are imported, signatures read, and where only the body can tell, its text.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.mcore.device import CPU_TRANSFORMER_FIELDS
+
+MCORE = Path(__file__).resolve().parents[2] / "sft" / "mcore"
+CORE = "megatron.core"
+
+# Imported name -> parameters it must have (of a class: of its constructor).
+NAMES: dict[str, list[str]] = {
+    "dist_checkpointing": [],
+    "dist_checkpointing.save": ["sharded_state_dict", "checkpoint_dir"],
+    "dist_checkpointing.load": ["sharded_state_dict", "checkpoint_dir", "strict"],
+    "dist_checkpointing.load_common_state_dict": ["checkpoint_dir"],
+    "dist_checkpointing.load_tensors_metadata": ["checkpoint_dir"],
+    "dist_checkpointing.core.CheckpointingException": [],
+    "dist_checkpointing.mapping.ShardedTensor": [
+        "key",
+        "data",
+        "global_shape",
+        "global_offset",
+        "prepend_axis_num",
+    ],
+    "dist_checkpointing.mapping.ShardedTensorFactory": [],
+    "dist_checkpointing.mapping.ShardedTensorFactory.build": ["self"],
+    "dist_checkpointing.validation.StrictHandling": [],
+    "distributed.DistributedDataParallel": [
+        "config",
+        "ddp_config",
+        "module",
+        "disable_bucketing",
+        "pg_collection",
+    ],
+    "distributed.DistributedDataParallel.no_sync": ["self"],
+    "distributed.DistributedDataParallel.start_grad_sync": ["self"],
+    "distributed.DistributedDataParallel.zero_grad_buffer": ["self"],
+    "distributed.DistributedDataParallelConfig": [
+        "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "use_distributed_optimizer",
+        "check_for_nan_in_grad",
+    ],
+    "distributed.finalize_model_grads": ["model", "num_tokens"],
+    "models.gpt.GPTModel": [
+        "config",
+        "transformer_layer_spec",
+        "vocab_size",
+        "max_sequence_length",
+        "pre_process",
+        "post_process",
+        "share_embeddings_and_output_weights",
+        "position_embedding_type",
+        "pg_collection",
+        "vp_stage",
+    ],
+    "models.gpt.GPTModel.forward": [
+        "self",
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+        "packed_seq_params",
+    ],
+    "models.gpt.GPTModel._postprocess": ["self", "hidden_states"],
+    "models.gpt.GPTModel.shared_embedding_or_output_weight": ["self"],
+    "models.gpt.GPTModel.sharded_state_dict": ["self", "metadata"],
+    "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": [],
+    "models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec": [],
+    "optimizer.MegatronOptimizer": [],
+    "optimizer.MegatronOptimizer.load_state_dict": ["self", "state_dict"],
+    "optimizer.MegatronOptimizer.reload_model_params": ["self"],
+    "optimizer.MegatronOptimizer.scale_loss": ["self", "loss"],
+    "optimizer.MegatronOptimizer.sharded_state_dict": [
+        "self",
+        "model_sharded_state_dict",
+        "is_loading",
+        "metadata",
+    ],
+    "optimizer.MegatronOptimizer.step": ["self"],
+    "optimizer.MegatronOptimizer.zero_grad": ["self"],
+    "optimizer.OptimizerConfig": [
+        "optimizer",
+        "lr",
+        "min_lr",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "clip_grad",
+        "bf16",
+        "params_dtype",
+        "use_distributed_optimizer",
+        "overlap_param_gather",
+    ],
+    "optimizer.distrib_optimizer.DistributedOptimizer.load_parameter_state_from_fully_reshardable": ["self"],
+    "optimizer.get_megatron_optimizer": [
+        "config",
+        "model_chunks",
+        "config_overrides",
+        "use_gloo_process_groups",
+    ],
+    "optimizer.get_standard_config_overrides": ["config"],
+    "optimizer_param_scheduler.OptimizerParamScheduler": [
+        "optimizer",
+        "init_lr",
+        "max_lr",
+        "min_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+        "start_wd",
+        "end_wd",
+        "wd_incr_steps",
+        "wd_incr_style",
+        "wsd_decay_steps",
+        "lr_wsd_decay_style",
+    ],
+    "optimizer_param_scheduler.OptimizerParamScheduler.step": ["self", "increment"],
+    "optimizer_param_scheduler.OptimizerParamScheduler.state_dict": ["self"],
+    "packed_seq_params.PackedSeqParams": [
+        "qkv_format",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+        "cu_seqlens_q_padded",
+        "cu_seqlens_kv_padded",
+        "max_seqlen_q",
+        "max_seqlen_kv",
+    ],
+    "parallel_state": [],
+    "parallel_state.destroy_model_parallel": [],
+    "parallel_state.get_context_parallel_rank": [],
+    "parallel_state.get_data_parallel_rank": [],
+    "parallel_state.get_pipeline_model_parallel_rank": [],
+    "parallel_state.get_tensor_model_parallel_rank": [],
+    "parallel_state.initialize_model_parallel": [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "create_gloo_process_groups",
+        "distributed_timeout_minutes",
+    ],
+    "pipeline_parallel.get_forward_backward_func": [],
+    "process_groups_config.ProcessGroupCollection": [],
+    "process_groups_config.ProcessGroupCollection.use_mpu_process_groups": [],
+    "tensor_parallel": [],
+    "tensor_parallel.copy_to_tensor_model_parallel_region": ["input_", "group"],
+    "tensor_parallel.gather_from_sequence_parallel_region": ["input_", "group"],
+    "tensor_parallel.model_parallel_cuda_manual_seed": ["seed"],
+    "tensor_parallel.random": [],
+    "tensor_parallel.random._get_cuda_rng_state": [],
+    "tensor_parallel.random._set_cuda_rng_state": ["new_state"],
+    "tensor_parallel.vocab_parallel_cross_entropy": ["vocab_parallel_logits", "target"],
+    "transformer.ModuleSpec": ["module", "submodules"],
+    "transformer.TransformerConfig": [],
+    "transformer.transformer_block.TransformerBlockSubmodules": ["layer_specs", "layer_norm"],
+    "transformer.transformer_block.get_num_layers_to_build": ["config", "vp_stage", "pp_rank"],
+}
+
+# Fields of TransformerConfig that model.py and engine.py set.
+FIELDS = [
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "softmax_scale",
+    "normalization",
+    "layernorm_epsilon",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "activation_func",
+    "hidden_dropout",
+    "attention_dropout",
+    "use_cpu_initialization",
+    "params_dtype",
+    "pipeline_dtype",
+    "bf16",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "sequence_parallel",
+    "cp_comm_type",
+    "variable_seq_lengths",
+    "moe_token_dispatcher_type",
+    "calculate_per_token_loss",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    *CPU_TRANSFORMER_FIELDS,
+]
+
+
+def find(name: str) -> Any:
+    """megatron.core.`name`, of any kind; what a package exports goes before a module of the same name."""
+    found, path = importlib.import_module(CORE), CORE
+    for part in name.split("."):
+        path = f"{path}.{part}"
+        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+    return found
+
+
+def text(name: str) -> str:
+    """Source of megatron.core.`name` without white space: line breaks are a matter of taste."""
+    return re.sub(r"\s+", "", inspect.getsource(find(name)))
+
+
+# --- names -------------------------------------------------------------------------------------------------
+
+
+def imported() -> dict[str, str]:
+    """What sft/mcore imports, and its name there: {"tensor_parallel.random": "core_random", ...}"""
+    names = {}
+    for path in MCORE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
+                assert node.module is not None
+                for alias in node.names:
+                    names[f"{node.module}.{alias.name}".removeprefix(f"{CORE}.")] = alias.asname or alias.name
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("megatron") for alias in node.names), path
+    return names
+
+
+def test_the_list_is_complete() -> None:
+    found = imported()
+    assert len(found) > 20
+    assert found.keys() <= NAMES.keys()
+
+
+def test_every_attribute_of_an_imported_module_is_listed() -> None:
+    """`parallel_state.x` and the like."""
+    modules = {local: name for name, local in imported().items() if inspect.ismodule(find(name))}
+    assert {"dist_checkpointing", "parallel_state", "tensor_parallel", "core_random"} <= modules.keys()
+    for path in MCORE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                assert f"{modules[node.value.id]}.{node.attr}" in NAMES, path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_and_parameters(name: str) -> None:
+    found, wanted = find(name), NAMES[name]
+    if not wanted:
+        return
+    parameters = inspect.signature(found).parameters
+    assert not (missing := [n for n in wanted if n not in parameters]), (missing, list(parameters))
+
+
+@pytest.mark.parametrize("name", ["get_gpt_layer_local", "get_gpt_layer_with_transformer_engine"])
+def test_layer_specs_take_qk_layernorm(name: str) -> None:
+    """Some releases hand all arguments of `..._spec` on to `..._submodules`."""
+    specs = importlib.import_module(f"{CORE}.models.gpt.gpt_layer_specs")
+    taker = getattr(specs, f"{name}_submodules", None) or getattr(specs, f"{name}_spec")
+    assert "qk_layernorm" in inspect.signature(taker).parameters
+
+
+def test_local_layer_spec_has_the_slots_we_fill() -> None:
+    submodules = find("models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(qk_layernorm=True).submodules
+    assert {"input_layernorm", "pre_mlp_layernorm", "self_attention"} <= vars(submodules).keys()
+    attention = submodules.self_attention.submodules
+    assert {"core_attention", "q_layernorm", "k_layernorm"} <= vars(attention).keys()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_transformer_config_has_the_field(name: str) -> None:
+    assert name in {f.name for f in dataclasses.fields(find("transformer.TransformerConfig"))}
+
+
+def test_no_field_is_set_that_is_not_listed() -> None:
+    tree = ast.parse((MCORE / "model.py").read_text())
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "transformer_config")
+    (fields,) = (
+        n.value for n in ast.walk(function) if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "fields"
+    )
+    assert isinstance(fields, ast.Call)
+    named = {keyword.arg for keyword in fields.keywords if keyword.arg}
+    assert len(named) > 30
+    assert named <= set(FIELDS)
+
+
+@pytest.mark.parametrize("modules", [["mlp"], ["core_attn"]])
+def test_parts_of_a_layer_can_be_recomputed(modules: list[str]) -> None:
+    config = find("transformer.TransformerConfig")(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        recompute_granularity="selective",
+        recompute_modules=modules,
+    )
+    assert config.recompute_modules == modules
+
+
+def test_groups_of_the_collection() -> None:
+    collection = find("process_groups_config.ProcessGroupCollection")
+    assert {"tp", "cp", "pp", "mp", "dp_cp"} <= {f.name for f in dataclasses.fields(collection)}
+
+
+def test_strict_handling_can_refuse_what_is_missing() -> None:
+    assert find("dist_checkpointing.validation.StrictHandling").RAISE_UNEXPECTED.value == "raise_unexpected"
+
+
+# --- how core calls us -------------------------------------------------------------------------------------
+
+
+def test_forward_ends_in_postprocess_and_names_the_hidden_states() -> None:
+    """HiddenStatesGPT._postprocess takes them by keyword or first, and returns them."""
+    assert "returnself._postprocess(hidden_states=hidden_states," in text("models.gpt.GPTModel.forward")
+    parameters = list(inspect.signature(find("models.gpt.GPTModel._postprocess")).parameters)
+    assert parameters[:2] == ["self", "hidden_states"]
+
+
+def test_rotary_embedding_is_asked_as_our_table_answers() -> None:
+    preprocess = text("models.gpt.GPTModel._preprocess")
+    arguments = "inference_context,self.decoder,decoder_input,self.config,packed_seq_params"
+    assert f"self.rotary_pos_emb.get_rotary_seq_len({arguments})" in preprocess
+    assert re.search(r"self\.rotary_pos_emb\(rotary_seq_len,packed_seq=.{1,80},cp_group=", preprocess)
+
+
+def test_output_weight_is_where_we_look() -> None:
+    assert "self.output_layer=" in text("models.gpt.GPTModel.__init__")
+    shared = text("models.common.language_module.language_module.LanguageModule.shared_embedding_or_output_weight")
+    assert "self.embedding.word_embeddings.weight" in shared
+    assert "self.output_layer.weight" in shared
+
+
+def test_core_attention_is_built_and_called_as_portable_attention_is_written() -> None:
+    source = text("transformer.attention.Attention")
+    for name in (
+        "config",
+        "layer_number",
+        "attn_mask_type",
+        "attention_type",
+        "cp_comm_type",
+        "softmax_scale",
+    ):
+        assert re.search(rf"submodules\.core_attention\([^)]*\b{name}=", source), name
+    assert re.search(r"submodules\.core_attention\([^)]*pg_collection=self\.pg_collection", source)
+    keywords = r"attn_mask_type=\w+,attention_bias=\w+,packed_seq_params="
+    assert re.search(rf"core_attention\)?\(query,key,value,attention_mask,{keywords}", source)
+
+
+def test_norms_are_built_as_ours_is_written() -> None:
+    layer, attention = text("transformer.transformer_layer.TransformerLayer"), text(
+        "transformer.attention.SelfAttention"
+    )
+    for slot in ("input_layernorm", "pre_mlp_layernorm"):
+        built = re.search(
+            rf"self\.{slot}=.{{0,60}}?submodules\.{slot}.{{1,120}}?eps=self\.config\.layernorm_epsilon", layer
+        )
+        assert built and "config=" in built[0] and "hidden_size=" in built[0], slot
+    for slot in ("q_layernorm", "k_layernorm"):
+        assert f"submodules.{slot}" in attention
+        built = re.search(rf"self\.{slot}=.{{1,160}}?eps=self\.config\.layernorm_epsilon", attention)
+        assert built and "hidden_size=self.hidden_size_per_attention_head" in built[0], slot
+
+
+@pytest.mark.parametrize("kind", ["no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving"])
+def test_schedules_take_what_the_engine_passes(kind: str) -> None:
+    schedule = find(f"pipeline_parallel.schedules.forward_backward_{kind}")
+    ours = {
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "num_microbatches",
+        "seq_length",
+        "micro_batch_size",
+    }
+    parameters = inspect.signature(schedule).parameters
+    assert ours | {"forward_only"} <= parameters.keys()
+    required = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    assert required <= ours
+
+
+def test_a_loss_of_three_is_summed_and_counted() -> None:
+    """(loss sum, count, report): nothing divided by schedules, the count handed to finalize_model_grads."""
+    schedules = text("pipeline_parallel.schedules")
+    assert "output_tensor,num_tokens,loss_reduced=outputs" in schedules
+    assert "ifnotconfig.calculate_per_token_loss:" in schedules
+    assert schedules.count("total_num_tokensifconfig.calculate_per_token_losselseNone") == 3  # in every schedule
+    finalize = text("distributed.finalize_model_grads")
+    assert "all_reduce(num_tokens,group=dp_cp_group)" in finalize
+    assert re.search(r"scaling=1\.0/(safe_)?num_tokens", finalize)
+
+
+def test_norms_are_reduced_over_tp_by_the_mark_ours_carries() -> None:
+    module = inspect.getsource(inspect.getmodule(find("distributed.finalize_model_grads")) or object)
+    assert 'getattr(param,"sequence_parallel",False)' in re.sub(r"\s+", "", module)
+
+
+def test_marks_by_which_parameters_are_counted() -> None:
+    assert "notparam.shared" in text("transformer.module.param_is_not_shared")
+    assert "tensor_model_parallel" in text("tensor_parallel.layers.set_tensor_model_parallel_attributes")
+
+
+def test_optimizer_step_returns_success_norm_zeros() -> None:
+    for name in ("FP32Optimizer", "MixedPrecisionOptimizer"):
+        assert "returnsuccess,grad_norm,num_zeros_in_grad" in text(f"optimizer.optimizer.{name}.step")
+
+
+def test_a_chain_of_optimizers_names_its_members() -> None:
+    assert "self.chained_optimizers=" in text("optimizer.optimizer.ChainedOptimizer.__init__")
+
+
+def test_scheduler_counts_its_steps() -> None:
+    scheduler = text("optimizer_param_scheduler.OptimizerParamScheduler")
+    assert "self.num_steps+=increment" in scheduler
+    assert "'num_steps':self.num_steps" in scheduler
+    assert "wsd_decay_steps" in scheduler and "'WSD'" in scheduler
+
+
+def test_rotation_restarts_at_every_document_unless_the_table_is_as_long_as_the_pack() -> None:
+    """The table is as long as the longest document: as long as the pack only where there is but one."""
+    rotate = text("models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd")
+    assert re.search(r"freqs\.size\(0\)==(cu_seqlens\[-1\]|total_seqlen)", rotate)

@@ -1,0 +1,160 @@
+"""One picture of one or several runs: loss, gradient norm, learning rate, tokens per second.
+
+    python tools/plot_run.py runs/demo                        -> runs/demo/plot.png
+    python tools/plot_run.py runs/a runs/b --out compare.png  -> both runs in each panel
+
+Reads metrics.jsonl (schema 1) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
+is a point of the faint line; the strong one is a centred mean over SMOOTH of the run; evaluations are dots.
+A resumed run may repeat steps: the last record of a step counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+SCHEMA = 1
+SMOOTH = 0.05
+COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
+PANELS = [  # metric, title, unit
+    ("lm loss", "loss", "nats per supervised token"),
+    ("grad-norm", "gradient norm", "before clipping"),
+    ("learning-rate", "learning rate", ""),
+    ("tokens-per-second", "throughput", "real tokens per second, all ranks"),
+]
+
+
+class PlotError(Exception):
+    """A run that cannot be drawn: one paragraph for the user, exit code 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Records of one run in the order of their steps; each has "step" and its metrics by name."""
+
+    name: str
+    train: list[dict]
+    eval: list[dict]
+
+
+def read_run(folder: Path) -> Run:
+    """The run in `folder`; PlotError where its metrics.jsonl is missing, empty, damaged or not schema 1."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise PlotError(f"{path} does not exist. Give the folder of a run (run.dir of its recipe), like runs/demo.")
+    lines = path.read_text().splitlines()
+    records = [record(path, number, number == len(lines), line) for number, line in enumerate(lines, 1)]
+    kept = [entry for entry in records if entry]
+    if kept and kept[0].get("schema") != SCHEMA:
+        raise PlotError(
+            f"{path} has schema {kept[0].get('schema')}; this tool reads schema {SCHEMA}. "
+            "Use the plot_run.py of the version that made the run."
+        )
+    train, evaluations = of_kind(kept, "train"), of_kind(kept, "eval")
+    if not train and not evaluations:
+        raise PlotError(f"{path} has no step and no evaluation: the run has only begun, or ended before its first.")
+    return Run(name=folder.resolve().name, train=train, eval=evaluations)
+
+
+def record(path: Path, number: int, is_last: bool, line: str) -> dict | None:
+    """One line of metrics.jsonl; None for a last line that a killed run left half written."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        if is_last:
+            return None
+        raise PlotError(f"{path}:{number} is not JSON ({error.msg}): the file is damaged; remove that line.") from error
+    if not isinstance(entry, dict) or (number > 1 and not {"step", "kind"} <= entry.keys()):
+        raise PlotError(f"{path}:{number} is not a record with a step and a kind: not the metrics of a run of sft.")
+    return entry
+
+
+def of_kind(records: list[dict], kind: str) -> list[dict]:
+    """Records of one kind, each step once, in the order of steps."""
+    by_step = {entry["step"]: entry for entry in records if entry.get("kind") == kind}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred mean over SMOOTH of all values, one-sided at both ends; gaps (NaN) are left out.
+
+    20 values or fewer: the values themselves
+    """
+    reach = round(SMOOTH * len(values)) // 2
+    is_known = np.isfinite(values)
+    sums = np.cumsum(np.append(0.0, np.where(is_known, values, 0.0)))
+    counts = np.cumsum(np.append(0, is_known))
+    middle = np.arange(len(values))
+    low, high = np.maximum(middle - reach, 0), np.minimum(middle + reach + 1, len(values))
+    count = counts[high] - counts[low]
+    return np.divide(sums[high] - sums[low], count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray, str]:
+    """Steps, values (a metric that is absent or null is a gap) and "first to last" of one metric."""
+    values = np.array([entry.get(key) for entry in records], dtype=float)
+    known = values[np.isfinite(values)]
+    span = f"{known[0]:.3f} to {known[-1]:.3f}" if len(known) else "without a value"
+    return np.array([entry["step"] for entry in records]), values, span
+
+
+def draw_run(panels: Sequence[Axes], run: Run, color: str, held_out_color: str, width: float) -> None:
+    """Draws one run into the four panels."""
+    for axes, (key, _, _) in zip(panels, PANELS, strict=True):
+        steps, values, span = series(run.train, key)
+        strong = values if key == "learning-rate" else smoothed(values)
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+        axes.plot(steps, strong, color=color, linewidth=width, label=f"{run.name}: train {span}")
+    steps, values, span = series(run.eval, "lm loss")
+    if len(steps):
+        label = f"{run.name}: held out {span}"
+        panels[0].plot(steps, values, "o--", color=held_out_color, mec="white", ms=7, lw=1, label=label)
+
+
+def draw(runs: Sequence[Run], out: Path) -> None:
+    """Draws all runs into one PNG.  Earlier runs are wider, so that equal curves all show."""
+    figure = Figure(figsize=(12, 7.5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    panels = list(figure.subplots(2, 2).flat)
+    for i, run in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        width = 1.6 + 2.4 * (len(runs) - 1 - i) / max(1, len(runs) - 1)
+        draw_run(panels, run, color, color if len(runs) > 1 else COLORS[1], width)
+    for axes, (key, title, unit) in zip(panels, PANELS, strict=True):
+        axes.set(xlabel="optimizer step", ylabel=unit)
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter("{x:g}" if key != "tokens-per-second" else EngFormatter(sep=""))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if key != "lm loss":
+            axes.set_ylim(bottom=0)
+    panels[0].legend(frameon=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (with metrics.jsonl)")
+    parser.add_argument("--out", type=Path, help="PNG to write; default: plot.png in the first run's folder")
+    arguments = parser.parse_args(argv)
+    out = arguments.out or arguments.runs[0] / "plot.png"
+    try:
+        draw([read_run(folder) for folder in arguments.runs], out)
+    except PlotError as error:
+        print(f"PlotError: {error}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,6 @@
 """`python -m sft`: the same as the `sft` command, and what torchrun starts."""
 
-import sys
-
-from sft.cli import main
+from sft.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

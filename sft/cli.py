@@ -5,6 +5,7 @@ Everything heavy is imported where it is first used, so that help and mistakes a
 """
 
 import argparse
+import atexit
 import os
 import signal
 import sys
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 
 _SECONDS_FOR_RANK_0 = 10.0
 _OVERRIDES = "settings that replace the recipe's, such as parallel.cp=4 data.train=my.jsonl"
+
+
+def run() -> NoReturn:
+    """The process: `main`, and its end without taking the interpreter down.
+
+    The threads of a process group drop the tensors of its last collective after that has returned.  One that does
+    so while the interpreter is being taken down aborts the process: exit code -6 in place of ours.
+    """
+    code = main()
+    atexit._run_exitfuncs()  # ends the helpers that saved checkpoints, among others
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -145,7 +145,7 @@ def test_a_mistake_is_one_paragraph(name: str, tmp_path: Path) -> None:
     content, overrides, begins, mentions = CASES[name]
     (tmp_path / "chat.jsonl").write_text(content)
     (code, _, told), (other_code, other_out, other_told) = start(tmp_path, overrides)
-    assert (code, other_code) == (2, 2)
+    assert (code, other_code) == (2, 2), told + other_told
     assert told.startswith(begins.format(folder=tmp_path)), told
     assert mentions in told and "Traceback" not in told
     assert len(told.strip().splitlines()) <= 6
@@ -157,7 +157,7 @@ def test_without_mistakes_the_same_recipe_trains(tmp_path: Path) -> None:
     """So that the cases above fail for the reason they name."""
     (tmp_path / "chat.jsonl").write_text(GOOD)
     (code, out, told), (other_code, other_out, other_told) = start(tmp_path, [])
-    assert (code, other_code) == (0, 0), told
+    assert (code, other_code) == (0, 0), told + other_told
     assert told == other_out == other_told == ""
     assert "step 2/2 | lm loss" in out
     written = {path.name for path in (tmp_path / "run").iterdir()}

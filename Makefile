@@ -18,12 +18,13 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-triton test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_cp.py and PYTEST_FLAGS=-x narrow it"
+	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
 	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
@@ -62,6 +63,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_FLAGS)
+
+# Beside the environment, not in it: nothing else should find a Triton that torch for the CPU does not bring.
+test-triton: $(READY)
+	test -d $(VENV)/triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --constraint constraints.txt triton
+	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/test_loss_triton.py $(PYTEST_FLAGS)
 
 test-py312:
 	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)'

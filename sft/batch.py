@@ -39,12 +39,12 @@ class Pack:
         documents [5, 6, 7] and [8, 9], doc_multiple 4, the first supervised from token 6 on, the second nowhere
         tokens       5 6 7 0  8 9 0 0
         labels       6 7 0 0  9 0 0 0
-        loss_mask    1 1 0 0  0 0 0 0
+        loss_weights 1 1 0 0  0 0 0 0
         position_ids 0 1 2 3  0 1 2 3
         cu_seqlens   0 4 8
         lengths      3 2
 
-    All arrays but the last two are [t] over the padded tokens: int32, int32, bool, int32.
+    All arrays but the last two are [t] over the padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
     lengths     int32 [num_documents], real lengths; 0 marks a filler document
     sample_ids  which sample each real document is, in order
@@ -52,11 +52,16 @@ class Pack:
 
     tokens: np.ndarray
     labels: np.ndarray
-    loss_mask: np.ndarray
+    loss_weights: np.ndarray
     position_ids: np.ndarray
     cu_seqlens: np.ndarray
     lengths: np.ndarray
     sample_ids: tuple[int, ...]
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [t]: supervised, that is, of a weight above 0."""
+        return self.loss_weights > 0
 
     @property
     def max_seqlen(self) -> int:
@@ -69,7 +74,7 @@ class Microbatch:
     """The tokens of one pack that one context-parallel rank holds, in zigzag order.
 
     tokens, labels, position_ids  int64 [1, t]     t = pack length / cp
-    loss_mask                     bool  [1, t]
+    loss_weights                  float32 [1, t], above 0 where supervised
     cu_seqlens                    int32 [num_documents + 1], boundaries in the WHOLE pack (filler included)
     max_seqlen                    longest padded document of the whole pack
     The counts are of the whole pack, the same on every context-parallel rank.
@@ -78,7 +83,7 @@ class Microbatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
-    loss_mask: torch.Tensor
+    loss_weights: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
     num_documents: int  # real documents
@@ -86,3 +91,8 @@ class Microbatch:
     num_aligned_tokens: int  # with padding to doc_multiple
     num_tokens: int  # supervised labels
     sample_ids: tuple[int, ...]
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """bool [1, t]: supervised, that is, of a weight above 0."""
+        return self.loss_weights > 0

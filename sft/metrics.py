@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from sft.config import Config, LossConfig
 from sft.layout import Layout
 from sft.mcore.engine import StepResult, Totals
 
@@ -31,13 +32,13 @@ class Console:
             print(text, file=self._stream, flush=True)
 
 
-def train_record(step: int, result: StepResult, layout: Layout, *, seq_length: int, seconds: float) -> Record:
-    """Everything metrics.jsonl says about one step.  Loss is nats per supervised token, the quantity optimised."""
+def train_record(step: int, result: StepResult, layout: Layout, config: Config, *, seconds: float) -> Record:
+    """Everything metrics.jsonl says about one step."""
     totals = result.totals
     return {
         "kind": "train",
         "step": step,
-        "lm loss": _per_token(totals),
+        **_losses(totals, config.loss),
         "grad-norm": result.grad_norm,
         "learning-rate": result.learning_rate,
         "skipped": result.skipped,
@@ -46,19 +47,19 @@ def train_record(step: int, result: StepResult, layout: Layout, *, seq_length: i
         "tokens/real": totals.num_real_tokens,
         "tokens/aligned": totals.num_aligned_tokens,
         "tokens/padded": totals.num_padded_tokens,
-        "tokens/capacity": seq_length * layout.global_batch_size,
+        "tokens/capacity": config.data.seq_length * layout.global_batch_size,
         "tokens-per-second": totals.num_real_tokens / seconds,
         "tokens-per-second-per-rank": totals.num_real_tokens / seconds / layout.world_size,
         "step-time-s": seconds,
     }
 
 
-def eval_record(step: int, totals: Totals, *, seconds: float) -> Record:
+def eval_record(step: int, totals: Totals, config: Config, *, seconds: float) -> Record:
     """Everything metrics.jsonl says about one pass over the held-out data."""
     return {
         "kind": "eval",
         "step": step,
-        "lm loss": _per_token(totals),
+        **_losses(totals, config.loss),
         "documents": totals.num_documents,
         "tokens/supervised": totals.num_tokens,
         "tokens/real": totals.num_real_tokens,
@@ -66,9 +67,19 @@ def eval_record(step: int, totals: Totals, *, seconds: float) -> Record:
     }
 
 
-def _per_token(totals: Totals) -> float | None:
-    """Mean loss, or None (null in JSON) where no token was supervised."""
-    return totals.loss / totals.num_tokens if totals.num_tokens else None
+def _losses(totals: Totals, loss: LossConfig) -> Record:
+    """lm loss  the quantity optimised; nats per supervised token unless the recipe weighs or adds anything
+    nll      mean of -log p(label) over supervised tokens; only where that is something else
+    entropy  mean over supervised tokens, nats; only where it is measured
+    None (null in JSON) where no token was supervised.
+    """
+    count = totals.num_tokens
+    found = {"lm loss": totals.loss / totals.denominator if count else None}
+    if loss.reduction != "token" or loss.z_loss_coef or loss.entropy_coef:
+        found["nll"] = totals.nll / count if count else None
+    if loss.measures_entropy:
+        found["entropy"] = totals.entropy / count if count else None
+    return found
 
 
 class Metrics:

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -62,23 +63,27 @@ class Run:
             self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
             return
         groups.agree(lambda: _write_recipe(self.folder, self.recipe))
-        metrics = self._metrics(state)
-        if state.step == 0:
-            self._evaluate(state, metrics)
-        while state.step < self.num_steps:
-            started = time.monotonic()
-            result = self.engine.train_step(self.loader.microbatches(state.step))
-            self._check(result, state.step)
-            state = state.after(result)
-            metrics.train(self._record(state, result, time.monotonic() - started))
-            last = state.step == self.num_steps
-            if _due(state.step, self.config.train.eval_every) or last:
+        with closing(self._metrics(state)) as metrics:
+            if state.step == 0:
                 self._evaluate(state, metrics)
-            if _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
-                self.checkpoints.save(self.engine, state)
-        metrics.summarise()
-        metrics.close()
+            while state.step < self.num_steps:
+                state = self._step(state, metrics)
+            metrics.summarise()
         self.console.say(f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl and recipe.yaml")
+
+    def _step(self, state: RunState, metrics: Metrics) -> RunState:
+        """One update, and what is due after it."""
+        started = time.monotonic()
+        result = self.engine.train_step(self.loader.microbatches(state.step))
+        self._check(result, state.step)
+        state = state.after(result)
+        metrics.train(self._record(state, result, time.monotonic() - started))
+        last = state.step == self.num_steps
+        if _due(state.step, self.config.train.eval_every) or last:
+            self._evaluate(state, metrics)
+        if _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
+            self.checkpoints.save(self.engine, state)
+        return state
 
     def _corpus(self, paths: list[str], tokenizer: ChatTokenizer) -> Corpus:
         """Rank 0 tokenises, telling how far it is; then everybody maps the files it wrote."""
@@ -94,6 +99,7 @@ class Run:
             seed=self.config.run.seed,
             dp_rank=self.place.dp_rank,
             pad_id=tokenizer.pad_id,
+            reduction=self.config.loss.reduction,
             local_indices=partial(cp.local_indices, cp_size=self.layout.cp, cp_rank=self.place.cp_rank),
         )
 
@@ -125,7 +131,7 @@ class Run:
         return metrics
 
     def _record(self, state: RunState, result: StepResult, seconds: float) -> dict[str, object]:
-        return train_record(state.step, result, self.layout, seq_length=self.config.data.seq_length, seconds=seconds)
+        return train_record(state.step, result, self.layout, self.config, seconds=seconds)
 
     def _evaluate(self, state: RunState, metrics: Metrics) -> None:
         if self.held_out:
@@ -133,7 +139,7 @@ class Run:
             totals = evaluate(self.engine, self.held_out)
             if not math.isfinite(totals.loss):
                 raise TrainingError(f"the held-out loss after step {state.step} is {totals.loss}; nothing was saved.")
-            metrics.eval(eval_record(state.step, totals, seconds=time.monotonic() - started))
+            metrics.eval(eval_record(state.step, totals, self.config, seconds=time.monotonic() - started))
 
     def _check(self, result: StepResult, step: int) -> None:
         """Loss and norm are the same on all ranks, so all stop together, and nothing is saved."""

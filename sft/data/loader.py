@@ -27,6 +27,7 @@ LocalIndices = Callable[[np.ndarray], np.ndarray]
 class Loader:
     """The microbatches of one rank, by step.
 
+    reduction is loss.reduction: what a token of a sample weighs.
     local_indices maps a pack's cu_seqlens (int32 numpy) to the positions in the pack that this rank holds.
     """
 
@@ -40,6 +41,7 @@ class Loader:
         dp_rank: int,
         pad_id: int,
         local_indices: LocalIndices,
+        reduction: str = "token",
     ) -> None:
         assert 0 <= dp_rank < layout.dp
         assert layout.global_batch_size == layout.dp * layout.num_microbatches
@@ -50,6 +52,7 @@ class Loader:
         self._dp_rank = dp_rank
         self._pad_id = pad_id
         self._local_indices = local_indices
+        self._reduction = reduction
         self._steps: list[int] = []  # steps of epoch 0, 1, ... as far as planned
         self._plans: dict[int, Plan] = {}  # at most two: a million samples are 16 MB
 
@@ -126,7 +129,7 @@ class Loader:
         doc_multiple = self._data.doc_multiple
         samples = [self._corpus.sample(sample_id) for sample_id in sample_ids]
         if samples:
-            pack = make_pack(samples, doc_multiple=doc_multiple, pad_id=self._pad_id)
+            pack = make_pack(samples, doc_multiple=doc_multiple, pad_id=self._pad_id, reduction=self._reduction)
         else:
             pack = filler_pack(doc_multiple=doc_multiple, pad_id=self._pad_id)
         if self._data.pad_to_seq_length:
@@ -145,7 +148,7 @@ def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microba
         tokens=rows(pack.tokens, torch.int64),
         labels=rows(pack.labels, torch.int64),
         position_ids=rows(pack.position_ids, torch.int64),
-        loss_mask=rows(pack.loss_mask, torch.bool),
+        loss_weights=rows(pack.loss_weights, torch.float32),
         cu_seqlens=torch.from_numpy(pack.cu_seqlens),
         max_seqlen=pack.max_seqlen,
         num_documents=int((pack.lengths > 0).sum()),

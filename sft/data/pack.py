@@ -113,8 +113,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int) -> Pack:
-    """Lays samples end to end, padded, with labels; `Pack` shows one in numbers.
+def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int, reduction: str = "token") -> Pack:
+    """Lays samples end to end, padded, with labels and weights; `Pack` shows one in numbers.
 
     A document's last token predicts nothing, and neither does padding: the labels there are `pad_id`, a valid
     id that nothing is ever computed from.
@@ -125,20 +125,29 @@ def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int) -> P
     total = int(cu_seqlens[-1])
     tokens = np.full(total, pad_id, dtype=np.int32)
     labels = np.full(total, pad_id, dtype=np.int32)
-    loss_mask = np.zeros(total, dtype=bool)
+    loss_weights = np.zeros(total, dtype=np.float32)
     for sample, start, length in zip(samples, cu_seqlens[:-1].tolist(), lengths.tolist(), strict=True):
         tokens[start : start + length] = sample.tokens
         labels[start : start + length - 1] = sample.tokens[1:]
-        loss_mask[start : start + length - 1] = sample.loss_mask[1:]
+        loss_weights[start : start + length - 1] = sample.loss_mask[1:] * token_weight(sample.num_supervised, reduction)
     return Pack(
         tokens=tokens,
         labels=labels,
-        loss_mask=loss_mask,
+        loss_weights=loss_weights,
         position_ids=_positions(cu_seqlens),
         cu_seqlens=cu_seqlens,
         lengths=lengths,
         sample_ids=tuple(sample.sample_id for sample in samples),
     )
+
+
+def token_weight(num_supervised: int, reduction: str) -> np.float32:
+    """Weight of each supervised token of a sample that has `num_supervised`, by `loss.reduction`.
+
+    4 tokens: token 1, sample 1/4, sqrt 1/2
+    """
+    exponent = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[reduction]
+    return np.float32(max(num_supervised, 1) ** exponent)
 
 
 def add_filler(pack: Pack, *, multiple: int, doc_multiple: int, pad_id: int) -> Pack:
@@ -166,7 +175,7 @@ def pad_to(pack: Pack, *, length: int, doc_multiple: int, pad_id: int) -> Pack:
     return Pack(
         tokens=np.concatenate([pack.tokens, filler]),
         labels=np.concatenate([pack.labels, filler]),
-        loss_mask=np.concatenate([pack.loss_mask, np.zeros(missing, dtype=bool)]),
+        loss_weights=np.concatenate([pack.loss_weights, np.zeros(missing, dtype=np.float32)]),
         position_ids=_positions(cu_seqlens),
         cu_seqlens=cu_seqlens,
         lengths=np.concatenate([pack.lengths, np.zeros(fillers, dtype=np.int32)]),
@@ -179,7 +188,7 @@ def filler_pack(*, doc_multiple: int, pad_id: int) -> Pack:
     return Pack(
         tokens=np.full(doc_multiple, pad_id, dtype=np.int32),
         labels=np.full(doc_multiple, pad_id, dtype=np.int32),
-        loss_mask=np.zeros(doc_multiple, dtype=bool),
+        loss_weights=np.zeros(doc_multiple, dtype=np.float32),
         position_ids=np.arange(doc_multiple, dtype=np.int32),
         cu_seqlens=np.array([0, doc_multiple], dtype=np.int32),
         lengths=np.zeros(1, dtype=np.int32),

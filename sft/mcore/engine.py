@@ -1,7 +1,7 @@
 """One optimizer step over the microbatches of this rank, and one forward-only pass.
 
-The normalisation rule, in one place: the loss function returns (local sum, local count); megatron-core's
-`finalize_model_grads` reduces the count over dp x cp and divides the gradients by it, once.  Nothing else divides.
+The normalisation rule, in one place: the loss function returns a local sum and notes its local denominator;
+`_finalize` reduces that over dp x cp and divides the gradients by it, once.  Nothing else divides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -19,14 +20,17 @@ from sft.config import Config
 from sft.layout import Layout
 from sft.mcore import attention, model, optim
 from sft.mcore.groups import Groups
-from sft.mcore.loss import VocabShard, full_token_loss, lm_loss
+from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over all ranks and microbatches of one step or evaluation batch; exact integers, float64 loss."""
 
-    loss: float  # sum over supervised tokens of -log p, nats
+    loss: float  # the objective
+    denominator: float  # what it is divided by: the sum of weights, or the supervised tokens
+    nll: float  # sum over supervised tokens of -log p(label), nats
+    entropy: float  # sum over supervised tokens, nats; 0 where it is not measured
     num_tokens: int  # supervised
     num_real_tokens: int  # of samples
     num_aligned_tokens: int  # with padding of documents
@@ -58,6 +62,8 @@ class Engine:
         self.scheduler = optim.build_scheduler(config.optim, self.optimizer, num_steps)
         self.core_config = self.chunks[0].config
         self.core_config.grad_scale_func = self.optimizer.scale_loss
+        self.core_config.finalize_model_grads_func = self._finalize
+        self._denominator = torch.zeros((), dtype=torch.float64, device=groups.device)  # of this rank and step
 
     def train_step(self, microbatches: Sequence[Microbatch]) -> StepResult:
         """One update over the `num_microbatches` microbatches of this data-parallel rank."""
@@ -83,7 +89,10 @@ class Engine:
         found: list[Tensor] = []
 
         def keep(chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-            losses = full_token_loss(hidden, self._vocab_shard(chunk), mb.labels.to(hidden.device).flatten())
+            labels = mb.labels.to(hidden.device).flatten()
+            rows = torch.arange(labels.numel(), device=hidden.device)
+            targets = Targets(rows=rows, labels=labels, weights=torch.ones_like(labels, dtype=torch.float32))
+            losses = -token_statistics(hidden, self._vocab_shard(chunk), targets, self.config.loss).logprob
             found.append(losses)
             return losses.sum(), torch.zeros((), dtype=torch.int), None
 
@@ -94,9 +103,10 @@ class Engine:
         return found[0] if found else None
 
     def _run(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> Totals:
+        self._denominator.zero_()
         local = self._schedule(microbatches, self._loss, forward_only=forward_only)
-        loss = torch.stack(local).sum(0) if local else torch.zeros(2, dtype=torch.float64, device=self.groups.device)
-        return self._reduce(loss, microbatches)
+        sums = torch.stack(local).sum(0) if local else torch.zeros(5, dtype=torch.float64, device=self.groups.device)
+        return self._reduce(sums, microbatches)
 
     def _schedule(self, microbatches: Sequence[Microbatch], loss: Any, *, forward_only: bool) -> list[Any]:
         assert len(microbatches) > 0
@@ -122,10 +132,28 @@ class Engine:
         return hidden, partial(loss, chunk, mb)
 
     def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        labels, mask = mb.labels.to(hidden.device), mb.loss_mask.to(hidden.device)
-        total = lm_loss(hidden, self._vocab_shard(chunk), labels, mask, self.config.loss)
-        count = mask.sum()
-        return total, count.int(), torch.stack((total.detach(), count.double()))
+        """The objective; the count core wants; and the sums that `_reduce` takes over all ranks."""
+        targets = Targets.of(mb, hidden.device)
+        terms = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
+        wide = torch.float64
+        count = torch.tensor(len(targets), dtype=wide, device=hidden.device)
+        denominator = targets.weights.sum(dtype=wide) if self.config.loss.denominator == "weights" else count
+        self._denominator += denominator
+        nll = -terms.rows.logprob.sum(dtype=wide)
+        entropy = torch.zeros_like(nll) if terms.rows.entropy is None else terms.rows.entropy.sum(dtype=wide)
+        return terms.objective, count.int(), torch.stack((terms.objective.detach(), denominator, nll, entropy, count))
+
+    def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
+        """Reduce all gradients, and divide them by the denominator of the global batch.
+
+        Core would divide by its own count: an int32, and taken for at least 1, which a sum of weights need not be.
+        """
+        finalize_model_grads(chunks, None, **core)
+        total = self._denominator if self.groups.reports else torch.zeros_like(self._denominator)
+        dist.all_reduce(total)
+        scale = torch.where(total > 0, 1.0 / total, 1.0)  # without a supervised token all gradients are 0
+        for chunk in chunks:
+            chunk.scale_gradients(scale)
 
     def _vocab_shard(self, chunk: Any) -> VocabShard:
         return VocabShard.of(
@@ -135,7 +163,7 @@ class Engine:
             sequence_parallel=self.layout.sequence_parallel,
         )
 
-    def _reduce(self, loss_and_count: Tensor, microbatches: Sequence[Microbatch]) -> Totals:
+    def _reduce(self, sums: Tensor, microbatches: Sequence[Microbatch]) -> Totals:
         """One collective over the world.  Each (dp, cp) position speaks once; facts about whole packs are told by
         the first context-parallel rank only.  float64 holds integers exactly up to 2**53."""
         packs = [
@@ -144,14 +172,17 @@ class Engine:
         facts = torch.tensor(packs, dtype=torch.float64, device=self.groups.device).sum(0)
         if self.groups.cp_rank != 0:
             facts.zero_()
-        sums = torch.cat((loss_and_count, facts))
+        sums = torch.cat((sums, facts))
         if not self.groups.reports:
             sums.zero_()
         dist.all_reduce(sums)
-        loss, *counts = sums.tolist()
+        loss, denominator, nll, entropy, *counts = sums.tolist()
         tokens, real, aligned, padded, documents = (int(c) for c in counts)
         return Totals(
             loss=loss,
+            denominator=denominator,
+            nll=nll,
+            entropy=entropy,
             num_tokens=tokens,
             num_real_tokens=real,
             num_aligned_tokens=aligned,

@@ -98,6 +98,7 @@ def loader_of(engine: Engine, corpus: Any) -> Loader:
         seed=0,
         dp_rank=engine.groups.dp_rank,
         pad_id=0,
+        reduction=engine.config.loss.reduction,
         local_indices=partial(cp.local_indices, cp_size=engine.layout.cp, cp_rank=engine.groups.cp_rank),
     )
 
@@ -106,7 +107,9 @@ def microbatch_of(engine: Engine, samples: Sequence[Sample], doc_multiple: int |
     """The samples as one pack, and this rank's part of it; no samples: filler only."""
     multiple = doc_multiple or engine.layout.doc_multiple
     pack = (
-        make_pack(samples, doc_multiple=multiple, pad_id=0) if samples else filler_pack(doc_multiple=multiple, pad_id=0)
+        make_pack(samples, doc_multiple=multiple, pad_id=0, reduction=engine.config.loss.reduction)
+        if samples
+        else filler_pack(doc_multiple=multiple, pad_id=0)
     )
     pack = add_filler(
         pack, multiple=engine.layout.pack_multiple if not doc_multiple else 1, doc_multiple=multiple, pad_id=0

@@ -1,6 +1,7 @@
 """Every supervised token counts once, and what is not supervised counts for nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,15 +107,46 @@ def test_the_number_of_microbatches_does_not_matter(ranks: Ranks, world_size: in
         assert result["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=TOLERANCE)
 
 
-def test_the_logged_loss_is_the_optimised_one(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "objective",
+    [
+        [],
+        ["loss.reduction=sample"],
+        ["loss.reduction=sqrt", "loss.denominator=tokens"],
+        ["loss.z_loss_coef=0.01", "loss.entropy_coef=-0.1"],
+        ["loss.impl=chunked", "loss.z_loss_coef=0.01", "loss.entropy_coef=0.1", "loss.reduction=sqrt"],
+    ],
+    ids=" ".join,
+)
+def test_the_logged_loss_is_the_optimised_one(ranks: Ranks, objective: list[str]) -> None:
     """lr small, one plain step of known size: the loss must fall by lr * |gradient|^2, to first order (P67)."""
-    packs = [[sample(0, 90)], [sample(1, 60)]]
-    (result,) = ranks(1).run(descent, packs)
+    packs = [[sample(0, 90), sample(2, 30)], [sample(1, 60)]]
+    (result,) = ranks(1).run(descent, objective, packs)
     assert result["fallen"] == pytest.approx(result["expected"], rel=0.02)  # second order is left out
 
 
-def descent(packs: list[list[Sample]]) -> dict[str, float]:
-    with scenarios.running(["train.global_batch_size=2"]) as engine:
+@pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.pp=2"])], ids=str)
+def test_the_size_of_weights_does_not_matter(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
+    """Their sum is the denominator, also where it is far below 1 (core takes any denominator for at least 1)."""
+    packs = [[sample(0, 90), sample(2, 30)], [sample(1, 60)]]
+    plain, light = (ranks(world_size).run(weighed, overrides, packs, size)[0] for size in (1.0, 2.0**-10))
+    assert light["denominator"] == plain["denominator"] / 1024 < 1
+    assert light["loss"] == pytest.approx(plain["loss"], rel=TOLERANCE)
+    assert light["grad_norm"] == pytest.approx(plain["grad_norm"], rel=TOLERANCE)
+
+
+def weighed(overrides: list[str], packs: list[list[Sample]], size: float) -> dict[str, float]:
+    with scenarios.running(["train.global_batch_size=2", *overrides]) as engine:
+        microbatches = [scenarios.microbatch_of(engine, pack) for pack in packs]
+        heavier = [replace(mb, loss_weights=mb.loss_weights * size) for mb in microbatches]
+        result = engine.train_step(heavier)
+        totals = result.totals
+        mean = totals.loss / totals.denominator
+        return {"loss": mean, "denominator": totals.denominator, "grad_norm": result.grad_norm}
+
+
+def descent(objective: list[str], packs: list[list[Sample]]) -> dict[str, float]:
+    with scenarios.running(["train.global_batch_size=2", *objective]) as engine:
         microbatches = [scenarios.microbatch_of(engine, pack) for pack in packs]
         totals = [engine.evaluate(microbatches)]
         for chunk in engine.chunks:
@@ -126,7 +158,7 @@ def descent(packs: list[list[Sample]]) -> dict[str, float]:
             norm += float(param.main_grad.double().pow(2).sum())
             param.data.sub_(step * param.main_grad)
         totals.append(engine.evaluate(microbatches))
-        before, after = (t.loss / t.num_tokens for t in totals)
+        before, after = (t.loss / t.denominator for t in totals)
         return {"fallen": before - after, "expected": step * norm}
 
 

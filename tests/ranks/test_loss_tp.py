@@ -1,60 +1,189 @@
-"""The loss head with the vocabulary split over tensor-parallel ranks: fused, full and the definition agree.
+"""The loss head with the vocabulary split over tensor-parallel ranks: every implementation and the definition agree.
 
 The vocabulary is padded to 128 rows.  Of 70 tokens, four ranks hold 32, 32, 6 and none: the last one projects
 to nothing but padding and must still join every collective.
+
+Starting ranks costs more than all there is to compute: each layout runs the calls of every test once.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from sft.config import LossConfig
 from sft.layout import Layout
 from sft.mcore import device, groups
-from sft.mcore.loss import VocabShard, lm_loss
-from tests.ranks.pool import RankPool, join
-from tests.unit.test_loss import Case, Outcome, check, expected
+from sft.mcore.loss import VocabShard, lm_loss, token_statistics
+from tests.ranks.pool import RankFailure, RankPool, join
+from tests.unit.test_loss import EXACT_TOLERANCE, TERMS, Case, Outcome, check, expected, same, tolerance, with_terms
 
 TOKENS, WIDTH, ROWS = 24, 12, 128
 SPREAD = [0, 2, 3, 7, 11, 12, 13, 19, 23]
 LATE = [18, 20, 21, 22, 23]  # under sequence parallel, only the last rank's tokens
 FUSED = [LossConfig(impl="fused", chunk_size=c) for c in (1, 4, None)]
+CHUNKED = [LossConfig(impl="chunked", chunk_size=c) for c in (7, None)]
 FULL = LossConfig(impl="full")
-EVERY = [*FUSED, FULL]
+EVERY = [*FUSED, *CHUNKED, FULL]
+EACH = [LossConfig(impl="fused", chunk_size=4), LossConfig(impl="chunked", chunk_size=7), FULL]  # one of a kind
+STATISTICS = {"z_loss_coef": 1.0, "entropy_coef": 1.0}  # all three, with gradient, from every implementation
 
-SPLITS = [(2, 70), (2, 40), (4, 70), (4, 128), (4, 20)]  # (tp, vocabulary)
-on_splits = pytest.mark.parametrize("tp, vocab", SPLITS, ids=lambda n: str(n))
-with_and_without = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence parallel"])
-
-Ranks = Callable[[int], RankPool]
+VOCABULARIES = {2: [70, 40], 4: [70, 128, 20]}  # by tp
+INFINITIES = [torch.nan, torch.inf, -torch.inf]
+ODD_LABELS = [-100, 69, 70, 127, 128, 10**9]  # outside the vocabulary or in its padding, on no rank or on another one
 
 
 def case(vocab: int, supervised: Sequence[int] = SPREAD) -> Case:
     generator = torch.Generator().manual_seed(vocab)
-    mask = torch.zeros(1, TOKENS, dtype=torch.bool)
-    mask[0, list(supervised)] = True
+    mask = torch.zeros(1, TOKENS)
+    mask[0, list(supervised)] = 1.0
     return Case(
         hidden=torch.randn(TOKENS, 1, WIDTH, generator=generator),
         weight=torch.randn(ROWS, WIDTH, generator=generator),
         labels=torch.randint(0, vocab, (1, TOKENS), generator=generator),
-        mask=mask,
+        weights=mask * (0.1 + torch.rand(1, TOKENS, generator=generator)),
     )
+
+
+# --- the calls, by topic -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One of `lm_loss`; with a list as upstream, of `token_statistics`, and the sum of products of the two."""
+
+    case: Case
+    loss: LossConfig
+    vocab: int = 70
+    upstream: float | list[Tensor | None] = 1.0
+    into_main_grad: bool = False
+
+    def check(self, found: Outcome, limit: float | None = None) -> None:
+        """`found` is what the definition says."""
+        c, loss = self.case, self.loss
+        wanted = expected(c, self.upstream, self.vocab, z_loss_coef=loss.z_loss_coef, entropy_coef=loss.entropy_coef)
+        if limit is None:
+            check(found, wanted)
+        else:
+            check(found, wanted, limit, limit)
+        assert not found.weight[self.vocab :].any()  # exactly 0
+        assert not found.hidden[~c.supervised].any()
+
+
+Calls = Callable[[int], list[Call]]  # by tp
+
+
+def plain(tp: int) -> list[Call]:
+    cases = [(vocab, case(vocab)) for vocab in VOCABULARIES[tp]]
+    cases += [(70, case(70, supervised)) for supervised in (LATE, range(TOKENS), [5])]
+    return [Call(vocab=vocab, case=c, loss=loss) for vocab, c in cases for loss in EVERY]
+
+
+def more_terms(tp: int) -> list[Call]:
+    losses = [with_terms(loss, more) for more in TERMS.values() for loss in EACH]
+    return [Call(vocab=vocab, case=case(vocab), loss=loss) for vocab in VOCABULARIES[tp] for loss in losses]
+
+
+def in_float64(tp: int) -> list[Call]:
+    return [Call(case=case(70).to(torch.float64), loss=with_terms(loss, TERMS["all"])) for loss in EACH]
+
+
+def statistics(tp: int) -> list[Call]:
+    upstream: list[Tensor | None] = list(torch.randn(3, len(SPREAD), generator=torch.Generator().manual_seed(6)))
+    cases = [(v, c) for v in VOCABULARIES[tp] for c in (case(v), case(v).broken(torch.nan))]
+    losses = [with_terms(loss, STATISTICS) for loss in EACH]
+    return [Call(vocab=v, case=c, loss=loss, upstream=upstream) for v, c in cases for loss in losses]
+
+
+def upstreams(tp: int) -> list[Call]:
+    return [Call(case=case(70), loss=loss, upstream=upstream) for upstream in (0.25, -3.0) for loss in EACH]
+
+
+def main_grads(tp: int) -> list[Call]:
+    calls = [Call(case=case(70, s), loss=loss) for s in (SPREAD, LATE) for loss in FUSED]
+    calls += [call for call in statistics(tp) if call.loss.impl == "fused"]
+    return [replace(call, into_main_grad=True) for call in calls]
+
+
+def labels_on_one_rank(tp: int) -> list[Call]:
+    ranges = {2: [(0, 64), (64, 70)], 4: [(32, 64), (64, 70)]}[tp]
+    cases = [replace(case(70), labels=first + case(70).labels % (end - first)) for first, end in ranges]
+    losses = [with_terms(loss, more) for more in (TERMS["plain"], TERMS["all"]) for loss in EACH]
+    return [Call(case=c, loss=loss) for c in cases for loss in losses]
+
+
+def nothing(tp: int) -> list[Call]:
+    losses = [*EVERY, *(with_terms(loss, TERMS["all"]) for loss in EACH)]
+    return [Call(case=c, loss=loss) for c in (case(70, []), case(70, []).broken(torch.nan)) for loss in losses]
+
+
+def huge_padding(tp: int) -> list[Call]:
+    """In pairs: without and with."""
+    calls = []
+    for vocab in {2: [40], 4: [70]}[tp]:
+        weight = case(vocab).weight
+        weight[vocab:] = 1e4
+        for loss in [*EACH, *(with_terms(loss, TERMS["all"]) for loss in EACH)]:
+            calls += [Call(vocab=vocab, case=c, loss=loss) for c in (case(vocab), replace(case(vocab), weight=weight))]
+    return calls
+
+
+def far_apart(tp: int) -> list[Call]:
+    """The largest scores of the rank with ids 32 to 63 are thousands above those of the others."""
+    weight = case(70).weight
+    weight[32:64] *= 1e3
+    losses = [with_terms(loss, more) for more in (TERMS["plain"], TERMS["flatter"]) for loss in EACH]
+    return [Call(case=replace(case(70), weight=weight), loss=loss) for loss in losses]
+
+
+def odd_labels(tp: int) -> list[Call]:
+    """With `plain` labels first, for every loss."""
+    c = case(70)
+    cases = [c, *(replace(c, labels=torch.where(c.supervised, c.labels, label)) for label in ODD_LABELS)]
+    return [Call(case=c, loss=loss) for loss in EACH for c in cases]
+
+
+def bad_rows(tp: int) -> list[Call]:
+    """With finite hidden states first, for every loss."""
+    return [Call(case=c, loss=loss) for loss in EACH for c in (case(70), *(case(70).broken(bad) for bad in INFINITIES))]
+
+
+def measured_entropy(tp: int) -> list[Call]:
+    """In pairs: without and with."""
+    return [Call(case=case(70), loss=with_terms(loss, {"entropy": on})) for loss in EACH for on in (False, True)]
+
+
+TOPICS: list[Calls] = [
+    plain,
+    more_terms,
+    in_float64,
+    statistics,
+    upstreams,
+    main_grads,
+    labels_on_one_rank,
+    nothing,
+    huge_padding,
+    far_apart,
+    odd_labels,
+    bad_rows,
+    measured_entropy,
+]
+GATHERS = [LossConfig(impl="fused", chunk_size=size, entropy=e) for size in (1, 4, None) for e in (False, True)]
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------
 
 
-def on_each(
-    tp: int,
-    sequence_parallel: bool,
-    vocab: int,
-    cases: Sequence[Case],
-    losses: Sequence[LossConfig],
-    upstream: float = 1.0,
-) -> list[Outcome]:
-    """Every case with every loss: the loss, and gradients of this rank's hidden states and weight slice."""
+def on_each(tp: int, sequence_parallel: bool) -> bytes:
+    """Outcomes of the calls of every topic, with this rank's part of both gradients; and those of `gathered`.
+
+    Pickled: as they are, each tensor would be a file in shared memory.
+    """
     join()
     layout = Layout(
         world_size=tp,
@@ -71,25 +200,65 @@ def on_each(
     )
     place = groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
     try:
-        return [_outcome(place, sequence_parallel, vocab, c, loss, upstream) for c in cases for loss in losses]
+        outcomes = {topic.__name__: [outcome(place, sequence_parallel, call) for call in topic(tp)] for topic in TOPICS}
+        return pickle.dumps((outcomes, gathered(place, sequence_parallel)))
     finally:
         groups.stop()
 
 
-def _outcome(
-    place: groups.Groups, sequence_parallel: bool, vocab: int, c: Case, loss: LossConfig, upstream: float
-) -> Outcome:
+def outcome(place: groups.Groups, sequence_parallel: bool, call: Call) -> Outcome:
+    hidden, weight = inputs(place, sequence_parallel, call.case)
+    targets, upstream = call.case.targets(), call.upstream
+    if call.into_main_grad:
+        weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    shard = VocabShard.of(weight, call.vocab, place.tp, sequence_parallel=sequence_parallel)
+    if isinstance(upstream, list):
+        rows = token_statistics(hidden, shard, targets, call.loss)
+        products = [(times * column).sum() for times, column in zip(upstream, rows.columns) if times is not None]
+        total = torch.stack(products).sum(dtype=torch.float64)
+        total.backward()
+    else:
+        found = lm_loss(hidden, shard, targets, call.loss)
+        rows, total = found.rows, found.objective
+        with torch.no_grad():
+            evaluated = lm_loss(hidden, shard, targets, call.loss).objective
+        assert torch.equal(evaluated, total.detach())  # the same with and without gradients
+        (total * upstream).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return Outcome(
+        loss=total.detach(),
+        hidden=hidden.grad,
+        weight=weight.main_grad if call.into_main_grad else weight.grad,  # type: ignore[attr-defined]
+        rows=tuple(None if column is None else column.detach() for column in rows.columns),
+    )
+
+
+def gathered(place: groups.Groups, sequence_parallel: bool) -> list[list[int]]:
+    """For each of GATHERS, the bytes that every all_gather_into_tensor of forward and backward gave, in order."""
+    untouched = dist.all_gather_into_tensor
+    found: list[list[int]] = []
+
+    def noted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found[-1].append(output.numel() * output.element_size())
+        return untouched(output, *args, **kwargs)
+
+    dist.all_gather_into_tensor = noted
+    try:
+        for loss in GATHERS:
+            found.append([])
+            hidden, weight = inputs(place, sequence_parallel, case(70))
+            shard = VocabShard.of(weight, 70, place.tp, sequence_parallel=sequence_parallel)
+            lm_loss(hidden, shard, case(70).targets(), loss).objective.backward()
+    finally:
+        dist.all_gather_into_tensor = untouched
+    return found
+
+
+def inputs(place: groups.Groups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
+    """Hidden states and weight of this rank."""
     mine, size = place.tp_rank, place.tp.size()
     hidden = c.hidden.chunk(size)[mine] if sequence_parallel else c.hidden
-    hidden, weight = hidden.clone().requires_grad_(), c.weight.chunk(size)[mine].clone().requires_grad_()
-    shard = VocabShard.of(weight, vocab, place.tp, sequence_parallel=sequence_parallel)
-    with torch.no_grad():
-        evaluated = lm_loss(hidden, shard, c.labels, c.mask, loss)
-    total = lm_loss(hidden, shard, c.labels, c.mask, loss)
-    assert torch.equal(evaluated, total.detach())  # the same with and without gradients
-    (total * upstream).backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return Outcome(loss=total.detach(), hidden=hidden.grad, weight=weight.grad)
+    return hidden.clone().requires_grad_(), c.weight.chunk(size)[mine].clone().requires_grad_()
 
 
 # --- put together ------------------------------------------------------------------------------------------
@@ -98,91 +267,127 @@ def _outcome(
 def whole(outcomes: Sequence[Outcome], sequence_parallel: bool) -> Outcome:
     """One outcome from those of the tensor-parallel ranks; what must be the same on all is checked to be."""
     first = outcomes[0]
-    assert all(torch.equal(o.loss, first.loss) for o in outcomes)
+    for o in outcomes:
+        same(replace(o, hidden=first.hidden, weight=first.weight), first)
     if not sequence_parallel:
         assert all(torch.equal(o.hidden, first.hidden) for o in outcomes)
     hidden = torch.cat([o.hidden for o in outcomes]) if sequence_parallel else first.hidden
-    return Outcome(loss=first.loss, hidden=hidden, weight=torch.cat([o.weight for o in outcomes]))
+    return replace(first, hidden=hidden, weight=torch.cat([o.weight for o in outcomes]))
 
 
-def run(
-    ranks: Ranks,
-    tp: int,
-    sequence_parallel: bool,
-    vocab: int,
-    cases: Sequence[Case],
-    losses: Sequence[LossConfig] = EVERY,
-    upstream: float = 1.0,
-) -> list[list[Outcome]]:
-    """[case][loss]"""
-    results = ranks(tp).run(on_each, tp, sequence_parallel, vocab, cases, losses, upstream)
-    together = [whole(outcomes, sequence_parallel) for outcomes in zip(*results)]
-    return [together[i : i + len(losses)] for i in range(0, len(together), len(losses))]
+class Layouts:
+    """What the ranks of each layout found, asked of them once."""
+
+    def __init__(self, ranks: Callable[[int], RankPool]) -> None:
+        self._ranks = ranks
+        self._found: dict[tuple[int, bool], list[Any] | RankFailure] = {}
+
+    def of(self, topic: Calls, tp: int, sequence_parallel: bool) -> list[tuple[Call, Outcome]]:
+        results = [outcomes[topic.__name__] for outcomes, _ in self._results(tp, sequence_parallel)]
+        together = [whole(outcomes, sequence_parallel) for outcomes in zip(*results, strict=True)]
+        return list(zip(topic(tp), together, strict=True))
+
+    def gathers(self, tp: int, sequence_parallel: bool) -> list[list[list[int]]]:
+        """[rank][loss]"""
+        return [gathers for _, gathers in self._results(tp, sequence_parallel)]
+
+    def _results(self, tp: int, sequence_parallel: bool) -> list[Any]:
+        key = tp, sequence_parallel
+        if key not in self._found:
+            try:
+                results = self._ranks(tp).run(on_each, tp, sequence_parallel)
+                self._found[key] = [pickle.loads(found) for found in results]
+            except RankFailure as failure:  # every test of this layout fails by it, without starting ranks again
+                self._found[key] = failure
+        found = self._found[key]
+        if isinstance(found, RankFailure):
+            raise found
+        return found
 
 
-@with_and_without
-@on_splits
-def test_a_split_vocabulary_gives_the_loss_and_gradients_of_the_definition(
-    ranks: Ranks, tp: int, vocab: int, sequence_parallel: bool
+@pytest.fixture(scope="module")
+def layouts(ranks: Callable[[int], RankPool]) -> Layouts:
+    return Layouts(ranks)
+
+
+on_layouts = pytest.mark.parametrize(
+    "tp, sequence_parallel", [(2, False), (2, True), (4, False), (4, True)], ids=["2", "2 sp", "4", "4 sp"]
+)
+
+
+@on_layouts
+@pytest.mark.parametrize(
+    "topic",
+    [plain, more_terms, statistics, upstreams, main_grads, labels_on_one_rank, huge_padding, bad_rows],
+    ids=lambda topic: topic.__name__,
+)
+def test_a_split_vocabulary_gives_what_the_definition_says(
+    layouts: Layouts, topic: Calls, tp: int, sequence_parallel: bool
 ) -> None:
-    cases = [case(vocab), case(vocab, LATE), case(vocab, range(TOKENS))]
-    for c, outcomes in zip(cases, run(ranks, tp, sequence_parallel, vocab, cases)):
-        wanted = expected(c, vocab=vocab)
-        for found in outcomes:
-            check(found, wanted)
-            assert not found.weight[vocab:].any()
-            assert not found.hidden[~c.mask[0]].any()
+    for call, found in layouts.of(topic, tp, sequence_parallel):
+        call.check(found)
 
 
-@with_and_without
-@pytest.mark.parametrize("upstream", [0.25, -3.0])
-def test_upstream_gradient_scales_both(ranks: Ranks, upstream: float, sequence_parallel: bool) -> None:
-    c = case(70)
-    (outcomes,) = run(ranks, 4, sequence_parallel, 70, [c], upstream=upstream)
-    for found in outcomes:
-        check(found, expected(c, upstream, vocab=70))
+@on_layouts
+def test_in_float64(layouts: Layouts, tp: int, sequence_parallel: bool) -> None:
+    """Of `full`, what megatron-core computes in fp32 is not farther than that allows."""
+    for call, found in layouts.of(in_float64, tp, sequence_parallel):
+        limit = tolerance(call.loss, torch.float64)
+        assert (limit == EXACT_TOLERANCE) == (call.loss.impl != "full")
+        call.check(found, limit)
 
 
-@with_and_without
-def test_no_supervised_token_is_exactly_zero_and_no_rank_waits(ranks: Ranks, sequence_parallel: bool) -> None:
-    (outcomes,) = run(ranks, 4, sequence_parallel, 70, [case(70, [])])
-    for found in outcomes:
+@on_layouts
+def test_no_supervised_token_is_exactly_zero_and_no_rank_waits(
+    layouts: Layouts, tp: int, sequence_parallel: bool
+) -> None:
+    for _, found in layouts.of(nothing, tp, sequence_parallel):
         assert float(found.loss) == 0.0
         assert found.hidden.shape == (TOKENS, 1, WIDTH) and not found.hidden.any()
         assert found.weight.shape == (ROWS, WIDTH) and not found.weight.any()
 
 
-@with_and_without
-@pytest.mark.parametrize("tp, vocab", [(2, 40), (4, 70)])
-def test_padding_of_the_vocabulary_changes_nothing(ranks: Ranks, tp: int, vocab: int, sequence_parallel: bool) -> None:
-    c = case(vocab)
-    weight = c.weight.clone()
-    weight[vocab:] = 1e4
-    plain, huge = run(ranks, tp, sequence_parallel, vocab, [c, replace(c, weight=weight)])
-    for a, b in zip(plain, huge):
-        assert torch.equal(a.loss, b.loss)
-        assert torch.equal(a.hidden, b.hidden)
-        assert torch.equal(a.weight, b.weight)
+@on_layouts
+def test_padding_of_the_vocabulary_changes_nothing(layouts: Layouts, tp: int, sequence_parallel: bool) -> None:
+    found = [outcome for _, outcome in layouts.of(huge_padding, tp, sequence_parallel)]
+    for small, huge in zip(found[::2], found[1::2], strict=True):
+        same(small, huge)
 
 
-@with_and_without
-def test_labels_of_unsupervised_tokens_do_not_matter(ranks: Ranks, sequence_parallel: bool) -> None:
-    """Outside the vocabulary or in its padding, on no rank or on another one."""
-    c = case(70)
-    odd = [replace(c, labels=torch.where(c.mask, c.labels, label)) for label in (-100, 69, 70, 127, 128, 10**9)]
-    plain, *others = run(ranks, 4, sequence_parallel, 70, [c, *odd])
-    for outcomes in others:
-        for a, b in zip(plain, outcomes):
-            assert torch.equal(a.loss, b.loss)
-            assert torch.equal(a.hidden, b.hidden)
-            assert torch.equal(a.weight, b.weight)
+@on_layouts
+def test_scores_far_apart_do_not_overflow(layouts: Layouts, tp: int, sequence_parallel: bool) -> None:
+    """exp of the difference is 0 on the ranks below, never NaN.  The entropies are all but 0."""
+    for call, found in layouts.of(far_apart, tp, sequence_parallel):
+        call.check(replace(found, rows=found.rows[:2]))
 
 
-@with_and_without
-@pytest.mark.parametrize("losses", [FUSED, [FULL]], ids=["fused", "full"])
-def test_unsupervised_rows_may_hold_nan(ranks: Ranks, losses: list[LossConfig], sequence_parallel: bool) -> None:
-    c = case(70)
-    broken = [replace(c, hidden=torch.where(c.mask[0][:, None, None], c.hidden, bad)) for bad in (torch.nan, torch.inf)]
-    for outcomes in run(ranks, 4, sequence_parallel, 70, broken, losses):
-        for found in outcomes:
-            check(found, expected(c, vocab=70))
+@on_layouts
+@pytest.mark.parametrize("topic, variants", [(odd_labels, len(ODD_LABELS)), (bad_rows, len(INFINITIES))])
+def test_what_is_not_supervised_does_not_matter(
+    layouts: Layouts, topic: Calls, variants: int, tp: int, sequence_parallel: bool
+) -> None:
+    found = [outcome for _, outcome in layouts.of(topic, tp, sequence_parallel)]
+    for i in range(0, len(found), 1 + variants):
+        for other in found[i + 1 : i + 1 + variants]:
+            same(other, found[i])
+
+
+@on_layouts
+def test_entropy_is_measured_without_a_gradient(layouts: Layouts, tp: int, sequence_parallel: bool) -> None:
+    found = layouts.of(measured_entropy, tp, sequence_parallel)
+    for (_, without), (call, measured) in zip(found[::2], found[1::2], strict=True):
+        assert without.rows[2] is None and measured.rows[2] is not None
+        call.check(measured)
+        same(replace(measured, rows=()), replace(without, rows=()))
+
+
+@on_layouts
+def test_one_gather_a_chunk(layouts: Layouts, tp: int, sequence_parallel: bool) -> None:
+    """3 floats a row from every rank, 4 with entropy; the hidden states once before, where they are in slices."""
+    wanted = []
+    for rows in ([1] * 9, [4, 4, 1], [9]):  # 9 supervised tokens
+        for floats in (3, 4):
+            hidden = [4 * TOKENS * WIDTH] if sequence_parallel else []
+            wanted.append(hidden + [4 * floats * n * tp for n in rows])
+    for found in layouts.gathers(tp, sequence_parallel):
+        assert found == wanted

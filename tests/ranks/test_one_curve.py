@@ -31,17 +31,22 @@ FOUR = [["tp", "tp"], ["cp", "cp"], ["pp", "pp"], ["dp", "dp"], ["tp", "cp"], ["
     ["cp", "dp"],
     ["pp", "dp"],
 ]
+CHUNKED = ["loss.impl=chunked", "loss.chunk_size=24"]
 MORE = [  # (ranks, overrides): what does not follow the grid
     (1, ["train.recompute=selective"]),
-    (1, ["loss.impl=full"]),
+    (1, ["loss.impl=full", "loss.chunk_size=null"]),
     (1, ["loss.chunk_size=null"]),
     (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
-    (2, ["parallel.tp=2", "loss.impl=full", "parallel.sequence_parallel=true"]),
+    (2, ["parallel.tp=2", "loss.impl=full", "loss.chunk_size=null", "parallel.sequence_parallel=true"]),
+    (1, CHUNKED),
+    (2, ["parallel.cp=2", *CHUNKED]),
+    (2, ["parallel.tp=2", "parallel.sequence_parallel=true", *CHUNKED]),
+    (4, ["parallel.pp=2", "parallel.tp=2", *CHUNKED]),
     (2, ["parallel.cp=2", "train.recompute=selective"]),
     (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
     (4, ["parallel.pp=2", "parallel.virtual_stages=2", "parallel.cp=2", *ALL_ON]),
     (4, ["parallel.cp=4", "data.pad_to_seq_length=true"]),
-    (4, ["parallel.tp=2", "parallel.cp=2", "loss.impl=full"]),
+    (4, ["parallel.tp=2", "parallel.cp=2", "loss.impl=full", "loss.chunk_size=null"]),
 ]
 
 Ranks = Callable[[int], RankPool]

@@ -1,10 +1,11 @@
-"""The loss head in one process: fused and full against log_softmax over the real vocabulary, in float64.
+"""The loss head in one process: every implementation against the definition in float64, over the real vocabulary.
 
 The process group is a gloo world of one.  Nothing here needs the redirection of `mcore/device.py`, which
 lasts as long as the process and is kept out of this one.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,31 +14,53 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from sft.batch import Microbatch
 from sft.config import LossConfig
 from sft.layout import Layout
 from sft.mcore import groups
-from sft.mcore.loss import VocabShard, full_token_loss, lm_loss
+from sft.mcore.loss import LossTerms, RowStatistics, Targets, VocabShard, lm_loss, token_statistics
 
 # fp32 sums over 12 numbers per score and up to 32 tokens, against float64; a rounding is 6e-8.
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-6  # of the gradient's norm
+# The same sums in float64, where a rounding is 1e-16; megatron-core's cross-entropy always takes fp32.
+EXACT_TOLERANCE = 1e-12
 # bf16 keeps 8 bits: scores of about 3 are off by up to 8e-3, a mean over tokens less.
 BF16_LOSS_TOLERANCE = 1e-2
 BF16_GRADIENT_TOLERANCE = 2e-2  # of the gradient's norm
 
-TOKENS, WIDTH, VOCAB, PADDED = 23, 12, 17, 32
+TOKENS, WIDTH, VOCAB, PADDED = 23, 12, 17, 32  # 23 is prime: no chunk size divides it
 SUPERVISED = [2, 3, 7, 11, 12, 13, 19, 22]  # 8 of 23
 
 FUSED = [LossConfig(impl="fused", chunk_size=c) for c in (1, 3, 4, 8, 9, 4096, None)]
-EVERY = [*FUSED, LossConfig(impl="full")]
-every = pytest.mark.parametrize(
-    "loss", EVERY, ids=lambda c: f"{c.impl} {c.chunk_size}" if c.impl == "fused" else "full"
-)
-fused = pytest.mark.parametrize("loss", FUSED, ids=lambda c: f"fused {c.chunk_size}")
+CHUNKED = [LossConfig(impl="chunked", chunk_size=c) for c in (1, 4, 22, 23, 24, None)]
+FULL = LossConfig(impl="full")
+EVERY = [*FUSED, *CHUNKED, FULL]
+EACH = [LossConfig(impl="fused", chunk_size=3), LossConfig(impl="chunked", chunk_size=5), FULL]  # one of a kind
+# Everything that `LossConfig` can add to the loss of a token; coefficients large enough to be seen.
+TERMS = {
+    "plain": {},
+    "z": {"z_loss_coef": 0.05},
+    "flatter": {"entropy_coef": 0.3},
+    "sharper": {"entropy_coef": -0.2},
+    "all": {"z_loss_coef": 0.05, "entropy_coef": 0.3, "entropy": True},
+}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[dist.ProcessGroup]:
+def name(loss: LossConfig) -> str:
+    return "full" if loss.impl == "full" else f"{loss.impl} {loss.chunk_size}"
+
+
+every = pytest.mark.parametrize("loss", EVERY, ids=name)
+each = pytest.mark.parametrize("loss", EACH, ids=lambda c: c.impl)
+fused = pytest.mark.parametrize("loss", FUSED, ids=name)
+no_logits = pytest.mark.parametrize("loss", [*FUSED, *CHUNKED], ids=name)
+terms = pytest.mark.parametrize("more", TERMS.values(), ids=TERMS)
+infinities = pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+
+
+@contextmanager
+def world_of_one() -> Iterator[dist.ProcessGroup]:
     """The tensor-parallel group of a world of one; core's own cross-entropy looks it up globally."""
     layout = Layout(
         world_size=1,
@@ -56,8 +79,16 @@ def group() -> Iterator[dist.ProcessGroup]:
         patch.delenv("RANK", raising=False)
         patch.setattr(groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
         place = groups.start(layout, torch.device("cpu"), seed=1, timeout_s=60)
-    yield place.tp
-    groups.stop()
+    try:
+        yield place.tp
+    finally:
+        groups.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[dist.ProcessGroup]:
+    with world_of_one() as tp:
+        yield tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +98,51 @@ class Case:
     hidden: Tensor  # [t, 1, h]
     weight: Tensor  # [PADDED, h]
     labels: Tensor  # [1, t]
-    mask: Tensor  # [1, t]
+    weights: Tensor  # float32 [1, t], above 0 where supervised
+
+    @property
+    def supervised(self) -> Tensor:
+        return self.weights[0] > 0
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+
+    def broken(self, bad: float) -> "Case":
+        """With `bad` in every hidden state without supervision."""
+        return replace(self, hidden=torch.where(self.supervised[:, None, None], self.hidden, bad))
+
+    def targets(self) -> Targets:
+        return Targets.of(microbatch(self.labels, self.weights), torch.device("cpu"))
 
 
-def case(supervised: list[int] | None = None, tokens: int = TOKENS) -> Case:
-    generator = torch.Generator().manual_seed(5)
-    mask = torch.zeros(1, tokens, dtype=torch.bool)
-    mask[0, SUPERVISED if supervised is None else supervised] = True
+def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
+    """What the loss reads of one: labels and weights."""
+    nothing, size = torch.zeros_like(labels), labels.numel()
+    return Microbatch(
+        tokens=nothing,
+        labels=labels,
+        position_ids=nothing,
+        loss_weights=weights,
+        cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
+        max_seqlen=size,
+        num_documents=1,
+        num_real_tokens=size,
+        num_aligned_tokens=size,
+        num_tokens=int((weights > 0).sum()),
+        sample_ids=(0,),
+    )
+
+
+def case(supervised: list[int] | None = None, tokens: int = TOKENS, seed: int = 5) -> Case:
+    """Random numbers, weights between 0.1 and 1.1."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(1, tokens)
+    mask[0, SUPERVISED if supervised is None else supervised] = 1.0
     return Case(
         hidden=torch.randn(tokens, 1, WIDTH, generator=generator),
         weight=torch.randn(PADDED, WIDTH, generator=generator),
         labels=torch.randint(0, VOCAB, (1, tokens), generator=generator),
-        mask=mask,
+        weights=mask * (0.1 + torch.rand(1, tokens, generator=generator)),
     )
 
 
@@ -87,37 +151,130 @@ class Outcome:
     loss: Tensor
     hidden: Tensor  # gradient
     weight: Tensor  # gradient
+    rows: tuple[Tensor | None, ...] = ()  # logprob, lse, entropy of every supervised token
+
+
+def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB) -> VocabShard:
+    return VocabShard.of(weight, vocab, group, sequence_parallel=False)
+
+
+def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> LossTerms:
+    """Without a gradient to follow, of inputs that need none."""
+    return lm_loss(c.hidden, shard_of(c.weight, group), c.targets(), loss)
 
 
 def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    shard = VocabShard.of(weight, vocab, group, sequence_parallel=False)
-    total = lm_loss(hidden, shard, c.labels, c.mask, loss)
+    found = lm_loss(hidden, shard_of(weight, group, vocab), c.targets(), loss)
+    total = found.objective
     (total * upstream).backward()
     assert total.dtype == torch.float64
     assert total.shape == ()
+    wide = torch.float64 if c.hidden.dtype == torch.float64 and loss.impl != "full" else torch.float32
+    for column in found.rows.columns:
+        assert column is None or (column.shape == (len(c.targets()),) and not column.requires_grad)
+        assert column is None or column.dtype == wide or loss.impl == "full"
+    return _outcome(c, hidden, weight, total, found.rows)
+
+
+def run_statistics(
+    c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: list[Tensor | None], vocab: int = VOCAB
+) -> Outcome:
+    """Gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
+    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+    rows = token_statistics(hidden, shard_of(weight, group, vocab), c.targets(), loss)
+    total = torch.zeros((), dtype=torch.float64)
+    for column, times in zip(rows.columns, upstream, strict=True):
+        if times is not None:
+            assert column is not None and column.requires_grad
+            total = total + (times * column).sum(dtype=torch.float64)
+    total.backward()
+    return _outcome(c, hidden, weight, total, rows)
+
+
+def _outcome(c: Case, hidden: Tensor, weight: Tensor, total: Tensor, rows: RowStatistics) -> Outcome:
     assert hidden.grad is not None and weight.grad is not None
     assert (hidden.grad.dtype, weight.grad.dtype) == (c.hidden.dtype, c.weight.dtype)
-    return Outcome(loss=total.detach(), hidden=hidden.grad, weight=weight.grad)
+    found = tuple(None if column is None else column.detach() for column in rows.columns)
+    return Outcome(loss=total.detach(), hidden=hidden.grad, weight=weight.grad, rows=found)
 
 
-def expected(c: Case, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
-    """The definition, in float64, over the real vocabulary; unsupervised rows are not even looked at."""
-    rows, labels = c.hidden[:, 0][c.mask[0]].double().requires_grad_(), c.labels[c.mask]
+def definition(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(label), log-sum-exp and entropy of each row of scores over the real vocabulary."""
+    logprobs = torch.log_softmax(scores, dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy
+
+
+def expected(
+    c: Case,
+    upstream: float | list[Tensor | None] = 1.0,
+    vocab: int = VOCAB,
+    z_loss_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    entropy: bool = False,
+) -> Outcome:
+    """The definition, in float64, over the real vocabulary; unsupervised rows are not even looked at.
+
+    With a list as upstream, that of `run_statistics`.
+    """
+    supervised = c.supervised
+    inputs, labels = c.hidden[:, 0][supervised].double().requires_grad_(), c.labels[0][supervised]
     real = c.weight[:vocab].double().requires_grad_()
-    loss = -torch.log_softmax(rows @ real.t(), dim=-1)[torch.arange(len(labels)), labels].sum()
-    (loss * upstream).backward()
+    rows = definition(inputs @ real.t(), labels)
+    if isinstance(upstream, list):
+        objective = sum((times * column).sum() for times, column in zip(upstream, rows) if times is not None)
+        total = objective
+    else:
+        per_token = -rows[0] + z_loss_coef * rows[1] ** 2 - entropy_coef * rows[2]
+        objective = (c.weights[0][supervised].double() * per_token).sum()
+        total = objective * upstream
+    assert isinstance(objective, Tensor) and isinstance(total, Tensor)
+    total.backward()
     hidden, weight = torch.zeros(c.hidden.shape).double(), torch.zeros(c.weight.shape).double()
-    hidden[c.mask[0], 0], weight[:vocab] = rows.grad, real.grad
-    return Outcome(loss=loss.detach(), hidden=hidden, weight=weight)
+    hidden[supervised, 0], weight[:vocab] = inputs.grad, real.grad
+    return Outcome(
+        loss=objective.detach(), hidden=hidden, weight=weight, rows=tuple(column.detach() for column in rows)
+    )
 
 
-def check(found: Outcome, wanted: Outcome) -> None:
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=LOSS_TOLERANCE, atol=0.0)
-    for mine, theirs in ((found.hidden, wanted.hidden), (found.weight, wanted.weight)):
-        assert mine.shape == theirs.shape
-        assert mine.isfinite().all()
-        assert (mine - theirs).norm() <= GRADIENT_TOLERANCE * theirs.norm()
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Distance relative to the norm; what should be zero must be."""
+    assert found.shape == wanted.shape
+    assert found.isfinite().all()
+    distance, norm = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
+    return distance / norm if norm else distance
+
+
+def check(
+    found: Outcome,
+    wanted: Outcome,
+    loss_tolerance: float = LOSS_TOLERANCE,
+    gradient_tolerance: float = GRADIENT_TOLERANCE,
+) -> None:
+    """The loss, both gradients and the statistics of the rows, where both have them."""
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=loss_tolerance, atol=0.0)
+    assert error(found.hidden, wanted.hidden) <= gradient_tolerance
+    assert error(found.weight, wanted.weight) <= gradient_tolerance
+    for mine, theirs in zip(found.rows, wanted.rows):
+        if mine is not None and theirs is not None:
+            assert error(mine, theirs) <= loss_tolerance
+
+
+def same(a: Outcome, b: Outcome) -> None:
+    """Bit for bit."""
+    for x, y in zip((a.loss, a.hidden, a.weight, *a.rows), (b.loss, b.hidden, b.weight, *b.rows), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or torch.equal(x, y)
+
+
+def tolerance(loss: LossConfig, dtype: torch.dtype) -> float:
+    """Of `full` in float64 no more than of fp32 can be asked: megatron-core's own cross-entropy computes in it."""
+    return EXACT_TOLERANCE if dtype == torch.float64 and loss.impl != "full" else LOSS_TOLERANCE
+
+
+def with_terms(loss: LossConfig, more: dict[str, float]) -> LossConfig:
+    return loss.model_copy(update=more)
 
 
 # --- the value and its gradients ---------------------------------------------------------------------------
@@ -133,7 +290,7 @@ def test_written_out(loss: LossConfig, group: dist.ProcessGroup) -> None:
         hidden=torch.tensor([[[1.0, 0.0]], [[9.0, 9.0]], [[0.0, 2.0]]]),
         weight=torch.tensor([[1.0, 0.0], [0.0, 1.0], [7.0, 7.0]]),  # the third row only pads the vocabulary
         labels=torch.tensor([[0, 1, 0]]),
-        mask=torch.tensor([[True, False, True]]),
+        weights=torch.tensor([[1.0, 0.0, 1.0]]),
     )
     found = run(c, loss, group, vocab=2)
     assert float(found.loss) == pytest.approx(0.3132617 + 2.1269280, abs=1e-6)
@@ -141,6 +298,27 @@ def test_written_out(loss: LossConfig, group: dist.ProcessGroup) -> None:
     weight = [[-0.2689414, -1.7615942], [0.2689414, 1.7615942], [0.0, 0.0]]
     torch.testing.assert_close(found.hidden[:, 0], torch.tensor(hidden), rtol=0.0, atol=1e-6)
     torch.testing.assert_close(found.weight, torch.tensor(weight), rtol=0.0, atol=1e-6)
+
+
+@each
+def test_every_term_written_out(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    """Scores [ln 3, 0], label 0, weight 2: p = [3/4, 1/4], -log p = 0.2876821, lse = ln 4 = 1.3862944,
+    entropy = 2 ln 2 - 3/4 ln 3 = 0.5623351.
+
+    Loss 2 (0.2876821 + 0.1 * 1.9218121 - 0.5 * 0.5623351) = 0.3973914.  Gradient of score 0: 2 (3/4 - 1 + 0.2 * 3/4 *
+    1.3862944 + 0.5 * 3/4 (ln 3/4 + 0.5623351)) = 0.1218781; the two sum to 2 * 0.2 * 1.3862944 = 0.5545177.
+    """
+    c = Case(
+        hidden=torch.tensor([[[1.0]]]),
+        weight=torch.tensor([[1.0986123], [0.0]]),
+        labels=torch.tensor([[0]]),
+        weights=torch.tensor([[2.0]]),
+    )
+    found = run(c, with_terms(loss, {"z_loss_coef": 0.1, "entropy_coef": 0.5}), group, vocab=2)
+    assert float(found.loss) == pytest.approx(0.3973914, abs=1e-6)
+    rows = torch.stack([column for column in found.rows if column is not None]).flatten()
+    torch.testing.assert_close(rows, torch.tensor([-0.2876821, 1.3862944, 0.5623351]), rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(found.weight.flatten(), torch.tensor([0.1218781, 0.4326396]), rtol=0.0, atol=1e-6)
 
 
 @every
@@ -151,9 +329,58 @@ def test_loss_and_gradients_are_those_of_the_definition(
     c = case(supervised)
     found, wanted = run(c, loss, group), expected(c)
     check(found, wanted)
-    unsupervised = ~c.mask[0]
-    assert not found.hidden[unsupervised].any()  # exactly 0
+    assert not found.hidden[~c.supervised].any()  # exactly 0
     assert not found.weight[VOCAB:].any()
+
+
+@terms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each
+def test_every_term_is_that_of_the_definition(
+    loss: LossConfig, dtype: torch.dtype, more: dict[str, float], group: dist.ProcessGroup
+) -> None:
+    c, limit = case().to(dtype), tolerance(loss, dtype)
+    check(run(c, with_terms(loss, more), group), expected(c, **more), limit, limit)
+
+
+@pytest.mark.parametrize("column", ["logprob", "lse", "entropy", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each
+def test_every_statistic_has_a_gradient_of_its_own(
+    loss: LossConfig, dtype: torch.dtype, column: str, group: dist.ProcessGroup
+) -> None:
+    """Upstream gradients of either sign, unlike per token; `full` makes lse only for the z-loss."""
+    c, limit = case().to(dtype), tolerance(loss, dtype)
+    generator = torch.Generator().manual_seed(1)
+    upstream: list[Tensor | None] = list(torch.randn(3, len(SUPERVISED), generator=generator, dtype=torch.float64))
+    if column != "all":
+        upstream = [times if name == column else None for name, times in zip(("logprob", "lse", "entropy"), upstream)]
+    loss = with_terms(loss, {"z_loss_coef": 1.0, "entropy_coef": 1.0})
+    found, wanted = run_statistics(c, loss, group, upstream), expected(c, upstream)
+    check(found, wanted, limit, limit)
+    assert not found.hidden[~c.supervised].any()
+    assert not found.weight[VOCAB:].any()
+
+
+@no_logits
+def test_chunks_do_not_change_a_token(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    whole, cut = run(case(), with_terms(loss, {"chunk_size": None}), group), run(case(), loss, group)
+    check(cut, whole)
+
+
+@each
+def test_every_token_weighs_what_it_is_told(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    """Against a loop over tokens, each the loss of a call with that token alone and a weight of 1."""
+    c = case()
+    alone = [run(replace(c, weights=torch.eye(TOKENS)[i : i + 1]), FULL, group) for i in SUPERVISED]
+    weights = c.weights[0, SUPERVISED].double()
+    wanted = Outcome(
+        loss=torch.stack([w * one.loss for w, one in zip(weights, alone)]).sum(),
+        hidden=torch.stack([w * one.hidden for w, one in zip(weights, alone)]).sum(0),
+        weight=torch.stack([w * one.weight for w, one in zip(weights, alone)]).sum(0),
+    )
+    assert weights.unique().numel() == len(SUPERVISED)
+    check(run(c, loss, group), wanted)
 
 
 @every
@@ -176,30 +403,59 @@ def test_scores_far_from_zero_do_not_overflow(loss: LossConfig, group: dist.Proc
         hidden=torch.tensor([[[1000.0]], [[-1000.0]]]),
         weight=torch.tensor([[1.0], [0.0]]),
         labels=torch.tensor([[1, 1]]),
-        mask=torch.tensor([[True, True]]),
+        weights=torch.ones(1, 2),
     )
-    found = run(c, loss, group, vocab=2)
-    assert float(found.loss) == 1000.0  # the first token is hopeless, the second certain
-    assert found.hidden.flatten().tolist() == [1.0, 0.0]
-    assert found.weight.flatten().tolist() == [1000.0, -1000.0]
+    for more in ({}, {"entropy_coef": 0.5}):  # of certain predictions: 0, and so is its gradient
+        found = run(c, with_terms(loss, more), group, vocab=2)
+        assert float(found.loss) == 1000.0  # the first token is hopeless, the second certain
+        assert found.hidden.flatten().tolist() == [1.0, 0.0]
+        assert found.weight.flatten().tolist() == [1000.0, -1000.0]
 
 
 @every
 def test_hidden_states_in_bf16(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    c = case()
-    narrow = replace(c, hidden=c.hidden.bfloat16(), weight=c.weight.bfloat16())
-    found, wanted = run(narrow, loss, group), expected(narrow)
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=BF16_LOSS_TOLERANCE, atol=0.0)
-    for mine, theirs in ((found.hidden, wanted.hidden), (found.weight, wanted.weight)):
-        assert (mine.double() - theirs).norm() < BF16_GRADIENT_TOLERANCE * theirs.norm()
+    c = case().to(torch.bfloat16)
+    check(run(c, loss, group), expected(c), BF16_LOSS_TOLERANCE, BF16_GRADIENT_TOLERANCE)
 
 
-def test_fused_and_full_sum_what_full_token_loss_lists(group: dist.ProcessGroup) -> None:
-    c = case()
-    per_token = full_token_loss(c.hidden, VocabShard.of(c.weight, VOCAB, group, sequence_parallel=False), c.labels[0])
-    assert per_token.shape == (TOKENS,)
-    assert per_token.dtype == torch.float32
-    torch.testing.assert_close(per_token[SUPERVISED].double().sum(), expected(c).loss, rtol=LOSS_TOLERANCE, atol=0.0)
+@each
+@terms
+def test_without_gradients_the_same_is_found(
+    loss: LossConfig, more: dict[str, float], group: dist.ProcessGroup
+) -> None:
+    c, loss = case(), with_terms(loss, more)
+    found = terms_of(c, loss, group)
+    trained = run(c, loss, group)
+    assert not found.objective.requires_grad
+    assert torch.equal(found.objective, trained.loss)
+    for mine, theirs in zip(found.rows.columns, trained.rows, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+# --- entropy -----------------------------------------------------------------------------------------------
+
+
+@each
+def test_entropy_is_measured_where_it_is_asked_for(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    for more, measured in (({}, False), ({"z_loss_coef": 0.1}, False), ({"entropy": True}, True)):
+        assert (terms_of(case(), with_terms(loss, more), group).rows.entropy is not None) == measured
+        shard = shard_of(case().weight, group)
+        rows = token_statistics(case().hidden, shard, case().targets(), with_terms(loss, more))
+        assert (rows.entropy is not None) == measured
+
+
+@each
+def test_measured_entropy_has_no_gradient_and_changes_none(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    c, measuring = case(), with_terms(loss, {"entropy": True})
+    plain, found = run(c, loss, group), run(c, measuring, group)
+    assert found.rows[2] is not None
+    assert error(found.rows[2], expected(c).rows[2]) <= LOSS_TOLERANCE  # type: ignore[arg-type]
+    same(replace(found, rows=()), replace(plain, rows=()))
+    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+    rows = token_statistics(hidden, shard_of(weight, group), c.targets(), measuring)
+    assert rows.logprob.requires_grad
+    assert rows.entropy is not None and not rows.entropy.requires_grad
 
 
 # --- what must not matter ----------------------------------------------------------------------------------
@@ -212,110 +468,144 @@ def test_padding_of_the_vocabulary_changes_nothing(loss: LossConfig, size: float
     weight = c.weight.clone()
     weight[VOCAB:] = size
     huge = run(replace(c, weight=weight), loss, group)
-    plain = run(c, loss, group)
-    assert torch.equal(huge.loss, plain.loss)
-    assert torch.equal(huge.hidden, plain.hidden)
-    assert torch.equal(huge.weight, plain.weight)
+    same(huge, run(c, loss, group))
     check(huge, expected(c))
 
 
-@fused
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_fused_never_looks_at_unsupervised_rows(loss: LossConfig, bad: float, group: dist.ProcessGroup) -> None:
+@every
+@infinities
+def test_unsupervised_rows_are_not_looked_at(loss: LossConfig, bad: float, group: dist.ProcessGroup) -> None:
     c = case()
-    hidden = torch.where(c.mask[0][:, None, None], c.hidden, bad)
-    found = run(replace(c, hidden=hidden), loss, group)
+    found = run(c.broken(bad), loss, group)
     check(found, expected(c))
-    assert torch.equal(found.weight, run(c, loss, group).weight)
+    same(found, run(c, loss, group))
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_full_loss_does_not_look_at_unsupervised_rows(bad: float, group: dist.ProcessGroup) -> None:
-    c = case()
-    hidden = torch.where(c.mask[0][:, None, None], c.hidden, bad)
-    shard = VocabShard.of(c.weight, VOCAB, group, sequence_parallel=False)
-    found = lm_loss(hidden, shard, c.labels, c.mask, LossConfig(impl="full"))
-    torch.testing.assert_close(found, expected(c).loss, rtol=LOSS_TOLERANCE, atol=0.0)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_full_gradients_do_not_look_at_unsupervised_rows(bad: float, group: dist.ProcessGroup) -> None:
-    c = case()
-    hidden = torch.where(c.mask[0][:, None, None], c.hidden, bad)
-    check(run(replace(c, hidden=hidden), LossConfig(impl="full"), group), expected(c))
+@every
+@infinities
+def test_statistics_do_not_look_at_unsupervised_rows(loss: LossConfig, bad: float, group: dist.ProcessGroup) -> None:
+    c, loss = case(), with_terms(loss, {"z_loss_coef": 1.0, "entropy_coef": 1.0})
+    upstream: list[Tensor | None] = list(torch.randn(3, len(SUPERVISED), generator=torch.Generator().manual_seed(2)))
+    found = run_statistics(c.broken(bad), loss, group, upstream)
+    check(found, expected(c, upstream))
+    same(found, run_statistics(c, loss, group, upstream))
 
 
 @every
 @pytest.mark.parametrize("label", [-100, -1, VOCAB, PADDED - 1, PADDED, 10**9])
 def test_labels_of_unsupervised_tokens_do_not_matter(loss: LossConfig, label: int, group: dist.ProcessGroup) -> None:
     c = case()
-    found = run(replace(c, labels=torch.where(c.mask, c.labels, label)), loss, group)
-    plain = run(c, loss, group)
-    assert torch.equal(found.loss, plain.loss)
-    assert torch.equal(found.hidden, plain.hidden)
-    assert torch.equal(found.weight, plain.weight)
+    odd = replace(c, labels=torch.where(c.supervised, c.labels, label))
+    same(run(odd, loss, group), run(c, loss, group))
+
+
+def test_targets_are_the_tokens_with_a_weight() -> None:
+    found = Targets.of(
+        microbatch(torch.tensor([[-100, 4, 5, -100, 0]]), torch.tensor([[0.0, 0.5, 2.0, 0.0, 1.0]])),
+        torch.device("cpu"),
+    )
+    assert (found.rows.tolist(), found.labels.tolist(), found.weights.tolist()) == ([1, 2, 4], [4, 5, 0], [0.5, 2, 1])
+    assert (found.rows.dtype, found.labels.dtype, found.weights.dtype) == (torch.int64, torch.int64, torch.float32)
+    assert len(found) == 3
 
 
 @every
-def test_no_supervised_token_is_exactly_zero(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    found = run(case([]), loss, group)
-    assert float(found.loss) == 0.0
-    assert found.hidden.shape == (TOKENS, 1, WIDTH) and not found.hidden.any()
-    assert found.weight.shape == (PADDED, WIDTH) and not found.weight.any()
+@terms
+def test_no_supervised_token_is_exactly_zero(
+    loss: LossConfig, more: dict[str, float], group: dist.ProcessGroup
+) -> None:
+    for c in (case([]), case([]).broken(torch.nan)):
+        found = run(c, with_terms(loss, more), group)
+        assert float(found.loss) == 0.0
+        assert found.hidden.shape == (TOKENS, 1, WIDTH) and not found.hidden.any()
+        assert found.weight.shape == (PADDED, WIDTH) and not found.weight.any()
 
 
-@fused
-def test_chunks_do_not_change_a_token(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    whole, cut = run(case(), LossConfig(chunk_size=None), group), run(case(), loss, group)
-    torch.testing.assert_close(cut.loss, whole.loss, rtol=LOSS_TOLERANCE, atol=0.0)
-    assert (cut.hidden - whole.hidden).norm() <= GRADIENT_TOLERANCE * whole.hidden.norm()
+@every
+@terms
+def test_one_row(loss: LossConfig, more: dict[str, float], group: dist.ProcessGroup) -> None:
+    """The smallest microbatch: one token, with and without supervision."""
+    c, loss = case([0], tokens=1, seed=7), with_terms(loss, more)
+    check(run(c, loss, group), expected(c, **more))
+    found = run(case([], tokens=1), loss, group)
+    assert not found.loss and not found.hidden.any() and not found.weight.any()
 
 
 def test_inputs_are_left_alone(group: dist.ProcessGroup) -> None:
+    upstream: list[Tensor | None] = [torch.ones(len(SUPERVISED))] * 3
     for loss in EVERY:
         c, copy = case(), case()
         run(c, loss, group)
+        run_statistics(c, with_terms(loss, TERMS["all"]), group, upstream)
         for name, value in vars(copy).items():
             assert torch.equal(getattr(c, name), value), name
 
 
 # --- what is computed --------------------------------------------------------------------------------------
 
+PRODUCT = 2 * 8 * 12 * 32  # operations of one matrix product: n = 8 of 23 tokens, h = 12, V = 32 rows
+both_formats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
 
 def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup, *, train: bool) -> tuple[int, float]:
     """Floating-point operations in matrix products, forward and backward, and the loss."""
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    shard = VocabShard.of(weight, VOCAB, group, sequence_parallel=False)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(train):
-        total = lm_loss(hidden, shard, c.labels, c.mask, loss)
+        total = lm_loss(hidden, shard_of(weight, group), c.targets(), loss).objective
         if train:
             total.backward()
     assert total.requires_grad == train
     return counter.get_total_flops(), float(total.detach())
 
 
+def statistics_flops(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Of `token_statistics`: forward, and forward and backward."""
+    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        rows = token_statistics(hidden, shard_of(weight, group), c.targets(), loss)
+        forward = counter.get_total_flops()
+        rows.logprob.sum().backward()
+    return forward, counter.get_total_flops()
+
+
+@both_formats
 @fused
-def test_three_products_to_train_and_one_to_evaluate(loss: LossConfig, group: dist.ProcessGroup) -> None:
+def test_three_products_to_train_and_one_to_evaluate(
+    loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
+) -> None:
     """Scores, gradients of hidden states and of the weight: 2 n h V each, n supervised tokens only."""
-    one = 2 * 8 * 12 * 32  # n = 8 of 23 tokens, h = 12, V = 32 rows
-    train, train_loss = flops(case(), loss, group, train=True)
-    evaluation, evaluation_loss = flops(case(), loss, group, train=False)
-    assert (train, evaluation) == (3 * one, one)
+    c = case().to(dtype)
+    train, train_loss = flops(c, loss, group, train=True)
+    evaluation, evaluation_loss = flops(c, loss, group, train=False)
+    assert (train, evaluation) == (3 * PRODUCT, PRODUCT)
     assert evaluation_loss == train_loss
 
 
+@both_formats
 @fused
-def test_nothing_is_computed_for_nothing(loss: LossConfig, group: dist.ProcessGroup) -> None:
-    assert flops(case([]), loss, group, train=True) == (0, 0.0)
-    assert flops(case([]), loss, group, train=False) == (0, 0.0)
+def test_four_products_where_the_upstream_gradient_comes_later(
+    loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
+) -> None:
+    assert statistics_flops(case().to(dtype), loss, group) == (PRODUCT, 4 * PRODUCT)
 
 
-def test_full_projects_every_token(group: dist.ProcessGroup) -> None:
+@both_formats
+@fused
+def test_nothing_is_computed_for_nothing(loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    c = case([]).to(dtype)
+    assert flops(c, loss, group, train=True) == (0, 0.0)
+    assert flops(c, loss, group, train=False) == (0, 0.0)
+    assert statistics_flops(c, loss, group) == (0, 0)
+
+
+@both_formats
+@pytest.mark.parametrize("loss", [*CHUNKED, FULL], ids=name)
+def test_with_logits_every_token_is_projected(loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
     """What fused saves: all 23 tokens, supervised or not."""
-    one = 2 * 23 * 12 * 32
-    full = LossConfig(impl="full")
-    assert flops(case(), full, group, train=True)[0] == 3 * one
-    assert flops(case(), full, group, train=False)[0] == one
+    one, c = 2 * 23 * 12 * 32, case().to(dtype)
+    assert flops(c, loss, group, train=True)[0] == 3 * one
+    assert flops(c, loss, group, train=False)[0] == one
+    assert statistics_flops(c, loss, group) == (one, 3 * one)
 
 
 # --- the slice of the vocabulary ---------------------------------------------------------------------------

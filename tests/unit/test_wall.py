@@ -44,6 +44,7 @@ NAMES: dict[str, list[str]] = {
         "pg_collection",
     ],
     "distributed.DistributedDataParallel.no_sync": ["self"],
+    "distributed.DistributedDataParallel.scale_gradients": ["self", "scaling_factor"],
     "distributed.DistributedDataParallel.start_grad_sync": ["self"],
     "distributed.DistributedDataParallel.zero_grad_buffer": ["self"],
     "distributed.DistributedDataParallelConfig": [
@@ -162,6 +163,7 @@ NAMES: dict[str, list[str]] = {
     "tensor_parallel.random": [],
     "tensor_parallel.random._get_cuda_rng_state": [],
     "tensor_parallel.random._set_cuda_rng_state": ["new_state"],
+    "tensor_parallel.reduce_from_tensor_model_parallel_region": ["input_", "group"],
     "tensor_parallel.vocab_parallel_cross_entropy": ["vocab_parallel_logits", "target"],
     "transformer.ModuleSpec": ["module", "submodules"],
     "transformer.TransformerConfig": [],
@@ -234,7 +236,7 @@ def text(name: str) -> str:
 def imported() -> dict[str, str]:
     """What sft/mcore imports, and its name there: {"tensor_parallel.random": "core_random", ...}"""
     names = {}
-    for path in MCORE.glob("*.py"):
+    for path in MCORE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
                 assert node.module is not None
@@ -255,7 +257,7 @@ def test_every_attribute_of_an_imported_module_is_listed() -> None:
     """`parallel_state.x` and the like."""
     modules = {local: name for name, local in imported().items() if inspect.ismodule(find(name))}
     assert {"dist_checkpointing", "parallel_state", "tensor_parallel", "core_random"} <= modules.keys()
-    for path in MCORE.glob("*.py"):
+    for path in MCORE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
                 assert f"{modules[node.value.id]}.{node.attr}" in NAMES, path
@@ -402,8 +404,18 @@ def test_a_loss_of_three_is_summed_and_counted() -> None:
     assert "ifnotconfig.calculate_per_token_loss:" in schedules
     assert schedules.count("total_num_tokensifconfig.calculate_per_token_losselseNone") == 3  # in every schedule
     finalize = text("distributed.finalize_model_grads")
-    assert "all_reduce(num_tokens,group=dp_cp_group)" in finalize
-    assert re.search(r"scaling=1\.0/(safe_)?num_tokens", finalize)
+    assert "ifnum_tokensisnotNone:" in finalize  # given None it divides nothing: the engine does
+    assert "self.grad_data*=scaling_factor" in text("distributed.param_and_grad_buffer")
+
+
+def test_a_gradient_may_be_added_to_main_grad_beforehand() -> None:
+    """The fused loss head does, and marks it as core's own linear layers do."""
+    hook = text("distributed.DistributedDataParallel._make_backward_post_hook")
+    added = "notparam.grad_added_to_main_gradorgetattr(param,'zero_out_wgrad',False)"
+    assert f"ifparam.gradisnotNoneand({added}):param.main_grad.add_(param.grad.data)param.grad=None" in hook
+    assert "param.grad_added_to_main_grad=False" in text("distributed.DistributedDataParallel.zero_grad_buffer")
+    module = text("models.common.language_module.language_module.LanguageModule")
+    assert "self.shared_embedding_or_output_weight().zero_out_wgrad=True" in module
 
 
 def test_norms_are_reduced_over_tp_by_the_mark_ours_carries() -> None:

@@ -1,0 +1,48 @@
+"""The loss head: hidden states -> the objective, summed over the supervised tokens on this rank.
+
+    fused    no logits: supervised rows only, chunk by chunk, gradients in the forward pass (3 GEMMs, not 4)
+    chunked  logits of every row, their softmax and its gradient chunk by chunk; what most trainers do
+    full     logits of every row and megatron-core's own cross-entropy; the reference
+
+All are split over the vocabulary (tp), work on the sequence-parallel slice, and stay on the context-parallel
+rank: no communication over cp, no division.  Rows that only pad the vocabulary never enter the softmax.
+
+One call from top to bottom: `lm_loss` here, `terms.py` (what is minimised), then `fused.py`, `chunked.py` or
+`full.py`, which share `shard.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of
+scores, by_torch.py or by_triton.py).
+"""
+
+from torch import Tensor
+
+from sft.config import LossConfig
+from sft.mcore.loss import chunked, full, fused
+from sft.mcore.loss.shard import VocabShard
+from sft.mcore.loss.terms import LossTerms, RowStatistics, Targets, objective
+
+__all__ = ["LossTerms", "RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistics"]
+
+
+def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> LossTerms:
+    """The objective of the supervised tokens with its gradient, and what the log wants to know of them.
+
+    hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
+    Without a supervised token the objective is exactly 0 and so are its gradients; all collectives are joined.
+    """
+    if loss.impl == "fused":
+        return fused.lm_loss(hidden, shard, targets, loss)
+    rows = token_statistics(hidden, shard, targets, loss)
+    return LossTerms(objective=objective(rows, targets.weights, loss), rows=rows.map(Tensor.detach))
+
+
+def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
+    """Log-probability, log-sum-exp and entropy of every supervised token, each with a gradient of its own.
+
+    For objectives that are no fixed sum over tokens.  `fused` computes the scores a second time in backward, as it
+    cannot know the upstream gradients before (4 GEMMs).  Entropy is None unless the config asks for it, and has a
+    gradient only where entropy_coef is not 0.
+    """
+    if loss.impl == "fused":
+        return fused.token_statistics(hidden, shard, targets, loss)
+    if loss.impl == "chunked":
+        return chunked.token_statistics(hidden, shard, targets, loss)
+    return full.token_statistics(hidden, shard, targets, loss)

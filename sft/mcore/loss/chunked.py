@@ -1,0 +1,69 @@
+"""Logits in, statistics of their rows out: the softmax and its gradient taken in chunks of tokens.
+
+The logits themselves exist whole, once, and their gradient once more, in their own dtype.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.config import LossConfig
+from sft.mcore.loss.shard import VocabShard
+from sft.mcore.loss.softmax import gradient, statistics
+from sft.mcore.loss.terms import RowStatistics, Targets, slopes
+
+
+def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
+    """See `sft.mcore.loss.token_statistics`."""
+    return row_statistics(shard.logits(hidden, targets.rows), shard, targets, loss)
+
+
+def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
+    """The same from logits [t, rows of this shard].  They are never written to, whoever else holds them."""
+    return RowStatistics.of(_RowStatistics.apply(logits, shard, targets, loss))
+
+
+class _RowStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        num_tokens = logits.shape[0]
+        labels = targets.labels.new_zeros(num_tokens).index_copy_(0, targets.rows, targets.labels)
+        entropy = loss.measures_entropy
+        every = RowStatistics.empty(num_tokens, logits, entropy=entropy)
+        for c in _chunks(num_tokens, loss):
+            every[c] = statistics(logits[c], labels[c], shard, entropy=entropy)
+        rows = every.map(lambda column: column[targets.rows])
+        if rows.entropy is not None and not loss.entropy_coef:
+            ctx.mark_non_differentiable(rows.entropy)
+        ctx.save_for_backward(logits, labels, *rows.columns)
+        ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
+        return rows.columns
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, *columns = ctx.saved_tensors
+        num_tokens, index = logits.shape[0], ctx.targets.rows
+        rows = RowStatistics.of(columns)
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(num_tokens).index_copy_(0, index, values)
+
+        every, on_every = rows.map(spread), slopes(rows, *upstream).map(spread)
+        unsupervised = labels.new_ones(num_tokens, dtype=torch.bool).index_fill_(0, index, False)
+        dlogits = torch.empty_like(logits)
+        for c in _chunks(num_tokens, ctx.loss):
+            gradient(logits[c], labels[c], every[c], on_every[c], ctx.shard, out=dlogits[c])
+            if index.numel() < num_tokens:  # whatever their scores are, NaN included
+                dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
+        return dlogits, None, None, None
+
+
+def _chunks(num_tokens: int, loss: LossConfig) -> Iterator[slice]:
+    size = loss.chunk(num_tokens)
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))

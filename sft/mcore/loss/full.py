@@ -1,0 +1,47 @@
+"""All logits at once and megatron-core's vocab-parallel cross-entropy: the reference, by autograd throughout."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from sft.config import LossConfig
+from sft.mcore.loss.shard import VocabShard, wide
+from sft.mcore.loss.terms import RowStatistics, Targets
+
+
+def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
+    """See `sft.mcore.loss.token_statistics`."""
+    logits = shard.logits(hidden, targets.rows)
+    logits = logits.to(wide(logits.dtype))
+    labels = targets.labels.new_zeros(logits.shape[0]).index_copy(0, targets.rows, targets.labels)
+    # A copy, as core's function works in its input: the log-sum-exp below reads the logits again.
+    real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
+    masked = torch.where(real, logits, -torch.inf)
+    nll = tensor_parallel.vocab_parallel_cross_entropy(masked.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
+    lse = entropy = None
+    if loss.z_loss_coef or loss.measures_entropy:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(loss.z_loss_coef or loss.entropy_coef)):
+            lse, entropy = _lse_and_entropy(logits[:, : shard.num_real][targets.rows], shard)
+        entropy = entropy if loss.entropy_coef else entropy.detach() if loss.entropy else None
+    return RowStatistics(logprob=-nll[targets.rows], lse=lse, entropy=entropy)
+
+
+def _lse_and_entropy(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """[n, real rows of this shard] -> [n], [n], over the whole vocabulary."""
+    if shard.num_real:
+        largest = scores.detach().amax(-1)
+    else:
+        largest = scores.new_full(scores.shape[:1], -torch.inf)
+    if shard.group.size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    total = _sum_over_tp((scores - largest[:, None]).exp().sum(-1), shard)
+    lse = largest + total.log()
+    # Each shard's part of the entropy depends on lse: its gradient has to be added up.
+    logprobs = scores - tensor_parallel.copy_to_tensor_model_parallel_region(lse, group=shard.group)[:, None]
+    return lse, -_sum_over_tp((logprobs.exp() * logprobs).sum(-1), shard)
+
+
+def _sum_over_tp(partial: Tensor, shard: VocabShard) -> Tensor:
+    total: Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(partial, group=shard.group)
+    return total

@@ -1,0 +1,87 @@
+"""The vocabulary over the tensor-parallel ranks: which rows are here, and every collective of the loss head."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """The part of the output projection on this rank.
+
+    weight        [rows, h], a slice of the padded vocabulary
+    first         the vocabulary id of row 0
+    num_real      rows that are real tokens (the rest pads the vocabulary)
+    """
+
+    weight: Tensor
+    first: int
+    num_real: int
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    @staticmethod
+    def of(weight: Tensor, vocab_size: int, group: dist.ProcessGroup, *, sequence_parallel: bool) -> "VocabShard":
+        rows = weight.shape[0]
+        first = group.rank() * rows
+        num_real = min(max(vocab_size - first, 0), rows)
+        return VocabShard(
+            weight=weight, first=first, num_real=num_real, group=group, sequence_parallel=sequence_parallel
+        )
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """Where the optimizer sums this weight's gradient, if it does so in the precision we sum in."""
+        buffer: Tensor | None = getattr(self.weight, "main_grad", None)
+        if buffer is None or not self.weight.requires_grad:
+            return None
+        return buffer if buffer.dtype == wide(self.weight.dtype) else None
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Scores [t, rows of this shard] of all t tokens, by autograd; tokens that are not in `rows` count as zeros.
+
+        Their hidden states may be NaN, and the gradient of the weight would multiply those by 0.
+        """
+        if self.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)
+        else:
+            whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        whole = whole.flatten(0, 1)
+        if rows.numel() < whole.shape[0]:
+            read = torch.zeros(whole.shape[0], 1, dtype=torch.bool, device=whole.device).index_fill(0, rows, True)
+            whole = torch.where(read, whole, 0.0)
+        return torch.nn.functional.linear(whole, self.weight)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """[t, 1, h], or the sequence-parallel slice of it -> [t, h], without gradient."""
+        local = hidden.detach().flatten(0, 1)
+        if not self.sequence_parallel:
+            return local
+        whole = local.new_empty((local.shape[0] * self.group.size(), local.shape[1]))
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=self.group)
+        return whole
+
+    def all_reduce(self, partial: Tensor) -> None:
+        """Sum over tp, in place."""
+        if self.group.size() > 1:
+            dist.all_reduce(partial, group=self.group)
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        """[t, h] of each rank -> [t / tp, h], this rank's slice of the sum."""
+        local = partial.new_empty((partial.shape[0] // self.group.size(), partial.shape[1]))
+        dist.reduce_scatter_tensor(local, partial, group=self.group)
+        return local
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        """[k, n] of each rank -> [tp, k, n]"""
+        everyone = mine.new_empty((self.group.size() * mine.shape[0], mine.shape[1]))
+        dist.all_gather_into_tensor(everyone, mine, group=self.group)
+        return everyone.view(self.group.size(), *mine.shape)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision sums are taken in: float32, or float64 of float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,61 @@
+"""Statistics of scores over a split vocabulary, and the gradient of anything that depends on them.
+
+Neither writes to the scores, unless `out` is them.
+"""
+
+import functools
+from types import ModuleType
+
+from torch import Tensor
+
+from sft.mcore.loss import by_torch
+from sft.mcore.loss.shard import VocabShard
+from sft.mcore.loss.terms import RowStatistics, Slopes
+
+_FAR = -1e4  # exp(_FAR) is 0 in every format; keeps an empty shard's "-inf - x" out of products with 0
+
+
+def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bool) -> RowStatistics:
+    """scores [n, rows of this shard], labels int64 [n] -> over the whole vocabulary.  Collective over tp: one call,
+    3 floats a row, 4 with entropy."""
+    local = labels - shard.first
+    mine: Tensor = _passes(scores).row_sums(scores, local, shard.num_real, entropy)
+    if shard.group.size() == 1:
+        largest, total, score, *moment = mine.unbind(0)
+    else:
+        everyone = shard.all_gather(mine)
+        largests, totals, scores_, *moments = everyone.unbind(1)
+        largest = largests.amax(0)
+        shift = (largests - largest).clamp_(min=_FAR)
+        scale = shift.exp()
+        total = (totals * scale).sum(0)
+        score = scores_.sum(0)
+        moment = [(scale * (part + totals * shift)).sum(0) for part in moments]
+    log_total = total.log()
+    return RowStatistics(
+        logprob=score - largest - log_total,  # in this order: near 0 for a token that is almost certain
+        lse=largest + log_total,
+        entropy=log_total - moment[0] / total if moment else None,
+    )
+
+
+def gradient(
+    scores: Tensor, labels: Tensor, rows: RowStatistics, slopes: Slopes, shard: VocabShard, *, out: Tensor
+) -> None:
+    """The gradient with respect to the scores, as `Slopes` defines it, to `out` [n, rows]: the scores themselves or
+    a buffer of their shape and dtype.  Columns that pad the vocabulary get 0."""
+    local = labels - shard.first
+    _passes(scores).score_gradient(scores, local, shard.num_real, rows.logprob, rows.lse, slopes, out)
+
+
+def _passes(scores: Tensor) -> ModuleType:
+    return _on_cuda() if scores.is_cuda else by_torch
+
+
+@functools.cache
+def _on_cuda() -> ModuleType:
+    try:
+        from sft.mcore.loss import by_triton
+    except ImportError:  # torch for CUDA brings Triton on Linux, and only there
+        return by_torch
+    return by_triton

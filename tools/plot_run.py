@@ -1,11 +1,14 @@
-"""One picture of one or several runs: loss, gradient norm, learning rate, tokens per second.
+"""One picture of one or several runs: loss, gradient norm, learning rate, tokens per second, loss by position.
 
     python tools/plot_run.py runs/demo                        -> runs/demo/plot.png
     python tools/plot_run.py runs/a runs/b --out compare.png  -> both runs in each panel
 
-Reads metrics.jsonl (schema 1) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
+Reads metrics.jsonl (schema 1 or 2) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
 is a point of the faint line; the strong one is a centred mean over SMOOTH of the run; evaluations are dots.
 A resumed run may repeat steps: the last record of a step counts.
+
+Loss by position is drawn where a run tells it: of held-out data if there are two evaluations, else of training.
+One run: a line for each bucket.  Several: a panel for each bucket, in which the runs meet.
 """
 
 import argparse
@@ -16,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-SCHEMA = 1
+SCHEMAS = (1, 2)
 SMOOTH = 0.05
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
 PANELS = [  # metric, title, unit
@@ -30,6 +34,10 @@ PANELS = [  # metric, title, unit
     ("learning-rate", "learning rate", ""),
     ("tokens-per-second", "throughput", "real tokens per second, all ranks"),
 ]
+BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}
+COLUMNS = 4  # of panels of buckets, at most
+
+Curves = dict[str, np.ndarray]  # bucket -> steps and losses, [2, points]
 
 
 class PlotError(Exception):
@@ -46,16 +54,16 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`; PlotError where its metrics.jsonl is missing, empty, damaged or not schema 1."""
+    """The run in `folder`; PlotError where its metrics.jsonl is missing, empty, damaged or of another schema."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise PlotError(f"{path} does not exist. Give the folder of a run (run.dir of its recipe), like runs/demo.")
     lines = path.read_text().splitlines()
     records = [record(path, number, number == len(lines), line) for number, line in enumerate(lines, 1)]
     kept = [entry for entry in records if entry]
-    if kept and kept[0].get("schema") != SCHEMA:
+    if kept and kept[0].get("schema") not in SCHEMAS:
         raise PlotError(
-            f"{path} has schema {kept[0].get('schema')}; this tool reads schema {SCHEMA}. "
+            f"{path} has schema {kept[0].get('schema')}; this tool reads {' and '.join(map(str, SCHEMAS))}. "
             "Use the plot_run.py of the version that made the run."
         )
     train, evaluations = of_kind(kept, "train"), of_kind(kept, "eval")
@@ -119,21 +127,91 @@ def draw_run(panels: Sequence[Axes], run: Run, color: str, held_out_color: str, 
         panels[0].plot(steps, values, "o--", color=held_out_color, mec="white", ms=7, lw=1, label=label)
 
 
+def by_position(records: Sequence[dict]) -> Curves:
+    """Steps and losses of each bucket where it has tokens; a bucket that never has any is left out."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for entry in records:
+        for bucket, part in (entry.get(BY_POSITION) or {}).items():
+            points.setdefault(bucket, []).extend([(entry["step"], part["loss"])] if part["tokens"] else [])
+    return {bucket: np.array(found, dtype=float).T for bucket, found in points.items() if found}
+
+
+def positions(runs: Sequence[Run]) -> tuple[str, list[Curves]]:
+    """Which data, the same for all runs that tell any, and the curves of each run; those of training smoothed."""
+    held_out, train = [by_position(run.eval) for run in runs], [by_position(run.train) for run in runs]
+    is_curve = [any(curve.shape[1] > 1 for curve in curves.values()) for curves in held_out]
+    if all(long or not any(both) for long, *both in zip(is_curve, held_out, train, strict=True)):
+        return "held out", held_out
+    return "train", [
+        {bucket: np.stack([steps, smoothed(losses)]) for bucket, (steps, losses) in curves.items()} for curves in train
+    ]
+
+
+def grid(num_runs: int, num_buckets: int) -> tuple[int, int]:
+    """Rows and columns of panels: 0 buckets -> (0, 0); one run -> (1, 1); 3 buckets -> (1, 3); 5 -> (2, 3)"""
+    if num_runs == 1 or not num_buckets:
+        return (1, 1) if num_buckets else (0, 0)
+    rows = -(-num_buckets // COLUMNS)
+    return rows, -(-num_buckets // rows)
+
+
+def draw_positions(figure: FigureBase, runs: Sequence[Run], found: Sequence[Curves], widths: Sequence[float]) -> None:
+    """Draws one panel with a line for each bucket (one run), or a panel for each bucket with a line for each run."""
+    buckets = names_of(found)
+    is_one = len(runs) == 1
+    panels = figure.subplots(*grid(len(runs), len(buckets)), sharex=True, sharey=True, squeeze=False)
+    for i, bucket in enumerate(buckets):
+        axes = panels.flat[0 if is_one else i]
+        for j, curves in enumerate(found):
+            if bucket not in curves:
+                continue
+            steps, losses = curves[bucket]
+            color = colormaps["viridis"](0.9 * i / max(1, len(buckets) - 1)) if is_one else COLORS[j % len(COLORS)]
+            marker = "o" if len(steps) <= 40 else ""
+            label = bucket if is_one else runs[j].name
+            axes.plot(steps, losses, marker=marker, mec="white", ms=6, lw=widths[j], color=color, label=label)
+        finish(axes, "" if is_one else bucket, PANELS[0][2] if axes in panels[:, 0] else "")
+        axes.tick_params(labelbottom=True)
+    for axes in panels.flat[1 if is_one else len(buckets) :]:
+        axes.remove()
+    if is_one:
+        panels[0, 0].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def names_of(found: Sequence[Curves]) -> list[str]:
+    """Buckets of all runs, in the order of the records."""
+    return list(dict.fromkeys(bucket for curves in found for bucket in curves))
+
+
+def finish(axes: Axes, title: str, unit: str) -> None:
+    """Gives a panel its title, units and grid."""
+    axes.set(xlabel="optimizer step", ylabel=unit)
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def draw(runs: Sequence[Run], out: Path) -> None:
     """Draws all runs into one PNG.  Earlier runs are wider, so that equal curves all show."""
-    figure = Figure(figsize=(12, 7.5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    panels = list(figure.subplots(2, 2).flat)
+    widths = [1.6 + 2.4 * (len(runs) - 1 - i) / max(1, len(runs) - 1) for i in range(len(runs))]
+    data, found = positions(runs)
+    more = 3.2 * grid(len(runs), len(names_of(found)))[0]  # inches
+    figure = Figure(figsize=(12, 7.5 + more), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    top: FigureBase = figure
+    if more:
+        top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=[7.5, more]).flat
+        bottom.suptitle(f"loss by position, {data}", x=0.012, ha="left", fontweight="bold")
+        draw_positions(bottom, runs, found, widths)
+    panels = list(top.subplots(2, 2).flat)
     for i, run in enumerate(runs):
         color = COLORS[i % len(COLORS)]
-        width = 1.6 + 2.4 * (len(runs) - 1 - i) / max(1, len(runs) - 1)
-        draw_run(panels, run, color, color if len(runs) > 1 else COLORS[1], width)
+        draw_run(panels, run, color, color if len(runs) > 1 else COLORS[1], widths[i])
     for axes, (key, title, unit) in zip(panels, PANELS, strict=True):
-        axes.set(xlabel="optimizer step", ylabel=unit)
-        axes.set_title(title, loc="left", fontweight="bold")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_formatter("{x:g}" if key != "tokens-per-second" else EngFormatter(sep=""))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish(axes, title, unit)
+        if key == "tokens-per-second":
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if key != "lm loss":
             axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from tools import plot_run
 
-START = {"schema": 1, "kind": "start", "step": 0}
+START = {"schema": 2, "kind": "start", "step": 0}
 
 
 def train(step: int, loss: float | None, **metrics: float) -> dict:
@@ -18,6 +20,13 @@ def train(step: int, loss: float | None, **metrics: float) -> dict:
 
 def held_out(step: int, loss: float) -> dict:
     return {"kind": "eval", "step": step, "lm loss": loss, "tokens/supervised": 812}
+
+
+def by_position(**losses: float | None) -> dict:
+    """near=2.0, far=None -> the record of 100 tokens in bucket near, none in bucket far"""
+    return {
+        "loss by position": {k: {"loss": v, "tokens": 0 if v is None else 100} for k, v in losses.items()},
+    }
 
 
 def write(folder: Path, *records: dict, tail: str = "") -> Path:
@@ -31,7 +40,9 @@ def is_picture(path: Path) -> bool:
 
 
 def test_a_run_becomes_a_png_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path / "demo", START, held_out(0, 5.6), train(1, 5.5), train(2, 5.1), held_out(2, 5.2))
+    folder = write(
+        tmp_path / "demo", START | {"schema": 1}, held_out(0, 5.6), train(1, 5.5), train(2, 5.1), held_out(2, 5.2)
+    )
     assert plot_run.main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}/plot.png\n"
     assert is_picture(folder / "plot.png")
@@ -71,13 +82,86 @@ def test_smoothing() -> None:
     assert np.isnan(plot_run.smoothed(np.full(40, np.nan))).all()
 
 
+def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict]) -> list[Axes]:
+    """All panels of the picture of these runs, named a, b, ..."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    folders = [write(tmp_path / name, START, *records) for name, records in zip("abc", runs, strict=False)]
+    out = tmp_path / "plot.png"
+    assert plot_run.main([*map(str, folders), "--out", str(out)]) == 0
+    assert is_picture(out)
+    return figures[0].get_axes()
+
+
+def position_panels(panels: list[Axes], data: str) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Title and curves of each panel under this headline."""
+    parts = {axes: axes.get_figure(root=False) for axes in panels}
+    return {
+        axes.get_title("left"): curves(axes)
+        for axes, part in parts.items()
+        if part.get_suptitle() == f"loss by position, {data}"
+    }
+
+
+def curves(axes: Axes) -> dict[str, list[tuple[float, float]]]:
+    """Label and points of each line."""
+    return {str(line.get_label()): [(x, y) for x, y in line.get_xydata()] for line in axes.get_lines()}
+
+
+def test_loss_by_position_of_held_out_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucket never has no tokens, bucket far has some in the last evaluation only."""
+    first, last = by_position(near=3.0, far=None, never=None), by_position(near=2.0, far=1.5, never=None)
+    records = [held_out(0, 5.6) | first, train(1, 5.5) | by_position(near=9.0), held_out(1, 5.2) | last]
+    panels = draw(tmp_path, monkeypatch, records)
+    assert len(panels) == 5
+    found = position_panels(panels, "held out")[""]
+    assert list(found.items()) == [("near", [(0, 3), (1, 2)]), ("far", [(1, 1.5)])]
+    assert ["near", "far"] in [
+        [text.get_text() for text in a.get_legend().get_texts()] for a in panels if a.get_legend()
+    ]
+
+
+def test_loss_by_position_of_training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One evaluation is no curve.  Steps without tokens in a bucket are left out of its line."""
+    records = [
+        held_out(0, 5.6) | by_position(near=9.0, far=9.0),
+        train(1, 5.5) | by_position(near=3.0, far=1.5),
+        train(2, 5.4) | by_position(near=2.5, far=None),
+        train(3, 5.3) | by_position(near=2.0, far=1.0),
+    ]
+    panels = draw(tmp_path, monkeypatch, records)
+    assert position_panels(panels, "train") == {"": {"near": [(1, 3), (2, 2.5), (3, 2)], "far": [(1, 1.5), (3, 1)]}}
+
+
+def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each bucket, a colour for each run; a run without the key has no line there."""
+    a = [held_out(s, 5.0) | by_position(near=3.0 - s, far=2.0) for s in (0, 1)]
+    b = [held_out(s, 5.0) | by_position(near=2.5 - s, far=None) for s in (0, 1)]
+    c = [held_out(s, 5.0) for s in (0, 1)]
+    panels = draw(tmp_path, monkeypatch, a, b, c)
+    assert position_panels(panels, "held out") == {
+        "near": {"a": [(0, 3), (1, 2)], "b": [(0, 2.5), (1, 1.5)]},
+        "far": {"a": [(0, 2), (1, 2)]},
+    }
+    colors = {str(line.get_color()) for axes in panels for line in axes.get_lines() if line.get_label() == "a"}
+    assert colors == {plot_run.COLORS[0]}
+
+
+@pytest.mark.parametrize("more", [{}, by_position(), by_position(near=None), {"loss by position": None}])
+def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict) -> None:
+    panels = draw(tmp_path, monkeypatch, [train(1, 5.5) | more, held_out(1, 5.2) | more, held_out(2, 5.2) | more])
+    titles = [axes.get_title("left") for axes in panels]
+    assert titles == ["loss", "gradient norm", "learning rate", "throughput"]
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
         (None, "metrics.jsonl does not exist. Give the folder of a run"),
         ("", "has no step and no evaluation"),
-        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads schema 1"),
-        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads schema 1"),
+        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads 1 and 2"),
+        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 and 2"),
         ('{"schema": 1, "kind": "start", "step": 0}\n', "has no step and no evaluation"),
         ('{"schema": 1, "kind": "start", "step": 0}\nnonsense\n{}\n', "metrics.jsonl:2 is not JSON"),
         ('{"schema": 1, "kind": "start", "step": 0}\n{"loss": 3}\n', "metrics.jsonl:2 is not a record"),

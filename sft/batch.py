@@ -20,11 +20,13 @@ class Sample:
 
     tokens     int32 [n]
     loss_mask  bool  [n], true for tokens the assistant wrote, its end-of-turn token included
+    source     which data file it is from
     """
 
     sample_id: int
     tokens: np.ndarray
     loss_mask: np.ndarray
+    source: int = 0
 
     @property
     def num_supervised(self) -> int:
@@ -47,6 +49,7 @@ class Pack:
     All arrays but the last two are [t] over the padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
     lengths     int32 [num_documents], real lengths; 0 marks a filler document
+    sources     int32 [num_documents], which data file; 0 for filler
     sample_ids  which sample each real document is, in order
     """
 
@@ -56,12 +59,18 @@ class Pack:
     position_ids: np.ndarray
     cu_seqlens: np.ndarray
     lengths: np.ndarray
+    sources: np.ndarray
     sample_ids: tuple[int, ...]
 
     @property
     def loss_mask(self) -> np.ndarray:
         """bool [t]: supervised, that is, of a weight above 0."""
         return self.loss_weights > 0
+
+    @property
+    def documents(self) -> np.ndarray:
+        """int32 [t]: which document each token belongs to, its padding included."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens))
 
     @property
     def max_seqlen(self) -> int:
@@ -76,7 +85,9 @@ class Microbatch:
     tokens, labels, position_ids  int64 [1, t]     t = pack length / cp
     loss_weights                  float32 [1, t], above 0 where supervised
     cu_seqlens                    int32 [num_documents + 1], boundaries in the WHOLE pack (filler included)
+    documents                     int32 [1, t], which document of the pack each token belongs to
     max_seqlen                    longest padded document of the whole pack
+    lengths, supervised, sources  int32 [num_documents], numpy: real length (0: filler), supervised labels, data file
     The counts are of the whole pack, the same on every context-parallel rank.
     """
 
@@ -84,8 +95,12 @@ class Microbatch:
     labels: torch.Tensor
     position_ids: torch.Tensor
     loss_weights: torch.Tensor
+    documents: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    lengths: np.ndarray
+    supervised: np.ndarray
+    sources: np.ndarray
     num_documents: int  # real documents
     num_real_tokens: int  # tokens of samples
     num_aligned_tokens: int  # with padding to doc_multiple

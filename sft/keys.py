@@ -87,7 +87,7 @@ def expected(key: str) -> str:
         return "true, false, a number, text, null or a list of texts"
     info = leaves()[key]
     kinds = _alternatives(info.annotation, info.metadata)
-    return " or ".join(_in_words(kind, bounds) for kind, bounds in kinds)
+    return " or ".join(_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds)
 
 
 def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -102,7 +102,8 @@ def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple
         yield annotation, bounds
 
 
-def _in_words(kind: Any, bounds: Sequence[Any]) -> str:
+def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
+    """`alone`: a list of one may be written as its only element."""
     limits = []
     for bound in bounds:
         match bound:
@@ -118,7 +119,10 @@ def _in_words(kind: Any, bounds: Sequence[Any]) -> str:
         case origin if origin is Literal:
             words = "one of " + ", ".join(get_args(kind))
         case origin if origin is list:
-            words = "a path or a list of paths" + (", not empty" if bounds else "")
+            ((kind, inner),) = _alternatives(*get_args(kind))
+            one = "a path" if kind is str else _in_words(kind, inner)
+            several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {one}"
+            return (f"{one} or " if alone else "") + several + (", not empty" if bounds else "")
         case origin if origin is dict:
             words = "a mapping of names to values"
         case _:

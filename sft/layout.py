@@ -110,6 +110,21 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     return embeddings + model.num_layers * (attention + mlp + 2 * hidden) + hidden
 
 
+def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, float]:
+    """FLOPs of forward and backward: per token of a document, per supervised token, per squared length of a document.
+
+    Matrix products only, 6 per parameter that multiplies; causal attention costs half of the square, twice (scores and
+    values), and backward twice of forward: 6 * layers * queries per squared token.
+
+    the model above (`num_parameters`): (6 * 160, 6 * 40, 6 * 1 * 4)
+    """
+    width = model.resolved_head_dim
+    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
+    per_layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.ffn_hidden_size)
+    head = vocab_size * model.hidden_size
+    return 6.0 * model.num_layers * per_layer, 6.0 * head, 6.0 * model.num_layers * queries
+
+
 def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
     """Rows of the embedding that are tokens: `model.vocab_size`, or as many as the tokenizer has.
 

@@ -1,7 +1,7 @@
 """From sums over all ranks to numbers a person reads: console, metrics.jsonl and TensorBoard.
 
 Every number is made here from exact integer counts and a float64 sum that the engine has reduced over all ranks
-(`mcore.engine.Totals`); nothing is averaged twice.  Only rank 0 writes.
+(`tally.Totals`); nothing is averaged twice.  Only rank 0 writes.
 """
 
 import json
@@ -9,14 +9,16 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from sft.config import Config, LossConfig
-from sft.layout import Layout
-from sft.mcore.engine import StepResult, Totals
+from sft.layout import Layout, train_flops
+from sft.mcore.engine import StepResult
+from sft.tally import Ratio, Schema, Totals
 
-SCHEMA = 1  # of metrics.jsonl
+SCHEMA = 2  # of metrics.jsonl
 Record = dict[str, Any]
 
 
@@ -32,54 +34,104 @@ class Console:
             print(text, file=self._stream, flush=True)
 
 
-def train_record(step: int, result: StepResult, layout: Layout, config: Config, *, seconds: float) -> Record:
-    """Everything metrics.jsonl says about one step."""
+def train_record(
+    step: int,
+    result: StepResult,
+    layout: Layout,
+    config: Config,
+    *,
+    schema: Schema,
+    vocab_size: int,
+    seconds: float,
+) -> Record:
+    """Everything metrics.jsonl says about one step; docs/metrics.md explains each name."""
     totals = result.totals
-    return {
+    capacity = config.data.seq_length * layout.global_batch_size
+    record = {
         "kind": "train",
         "step": step,
-        **_losses(totals, config.loss),
+        **_losses(totals, config.loss, schema),
         "grad-norm": result.grad_norm,
         "learning-rate": result.learning_rate,
         "skipped": result.skipped,
-        "documents": totals.num_documents,
-        "tokens/supervised": totals.num_tokens,
-        "tokens/real": totals.num_real_tokens,
-        "tokens/aligned": totals.num_aligned_tokens,
-        "tokens/padded": totals.num_padded_tokens,
-        "tokens/capacity": config.data.seq_length * layout.global_batch_size,
+        **_counts(totals),
+        "tokens/capacity": capacity,
+        "padding/alignment": totals.num_aligned_tokens - totals.num_real_tokens,
+        "padding/filler": totals.num_padded_tokens - totals.num_aligned_tokens,
+        "padding/tail": capacity - totals.num_padded_tokens,
+        "work-imbalance": totals.work_imbalance,
         "tokens-per-second": totals.num_real_tokens / seconds,
         "tokens-per-second-per-rank": totals.num_real_tokens / seconds / layout.world_size,
+        "tokens-per-second-supervised": totals.num_tokens / seconds,
+        "data-wait-share": totals.peaks["data_wait_s"].value / seconds,
         "step-time-s": seconds,
     }
+    per_token, per_label, per_square = train_flops(config.model, vocab_size)
+    flops = totals.num_real_tokens * per_token + totals.num_tokens * per_label + totals.sum_of_squares * per_square
+    record["tflops-per-rank"] = flops / seconds / layout.world_size / 1e12
+    if config.log.peak_tflops is not None:
+        record["mfu"] = record["tflops-per-rank"] / config.log.peak_tflops
+    for name in ("allocated", "reserved"):
+        peak = totals.peaks[f"memory_{name}"]
+        if peak.value:  # CUDA only
+            record[f"memory/{name}-gib"], record[f"memory/{name}-rank"] = peak.value / 2**30, peak.rank
+    return record
 
 
-def eval_record(step: int, totals: Totals, config: Config, *, seconds: float) -> Record:
+def eval_record(step: int, totals: Totals, config: Config, *, schema: Schema, seconds: float) -> Record:
     """Everything metrics.jsonl says about one pass over the held-out data."""
     return {
         "kind": "eval",
         "step": step,
-        **_losses(totals, config.loss),
-        "documents": totals.num_documents,
-        "tokens/supervised": totals.num_tokens,
-        "tokens/real": totals.num_real_tokens,
+        **_losses(totals, config.loss, schema),
+        "sample loss": totals.sequence_nll.value,
+        **_counts(totals),
         "eval-time-s": seconds,
     }
 
 
-def _losses(totals: Totals, loss: LossConfig) -> Record:
-    """lm loss  the quantity optimised; nats per supervised token unless the recipe weighs or adds anything
-    nll      mean of -log p(label) over supervised tokens; only where that is something else
-    entropy  mean over supervised tokens, nats; only where it is measured
-    None (null in JSON) where no token was supervised.
-    """
+def _losses(totals: Totals, loss: LossConfig, schema: Schema) -> Record:
+    """None (null in JSON) where no token was supervised, or a perplexity is beyond what a float holds."""
     count = totals.num_tokens
-    found = {"lm loss": totals.loss / totals.denominator if count else None}
+    found: Record = {"lm loss": totals.loss / totals.denominator if count else None}
     if loss.reduction != "token" or loss.z_loss_coef or loss.entropy_coef:
         found["nll"] = totals.nll / count if count else None
     if loss.measures_entropy:
         found["entropy"] = totals.entropy / count if count else None
+    found["perplexity/avg"] = _finite(totals.perplexity.value)
+    found["perplexity/min"] = _finite(totals.perplexity_min)
+    found["perplexity/max"] = _finite(totals.perplexity_max) if totals.perplexity.count else None
+    found["loss by position"] = _apart(schema.positions, totals.by_position)
+    found["loss by source"] = _apart(schema.sources, totals.by_source)
     return found
+
+
+def _apart(names: Sequence[str], ratios: Sequence[Ratio]) -> Record:
+    return {n: {"loss": r.value, "tokens": int(r.count)} for n, r in zip(names, ratios, strict=True)}
+
+
+def _counts(totals: Totals) -> Record:
+    return {
+        "documents": totals.num_documents,
+        "sequences": int(totals.perplexity.count),
+        "tokens/supervised": totals.num_tokens,
+        "tokens/real": totals.num_real_tokens,
+        "tokens/aligned": totals.num_aligned_tokens,
+        "tokens/padded": totals.num_padded_tokens,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def flat(record: Record) -> Iterator[tuple[str, Any]]:
+    """{"a": 1, "b": {"c": {"d": 2}}} -> ("a", 1), ("b/c/d", 2)"""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", x) for inner, x in flat(value))
+        else:
+            yield name, value
 
 
 class Metrics:
@@ -164,7 +216,7 @@ class Metrics:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
         if self._events and record["kind"] != "start":
-            for name, value in record.items():
+            for name, value in flat(record):
                 if name not in ("kind", "step") and value is not None:
                     self._events.add_scalar(_tag(record["kind"], name), float(value), record["step"])
             self._events.flush()

@@ -19,6 +19,7 @@ from sft.layout import Layout, num_parameters, vocab_rows
 from sft.mcore import device, groups, shards
 from sft.mcore.engine import Engine, StepResult
 from sft.metrics import Console, Metrics, eval_record, train_record
+from sft.profile import Profile
 from sft.recipe import Recipe, dump
 
 
@@ -29,15 +30,20 @@ def main(recipe: Recipe) -> None:
     here = device.start(device.choose(config.run.device))
     place = groups.start(layout, here, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(place.rank)
-    Run(recipe, layout, place, console).train()
+    folder = Path(config.run.dir)
+    with Profile(config.profile, folder, place, console, world_size=layout.world_size) as profile:
+        Run(recipe, layout, place, console, profile).train()
     groups.stop()
 
 
 class Run:
     """Everything one rank needs to train."""
 
-    def __init__(self, recipe: Recipe, layout: Layout, place: groups.Groups, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, layout: Layout, place: groups.Groups, console: Console, profile: Profile
+    ) -> None:
         self.config, self.layout, self.place, self.console = recipe.config, layout, place, console
+        self.profile = profile
         self.folder = Path(self.config.run.dir)
         self.recipe = recipe
         groups.agree(lambda: _open_folder(self.folder))
@@ -67,14 +73,17 @@ class Run:
             if state.step == 0:
                 self._evaluate(state, metrics)
             while state.step < self.num_steps:
-                state = self._step(state, metrics)
+                with self.profile.step(state.step + 1):
+                    state = self._step(state, metrics)
             metrics.summarise()
         self.console.say(f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl and recipe.yaml")
 
     def _step(self, state: RunState, metrics: Metrics) -> RunState:
         """One update, and what is due after it."""
         started = time.monotonic()
-        result = self.engine.train_step(self.loader.microbatches(state.step))
+        microbatches = self.loader.microbatches(state.step)
+        waited = time.monotonic() - started
+        result = self.engine.train_step(microbatches, sources=self.loader.sources, data_wait_s=waited)
         self._check(result, state.step)
         state = state.after(result)
         metrics.train(self._record(state, result, time.monotonic() - started))
@@ -131,7 +140,15 @@ class Run:
         return metrics
 
     def _record(self, state: RunState, result: StepResult, seconds: float) -> dict[str, object]:
-        return train_record(state.step, result, self.layout, self.config, seconds=seconds)
+        return train_record(
+            state.step,
+            result,
+            self.layout,
+            self.config,
+            schema=self.engine.schema(self.loader.sources),
+            vocab_size=self.engine.vocab_size,
+            seconds=seconds,
+        )
 
     def _evaluate(self, state: RunState, metrics: Metrics) -> None:
         if self.held_out:
@@ -139,7 +156,8 @@ class Run:
             totals = evaluate(self.engine, self.held_out)
             if not math.isfinite(totals.loss):
                 raise TrainingError(f"the held-out loss after step {state.step} is {totals.loss}; nothing was saved.")
-            metrics.eval(eval_record(state.step, totals, self.config, seconds=time.monotonic() - started))
+            seconds, schema = time.monotonic() - started, self.engine.schema(self.held_out.sources)
+            metrics.eval(eval_record(state.step, totals, self.config, schema=schema, seconds=seconds))
 
     def _check(self, result: StepResult, step: int) -> None:
         """Loss and norm are the same on all ranks, so all stop together, and nothing is saved."""

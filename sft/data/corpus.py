@@ -60,12 +60,21 @@ class Corpus:
         file, index = self._find(sample_id)
         start, stop = self._starts[file][index], self._starts[file][index + 1]
         store = self._stores[file]
-        return Sample(sample_id=sample_id, tokens=store.tokens[start:stop], loss_mask=store.mask[start:stop])
+        tokens, mask = store.tokens[start:stop], store.mask[start:stop]
+        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask, source=file)
 
     def name(self, sample_id: int) -> str:
         """Where a sample comes from, as a user would look it up: `chat.jsonl:1841`."""
         file, index = self._find(sample_id)
         return row_name(self._paths[file], int(self._kept[file][index, 0]))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """A name for each file, in their order: its name without the ending, or its path where two share that."""
+        stems = [path.name.split(".")[0] for path in self._paths]
+        return tuple(
+            stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, self._paths, strict=True)
+        )
 
     def summary(self) -> str:
         """One line per file: samples and tokens kept, cut and dropped."""

@@ -54,7 +54,13 @@ class Loader:
         self._local_indices = local_indices
         self._reduction = reduction
         self._steps: list[int] = []  # steps of epoch 0, 1, ... as far as planned
+        self._eval_plan: Plan | None = None
         self._plans: dict[int, Plan] = {}  # at most two: a million samples are 16 MB
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the data files, as `Sample.source` counts them."""
+        return self._corpus.sources
 
     def plan(self, epoch: int) -> Plan:
         """The packs of an epoch, counted from 0."""
@@ -102,7 +108,9 @@ class Loader:
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
         """All packs once, unshuffled, `num_microbatches` per rank at a time; the last batch is filled up."""
-        plan = self._plan(0, shuffle=False)
+        if self._eval_plan is None:
+            self._eval_plan = self._plan(0, shuffle=False)
+        plan = self._eval_plan
         for batch in range(-(-len(plan) // self._layout.global_batch_size)):
             yield self._microbatches(plan, batch)
 
@@ -149,8 +157,12 @@ def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microba
         labels=rows(pack.labels, torch.int64),
         position_ids=rows(pack.position_ids, torch.int64),
         loss_weights=rows(pack.loss_weights, torch.float32),
+        documents=rows(pack.documents, torch.int32),
         cu_seqlens=torch.from_numpy(pack.cu_seqlens),
         max_seqlen=pack.max_seqlen,
+        lengths=pack.lengths,
+        supervised=np.bincount(pack.documents[pack.loss_mask], minlength=len(pack.lengths)).astype(np.int32),
+        sources=pack.sources,
         num_documents=int((pack.lengths > 0).sum()),
         num_real_tokens=int(pack.lengths.sum()),
         num_aligned_tokens=int(aligned(pack.lengths, doc_multiple).sum()),

@@ -137,6 +137,7 @@ def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int, redu
         position_ids=_positions(cu_seqlens),
         cu_seqlens=cu_seqlens,
         lengths=lengths,
+        sources=np.array([sample.source for sample in samples], dtype=np.int32),
         sample_ids=tuple(sample.sample_id for sample in samples),
     )
 
@@ -179,6 +180,7 @@ def pad_to(pack: Pack, *, length: int, doc_multiple: int, pad_id: int) -> Pack:
         position_ids=_positions(cu_seqlens),
         cu_seqlens=cu_seqlens,
         lengths=np.concatenate([pack.lengths, np.zeros(fillers, dtype=np.int32)]),
+        sources=np.concatenate([pack.sources, np.zeros(fillers, dtype=np.int32)]),
         sample_ids=pack.sample_ids,
     )
 
@@ -192,6 +194,7 @@ def filler_pack(*, doc_multiple: int, pad_id: int) -> Pack:
         position_ids=np.arange(doc_multiple, dtype=np.int32),
         cu_seqlens=np.array([0, doc_multiple], dtype=np.int32),
         lengths=np.zeros(1, dtype=np.int32),
+        sources=np.zeros(1, dtype=np.int32),
         sample_ids=(),
     )
 

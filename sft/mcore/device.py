@@ -58,6 +58,15 @@ def start(device_type: str) -> torch.device:
     return torch.device("cpu")
 
 
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Bytes allocated and reserved at most since the last call; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory_allocated": float(allocated), "memory_reserved": float(reserved)}
+
+
 class _Redirect(TorchFunctionMode):
     """Tensors asked for on "cuda" are made on the CPU; `Tensor.type()` gives the CUDA name core compares with."""
 

@@ -17,28 +17,11 @@ from torch import Tensor
 
 from sft.batch import Microbatch
 from sft.config import Config
-from sft.layout import Layout
-from sft.mcore import attention, model, optim
+from sft.layout import Layout, train_flops
+from sft.mcore import attention, device, model, optim
 from sft.mcore.groups import Groups
-from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Sums over all ranks and microbatches of one step or evaluation batch; exact integers, float64 loss."""
-
-    loss: float  # the objective
-    denominator: float  # what it is divided by: the sum of weights, or the supervised tokens
-    nll: float  # sum over supervised tokens of -log p(label), nats
-    entropy: float  # sum over supervised tokens, nats; 0 where it is not measured
-    num_tokens: int  # supervised
-    num_real_tokens: int  # of samples
-    num_aligned_tokens: int  # with padding of documents
-    num_padded_tokens: int  # with filler: what was computed
-    num_documents: int
-
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
+from sft.tally import Place, Schema, Tally, Totals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +32,25 @@ class StepResult:
     grad_norm: float  # before clipping, of the mean loss
     learning_rate: float
     skipped: bool  # no supervised token in the whole global batch: nothing was updated
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """Of one microbatch, on the device until the step is over: a GPU is not waited for in between."""
+
+    objective: Tensor
+    denominator: Tensor
+    rows: RowStatistics
+
+    def on_cpu(self) -> dict[str, Any]:
+        """Arguments of `Tally.tokens`."""
+        rows = self.rows
+        return {
+            "objective": self.objective.item(),
+            "denominator": self.denominator.item(),
+            "logprob": rows.logprob.cpu().numpy(),
+            "entropy": None if rows.entropy is None else rows.entropy.cpu().numpy(),
+        }
 
 
 class Engine:
@@ -65,24 +67,38 @@ class Engine:
         self.core_config.finalize_model_grads_func = self._finalize
         self._denominator = torch.zeros((), dtype=torch.float64, device=groups.device)  # of this rank and step
 
-    def train_step(self, microbatches: Sequence[Microbatch]) -> StepResult:
-        """One update over the `num_microbatches` microbatches of this data-parallel rank."""
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        sources: Sequence[str] = ("data",),
+        data_wait_s: float = 0.0,
+    ) -> StepResult:
+        """One update over the `num_microbatches` microbatches of this data-parallel rank.
+
+        sources      names of the data files, for the loss of each
+        data_wait_s  how long this rank waited for the microbatches
+        """
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        totals = self._run(microbatches, forward_only=False)
+        totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
         self.scheduler.step(1)
         skipped = totals.num_tokens == 0
         grad_norm = 0.0 if skipped else float(self.optimizer.step()[1])
         return StepResult(totals=totals, grad_norm=grad_norm, learning_rate=self._learning_rate(), skipped=skipped)
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> Totals:
+    def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ("data",)) -> Totals:
         """Loss over microbatches, without gradients."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            return self._run(microbatches, forward_only=True)
+            return self._run(microbatches, sources, forward_only=True)
+
+    def schema(self, sources: Sequence[str]) -> Schema:
+        """What is counted apart of data from files of these names."""
+        return Schema(position_edges=tuple(self.config.log.position_edges), sources=tuple(sources))
 
     def token_losses(self, microbatch: Microbatch) -> Tensor | None:
         """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
@@ -102,11 +118,31 @@ class Engine:
             self._schedule([microbatch], keep, forward_only=True)
         return found[0] if found else None
 
-    def _run(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> Totals:
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        sources: Sequence[str],
+        *,
+        forward_only: bool,
+        data_wait_s: float = 0.0,
+    ) -> Totals:
         self._denominator.zero_()
-        local = self._schedule(microbatches, self._loss, forward_only=forward_only)
-        sums = torch.stack(local).sum(0) if local else torch.zeros(5, dtype=torch.float64, device=self.groups.device)
-        return self._reduce(sums, microbatches)
+        local: list[_Seen] = self._schedule(microbatches, self._loss, forward_only=forward_only)
+        per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
+        tally = Tally(self.schema(sources), (per_token, per_square))
+        tally.packs(microbatches)
+        for index, seen in enumerate(local):  # none on other stages than the last
+            tally.tokens(microbatches, index, **seen.on_cpu())
+        return tally.reduce(self._place(), {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)})
+
+    def _place(self) -> Place:
+        reports = self.groups.reports
+        return Place(
+            tells_tokens=reports,
+            tells_packs=reports and self.groups.cp_rank == 0,
+            cp=self.groups.cp,
+            device=self.groups.device,
+        )
 
     def _schedule(self, microbatches: Sequence[Microbatch], loss: Any, *, forward_only: bool) -> list[Any]:
         assert len(microbatches) > 0
@@ -131,17 +167,16 @@ class Engine:
         hidden = chunk(mb.tokens.to(device), mb.position_ids.to(device), None, packed_seq_params=documents)
         return hidden, partial(loss, chunk, mb)
 
-    def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The objective; the count core wants; and the sums that `_reduce` takes over all ranks."""
+    def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, "_Seen"]:
+        """The objective; the count core wants; and what is tallied when the step is over."""
         targets = Targets.of(mb, hidden.device)
         terms = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
-        wide = torch.float64
-        count = torch.tensor(len(targets), dtype=wide, device=hidden.device)
-        denominator = targets.weights.sum(dtype=wide) if self.config.loss.denominator == "weights" else count
+        count = torch.tensor(len(targets), device=hidden.device)
+        weighs = self.config.loss.denominator == "weights"
+        denominator = targets.weights.sum(dtype=torch.float64) if weighs else count.double()
         self._denominator += denominator
-        nll = -terms.rows.logprob.sum(dtype=wide)
-        entropy = torch.zeros_like(nll) if terms.rows.entropy is None else terms.rows.entropy.sum(dtype=wide)
-        return terms.objective, count.int(), torch.stack((terms.objective.detach(), denominator, nll, entropy, count))
+        seen = _Seen(objective=terms.objective.detach().clone(), denominator=denominator, rows=terms.rows)
+        return terms.objective, count.int(), seen
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
         """Reduce all gradients, and divide them by the denominator of the global batch.
@@ -161,33 +196,6 @@ class Engine:
             self.vocab_size,
             self.groups.tp,
             sequence_parallel=self.layout.sequence_parallel,
-        )
-
-    def _reduce(self, sums: Tensor, microbatches: Sequence[Microbatch]) -> Totals:
-        """One collective over the world.  Each (dp, cp) position speaks once; facts about whole packs are told by
-        the first context-parallel rank only.  float64 holds integers exactly up to 2**53."""
-        packs = [
-            (mb.num_real_tokens, mb.num_aligned_tokens, int(mb.cu_seqlens[-1]), mb.num_documents) for mb in microbatches
-        ]
-        facts = torch.tensor(packs, dtype=torch.float64, device=self.groups.device).sum(0)
-        if self.groups.cp_rank != 0:
-            facts.zero_()
-        sums = torch.cat((sums, facts))
-        if not self.groups.reports:
-            sums.zero_()
-        dist.all_reduce(sums)
-        loss, denominator, nll, entropy, *counts = sums.tolist()
-        tokens, real, aligned, padded, documents = (int(c) for c in counts)
-        return Totals(
-            loss=loss,
-            denominator=denominator,
-            nll=nll,
-            entropy=entropy,
-            num_tokens=tokens,
-            num_real_tokens=real,
-            num_aligned_tokens=aligned,
-            num_padded_tokens=padded,
-            num_documents=documents,
         )
 
     def _learning_rate(self) -> float:

@@ -47,6 +47,8 @@ class SkewedCorpus:
     Under zigzag that puts all supervision on few ranks: of [0, 64) with cp 2, rank 0 holds all of [48, 64).
     """
 
+    sources = ("even", "odd")
+
     def __init__(self, lengths: Sequence[int], vocab: int = VOCAB) -> None:
         rng = np.random.default_rng(3)
         self.lengths = np.array(lengths, dtype=np.int64)
@@ -58,7 +60,7 @@ class SkewedCorpus:
     def sample(self, sample_id: int) -> Sample:
         tokens = self._tokens[sample_id]
         mask = np.arange(len(tokens)) >= 0.75 * len(tokens)
-        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask)
+        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask, source=sample_id % 2)
 
 
 # 20 packs of up to 256 tokens: five global batches of four.

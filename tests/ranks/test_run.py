@@ -10,7 +10,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.ranks.test_bad_input import kill, launch, start
 
-TIMED = ("tokens-per-second", "tokens-per-second-per-rank", "step-time-s", "eval-time-s")
+TIMED = (
+    "tokens-per-second",
+    "tokens-per-second-per-rank",
+    "tokens-per-second-supervised",
+    "tflops-per-rank",
+    "data-wait-share",
+    "step-time-s",
+    "eval-time-s",
+)
 
 
 def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
@@ -51,7 +59,7 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
     train, evaluation = records(folder, "train"), records(folder, "eval")
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in evaluation] == [0, 4, 6]
-    assert records(folder, "start")[0]["schema"] == 1
+    assert records(folder, "start")[0]["schema"] == 2
     assert all(r["tokens/supervised"] <= r["tokens/real"] <= r["tokens/aligned"] <= r["tokens/padded"] for r in train)
     assert all(r["tokens/padded"] <= r["tokens/capacity"] == 512 for r in train)
     # Held-out answers of 1, 2, 3, ... characters, and the end of each turn: "0", "22", "444", ..., "12" * 7.

@@ -38,6 +38,9 @@ def test_the_groups() -> None:
         "optim",
         "checkpoint",
         "log",
+        "profile",
+        "profile.memory",
+        "profile.torch",
     ]
 
 
@@ -49,6 +52,7 @@ def test_the_groups() -> None:
         ("run.seed", "a whole number of at least 0 and below 2147483648"),
         ("data.train", "a path or a list of paths, not empty"),
         ("data.eval", "a path or a list of paths"),
+        ("log.position_edges", "a whole number of at least 1 or a list of such"),
         ("data.shuffle", "true or false"),
         ("data.chat_template", "non-empty text or null"),
         ("model.head_dim", "a whole number of at least 1 or null"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,8 +124,12 @@ def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
         labels=labels,
         position_ids=nothing,
         loss_weights=weights,
+        documents=torch.zeros_like(nothing, dtype=torch.int32),
         cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
         max_seqlen=size,
+        lengths=np.array([size], dtype=np.int32),
+        supervised=np.array([int((weights > 0).sum())], dtype=np.int32),
+        sources=np.zeros(1, dtype=np.int32),
         num_documents=1,
         num_real_tokens=size,
         num_aligned_tokens=size,

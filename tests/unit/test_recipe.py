@@ -215,7 +215,7 @@ MISTAKES = {
         "zzz=2",
         "unknown key zzz (command line: zzz=2).  Keys of a recipe: run, model, data, parallel, attention, "
         "loss, "
-        "train, optim, checkpoint, log.",
+        "train, optim, checkpoint, log, profile.",
     ),
     "a key below a value": (
         "run.dir.x=2",
@@ -501,7 +501,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_the
         "  3 of 7: unknown key lgo (a.yaml, line 13).  Did you mean log?",
         "  4 of 7: unknown key x (command line: x=1).  Keys of a recipe: run, model, data, parallel, "
         "attention, loss, "
-        "train, optim, checkpoint, log.",
+        "train, optim, checkpoint, log, profile.",
         "  5 of 7: data.seq_length = 4.0 (command line: data.seq_length=4.0); expected a whole number of at "
         "least 1.  "
         "Write 4.",
@@ -562,13 +562,13 @@ BROKEN = {
         "- run",
         "a.yaml, line 1: not a recipe.  Keys of a recipe: run, model, data, parallel, attention, loss, "
         "train, optim, "
-        "checkpoint, log.",
+        "checkpoint, log, profile.",
     ),
     "a text": (
         "recipes/qwen.yaml",
         "a.yaml, line 1: not a recipe.  Keys of a recipe: run, model, data, parallel, attention, loss, "
         "train, optim, "
-        "checkpoint, log.",
+        "checkpoint, log, profile.",
     ),
 }
 

@@ -117,7 +117,8 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
                 limits.append(f"below {lt}")
     match get_origin(kind) or kind:
         case origin if origin is Literal:
-            words = "one of " + ", ".join(get_args(kind))
+            choices = get_args(kind)
+            words = "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
         case origin if origin is list:
             ((kind, inner),) = _alternatives(*get_args(kind))
             one = "a path" if kind is str else _in_words(kind, inner)

@@ -9,11 +9,16 @@ import pytest
 from pydantic import ValidationError
 
 from sft.config import Config, Conflict, DataConfig, OptimConfig, ParallelConfig, divisors, listed
+from sft.errors import ConfigError
 from sft.keys import expected, leaves, nearest, sections, values
 from sft.recipe import parse_recipe
 from tests.unit.test_recipe import GOOD
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(*overrides: str) -> Config:
+    return parse_recipe(GOOD, "a.yaml", list(overrides)).config
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
@@ -52,6 +57,7 @@ def test_the_groups() -> None:
         ("run.seed", "a whole number of at least 0 and below 2147483648"),
         ("data.train", "a path or a list of paths, not empty"),
         ("data.eval", "a path or a list of paths"),
+        ("loss.chunk_size", "a whole number of at least 1 or null or auto"),
         ("log.position_edges", "a whole number of at least 1 or a list of such"),
         ("data.shuffle", "true or false"),
         ("data.chat_template", "non-empty text or null"),
@@ -174,3 +180,39 @@ def test_a_page_out_of_date_is_noticed(tmp_path: Path) -> None:
 
 def test_the_whole_schema_is_in_the_config() -> None:
     assert list(Config.model_fields) == [group for group in sections() if "." not in group]
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "true", "false", "1.5", "all", "[4]"])
+def test_chunks_of_no_size_are_refused(wrong: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"loss\.chunk_size = .*; expected a whole number of at least 1 or null or auto"
+    ):
+        config(f"loss.chunk_size={wrong}")
+
+
+@pytest.mark.parametrize(
+    "overrides, rows, chunk",
+    [
+        ([], 10_000, 4096),
+        ([], 100, 100),
+        (["loss.impl=chunked"], 10_000, 1024),
+        (["loss.impl=chunked", "loss.chunk_size=7"], 10_000, 7),
+        (["loss.chunk_size=null"], 10_000, 10_000),
+        (["loss.impl=full"], 10_000, 10_000),
+        ([], 0, 1),
+    ],
+    ids=str,
+)
+def test_rows_of_a_chunk(overrides: list[str], rows: int, chunk: int) -> None:
+    assert config(*overrides).loss.chunk(rows) == chunk
+
+
+def test_chunks_of_what_has_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="loss.chunk_size = 7 .*does nothing with impl = full"):
+        config("loss.impl=full", "loss.chunk_size=7")
+
+
+@pytest.mark.parametrize("edges", ["[4, 4]", "[8, 4]"])
+def test_edges_that_do_not_increase_are_refused(edges: str) -> None:
+    with pytest.raises(ConfigError, match="position_edges .*must increase"):
+        config(f"log.position_edges={edges}")

@@ -194,6 +194,12 @@ class Tally:
         dist.all_gather_into_tensor(everyone, mine)
         return self._totals(everyone.view(-1, mine.numel()).cpu().numpy())
 
+    @staticmethod
+    def bytes_sent(num_positions: int, num_sources: int, num_documents: int) -> int:
+        """Bytes a rank gives to the exchanges of `reduce`, with cp above 1."""
+        numbers = 2 + len(SUM) + len(REPLICATED) + len(MAX) + 2 + 2 * (num_positions + num_sources)
+        return 8 * (numbers + num_documents)
+
     def _per_sequence(self, place: Place) -> tuple[float, float]:
         """Adds what documents are as a whole to this rank's facts; smallest and largest perplexity."""
         nll = np.concatenate(self._sequences) if self._sequences else np.zeros(0)

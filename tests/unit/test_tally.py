@@ -104,6 +104,17 @@ def test_forty_million_tokens_are_counted_exactly(place: Place) -> None:
     assert one_more.num_tokens == 75_497_475 and one_more.by_position[0].count == 2**24 + 2**23 + 1
 
 
+def test_bytes_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three buckets and two sources, to the world; over cp comes a float64 for each document."""
+    sent = []
+    gather = dist.all_gather_into_tensor
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, mine: (sent.append(mine.nbytes), gather(out, mine)))
+    seen(place, [([sample(5, 3)], [1.0, 2.0, 3.0])])
+    assert sent == [Tally.bytes_sent(3, 2, 0)]
+    assert Tally.bytes_sent(3, 2, 1000) == sent[0] + 8000
+    assert Tally.bytes_sent(4, 100, 7000) < 64 << 10
+
+
 @pytest.mark.parametrize(
     "edges, names",
     [

@@ -45,7 +45,7 @@ class Schema:
     """What is counted apart, the same on every rank.
 
     position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+: places in a document, from 0
-    sources         names of the data files
+    sources         names of the data files; none: not told apart
     """
 
     position_edges: tuple[int, ...]
@@ -176,6 +176,8 @@ class Tally:
         document = mb.documents.numpy().ravel()[rows]
         bucket = np.searchsorted(self._edges, mb.position_ids.numpy().ravel()[rows], side="right")
         for table, kind in ((self._positions, bucket), (self._sources, mb.sources[document])):
+            if table.shape[1] == 0:  # no names of sources: not told apart
+                continue
             table[0] += np.bincount(kind, weights=nll, minlength=table.shape[1])
             table[1] += np.bincount(kind, minlength=table.shape[1])
         self._sequences[index] += np.bincount(document, weights=nll, minlength=len(mb.supervised))

@@ -71,12 +71,12 @@ class Engine:
         self,
         microbatches: Sequence[Microbatch],
         *,
-        sources: Sequence[str] = ("data",),
+        sources: Sequence[str] = (),
         data_wait_s: float = 0.0,
     ) -> StepResult:
         """One update over the `num_microbatches` microbatches of this data-parallel rank.
 
-        sources      names of the data files, for the loss of each
+        sources      names of the data files, for the loss of each; none: not told apart
         data_wait_s  how long this rank waited for the microbatches
         """
         for chunk in self.chunks:
@@ -89,7 +89,7 @@ class Engine:
         grad_norm = 0.0 if skipped else float(self.optimizer.step()[1])
         return StepResult(totals=totals, grad_norm=grad_norm, learning_rate=self._learning_rate(), skipped=skipped)
 
-    def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ("data",)) -> Totals:
+    def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
         """Loss over microbatches, without gradients."""
         for chunk in self.chunks:
             chunk.eval()
@@ -121,7 +121,7 @@ class Engine:
     def _run(
         self,
         microbatches: Sequence[Microbatch],
-        sources: Sequence[str],
+        sources: Sequence[str] = (),
         *,
         forward_only: bool,
         data_wait_s: float = 0.0,

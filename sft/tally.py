@@ -189,9 +189,8 @@ class Tally:
         local_max = [float((peaks or {}).get(name, 0.0)) for name in MAX]
         flags = [float(place.tells_tokens), float(place.tells_packs)]
         parts = [flags, list(self._sums.values()), local_max, [smallest, largest], self._positions, self._sources]
-        mine = torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])).to(
-            place.device
-        )
+        numbers = np.concatenate([np.asarray(part, dtype=np.float64).ravel() for part in parts])
+        mine = torch.from_numpy(numbers).to(place.device)
         everyone = mine.new_empty(dist.get_world_size() * mine.numel())
         dist.all_gather_into_tensor(everyone, mine)
         return self._totals(everyone.view(-1, mine.numel()).cpu().numpy())

@@ -160,11 +160,11 @@ class Engine:
 
     def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
         mb = next(microbatches)
-        device = self.groups.device
+        here = self.groups.device
         documents = attention.describe(
-            mb.cu_seqlens, mb.max_seqlen, cp_size=self.layout.cp, cp_rank=self.groups.cp_rank, device=device
+            mb.cu_seqlens, mb.max_seqlen, cp_size=self.layout.cp, cp_rank=self.groups.cp_rank, device=here
         )
-        hidden = chunk(mb.tokens.to(device), mb.position_ids.to(device), None, packed_seq_params=documents)
+        hidden = chunk(mb.tokens.to(here), mb.position_ids.to(here), None, packed_seq_params=documents)
         return hidden, partial(loss, chunk, mb)
 
     def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, "_Seen"]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from sft.batch import Microbatch
 
-SUM = ("objective", "denominator", "nll", "entropy", "tokens")
+SUM = ("objective", "denominator", "nll", "entropy", "tokens", "correct")
 REPLICATED = ("real", "aligned", "padded", "documents", "squares", "sequences", "sequence_nll", "perplexity")
 MAX = ("data_wait_s", "memory_allocated", "memory_reserved")
 
@@ -99,6 +99,7 @@ class Totals:
     nll: float  # sum over supervised tokens of -log p(label), nats
     entropy: float  # sum over supervised tokens, nats; 0 where it is not measured
     num_tokens: int  # supervised
+    num_correct: int  # of those, whose label had the largest score
     num_real_tokens: int  # of samples
     num_aligned_tokens: int  # with padding of documents
     num_padded_tokens: int  # with filler: what was computed
@@ -164,6 +165,7 @@ class Tally:
         denominator: float,
         logprob: np.ndarray,
         entropy: np.ndarray | None,
+        correct: np.ndarray,
     ) -> None:
         """The supervised tokens this rank holds of microbatch `index`, after `packs`; arrays [n]."""
         mb = microbatches[index]
@@ -171,6 +173,7 @@ class Tally:
         nll = -logprob.astype(np.float64)
         values = {"objective": objective, "denominator": denominator, "nll": nll.sum(), "tokens": len(rows)}
         values["entropy"] = 0.0 if entropy is None else entropy.sum(dtype=np.float64)
+        values["correct"] = np.count_nonzero(correct)
         for name, value in values.items():
             self._sums[name] += float(value)
         document = mb.documents.numpy().ravel()[rows]
@@ -239,6 +242,7 @@ class Tally:
             nll=float(sums["nll"]),
             entropy=float(sums["entropy"]),
             num_tokens=int(sums["tokens"]),
+            num_correct=int(sums["correct"]),
             num_real_tokens=int(facts["real"]),
             num_aligned_tokens=int(facts["aligned"]),
             num_padded_tokens=int(facts["padded"]),

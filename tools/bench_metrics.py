@@ -56,7 +56,7 @@ def tally(config: Config, place: Place, mb: Microbatch) -> None:
     made = Tally(Schema(position_edges=tuple(config.log.position_edges), sources=("train",)), (1.0, 1.0))
     made.packs([mb])
     logprob = np.full(mb.num_tokens, -1.0, dtype=np.float32)
-    made.tokens([mb], 0, objective=1.0, denominator=1.0, logprob=logprob, entropy=None)
+    made.tokens([mb], 0, objective=1.0, denominator=1.0, logprob=logprob, entropy=None, correct=logprob)
     made.reduce(place)
 
 

@@ -50,6 +50,7 @@ class _Seen:
             "denominator": self.denominator.item(),
             "logprob": rows.logprob.cpu().numpy(),
             "entropy": None if rows.entropy is None else rows.entropy.cpu().numpy(),
+            "correct": rows.correct.cpu().numpy(),
         }
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +127,20 @@ def test_the_logged_loss_is_the_optimised_one(ranks: Ranks, objective: list[str]
     assert result["fallen"] == pytest.approx(result["expected"], rel=0.02)  # second order is left out
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"])], ids=str)
+def test_the_logged_loss_is_what_went_backward(ranks: Ranks, world_size: int, overrides: list[str], count: int) -> None:
+    """For any number of microbatches: the roots of the graphs, and the size of the step they made."""
+    samples = [sample(i, n) for i, n in enumerate([60, 31, 50, 20])]
+    packs = [samples[i::count] for i in range(count)]
+    found = ranks(world_size).run(descent, overrides, packs)
+    assert found[0]["fallen"] == pytest.approx(found[0]["expected"], rel=0.02)
+    supervised = 15 + 7 + 12 + 5
+    for result in found:
+        assert len(result["roots"]) == count
+        assert result["logged"] == pytest.approx(sum(sum(r["roots"]) for r in found) / supervised, rel=1e-12)
+
+
 @pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.pp=2"])], ids=str)
 def test_the_size_of_weights_does_not_matter(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
     """Their sum is the denominator, also where it is far below 1 (core takes any denominator for at least 1)."""
@@ -145,21 +161,33 @@ def weighed(overrides: list[str], packs: list[list[Sample]], size: float) -> dic
         return {"loss": mean, "denominator": totals.denominator, "grad_norm": result.grad_norm}
 
 
-def descent(objective: list[str], packs: list[list[Sample]]) -> dict[str, float]:
-    with scenarios.running(["train.global_batch_size=2", *objective]) as engine:
+def descent(overrides: list[str], packs: list[list[Sample]]) -> dict[str, Any]:
+    """How far the loss falls by a small plain step, how far it should; what is logged, and where backward began."""
+    with scenarios.running([f"train.global_batch_size={len(packs)}", *overrides]) as engine:
         microbatches = [scenarios.microbatch_of(engine, pack) for pack in packs]
         totals = [engine.evaluate(microbatches)]
         for chunk in engine.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        engine._run(microbatches, forward_only=False)
+        roots: list[float] = []
+        engine._loss = partial(noting, engine._loss, roots)  # type: ignore[method-assign]
+        logged = engine._run(microbatches, forward_only=False)
+        del engine._loss
         step, norm = 1e-4, 0.0
         for param in engine.chunks[0].parameters():
             norm += float(param.main_grad.double().pow(2).sum())
             param.data.sub_(step * param.main_grad)
         totals.append(engine.evaluate(microbatches))
         before, after = (t.loss / t.denominator for t in totals)
-        return {"fallen": before - after, "expected": step * norm}
+        mean = logged.loss / logged.denominator
+        return {"fallen": before - after, "expected": step * norm, "logged": mean, "roots": roots}
+
+
+def noting(loss: Any, roots: list[float], *arguments: Any) -> Any:
+    """What `loss` gives; its first value is the root of the graph."""
+    found = loss(*arguments)
+    roots.append(found[0].item())
+    return found
 
 
 @pytest.mark.parametrize("sharded", ["true", "false"])

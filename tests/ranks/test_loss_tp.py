@@ -158,6 +158,17 @@ def measured_entropy(tp: int) -> list[Call]:
     return [Call(case=case(70), loss=with_terms(loss, {"entropy": on})) for loss in EACH for on in (False, True)]
 
 
+def guesses(tp: int) -> list[Call]:
+    """Every other label is the one with the largest score."""
+    calls = []
+    for vocab in VOCABULARIES[tp]:
+        c = case(vocab)
+        best = (c.hidden[:, 0] @ c.weight[:vocab].t()).argmax(-1)
+        right = torch.arange(TOKENS) % 2 == 0
+        calls += [Call(vocab=vocab, case=replace(c, labels=torch.where(right, best, c.labels)), loss=x) for x in EACH]
+    return calls
+
+
 TOPICS: list[Calls] = [
     plain,
     more_terms,
@@ -172,6 +183,7 @@ TOPICS: list[Calls] = [
     odd_labels,
     bad_rows,
     measured_entropy,
+    guesses,
 ]
 GATHERS = [LossConfig(impl="fused", chunk_size=size, entropy=e) for size in (1, 4, None) for e in (False, True)]
 
@@ -379,6 +391,15 @@ def test_entropy_is_measured_without_a_gradient(layouts: Layouts, tp: int, seque
         assert without.rows[2] is None and measured.rows[2] is not None
         call.check(measured)
         same(replace(measured, rows=()), replace(without, rows=()))
+
+
+@on_layouts
+def test_guesses_are_told_over_the_whole_vocabulary(layouts: Layouts, tp: int, sequence_parallel: bool) -> None:
+    for call, found in layouts.of(guesses, tp, sequence_parallel):
+        call.check(found)
+        right = found.rows[3]
+        assert right is not None and 0 < right.sum() < len(right)
+        assert right[call.case.targets().rows % 2 == 0].all()
 
 
 @on_layouts

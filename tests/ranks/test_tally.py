@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft.tally import Tally
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -18,6 +19,9 @@ EDGES = [16, 64, 128]
 EDGE_KEYS = ["log.position_edges=[16, 64, 128]", "loss.entropy=true"]
 # The model in fp32: per-token losses are off by 1e-6 between layouts; sums of them less.
 TOLERANCE = 1e-6
+# Fed the same values: float64 sums of hundreds of terms in another order.
+FED_TOLERANCE = 1e-9
+CORRECT_ABOVE = -3.0
 
 LAYOUTS = [
     (1, []),
@@ -65,6 +69,11 @@ def by_hand(lengths: list[int]) -> dict[str, Any]:
                     sources[:, i % 2] += value, 1
                     own.append(value)
             nll.append(own)
+    return {**summed(nll, lengths), "by_position": positions, "by_source": sources}
+
+
+def summed(nll: list[list[float]], lengths: list[int]) -> dict[str, Any]:
+    """Of the -log p of every sample's supervised tokens."""
     means = [math.fsum(own) / len(own) for own in nll if own]
     return {
         "nll": math.fsum(x for own in nll for x in own),
@@ -77,6 +86,56 @@ def by_hand(lengths: list[int]) -> dict[str, Any]:
         "perplexity": math.fsum(map(math.exp, means)),
         "perplexity_min": math.exp(min(means)),
         "perplexity_max": math.exp(max(means)),
+    }
+
+
+def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
+    """Totals of one step over the whole corpus, each rank given the values of the tokens it holds."""
+    with scenarios.running([*EDGE_KEYS, "train.global_batch_size=16", *overrides]) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
+        microbatches = loader.microbatches(0)
+        tally = Tally(engine.schema(loader.sources), (1.0, 1.0))
+        tally.packs(microbatches)
+        for index, mb in enumerate(microbatches if engine.groups.reports else []):
+            rows = np.flatnonzero(mb.loss_weights.numpy())
+            samples = np.array([*mb.sample_ids, -1])[np.minimum(mb.documents.numpy().ravel()[rows], len(mb.sample_ids))]
+            logprob, entropy = values(samples, mb.position_ids.numpy().ravel()[rows])
+            tally.tokens(
+                microbatches,
+                index,
+                objective=-float(logprob.sum()),
+                denominator=len(rows),
+                logprob=logprob,
+                entropy=entropy,
+                correct=logprob > CORRECT_ABOVE,
+            )
+        return {**vars(tally.reduce(engine._place())), "peaks": None}
+
+
+def values(sample: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A log-probability in [-8, 0] and an entropy in [0, 5] for any token, whoever holds it."""
+    return -4.0 - 4.0 * np.sin(12.9898 * sample + 78.233 * position), 2.5 + 2.5 * np.cos(3.7 * sample + position)
+
+
+def fed_by_hand(lengths: list[int]) -> dict[str, Any]:
+    """The same in Python's floats, token after token."""
+    nll, entropies, correct = [], [], 0
+    positions, sources = np.zeros((2, len(EDGES) + 1)), np.zeros((2, 2))
+    for i, length in enumerate(lengths):
+        own = []
+        for place in range(length - 1):
+            if place + 1 >= 0.75 * length:
+                logprob = -4.0 - 4.0 * math.sin(12.9898 * i + 78.233 * place)
+                entropies.append(2.5 + 2.5 * math.cos(3.7 * i + place))
+                correct += logprob > CORRECT_ABOVE
+                positions[:, sum(place >= edge for edge in EDGES)] += -logprob, 1
+                sources[:, i % 2] += -logprob, 1
+                own.append(-logprob)
+        nll.append(own)
+    return {
+        **summed(nll, lengths),
+        "entropy": math.fsum(entropies),
+        "num_correct": correct,
         "by_position": positions,
         "by_source": sources,
     }
@@ -91,20 +150,20 @@ def reference(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = TOLERANCE) -> None:
     for name in ("num_tokens", "num_real_tokens", "num_documents", "sum_of_squares"):
         assert found[name] == wanted[name], name
     for name in ("nll", "perplexity_min", "perplexity_max"):
-        assert found[name] == pytest.approx(wanted[name], rel=TOLERANCE), name
-    assert found["loss"] == pytest.approx(wanted["nll"], rel=TOLERANCE)
+        assert found[name] == pytest.approx(wanted[name], rel=tolerance), name
+    assert found["loss"] == pytest.approx(wanted["nll"], rel=tolerance)
     assert found["denominator"] == wanted["num_tokens"]
     for name in ("sequence_nll", "perplexity"):
         assert found[name].count == wanted["sequences"]
-        assert found[name].total == pytest.approx(wanted[name], rel=TOLERANCE), name
+        assert found[name].total == pytest.approx(wanted[name], rel=tolerance), name
     for name in ("by_position", "by_source"):
         totals, counts = wanted[name]
         assert [ratio.count for ratio in found[name]] == counts.tolist(), name
-        np.testing.assert_allclose([ratio.total for ratio in found[name]], totals, rtol=TOLERANCE)
+        np.testing.assert_allclose([ratio.total for ratio in found[name]], totals, rtol=tolerance)
 
 
 @layouts
@@ -125,6 +184,26 @@ def test_no_sample_is_dropped_or_counted_twice(
     """Global batches that divide nothing: the last one is filled up with packs of no sample."""
     size = [f"train.global_batch_size={batch}"]
     check(ranks(world_size).run(evaluated, [*overrides, *size], scenarios.LENGTHS)[0], reference)
+
+
+@layouts
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(scenarios.LENGTHS[:24], id="many"),
+        # Only the first reaches the last bucket; the second file has one sample, on one rank, and a few of its tokens.
+        pytest.param([256, 40, 30, 1, 64], id="a bucket and a file on one rank"),
+        pytest.param([2, 3, 5, 4], id="most ranks have nothing to say"),
+    ],
+)
+def test_fed_the_same_values_every_number_is_the_same(
+    ranks: Ranks, world_size: int, overrides: list[str], lengths: list[int]
+) -> None:
+    wanted = fed_by_hand(lengths)
+    for found in ranks(world_size).run(fed, overrides, lengths):
+        check(found, wanted, FED_TOLERANCE)
+        assert found["num_correct"] == wanted["num_correct"]
+        assert found["entropy"] == pytest.approx(wanted["entropy"], rel=FED_TOLERANCE)
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallel.cp=4"]], ids=["dp 4", "cp 4"])

@@ -156,16 +156,16 @@ class Outcome:
     loss: Tensor
     hidden: Tensor  # gradient
     weight: Tensor  # gradient
-    rows: tuple[Tensor | None, ...] = ()  # logprob, lse, entropy of every supervised token
+    rows: tuple[Tensor | None, ...] = ()  # logprob, lse, entropy, correct of every supervised token
 
 
 def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB) -> VocabShard:
     return VocabShard.of(weight, vocab, group, sequence_parallel=False)
 
 
-def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup) -> LossTerms:
+def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = VOCAB) -> LossTerms:
     """Without a gradient to follow, of inputs that need none."""
-    return lm_loss(c.hidden, shard_of(c.weight, group), c.targets(), loss)
+    return lm_loss(c.hidden, shard_of(c.weight, group, vocab), c.targets(), loss)
 
 
 def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
@@ -189,7 +189,7 @@ def run_statistics(
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
     rows = token_statistics(hidden, shard_of(weight, group, vocab), c.targets(), loss)
     total = torch.zeros((), dtype=torch.float64)
-    for column, times in zip(rows.columns, upstream, strict=True):
+    for column, times in zip(rows.columns, upstream):
         if times is not None:
             assert column is not None and column.requires_grad
             total = total + (times * column).sum(dtype=torch.float64)
@@ -204,11 +204,13 @@ def _outcome(c: Case, hidden: Tensor, weight: Tensor, total: Tensor, rows: RowSt
     return Outcome(loss=total.detach(), hidden=hidden.grad, weight=weight.grad, rows=found)
 
 
-def definition(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(label), log-sum-exp and entropy of each row of scores over the real vocabulary."""
+def definition(scores: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """log p(label), log-sum-exp, entropy and whether the label is the guess, of each row of scores over the real
+    vocabulary."""
     logprobs = torch.log_softmax(scores, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy
+    guessed = (scores.argmax(-1) == labels).double()
+    return logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy, guessed
 
 
 def expected(
@@ -322,7 +324,7 @@ def test_every_term_written_out(loss: LossConfig, group: dist.ProcessGroup) -> N
     found = run(c, with_terms(loss, {"z_loss_coef": 0.1, "entropy_coef": 0.5}), group, vocab=2)
     assert float(found.loss) == pytest.approx(0.3973914, abs=1e-6)
     rows = torch.stack([column for column in found.rows if column is not None]).flatten()
-    torch.testing.assert_close(rows, torch.tensor([-0.2876821, 1.3862944, 0.5623351]), rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(rows, torch.tensor([-0.2876821, 1.3862944, 0.5623351, 1.0]), rtol=0.0, atol=1e-6)
     torch.testing.assert_close(found.weight.flatten(), torch.tensor([0.1218781, 0.4326396]), rtol=0.0, atol=1e-6)
 
 
@@ -436,6 +438,24 @@ def test_without_gradients_the_same_is_found(
     for mine, theirs in zip(found.rows.columns, trained.rows, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+# --- guesses -----------------------------------------------------------------------------------------------
+
+
+@every
+def test_a_label_is_guessed_where_no_score_is_above_its_own(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    """Scores of three tokens: [2, 1, 0], [0, 1, 2], [-1, -1, -2]; the last row of the weight pads the vocabulary, and
+    its score is the largest."""
+    c = Case(
+        hidden=torch.tensor([[[2.0, 1.0, 0.0]], [[0.0, 1.0, 2.0]], [[-1.0, -1.0, -2.0]]]),
+        weight=torch.cat([torch.eye(3), torch.ones(1, 3) * 9]),
+        labels=torch.tensor([[0, 1, 1]]),
+        weights=torch.ones(1, 3),
+    )
+    assert terms_of(c, loss, group, 3).rows.correct.tolist() == [1.0, 0.0, 1.0]  # a tie counts
+    others = replace(c, labels=torch.tensor([[1, 2, 2]]))
+    assert terms_of(others, loss, group, 3).rows.correct.tolist() == [0.0, 1.0, 0.0]
 
 
 # --- entropy -----------------------------------------------------------------------------------------------

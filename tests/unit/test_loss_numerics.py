@@ -112,7 +112,7 @@ def test_gradients_of_statistics_are_their_slopes(
     c, loss = small(supervised), with_terms(loss, {"chunk_size": 3, "entropy_coef": 1.0})
 
     def compute(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        return token_statistics(hidden, shard_of(weight, group, vocab=4), c.targets(), loss).columns
+        return token_statistics(hidden, shard_of(weight, group, vocab=4), c.targets(), loss).columns[:3]
 
     assert torch.autograd.gradcheck(compute, inputs_of(c))
 

@@ -46,6 +46,7 @@ def seen(place: Place, packs: list[tuple[list[Sample], list[float]]]) -> Totals:
             denominator=len(nll),
             logprob=-np.array(nll, dtype=np.float32),
             entropy=None,
+            correct=np.array(nll) == 0,  # 1 where the label was certain
         )
     return tally.reduce(place, {"data_wait_s": 0.5})
 
@@ -57,6 +58,7 @@ def test_written_out(place: Place) -> None:
     assert (found.num_aligned_tokens, found.num_padded_tokens) == (24, 64)  # 8 each; packs of 32
     assert found.sum_of_squares == 25 + 9 + 16
     assert found.loss == found.nll == 7.5 and found.denominator == 6.0
+    assert found.num_correct == 1
     # Predicting tokens: places 1, 2, 3 of the first, 1 of the second, 1, 2 of the third.
     assert found.by_position == (
         Ratio(total=1.0 + 0.5 + 1.0, count=3),

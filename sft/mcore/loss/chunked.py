@@ -38,8 +38,7 @@ class _RowStatistics(torch.autograd.Function):
         for c in _chunks(num_tokens, loss):
             every[c] = statistics(logits[c], labels[c], shard, entropy=entropy)
         rows = every.map(lambda column: column[targets.rows])
-        if rows.entropy is not None and not loss.entropy_coef:
-            ctx.mark_non_differentiable(rows.entropy)
+        ctx.mark_non_differentiable(*rows.without_gradient(loss))
         ctx.save_for_backward(logits, labels, *rows.columns)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
         return rows.columns

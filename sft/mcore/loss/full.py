@@ -18,13 +18,24 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     # A copy, as core's function works in its input: the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
+    correct = _correct(masked.detach()[targets.rows], targets.labels - shard.first, shard)
     nll = tensor_parallel.vocab_parallel_cross_entropy(masked.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
     lse = entropy = None
     if loss.z_loss_coef or loss.measures_entropy:
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(loss.z_loss_coef or loss.entropy_coef)):
             lse, entropy = _lse_and_entropy(logits[:, : shard.num_real][targets.rows], shard)
         entropy = entropy if loss.entropy_coef else entropy.detach() if loss.entropy else None
-    return RowStatistics(logprob=-nll[targets.rows], lse=lse, entropy=entropy)
+    return RowStatistics(logprob=-nll[targets.rows], lse=lse, entropy=entropy, correct=correct)
+
+
+def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
+    """[n, rows of this shard], labels counted from its first row -> [n]"""
+    here = (local >= 0) & (local < shard.num_real)
+    own = scores.gather(1, local.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
+    largest = torch.stack([scores.amax(-1), torch.where(here, own, -torch.inf)])
+    if shard.group.size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    return (largest[1] >= largest[0]).to(scores.dtype)
 
 
 def _lse_and_entropy(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:

@@ -81,8 +81,7 @@ class _TokenStatistics(torch.autograd.Function):
         every = head.room()
         for part in head.chunks():
             every[part] = head.statistics(head.project(head.whole[targets.rows[part]]), part)
-        if every.entropy is not None and not loss.entropy_coef:
-            ctx.mark_non_differentiable(every.entropy)
+        ctx.mark_non_differentiable(*every.without_gradient(loss))
         ctx.save_for_backward(hidden, weight, *every.columns)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
         return every.columns

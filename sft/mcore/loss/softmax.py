@@ -36,6 +36,7 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
         logprob=score - largest - log_total,  # in this order: near 0 for a token that is almost certain
         lse=largest + log_total,
         entropy=log_total - moment[0] / total if moment else None,
+        correct=(score >= largest).to(score.dtype),
     )
 
 

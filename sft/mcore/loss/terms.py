@@ -49,23 +49,25 @@ class RowStatistics:
     logprob  log p(label)
     lse      log-sum-exp of the scores
     entropy  in nats
-    The last two are None where nobody asked; `softmax.statistics` always gives lse.
+    correct  1 where no score is above the label's, 0 elsewhere; has no gradient
+    lse and entropy are None where nobody asked; `softmax.statistics` always gives lse.
     """
 
     logprob: Tensor
     lse: Tensor | None
     entropy: Tensor | None
+    correct: Tensor
 
     @staticmethod
     def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
         """Room for the statistics of `num_rows` rows of scores like those; parts of it may be assigned."""
-        columns = like.new_empty((3 if entropy else 2, num_rows), dtype=wide(like.dtype))
-        return RowStatistics(logprob=columns[0], lse=columns[1], entropy=columns[2] if entropy else None)
+        logprob, lse, correct, *rest = like.new_empty((4 if entropy else 3, num_rows), dtype=wide(like.dtype))
+        return RowStatistics(logprob=logprob, lse=lse, entropy=rest[0] if entropy else None, correct=correct)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RowStatistics":
         """`change` of each column that is there."""
         lse, entropy = (None if x is None else change(x) for x in (self.lse, self.entropy))
-        return RowStatistics(logprob=change(self.logprob), lse=lse, entropy=entropy)
+        return RowStatistics(logprob=change(self.logprob), lse=lse, entropy=entropy, correct=change(self.correct))
 
     def __getitem__(self, part: slice) -> "RowStatistics":
         return self.map(lambda column: column[part])
@@ -76,16 +78,20 @@ class RowStatistics:
                 mine[part] = theirs
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """In the order of `slopes`; what an autograd.Function can return and save."""
-        return self.logprob, self.lse, self.entropy
+        return self.logprob, self.lse, self.entropy, self.correct
+
+    def without_gradient(self, loss: LossConfig) -> list[Tensor]:
+        """The columns that no objective depends on."""
+        return [self.correct] + ([self.entropy] if self.entropy is not None and not loss.entropy_coef else [])
 
     @staticmethod
     def of(columns: Iterable[Tensor | None]) -> "RowStatistics":
         """The inverse of `columns`."""
-        logprob, lse, entropy = columns
-        assert logprob is not None
-        return RowStatistics(logprob=logprob, lse=lse, entropy=entropy)
+        logprob, lse, entropy, correct = columns
+        assert logprob is not None and correct is not None
+        return RowStatistics(logprob=logprob, lse=lse, entropy=entropy, correct=correct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +157,10 @@ def objective_slopes(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> 
     return Slopes(softmax=softmax, surprise=surprise, label=-weights)
 
 
-def slopes(rows: RowStatistics, of_logprob: Tensor | None, of_lse: Tensor | None, of_entropy: Tensor | None) -> Slopes:
-    """From upstream gradients of logprob, lse and entropy; None stands for zeros."""
+def slopes(
+    rows: RowStatistics, of_logprob: Tensor | None, of_lse: Tensor | None, of_entropy: Tensor | None, *_: Tensor | None
+) -> Slopes:
+    """From upstream gradients of logprob, lse and entropy, None standing for zeros; `correct` has no gradient."""
     zeros = torch.zeros_like(rows.logprob)
     label = zeros if of_logprob is None else of_logprob
     softmax = (zeros if of_lse is None else of_lse) - label

@@ -152,8 +152,8 @@ def _check_data(recipe: "Recipe") -> None:
     if train.num_steps:
         lines.append(f"num_steps {train.num_steps:,} = {train.num_steps / steps:.2f} epochs")
     _print_group("data", lines)
-    if data.eval:
-        _print_group("eval", prepare(data.eval, data, tokenizer, cache_dir, _progress).summary().splitlines())
+    for name, files in data.eval_sets.items():
+        _print_group(name, prepare(files, data, tokenizer, cache_dir, _progress).summary().splitlines())
 
 
 def explain(recipe: "Recipe", key: str) -> str:
@@ -201,7 +201,8 @@ def _layout(recipe: "Recipe", world_size: int) -> "Layout":
 def _require_data(recipe: "Recipe") -> None:
     """Refuse paths that are not there before anything heavy is imported."""
     data = recipe.config.data
-    paths = [("data.train", path) for path in data.train] + [("data.eval", path) for path in data.eval]
+    paths = [("data.train", path) for path in data.train]
+    paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
     paths += [] if data.tokenizer == "byte" else [("data.tokenizer", data.tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     missing = [

@@ -15,6 +15,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Path = Annotated[str, StringConstraints(min_length=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
@@ -161,8 +162,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     train: list[Path] = Field(min_length=1)
     """Training files: JSONL, JSON or parquet with a `messages` column.  A single path is a list of one."""
-    eval: list[Path] = []
-    """Held-out files, evaluated through the same packed path."""
+    eval: list[Path] | dict[Name, Path | list[Path]] = []
+    """Held-out files, evaluated through the same packed path; {chat: a.jsonl, code: [b.jsonl, c.jsonl]} apart."""
     tokenizer: Path = "byte"
     """byte (built in, no file) or a Hugging Face tokenizer folder."""
     chat_template: Path | None = None
@@ -181,6 +182,19 @@ class DataConfig(Section):
     """Processes that tokenise, per data file."""
     cache_dir: Path | None = None
     """Where tokenised data is kept; null means run.dir/cache."""
+
+    @property
+    def eval_sets(self) -> dict[str, list[str]]:
+        """Files of each held-out set; a set without a name is called eval."""
+        if isinstance(self.eval, list):
+            return {"eval": self.eval} if self.eval else {}
+        return {name: [files] if isinstance(files, str) else files for name, files in self.eval.items()}
+
+    @model_validator(mode="after")
+    def _eval_sets_have_files(self) -> "DataConfig":
+        empty = [name for name, files in self.eval_sets.items() if not files]
+        _refuse((bool(empty), "eval", f"names {', '.join(empty)} without a file; give it one, or leave it out"))
+        return self
 
 
 class ParallelConfig(Section):

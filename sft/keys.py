@@ -78,7 +78,8 @@ def values(config: Config) -> dict[str, Any]:
 
 def takes_list(key: str) -> bool:
     """Whether the key holds a list, so that a single value means a list of one."""
-    return key in leaves() and get_origin(leaves()[key].annotation) is list
+    kinds = [kind for kind, _ in _alternatives(leaves()[key].annotation)] if key in leaves() else []
+    return bool(kinds) and get_origin(kinds[0]) is list
 
 
 def expected(key: str) -> str:
@@ -125,7 +126,7 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {one}"
             return (f"{one} or " if alone else "") + several + (", not empty" if bounds else "")
         case origin if origin is dict:
-            words = "a mapping of names to values"
+            words = f"a mapping of names to {'such' if alone else 'values'}"
         case _:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}
             words = names.get(kind, "null")

@@ -173,6 +173,9 @@ class _Draft:
                 listable = takes_list(key) and isinstance(value, str)
                 self.values[key] = [value] if listable else yaml12.plain(value)
                 self.origins[key] = origin
+                for twice in yaml12.repeated(value):
+                    what = f"{key}.{twice} is given twice ({origin}).  Keep one."
+                    self.problems.append((origin, what))
             else:
                 self.meant |= {nearest(key) or ""}
                 self.problems.append((origin, unknown(key, str(origin))))

@@ -53,9 +53,10 @@ class Run:
         vocab_size = vocab_rows(self.config.model, tokenizer.vocab_size)
         train_corpus = self._corpus(self.config.data.train, tokenizer)
         self.loader = self._loader(train_corpus, tokenizer)
-        self.held_out = None
-        if self.config.data.eval:
-            self.held_out = self._loader(self._corpus(self.config.data.eval, tokenizer), tokenizer)
+        self.held_out = {
+            name: self._loader(self._corpus(files, tokenizer), tokenizer)
+            for name, files in self.config.data.eval_sets.items()
+        }
         self.num_steps = self.config.train.num_steps or self.loader.total_steps(self.config.train.num_epochs or 1)
         self.engine = Engine(self.config, layout, place, vocab_size=vocab_size, num_steps=self.num_steps)
         self.checkpoints = Checkpoints(
@@ -151,13 +152,16 @@ class Run:
         )
 
     def _evaluate(self, state: RunState, metrics: Metrics) -> None:
-        if self.held_out:
+        for name, loader in self.held_out.items():
             started = time.monotonic()
-            totals = evaluate(self.engine, self.held_out)
+            totals = evaluate(self.engine, loader)
             if not math.isfinite(totals.loss):
-                raise TrainingError(f"the held-out loss after step {state.step} is {totals.loss}; nothing was saved.")
-            seconds, schema = time.monotonic() - started, self.engine.schema(self.held_out.sources)
-            metrics.eval(eval_record(state.step, totals, self.config, schema=schema, seconds=seconds))
+                raise TrainingError(
+                    f"the held-out loss of {name} after step {state.step} is {totals.loss}; nothing was saved."
+                )
+            seconds, schema = time.monotonic() - started, self.engine.schema(loader.sources)
+            record = eval_record(state.step, totals, self.config, set_name=name, schema=schema, seconds=seconds)
+            metrics.eval(record)
 
     def _check(self, result: StepResult, step: int) -> None:
         """Loss and norm are the same on all ranks, so all stop together, and nothing is saved."""

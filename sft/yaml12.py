@@ -96,8 +96,19 @@ def plain(value: Any) -> Any:
     return [plain(child) for child in value] if isinstance(value, list) else value
 
 
+def repeated(value: Any) -> list[str]:
+    """Names that a mapping within `value` holds more than once; Python's dict would keep the last and say nothing."""
+    if isinstance(value, Pairs):
+        names = [name for name, _, _ in value]
+        inner = [f"{name}.{twice}" for name, _, child in value for twice in repeated(child)]
+        return [name for i, name in enumerate(names) if name in names[:i]] + inner
+    return [twice for child in value for twice in repeated(child)] if isinstance(value, list) else []
+
+
 def write(value: Any) -> str:
-    """A scalar or a list of scalars on one line that `read` gives back: runs/a -> runs/a, 1e5 -> "1e5"."""
+    """A value on one line that `read` gives back: runs/a -> runs/a, 1e5 -> "1e5", {"a": [1]} -> {a: [1]}."""
+    if isinstance(value, dict) and value:
+        return f"{{{', '.join(f'{write(name)}: {write(item)}' for name, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(write(item) for item in value)}]"
     if isinstance(value, float):

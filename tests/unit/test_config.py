@@ -56,7 +56,7 @@ def test_the_groups() -> None:
         ("run.dir", "non-empty text"),
         ("run.seed", "a whole number of at least 0 and below 2147483648"),
         ("data.train", "a path or a list of paths, not empty"),
-        ("data.eval", "a path or a list of paths"),
+        ("data.eval", "a path or a list of paths or a mapping of names to such"),
         ("loss.chunk_size", "a whole number of at least 1 or null or auto"),
         ("log.position_edges", "a whole number of at least 1 or a list of such"),
         ("data.shuffle", "true or false"),

@@ -107,6 +107,33 @@ def test_whole_numbers_serve_as_numbers() -> None:
 def test_one_path_is_a_list_of_one() -> None:
     assert good("data.eval=b.jsonl").config.data.eval == ["b.jsonl"]
     assert good("data.eval=[b.jsonl, 'c d.jsonl']").config.data.eval == ["b.jsonl", "c d.jsonl"]
+
+
+def test_held_out_sets_have_names() -> None:
+    for override, sets in {
+        "data.eval=[]": {},
+        "data.eval=b.jsonl": {"eval": ["b.jsonl"]},
+        "data.eval=[b.jsonl, c.jsonl]": {"eval": ["b.jsonl", "c.jsonl"]},
+        "data.eval={chat: b.jsonl, code-2: [c.jsonl, d.jsonl]}": {"chat": ["b.jsonl"], "code-2": ["c.jsonl", "d.jsonl"]},
+    }.items():
+        assert good(override).config.data.eval_sets == sets
+
+
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        ("{chat: []}", '= {"chat": []} (command line: data.eval={chat: []}) names chat without a file; give it one, or '),
+        ("{chat: b, code: c, chat: d}", ".chat is given twice (command line: data.eval={chat: b, code: c, chat: d})."),
+        ("{a/b: c}", '= {"a/b": "c"} (command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping'),
+        ("{chat: {files: b}}", "; expected a path or a list of paths or a mapping of names to such."),
+        ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such."),
+    ],
+)
+def test_held_out_sets_that_are_none(value: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        good(f"data.eval={value}")
+    message = str(caught.value)
+    assert message.startswith("data.eval") and why in message and "\n" not in message
     assert good("data.train=on").config.data.train == ["on"]
 
 
@@ -627,7 +654,7 @@ def test_dump_says_whence() -> None:
 
 
 def test_dump_loads_back(tmp_path: Path) -> None:
-    first = good("data.eval=[b, 'c d']", "model.megatron={a: 1, b: null}", "train.eval_every=5", "optim.lr=5e4")
+    first = good("data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "train.eval_every=5", "optim.lr=5e4")
     again = parse_recipe(dump(first), "b.yaml")
     assert again.config == first.config
     assert parse_recipe(dump(again), "c.yaml").config == first.config

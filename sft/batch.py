@@ -18,20 +18,20 @@ import torch
 class Sample:
     """One conversation.
 
-    tokens     int32 [n]
-    loss_mask  bool  [n], true for tokens the assistant wrote, its end-of-turn token included
-    source     which data file it is from
+    tokens   int32 [n]
+    weights  float32 [n], above 0 for tokens to be learnt: what the assistant wrote, its end-of-turn token included
+    source   which data file it is from
     """
 
     sample_id: int
     tokens: np.ndarray
-    loss_mask: np.ndarray
+    weights: np.ndarray
     source: int = 0
 
     @property
     def num_supervised(self) -> int:
         """Labels with a loss: a document's first token is never a label."""
-        return int(self.loss_mask[1:].sum())
+        return int(np.count_nonzero(self.weights[1:]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def microbatch(config: Config, documents: int) -> Microbatch:
         Sample(
             sample_id=i,
             tokens=rng.integers(0, 256, size=length, dtype=np.int32),
-            loss_mask=np.arange(length) >= 0.6 * length,
+            weights=(np.arange(length) >= 0.6 * length).astype(np.float32),
         )
         for i in range(documents)
     ]

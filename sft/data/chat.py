@@ -15,24 +15,17 @@ message; the caller adds file and line.  Does not decide what happens to a sampl
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer, Message, Tools
+from sft.data.formats import Chat, text_of
+from sft.data.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer, Message
 from sft.errors import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
 # Keys of an assistant message that make a template write more than its content.
 _BEYOND_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 _SPACES = re.compile(r"\s*")
-
-
-class Chat(NamedTuple):
-    """A row that has been checked."""
-
-    messages: list[Message]
-    tools: Tools
 
 
 class Turn(NamedTuple):
@@ -42,60 +35,15 @@ class Turn(NamedTuple):
     end: int
 
 
-def check_row(row: object) -> Chat:
-    """The chat of one row, {"messages": [...], "tools": [...]}; other keys of the row are ignored.
-
-    Raises DataError: `message 3 has role "assitant"; expected one of system, user, assistant, tool.`
-    """
-    if not isinstance(row, dict):
-        raise DataError(f"a row is an object with messages; got {_kind(row)}.")
-    if "messages" not in row:
-        keys = ", ".join(map(str, row)) or "none"
-        raise DataError(f"no messages: a row is an object with messages; the keys here are: {keys}.")
-    messages, tools = row["messages"], row.get("tools")
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"messages must be a list of at least one message; got {_kind(messages)}.")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"tools must be a list of objects; got {_kind(tools)}.")
-    for number, message in enumerate(messages, start=1):
-        _check_message(number, message)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError("no assistant turn, so there is nothing to learn from.")
-    return Chat(messages, tools or None)
-
-
-def _check_message(number: int, message: object) -> None:
-    if not isinstance(message, dict):
-        raise DataError(f"message {number} must be an object with role and content; got {_kind(message)}.")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        got = f"role {json.dumps(role)}" if "role" in message else "no role"
-        raise DataError(f"message {number} has {got}; expected one of {', '.join(ROLES)}.")
-    calls = message.get("tool_calls")
-    if calls is not None:
-        if role != "assistant":
-            raise DataError(f"message {number} is of the {role} and has tool_calls; only an assistant calls tools.")
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise DataError(f"message {number} has tool_calls that are not a list of objects.")
-    if not isinstance(content, str) and not (content is None and calls):
-        raise DataError(f"message {number} ({role}) must have a string as content; got {_kind(content)}.")
-    if role == "assistant" and not (content or "").strip() and not calls:
-        raise DataError(f"message {number} (assistant) is empty: it would teach to end a turn without a word.")
-    try:
-        _text_of(message).encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"message {number} ({role}) holds half a surrogate pair, which is not text.") from None
-
-
 def encode_chat(chat: Chat, tokenizer: ChatTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 [n] and loss mask bool [n] of a chat.  Raises DataError where the mask cannot be proven.
+    """Tokens int32 [n] and their weights float32 [n], above 0 where supervised.  Raises DataError where that cannot
+    be proven.
 
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      supervised: b <|im_end|>
     """
-    if isinstance(tokenizer, ByteTokenizer):
-        return _encode_bytes(chat)
-    return _encode_rendered(chat, tokenizer)
+    ids, mask = _encode_bytes(chat) if isinstance(tokenizer, ByteTokenizer) else _encode_rendered(chat, tokenizer)
+    return ids, mask.astype(np.float32)
 
 
 def _encode_bytes(chat: Chat) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +92,7 @@ def _refuse_control(chat: Chat, tokenizer: FolderTokenizer) -> None:
     """A control token typed inside a message would end a turn where the user only mentioned it."""
     parts = {f"message {i} ({message['role']})": message for i, message in enumerate(chat.messages, start=1)}
     for name, part in {**parts, "tools": chat.tools}.items():
-        typed = tokenizer.control.search(_text_of(part))
+        typed = tokenizer.control.search(text_of(part))
         if typed:
             raise DataError(
                 f"{name} contains the text {typed.group()}, which the tokenizer of {tokenizer.name} turns "
@@ -236,17 +184,5 @@ def _unproven(tokenizer: FolderTokenizer, message: Message, wrote: str) -> DataE
     )
 
 
-def _text_of(part: object) -> str:
-    return json.dumps(part, ensure_ascii=False, default=str)
-
-
 def _short(text: str, limit: int = 80) -> str:
     return json.dumps(text if len(text) <= limit else text[: limit - 3] + "...", ensure_ascii=False)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    if isinstance(value, dict):
-        return "an object"
-    return "a string" if isinstance(value, str) else _text_of(value)

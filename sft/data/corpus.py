@@ -27,7 +27,7 @@ Log = Callable[[str], None]
 
 _SECONDS_BETWEEN_LINES = 5.0
 # What a tokenised sample is made by.  A change in any of these files makes caches of the older code unused.
-_CODE = ("align.py", "chat.py", "encode.py", "rows.py", "store.py", "tokenizer.py")
+_CODE = ("align.py", "chat.py", "encode.py", "formats.py", "rows.py", "store.py", "tokenizer.py")
 
 
 class Corpus:
@@ -61,7 +61,7 @@ class Corpus:
         start, stop = self._starts[file][index], self._starts[file][index + 1]
         store = self._stores[file]
         tokens, mask = store.tokens[start:stop], store.mask[start:stop]
-        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask, source=file)
+        return Sample(sample_id=sample_id, tokens=tokens, weights=mask.astype(np.float32), source=file)
 
     def name(self, sample_id: int) -> str:
         """Where a sample comes from, as a user would look it up: `chat.jsonl:1841`."""

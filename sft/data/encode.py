@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from sft.data.align import aligned
-from sft.data.chat import Chat, check_row, encode_chat
+from sft.data.chat import encode_chat
+from sft.data.formats import Chat, check_row
 from sft.data.rows import Row, parse, row_name
 from sft.data.tokenizer import ChatTokenizer
 from sft.errors import DataError
@@ -69,7 +70,8 @@ class Encoder:
 
     def _sample(self, content: object) -> tuple[np.ndarray, np.ndarray, int, int]:
         chat = check_row(parse(content))
-        tokens, mask = encode_chat(chat, self.tokenizer)
+        tokens, weights = encode_chat(chat, self.tokenizer)
+        mask = weights > 0
         full, full_supervised = len(tokens), _supervised(mask)
         if not self.fits(full):
             tokens, mask = self._shorten(chat, full)
@@ -123,9 +125,9 @@ def _truncate(chat: Chat, encoder: Encoder) -> tuple[np.ndarray, np.ndarray] | N
     low, high = 0, len(ends) - (ends[-1] == len(chat.messages))
     while low < high:  # more messages are more tokens, so bisect
         middle = (low + high) // 2
-        tokens, mask = encode_chat(Chat(chat.messages[: ends[middle]], chat.tools), encoder.tokenizer)
+        tokens, weights = encode_chat(Chat(chat.messages[: ends[middle]], chat.tools), encoder.tokenizer)
         if encoder.fits(len(tokens)):
-            best, low = (tokens, mask), middle + 1
+            best, low = (tokens, weights > 0), middle + 1
         else:
             high = middle
     return best

@@ -129,7 +129,7 @@ def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int, redu
     for sample, start, length in zip(samples, cu_seqlens[:-1].tolist(), lengths.tolist(), strict=True):
         tokens[start : start + length] = sample.tokens
         labels[start : start + length - 1] = sample.tokens[1:]
-        loss_weights[start : start + length - 1] = sample.loss_mask[1:] * token_weight(sample.num_supervised, reduction)
+        loss_weights[start : start + length - 1] = sample.weights[1:] * token_weight(sample.num_supervised, reduction)
     return Pack(
         tokens=tokens,
         labels=labels,

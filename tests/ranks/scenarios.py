@@ -60,7 +60,7 @@ class SkewedCorpus:
     def sample(self, sample_id: int) -> Sample:
         tokens = self._tokens[sample_id]
         mask = np.arange(len(tokens)) >= 0.75 * len(tokens)
-        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask, source=sample_id % 2)
+        return Sample(sample_id=sample_id, tokens=tokens, weights=mask.astype(np.float32), source=sample_id % 2)
 
 
 # 20 packs of up to 256 tokens: five global batches of four.

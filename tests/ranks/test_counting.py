@@ -29,7 +29,7 @@ LAYOUTS = [
 def sample(seed: int, length: int, supervised: bool = True) -> Sample:
     tokens = np.random.default_rng(seed).integers(0, scenarios.VOCAB, size=length, dtype=np.int32)
     mask = np.arange(length) >= 0.75 * length if supervised else np.zeros(length, dtype=bool)
-    return Sample(sample_id=seed, tokens=tokens, loss_mask=mask)
+    return Sample(sample_id=seed, tokens=tokens, weights=mask.astype(np.float32))
 
 
 def one_step(overrides: list[str], packs: list[list[Sample]]) -> dict[str, object]:

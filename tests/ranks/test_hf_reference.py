@@ -340,7 +340,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(
 def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:
     """Mean loss over the supervised tokens of all samples, and their number; gradients stay on the model."""
     model.zero_grad()
-    masks = [torch.from_numpy(sample.loss_mask[1:]) for sample in samples]
+    masks = [torch.from_numpy(sample.weights[1:] > 0) for sample in samples]
     count = sum(int(mask.sum()) for mask in masks)
     total = 0.0
     for sample, mask in zip(samples, masks):

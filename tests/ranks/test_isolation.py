@@ -29,7 +29,7 @@ Ranks = Callable[[int], RankPool]
 
 def sample(length: int, seed: int, first: int = 0, last: int = scenarios.VOCAB, supervised: bool = True) -> Sample:
     tokens = np.random.default_rng(seed).integers(first, last, size=length, dtype=np.int32)
-    return Sample(sample_id=seed, tokens=tokens, loss_mask=np.full(length, supervised))
+    return Sample(sample_id=seed, tokens=tokens, weights=np.full(length, supervised, dtype=np.float32))
 
 
 def whole(results: list[Any], pack: int, length: int) -> np.ndarray:

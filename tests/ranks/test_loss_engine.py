@@ -127,7 +127,7 @@ def token_losses(ranks: Ranks) -> list[np.ndarray]:
     found = []
     for sample_ids, starts, losses in packs:
         for sample_id, start in zip(sample_ids, starts):
-            labels = np.flatnonzero(corpus.sample(sample_id).loss_mask[1:])  # label j is token j + 1
+            labels = np.flatnonzero(corpus.sample(sample_id).weights[1:])  # label j is token j + 1
             found.append(np.array(losses)[start + labels])
     assert len(found) > 4 and len({len(losses) for losses in found}) > 3
     return [losses for losses in found if len(losses)]

@@ -62,7 +62,7 @@ def by_hand(lengths: list[int]) -> dict[str, Any]:
             assert losses is not None
             own = []
             for place in range(len(sample.tokens) - 1):
-                if sample.loss_mask[place + 1]:
+                if sample.weights[place + 1]:
                     value = float(losses[place])
                     bucket = sum(place >= edge for edge in EDGES)
                     positions[:, bucket] += value, 1

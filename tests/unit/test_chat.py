@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat import Chat, check_row, encode_chat
+from sft.data.chat import encode_chat
+from sft.data.formats import Chat, check_row
 from sft.data.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import load_folder, template
@@ -42,8 +43,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Tokenizers:
 def supervised(messages: list[dict[str, Any]], tokenizer: ChatTokenizer, tools: Any = None) -> list[str]:
     """Text of each run of supervised tokens."""
     tokens, mask = encode_chat(check_row({"messages": messages, "tools": tools}), tokenizer)
-    assert tokens.dtype == np.int32 and mask.dtype == np.bool_ and tokens.shape == mask.shape
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    assert tokens.dtype == np.int32 and mask.dtype == np.float32 and tokens.shape == mask.shape
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask > 0, [False]]).astype(np.int8)))
     return [tokenizer.decode(tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
@@ -51,14 +52,14 @@ def test_byte_template() -> None:
     tokens, mask = encode_chat(check_row({"messages": [USER, {"role": "assistant", "content": "é"}]}), BYTE)
     assert tokens.tolist() == [256, *b"user\nWhat?", 257, 10, 256, *b"assistant\n", 0xC3, 0xA9, 257, 10]
     assert np.flatnonzero(mask).tolist() == [24, 25, 26]
-    assert tokens[mask].tolist() == [0xC3, 0xA9, 257]
+    assert tokens[mask > 0].tolist() == [0xC3, 0xA9, 257]
 
 
 def test_byte_template_keeps_typed_control_strings_as_text() -> None:
     talk = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<|im_start|>"}]
     tokens, mask = encode_chat(check_row({"messages": talk}), BYTE)
     assert tokens.tolist().count(257) == 2 and tokens.tolist().count(256) == 2
-    assert tokens[mask].tolist() == [*b"<|im_start|>", 257]
+    assert tokens[mask > 0].tolist() == [*b"<|im_start|>", 257]
 
 
 def test_byte_template_writes_tools_and_calls() -> None:

@@ -46,8 +46,8 @@ def test_samples(tmp_path: Path) -> None:
     assert corpus.num_supervised.tolist() == [5, 9, 5] and corpus.num_supervised.dtype == np.int64
     sample = corpus.sample(2)
     assert sample.sample_id == 2 and sample.num_supervised == 5
-    assert sample.tokens.dtype == np.int32 and sample.loss_mask.dtype == np.bool_
-    assert bytes(sample.tokens[sample.loss_mask][:4].tolist()) == b"Fine"
+    assert sample.tokens.dtype == np.int32 and sample.weights.dtype == np.float32
+    assert bytes(sample.tokens[sample.weights > 0][:4].tolist()) == b"Fine"
     assert [corpus.name(i).removeprefix(f"{tmp_path}/") for i in range(3)] == [
         "a.jsonl:1",
         "a.jsonl:3",

@@ -47,7 +47,7 @@ def test_long_documents(tmp_path: Path) -> None:
     train = corpus_of(make(tmp_path, "--samples", "40", "--long", "70000", "--seed", "1") / "train.jsonl", 70_016)
     assert 65_536 <= train.lengths.max() <= 70_000
     longest = int(train.lengths.argmax())
-    supervised = train.sample(longest).loss_mask
+    supervised = train.sample(longest).weights
     assert supervised.sum() < 1000 and supervised[-800:].any() and not supervised[:60_000].any()
 
 

@@ -489,7 +489,7 @@ def test_fused_goes_backward_once(buffered: bool, group: dist.ProcessGroup) -> N
 
 def sample(mask: list[int], sample_id: int = 0) -> Sample:
     tokens = np.arange(10, 10 + len(mask), dtype=np.int32)
-    return Sample(sample_id=sample_id, tokens=tokens, loss_mask=np.array(mask, dtype=bool))
+    return Sample(sample_id=sample_id, tokens=tokens, weights=np.array(mask, dtype=np.float32))
 
 
 @pytest.mark.parametrize(

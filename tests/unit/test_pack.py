@@ -17,8 +17,8 @@ LENGTHS = st.lists(st.integers(1, 256), min_size=1, max_size=200).map(np.array)
 
 
 def sample(tokens: list[int], mask: list[int] | None = None, sample_id: int = 0) -> Sample:
-    loss_mask = np.array(mask if mask is not None else [1] * len(tokens), dtype=bool)
-    return Sample(sample_id=sample_id, tokens=np.array(tokens, dtype=np.int32), loss_mask=loss_mask)
+    weights = np.array(mask if mask is not None else [1] * len(tokens), dtype=np.float32)
+    return Sample(sample_id=sample_id, tokens=np.array(tokens, dtype=np.int32), weights=weights)
 
 
 def plan(lengths: list[int] | np.ndarray, *, shuffle: bool = False, epoch: int = 0, capacity: int = 128) -> Plan:

@@ -114,7 +114,10 @@ def test_held_out_sets_have_names() -> None:
         "data.eval=[]": {},
         "data.eval=b.jsonl": {"eval": ["b.jsonl"]},
         "data.eval=[b.jsonl, c.jsonl]": {"eval": ["b.jsonl", "c.jsonl"]},
-        "data.eval={chat: b.jsonl, code-2: [c.jsonl, d.jsonl]}": {"chat": ["b.jsonl"], "code-2": ["c.jsonl", "d.jsonl"]},
+        "data.eval={chat: b.jsonl, code-2: [c.jsonl, d.jsonl]}": {
+            "chat": ["b.jsonl"],
+            "code-2": ["c.jsonl", "d.jsonl"],
+        },
     }.items():
         assert good(override).config.data.eval_sets == sets
 
@@ -122,9 +125,15 @@ def test_held_out_sets_have_names() -> None:
 @pytest.mark.parametrize(
     "value, why",
     [
-        ("{chat: []}", '= {"chat": []} (command line: data.eval={chat: []}) names chat without a file; give it one, or '),
+        (
+            "{chat: []}",
+            '= {"chat": []} (command line: data.eval={chat: []}) names chat without a file; give it one, or ',
+        ),
         ("{chat: b, code: c, chat: d}", ".chat is given twice (command line: data.eval={chat: b, code: c, chat: d})."),
-        ("{a/b: c}", '= {"a/b": "c"} (command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping'),
+        (
+            "{a/b: c}",
+            '= {"a/b": "c"} (command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping',
+        ),
         ("{chat: {files: b}}", "; expected a path or a list of paths or a mapping of names to such."),
         ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such."),
     ],
@@ -654,7 +663,9 @@ def test_dump_says_whence() -> None:
 
 
 def test_dump_loads_back(tmp_path: Path) -> None:
-    first = good("data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "train.eval_every=5", "optim.lr=5e4")
+    first = good(
+        "data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "train.eval_every=5", "optim.lr=5e4"
+    )
     again = parse_recipe(dump(first), "b.yaml")
     assert again.config == first.config
     assert parse_recipe(dump(again), "c.yaml").config == first.config

@@ -26,7 +26,7 @@ def place() -> Iterator[Place]:
 
 def sample(length: int, supervised: int, source: int = 0) -> Sample:
     mask = np.arange(length) >= length - supervised
-    return Sample(sample_id=0, tokens=np.ones(length, dtype=np.int32), loss_mask=mask, source=source)
+    return Sample(sample_id=0, tokens=np.ones(length, dtype=np.int32), weights=mask.astype(np.float32), source=source)
 
 
 def seen(place: Place, packs: list[tuple[list[Sample], list[float]]]) -> Totals:

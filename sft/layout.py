@@ -45,6 +45,7 @@ class Layout:
             *_pipeline(config),
             *_batch(config, world_size),
             *_tokens(config),
+            *_profiled(config, world_size),
         ]
         if problems:
             raise ConfigError(listed(problems))
@@ -261,3 +262,10 @@ def _around(value: int, multiple: int) -> str:
 
 def _some(sizes: Iterator[int]) -> str:
     return ", ".join(str(size) for size in sizes) or "none"
+
+
+def _profiled(config: Config, world_size: int) -> Iterator[str]:
+    for name, ranks in (("memory", config.profile.memory.ranks), ("torch", config.profile.torch.ranks)):
+        if isinstance(ranks, list) and max(ranks) >= world_size:
+            have = "only 0" if world_size == 1 else f"only 0 to {world_size - 1}"
+            yield f"profile.{name}.ranks = {ranks}: this run has no rank {max(ranks)}, {have}."

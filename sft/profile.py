@@ -20,7 +20,6 @@ from types import TracebackType
 import torch
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
-from sft.errors import ConfigError
 from sft.mcore.groups import Groups
 from sft.metrics import Console
 
@@ -28,19 +27,17 @@ from sft.metrics import Console
 class Profile:
     """Goes around the whole run, from before the model is built, so that it sees the error a run ends in.
 
-    with Profile(config.profile, folder, place, console, world_size=8) as profile:
+    with Profile(config.profile, folder, place, console) as profile:
         ...
         with profile.step(1):
             ...
     """
 
-    def __init__(
-        self, config: ProfileConfig, folder: Path, place: Groups, console: Console, *, world_size: int
-    ) -> None:
+    def __init__(self, config: ProfileConfig, folder: Path, place: Groups, console: Console) -> None:
         self._folder, self._place = folder, place
         self._max_entries = config.memory.max_entries
-        self._snapshots = _steps("memory", config.memory, place, world_size)  # of this rank
-        self._traces = _steps("torch", config.torch, place, world_size)
+        self._snapshots = _steps(config.memory, place)  # of this rank
+        self._traces = _steps(config.torch, place)
         if place.device.type != "cuda":
             self._snapshots = frozenset()
         self._last = max(self._snapshots, default=0)  # no history is recorded after this step
@@ -125,19 +122,13 @@ def name(place: Groups) -> str:
     return f"{host}-rank{place.rank}-{at}"
 
 
-def _steps(key: str, asked: MemoryProfile | TorchProfile, place: Groups, world_size: int) -> frozenset[int]:
+def _steps(asked: MemoryProfile | TorchProfile, place: Groups) -> frozenset[int]:
     """The steps that this rank is to record."""
     if asked.ranks == "all":
         chosen = True
     elif asked.ranks == "stage":
         chosen = place.dp_rank == place.cp_rank == place.tp_rank == 0
     else:
-        absent = [rank for rank in asked.ranks if rank >= world_size]
-        if absent:
-            raise ConfigError(
-                f"profile.{key}.ranks = {asked.ranks}: this run has no rank {absent[0]}, "
-                f"only {'0' if world_size == 1 else f'0 to {world_size - 1}'}."
-            )
         chosen = place.rank in asked.ranks
     return frozenset(asked.steps or ()) if chosen else frozenset()
 

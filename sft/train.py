@@ -31,7 +31,7 @@ def main(recipe: Recipe) -> None:
     place = groups.start(layout, here, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(place.rank)
     folder = Path(config.run.dir)
-    with Profile(config.profile, folder, place, console, world_size=layout.world_size) as profile:
+    with Profile(config.profile, folder, place, console) as profile:
         Run(recipe, layout, place, console, profile).train()
     groups.stop()
 

@@ -201,6 +201,11 @@ MISFITS = {
         "model.num_query_groups = 4.  "
         "Use p2p or all_gather, or a cp of 1, 2, 4.",
     ),
+    "a rank to profile": (
+        8,
+        {"profile": {"torch": {"steps": [1], "ranks": [0, 8]}}},
+        "profile.torch.ranks = [0, 8]: this run has no rank 8, only 0 to 7.",
+    ),
 }
 
 

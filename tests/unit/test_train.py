@@ -17,6 +17,6 @@ def test_a_held_out_loss_that_is_no_number_ends_the_run(loss: float, monkeypatch
     """All ranks have the same totals, so all end together."""
     monkeypatch.setattr(train, "evaluate", lambda engine, loader: totals(loss=loss))
     run = train.Run.__new__(train.Run)
-    run.held_out, run.engine = "a loader", "an engine"  # type: ignore[assignment]
-    with pytest.raises(TrainingError, match=f"held-out loss after step 0 is {loss}; nothing was saved"):
+    run.held_out, run.engine = {"chat": "a loader"}, "an engine"  # type: ignore[dict-item, assignment]
+    with pytest.raises(TrainingError, match=f"held-out loss of chat after step 0 is {loss}; nothing was saved"):
         run._evaluate(RunState(), Untouched())  # type: ignore[arg-type]

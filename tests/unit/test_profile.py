@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
-from sft.errors import ConfigError, TrainingError
+from sft.errors import TrainingError
 from sft.keys import sections
 from sft.mcore.groups import Groups
 from sft.metrics import Console
@@ -123,7 +123,7 @@ def test_snapshots_of_the_steps_asked_for(recorder: Recorder, tmp_path: Path) ->
 def test_recording_begins_before_the_first_step_and_ends_with_the_last_wanted(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    with Profile(memory(2), tmp_path, place(), Console(1), world_size=8) as profile:
+    with Profile(memory(2), tmp_path, place(), Console(1)) as profile:
         assert recorder.on
         with profile.step(1):
             assert recorder.on
@@ -150,7 +150,7 @@ def test_steps_that_are_not_reached(recorder: Recorder, tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_beyond_them_is_not_recorded(recorder: Recorder, tmp_path: Path) -> None:
-    with Profile(memory(2), tmp_path, place(), Console(1), world_size=8) as profile:
+    with Profile(memory(2), tmp_path, place(), Console(1)) as profile:
         with profile.step(4):
             assert not recorder.on
 
@@ -264,7 +264,7 @@ def test_the_page_that_the_documentation_makes(tmp_path: Path) -> None:
 def test_a_real_trace(tmp_path: Path) -> None:
     config = ProfileConfig(torch=TorchProfile(steps=[2]))
     where, said = place(device="cpu", cp=1), io.StringIO()
-    with Profile(config, tmp_path, where, Console(0, said), world_size=2) as profile:
+    with Profile(config, tmp_path, where, Console(0, said)) as profile:
         for number, work in ((1, torch.sin), (2, torch.cos), (3, torch.tan)):
             with profile.step(number):
                 work(torch.ones(8))

@@ -20,9 +20,9 @@ from types import TracebackType
 import torch
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
+from sft.console import Console
 from sft.errors import ConfigError
 from sft.mcore.groups import Groups
-from sft.metrics import Console
 
 
 class Profile:

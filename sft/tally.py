@@ -99,6 +99,7 @@ class Totals:
     nll: float  # sum over supervised tokens of -log p(label), nats
     entropy: float  # sum over supervised tokens, nats; 0 where it is not measured
     num_tokens: int  # supervised
+    num_correct: int  # of those, the ones whose label had the largest score; ties count
     num_real_tokens: int  # of samples
     num_aligned_tokens: int  # with padding of documents
     num_padded_tokens: int  # with filler: what was computed
@@ -239,6 +240,7 @@ class Tally:
             nll=float(sums["nll"]),
             entropy=float(sums["entropy"]),
             num_tokens=int(sums["tokens"]),
+            num_correct=0,  # not counted yet
             num_real_tokens=int(facts["real"]),
             num_aligned_tokens=int(facts["aligned"]),
             num_padded_tokens=int(facts["padded"]),

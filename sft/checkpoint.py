@@ -11,16 +11,17 @@ with a final name is always whole.
 import os
 import re
 import shutil
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sft.config import CheckpointConfig
+from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.mcore import shards
 from sft.mcore.engine import Engine, StepResult
 from sft.mcore.groups import agree
-from sft.metrics import Console
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -52,6 +53,7 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig, folder: Path, plan: dict[str, Any], console: Console) -> None:
         self._config, self._folder, self._plan, self._console = config, folder, plan, console
+        self._num_bytes: int | None = None  # of the newest one saved by this process
 
     def resume(self, engine: Engine) -> RunState | None:
         """Load what `checkpoint.resume` asks for into `engine`; None when a new run is to start."""
@@ -75,9 +77,12 @@ class Checkpoints:
         final = self._folder / _name(state.step)
         temporary = agree(lambda: _fresh(self._folder / f"{final.name}.tmp"))
         plain = {"iteration": state.step, "sft": {"state": asdict(state), "plan": self._plan}}
-        shards.save(engine, temporary, plain)
-        agree(lambda: self._publish(temporary, final, state.step))
-        self._console.say(f"saved {final}")
+        started = time.monotonic()
+        with self._console.watch(f"saving {final}", self._num_bytes, "bytes", lambda: _bytes_in(temporary)):
+            shards.save(engine, temporary, plain)
+            num_bytes = agree(lambda: self._publish(temporary, final, state.step))
+        self._num_bytes = num_bytes
+        self._console.say(f"saved {final} ({size(num_bytes)} in {time.monotonic() - started:.1f} s)")
 
     def _find(self) -> Path | None:
         wanted = self._config.resume
@@ -106,8 +111,10 @@ class Checkpoints:
                 f"model.init_from={found} with another run.dir."
             )
 
-    def _publish(self, temporary: Path, final: Path, step: int) -> None:
+    def _publish(self, temporary: Path, final: Path, step: int) -> int:
+        """Give a whole checkpoint its name and let older ones go; its size in bytes."""
         _sync(temporary)
+        num_bytes = _bytes_in(temporary)
         replaced = _fresh(self._folder / f"{final.name}.replaced")
         if final.exists():
             os.rename(final, replaced)
@@ -122,6 +129,7 @@ class Checkpoints:
             others = [path for path in _complete(self._folder) if path != final]
             for old in others[: 1 - self._config.keep_last]:
                 shutil.rmtree(old)
+        return num_bytes
 
 
 def newest(folder: Path) -> Path | None:
@@ -164,6 +172,10 @@ def _fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(folder))
 
 
 def _sync(path: Path) -> None:

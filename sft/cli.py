@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -98,6 +99,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     _layout(recipe, _launched_world_size() or 1)
+    _require_wandb(recipe)
     _require_data(recipe)
 
     from sft.train import main as train
@@ -115,6 +117,7 @@ def _check(arguments: argparse.Namespace) -> None:
         return
     world_size = arguments.world_size if arguments.world_size is not None else _launched_world_size()
     layout = _layout(recipe, smallest_world(recipe.config) if world_size is None else world_size)
+    _require_wandb(recipe)
     _print_group("layout", layout.equations(recipe.config.data.seq_length))
     if arguments.no_data:
         built_in = recipe.config.data.tokenizer == "byte"
@@ -126,6 +129,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_data(recipe: "Recipe") -> None:
+    from sft.console import Console
     from sft.data.corpus import prepare
     from sft.data.pack import plan_epoch
 
@@ -133,7 +137,8 @@ def _check_data(recipe: "Recipe") -> None:
     tokenizer = _tokenizer(recipe)
     _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
     cache_dir = Path(data.cache_dir or f"{recipe.config.run.dir}/cache")
-    corpus = prepare(data.train, data, tokenizer, cache_dir, _progress)
+    console = Console(0, sys.stderr)  # stdout is for what was asked
+    corpus = prepare(data.train, data, tokenizer, cache_dir, console)
     plan = plan_epoch(
         corpus.lengths,
         capacity=data.seq_length,
@@ -153,7 +158,7 @@ def _check_data(recipe: "Recipe") -> None:
         lines.append(f"num_steps {train.num_steps:,} = {train.num_steps / steps:.2f} epochs")
     _print_group("data", lines)
     for name, files in data.eval_sets.items():
-        _print_group(name, prepare(files, data, tokenizer, cache_dir, _progress).summary().splitlines())
+        _print_group(name, prepare(files, data, tokenizer, cache_dir, console).summary().splitlines())
 
 
 def explain(recipe: "Recipe", key: str) -> str:
@@ -216,6 +221,17 @@ def _require_data(recipe: "Recipe") -> None:
         raise ConfigError(listed(missing))
 
 
+def _require_wandb(recipe: "Recipe") -> None:
+    """Refuse a recipe that logs to W&B where its package is not installed."""
+    project = recipe.config.log.wandb
+    found = None if project is None else find_spec("wandb")
+    if project is not None and (found is None or found.origin is None):  # no origin: a mere folder named wandb
+        raise ConfigError(
+            f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
+            "here: pip install wandb; or go without: log.wandb=null."
+        )
+
+
 def _launched_world_size() -> int | None:
     """What torchrun says; None where nothing was launched."""
     text = os.environ.get("WORLD_SIZE")
@@ -243,7 +259,3 @@ def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
 def _print_group(name: str, lines: Sequence[str]) -> None:
     for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
         print(f"{label:8}{line}", flush=True)
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -337,6 +337,8 @@ class LogConfig(Section):
     """Steps between lines on the console; metrics.jsonl and TensorBoard get every step."""
     tensorboard: bool = True
     """Write TensorBoard events to run.dir/tensorboard."""
+    wandb: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Project at Weights & Biases to log to; the rest is said by WANDB_* variables.  null logs nothing there."""
     position_edges: list[Positive] = [4096, 16384, 65536]
     """Loss is told apart by position in the document: below the first edge, between two, from the last on."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None

@@ -20,8 +20,8 @@ from types import TracebackType
 import torch
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
+from sft.console import Console
 from sft.mcore.groups import Groups
-from sft.metrics import Console
 
 
 class Profile:

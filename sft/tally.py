@@ -99,7 +99,7 @@ class Totals:
     nll: float  # sum over supervised tokens of -log p(label), nats
     entropy: float  # sum over supervised tokens, nats; 0 where it is not measured
     num_tokens: int  # supervised
-    num_correct: int  # of those, whose label had the largest score
+    num_correct: int  # of those, whose label had the largest score; ties count
     num_real_tokens: int  # of samples
     num_aligned_tokens: int  # with padding of documents
     num_padded_tokens: int  # with filler: what was computed

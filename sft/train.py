@@ -3,13 +3,13 @@
 import math
 import os
 import time
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from sft import cp
 from sft.checkpoint import Checkpoints, RunState, weights_of
 from sft.config import Config
+from sft.console import QUIET, Console
 from sft.data.corpus import Corpus, prepare
 from sft.data.loader import Loader
 from sft.data.tokenizer import ChatTokenizer, load_tokenizer
@@ -18,9 +18,10 @@ from sft.evaluate import evaluate
 from sft.layout import Layout, num_parameters, vocab_rows
 from sft.mcore import device, groups, shards
 from sft.mcore.engine import Engine, StepResult
-from sft.metrics import Console, Metrics, eval_record, train_record
+from sft.metrics import eval_record, train_record
 from sft.profile import Profile
 from sft.recipe import Recipe, dump
+from sft.writers import Metrics, Writer, open_writers
 
 
 def main(recipe: Recipe) -> None:
@@ -30,6 +31,7 @@ def main(recipe: Recipe) -> None:
     here = device.start(device.choose(config.run.device))
     place = groups.start(layout, here, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(place.rank)
+    console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))
     folder = Path(config.run.dir)
     with Profile(config.profile, folder, place, console) as profile:
         Run(recipe, layout, place, console, profile).train()
@@ -46,9 +48,8 @@ class Run:
         self.profile = profile
         self.folder = Path(self.config.run.dir)
         self.recipe = recipe
+        self._epoch: int | None = None  # the newest whose packing was told
         groups.agree(lambda: _open_folder(self.folder))
-        for line in layout.equations(self.config.data.seq_length):
-            console.say(line)
         tokenizer = load_tokenizer(self.config.data)
         vocab_size = vocab_rows(self.config.model, tokenizer.vocab_size)
         train_corpus = self._corpus(self.config.data.train, tokenizer)
@@ -70,36 +71,50 @@ class Run:
             self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
             return
         groups.agree(lambda: _write_recipe(self.folder, self.recipe))
-        with closing(self._metrics(state)) as metrics:
+        bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
+        with self._metrics(state) as metrics, bar as progress:
             if state.step == 0:
                 self._evaluate(state, metrics)
             while state.step < self.num_steps:
                 with self.profile.step(state.step + 1):
                     state = self._step(state, metrics)
+                    progress.advance(1)
+                    self._finish_step(state, metrics)
             metrics.summarise()
         self.console.say(f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl and recipe.yaml")
 
     def _step(self, state: RunState, metrics: Metrics) -> RunState:
-        """One update, and what is due after it."""
+        """One update, and its record."""
         started = time.monotonic()
+        self._tell_packing(state.step)
         microbatches = self.loader.microbatches(state.step)
         waited = time.monotonic() - started
         result = self.engine.train_step(microbatches, sources=self.loader.sources, data_wait_s=waited)
         self._check(result, state.step)
         state = state.after(result)
         metrics.train(self._record(state, result, time.monotonic() - started))
+        return state
+
+    def _finish_step(self, state: RunState, metrics: Metrics) -> None:
+        """What is due after a step."""
         last = state.step == self.num_steps
         if _due(state.step, self.config.train.eval_every) or last:
             self._evaluate(state, metrics)
         if _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
             self.checkpoints.save(self.engine, state)
-        return state
+
+    def _tell_packing(self, step: int) -> None:
+        """Once an epoch; packing takes about a second a million samples, too little for a bar."""
+        epoch, _ = self.loader.locate(step)
+        if epoch != self._epoch:
+            self._epoch, plan = epoch, self.loader.plan(epoch)
+            self.console.say(f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full")
 
     def _corpus(self, paths: list[str], tokenizer: ChatTokenizer) -> Corpus:
         """Rank 0 tokenises, telling how far it is; then everybody maps the files it wrote."""
         cache = Path(self.config.data.cache_dir or self.folder / "cache")
-        groups.agree(lambda: prepare(paths, self.config.data, tokenizer, cache, self.console.say) and None)
-        return prepare(paths, self.config.data, tokenizer, cache, lambda text: None)
+        groups.agree(lambda: prepare(paths, self.config.data, tokenizer, cache, self.console) and None)
+        return prepare(paths, self.config.data, tokenizer, cache, QUIET)
 
     def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer) -> Loader:
         return Loader(
@@ -125,15 +140,10 @@ class Run:
         return RunState()
 
     def _metrics(self, state: RunState) -> Metrics:
-        metrics = Metrics(
-            self.folder,
-            self.console,
-            rank=self.place.rank,
-            step=state.step,
-            num_steps=self.num_steps,
-            every=self.config.log.every,
-            tensorboard=self.config.log.tensorboard,
-        )
+        writers: list[Writer] = []  # stays empty on the other ranks
+        groups.agree(lambda: writers.extend(open_writers(self.folder, self.config, state.step, self.console)))
+        every = self.config.log.every
+        metrics = Metrics(writers, self.console, step=state.step, num_steps=self.num_steps, every=every)
         parameters = num_parameters(self.config.model, self.engine.vocab_size)
         self.console.say(f"parameters {parameters:,} | attention {self.engine.backend} | steps {self.num_steps:,}")
         sizes = {name: getattr(self.layout, name) for name in ("world_size", "tp", "cp", "pp", "dp")}

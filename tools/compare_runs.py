@@ -3,8 +3,9 @@
     python tools/compare_runs.py runs/a runs/b                 -> one line per metric; exit code 0, 1 or 2
     python tools/compare_runs.py a/metrics.jsonl b --rtol 1e-3
 
-Reads metrics.jsonl (schema 1 or 2); needs nothing but Python.  Train and eval records are compared apart, each on the
-steps that both runs have; a shorter run is compared as far as it goes.  Exit code 0 where nothing differs, 1 where
+Reads metrics.jsonl (schema 1 to 3); needs nothing but Python.  Train records and those of each held-out set (before
+schema 3: of one, `eval`) are compared apart, each on the steps that both runs have; a shorter run is compared as far
+as it goes.  Exit code 0 where nothing differs, 1 where
 something does, 2 where the runs cannot be compared.
 
     floats    differ beyond max(rtol x the larger magnitude, atol); NaN differs from everything
@@ -27,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMAS = (1, 2)
-KINDS = ("train", "eval")  # the order in which a run writes them where it writes both after one step
+SCHEMAS = (1, 2, 3)
+TRAIN = "train"
 TIMED = ("time", "per-second", "tflop", "mfu", "memory", "data-wait")
 
 Value = int | float | None
@@ -41,15 +42,15 @@ class CompareError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Metrics of one run by kind and step.
+    """Metrics of one run by kind and step; a kind is `train`, `eval`, or of other held-out sets `eval NAME`.
 
-    first, last  places (step, index of kind) between which it would have told every record
-                 begun at 0, cut off after train 8: (0, 1) and (8, 0), so eval 0 is inside and eval 8 is not
+    first  the step it began after: it would have told the evaluations there, not the training
+    last   step and kind of its last record: what comes later in the order of kinds was not told any more
     """
 
     path: Path
-    first: tuple[int, int]
-    last: tuple[int, int]
+    first: int
+    last: tuple[int, str]
     records: dict[str, dict[int, Metrics]]
 
 
@@ -95,17 +96,26 @@ def read_run(given: Path) -> Run:
     for entry in entries[:1] + [entry for entry in entries if "schema" in entry]:
         if entry.get("schema") not in SCHEMAS:
             raise CompareError(
-                f"{path} has schema {entry.get('schema')}; this tool reads {' and '.join(map(str, SCHEMAS))}. "
+                f"{path} has schema {entry.get('schema')}; this tool reads {SCHEMAS[0]} to {SCHEMAS[-1]}. "
                 "Use the compare_runs.py of the version that made the run."
             )
-    records: dict[str, dict[int, Metrics]] = {kind: {} for kind in KINDS}
+    records: dict[str, dict[int, Metrics]] = {TRAIN: {}}
     for entry in entries:
-        if entry["kind"] in KINDS:
-            records[entry["kind"]][entry["step"]] = flat({k: v for k, v in entry.items() if k != "step"})
+        if (kind := kind_of(entry)) is not None:
+            records.setdefault(kind, {})[entry["step"]] = flat({k: v for k, v in entry.items() if k != "step"})
     if not any(records.values()):
         raise CompareError(f"{path} has no step and no evaluation: the run has only begun, or ended before its first.")
-    last = max((step, KINDS.index(kind)) for kind, steps in records.items() for step in steps)
-    return Run(path=given, first=(entries[0]["step"], KINDS.index("eval")), last=last, records=records)
+    kinds = list(records)  # in the order in which a run writes them where it writes several after one step
+    step, place = max((step, kinds.index(kind)) for kind, steps in records.items() for step in steps)
+    return Run(path=given, first=entries[0]["step"], last=(step, kinds[place]), records=records)
+
+
+def kind_of(entry: dict[str, Any]) -> str | None:
+    """What a record is compared with; None where it is of no step: `start`"""
+    if entry["kind"] == "eval":
+        name = entry.get("set", "eval")
+        return "eval" if name == "eval" else f"eval {name}"
+    return TRAIN if entry["kind"] == TRAIN else None
 
 
 def is_whole(tail: bytes) -> bool:
@@ -232,13 +242,19 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def kinds_of(*runs: Run) -> list[str]:
+    """train, then the held-out sets of all runs, in the order of their records."""
+    return list(dict.fromkeys(kind for run in runs for kind in run.records))
+
+
 def alone_steps(kind: str, a: Run, b: Run) -> tuple[list[str], int]:
     """What to say of records that one run lacks, and how many of them lie where both were."""
     lines, num_inside = list[str](), 0
-    first, last = max(a.first, b.first), min(a.last, b.last)
+    place = {name: i for i, name in enumerate(kinds_of(a, b))}  # train is 0: begun at 0, it is not told there
+    first, last = (max(a.first, b.first), 1), min((run.last[0], place[run.last[1]]) for run in (a, b))
     for letter, run, other in (("A", a, b), ("B", b, a)):
-        alone = [step for step in run.records[kind] if step not in other.records[kind]]
-        is_inside = {step: first <= (step, KINDS.index(kind)) <= last for step in alone}
+        alone = [step for step in run.records.get(kind, {}) if step not in other.records.get(kind, {})]
+        is_inside = {step: first <= (step, place[kind]) <= last for step in alone}
         inside, outside = ([step for step in alone if is_inside[step] is where] for where in (True, False))
         num_inside += len(inside)
         if inside:
@@ -259,14 +275,15 @@ def alone_names(kind: str, left: Sequence[str], right: Sequence[str]) -> list[st
 
 def report(a: Run, b: Run, tolerance: Tolerance, *, ignore_missing: bool, compare_all: bool) -> tuple[list[str], bool]:
     """What to print, and whether the runs differ; CompareError where they have no step in common."""
-    pairs = {kind: common(a.records[kind], b.records[kind]) for kind in KINDS}
+    kinds = kinds_of(a, b)
+    pairs = {kind: common(a.records.get(kind, {}), b.records.get(kind, {})) for kind in kinds}
     if not any(pairs.values()):
         raise CompareError(
             f"{a.path} and {b.path} have no step in common: A has {extent(a.records)}, B has {extent(b.records)}. "
             "Give two runs that did the same steps."
         )
     rows, missing, lines, skipped = list[Row](), 0, list[str](), dict[str, None]()
-    for kind in KINDS:
+    for kind in kinds:
         found, num_inside = alone_steps(kind, a, b)
         names = [list(dict.fromkeys(name for pair in pairs[kind].values() for name in pair[i])) for i in (0, 1)]
         skipped |= dict.fromkeys(name for side in names for name in side if is_timed(name) and not compare_all)
@@ -293,7 +310,7 @@ def common(left: dict[int, Metrics], right: dict[int, Metrics]) -> dict[int, tup
 
 def extent(records: Mapping[str, Mapping[int, object]]) -> str:
     """train 1-24; eval 0, 12, 24"""
-    return "; ".join(f"{kind} {spans(records[kind])}" for kind in KINDS if records[kind])
+    return "; ".join(f"{kind} {spans(steps)}" for kind, steps in records.items() if steps)
 
 
 def tolerance_of(text: str) -> float:

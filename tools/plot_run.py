@@ -3,11 +3,13 @@
     python tools/plot_run.py runs/demo                        -> runs/demo/plot.png
     python tools/plot_run.py runs/a runs/b --out compare.png  -> both runs in each panel
 
-Reads metrics.jsonl (schema 1 or 2) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
-is a point of the faint line; the strong one is a centred mean over SMOOTH of the run; evaluations are dots.
+Reads metrics.jsonl (schema 1 to 3) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
+is a point of the faint line; the strong one is a centred mean over SMOOTH of the run; evaluations are dots, each
+held-out set with a mark of its own (before schema 3 there is one set, `eval`).
 A resumed run may repeat steps: the last record of a step counts.
 
-Loss by position is drawn where a run tells it: of held-out data if there are two evaluations, else of training.
+Loss by position is drawn where a run tells it: of the first held-out set if there are two evaluations, else of
+training.
 One run: a line for each bucket.  Several: a panel for each bucket, in which the runs meet.
 """
 
@@ -25,7 +27,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-SCHEMAS = (1, 2)
+SCHEMAS = (1, 2, 3)
 SMOOTH = 0.05
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
 PANELS = [  # metric, title, unit
@@ -34,6 +36,7 @@ PANELS = [  # metric, title, unit
     ("learning-rate", "learning rate", ""),
     ("tokens-per-second", "throughput", "real tokens per second, all ranks"),
 ]
+MARKS = "osD^vP*X"  # of held-out sets
 BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}
 COLUMNS = 4  # of panels of buckets, at most
 
@@ -46,11 +49,14 @@ class PlotError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Records of one run in the order of their steps; each has "step" and its metrics by name."""
+    """Records of one run in the order of their steps; each has "step" and its metrics by name.
+
+    eval  by held-out set, in the order of the file
+    """
 
     name: str
     train: list[dict]
-    eval: list[dict]
+    eval: dict[str, list[dict]]
 
 
 def read_run(folder: Path) -> Run:
@@ -63,13 +69,18 @@ def read_run(folder: Path) -> Run:
     kept = [entry for entry in records if entry]
     if kept and kept[0].get("schema") not in SCHEMAS:
         raise PlotError(
-            f"{path} has schema {kept[0].get('schema')}; this tool reads {' and '.join(map(str, SCHEMAS))}. "
+            f"{path} has schema {kept[0].get('schema')}; this tool reads {SCHEMAS[0]} to {SCHEMAS[-1]}. "
             "Use the plot_run.py of the version that made the run."
         )
-    train, evaluations = of_kind(kept, "train"), of_kind(kept, "eval")
+    train, evaluations = by_step([r for r in kept if r.get("kind") == "train"]), dict[str, list[dict]]()
+    for entry in kept:
+        if entry.get("kind") == "eval":
+            evaluations.setdefault(entry.get("set", "eval"), []).append(entry)
     if not train and not evaluations:
         raise PlotError(f"{path} has no step and no evaluation: the run has only begun, or ended before its first.")
-    return Run(name=folder.resolve().name, train=train, eval=evaluations)
+    return Run(
+        name=folder.resolve().name, train=train, eval={name: by_step(found) for name, found in evaluations.items()}
+    )
 
 
 def record(path: Path, number: int, is_last: bool, line: str) -> dict | None:
@@ -85,10 +96,10 @@ def record(path: Path, number: int, is_last: bool, line: str) -> dict | None:
     return entry
 
 
-def of_kind(records: list[dict], kind: str) -> list[dict]:
-    """Records of one kind, each step once, in the order of steps."""
-    by_step = {entry["step"]: entry for entry in records if entry.get("kind") == kind}
-    return [by_step[step] for step in sorted(by_step)]
+def by_step(records: list[dict]) -> list[dict]:
+    """Each step once, in the order of steps."""
+    found = {entry["step"]: entry for entry in records}
+    return [found[step] for step in sorted(found)]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -121,10 +132,15 @@ def draw_run(panels: Sequence[Axes], run: Run, color: str, held_out_color: str, 
         strong = values if key == "learning-rate" else smoothed(values)
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
         axes.plot(steps, strong, color=color, linewidth=width, label=f"{run.name}: train {span}")
-    steps, values, span = series(run.eval, "lm loss")
-    if len(steps):
-        label = f"{run.name}: held out {span}"
-        panels[0].plot(steps, values, "o--", color=held_out_color, mec="white", ms=7, lw=1, label=label)
+    for i, (name, records) in enumerate(run.eval.items()):
+        steps, values, span = series(records, "lm loss")
+        label, mark = f"{run.name}: {held_out(name)} {span}", MARKS[i % len(MARKS)]
+        panels[0].plot(steps, values, f"{mark}--", color=held_out_color, mec="white", ms=7, lw=1, label=label)
+
+
+def held_out(name: str) -> str:
+    """eval -> held out; code -> held out code"""
+    return "held out" if name == "eval" else f"held out {name}"
 
 
 def by_position(records: Sequence[dict]) -> Curves:
@@ -138,10 +154,11 @@ def by_position(records: Sequence[dict]) -> Curves:
 
 def positions(runs: Sequence[Run]) -> tuple[str, list[Curves]]:
     """Which data, the same for all runs that tell any, and the curves of each run; those of training smoothed."""
-    held_out, train = [by_position(run.eval) for run in runs], [by_position(run.train) for run in runs]
-    is_curve = [any(curve.shape[1] > 1 for curve in curves.values()) for curves in held_out]
-    if all(long or not any(both) for long, *both in zip(is_curve, held_out, train, strict=True)):
-        return "held out", held_out
+    first = next((name for run in runs for name in run.eval), "eval")
+    apart, train = [by_position(run.eval.get(first, [])) for run in runs], [by_position(run.train) for run in runs]
+    is_curve = [any(curve.shape[1] > 1 for curve in curves.values()) for curves in apart]
+    if all(long or not any(both) for long, *both in zip(is_curve, apart, train, strict=True)):
+        return held_out(first), apart
     return "train", [
         {bucket: np.stack([steps, smoothed(losses)]) for bucket, (steps, losses) in curves.items()} for curves in train
     ]

@@ -8,7 +8,7 @@ parallel layout never tokenises anew.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,16 +16,14 @@ import numpy as np
 
 from sft.batch import Sample
 from sft.config import DataConfig
+from sft.console import Console, Progress
 from sft.data.encode import Block, Encoder, encode_blocks
 from sft.data.ledger import Ledger, count_rows
-from sft.data.rows import check_file, read_rows, row_name
+from sft.data.rows import check_file, is_lines, read_rows, row_name
 from sft.data.store import Store, open_store, write_store
 from sft.data.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
 
-Log = Callable[[str], None]
-
-_SECONDS_BETWEEN_LINES = 5.0
 # What a tokenised sample is made by.  A change in any of these files makes caches of the older code unused.
 _CODE = ("align.py", "chat.py", "encode.py", "formats.py", "rows.py", "store.py", "tokenizer.py")
 
@@ -86,7 +84,9 @@ class Corpus:
         return file, sample_id - int(self._first_ids[file])
 
 
-def prepare(paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, log: Log) -> Corpus:
+def prepare(
+    paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
+) -> Corpus:
     """The corpus of `paths`, tokenised now or mapped from `cache_dir`.
 
     Any number of processes may prepare the same corpus at once: each gets a whole one.  Raises DataError for
@@ -96,7 +96,7 @@ def prepare(paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, ca
     files = [Path(path) for path in paths]
     for file in files:
         check_file(file)
-    corpus = Corpus(files, [_prepare_file(file, data, tokenizer, cache_dir, log) for file in files])
+    corpus = Corpus(files, [_prepare_file(file, data, tokenizer, cache_dir, console) for file in files])
     if len(corpus) == 0:
         raise DataError(
             f"no sample is left of {', '.join(paths)} with data.over_long = {data.over_long} and "
@@ -105,15 +105,15 @@ def prepare(paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, ca
     return corpus
 
 
-def _prepare_file(file: Path, data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, log: Log) -> Store:
+def _prepare_file(file: Path, data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console) -> Store:
     started = time.monotonic()
     folder = cache_dir / cache_key(file, data, tokenizer)
     store = open_store(folder)
     if store is not None:
-        log(f"{file}: {count_rows(store.rows)} (cached)")
+        console.say(f"{file}: {count_rows(store.rows)} (cached)")
         return store
     if folder.exists():
-        log(f"{folder} is not whole or was changed: tokenising {file} again")
+        console.say(f"{folder} is not whole or was changed: tokenising {file} again")
     encoder = Encoder(
         path=file,
         tokenizer=tokenizer,
@@ -123,12 +123,13 @@ def _prepare_file(file: Path, data: DataConfig, tokenizer: ChatTokenizer, cache_
     )
     blocks = encode_blocks(read_rows(file), encoder, data.num_workers)
     try:
-        write_store(folder, _with_progress(_at_least_one(blocks, file), file, log))
+        with console.track(f"tokenising {file}", _num_rows(file), "rows") as progress:
+            write_store(folder, _counted(_at_least_one(blocks, file), progress))
     except OSError as error:
         raise DataError(f"tokenised data of {file} cannot be written to data.cache_dir {cache_dir}: {error}") from error
     store = open_store(folder)
     assert store is not None, f"{folder} was just written"
-    log(f"{file}: {count_rows(store.rows)} (tokenised in {time.monotonic() - started:.1f} s)")
+    console.say(f"{file}: {count_rows(store.rows)} (tokenised in {time.monotonic() - started:.1f} s)")
     return store
 
 
@@ -161,16 +162,18 @@ def _at_least_one(blocks: Iterable[Block], file: Path) -> Iterator[Block]:
         raise DataError(f"data file {file} has no rows.")
 
 
-def _with_progress(blocks: Iterable[Block], file: Path, log: Log) -> Iterator[Block]:
-    """Passes blocks on, and says every few seconds how far it is."""
-    started = last = time.monotonic()
-    rows = tokens = 0
+def _num_rows(file: Path) -> int | None:
+    """None where only reading it all would tell.  Counting lines takes 2% of the fastest tokenising."""
+    if not is_lines(file):
+        return None
+    with file.open("rb") as lines:
+        return sum(not line.isspace() for line in lines)
+
+
+def _counted(blocks: Iterable[Block], progress: Progress) -> Iterator[Block]:
+    """Passes blocks on, and tells how far it is."""
+    num_tokens = 0
     for block in blocks:
-        rows += len(block.table)
-        tokens += len(block.tokens)
+        num_tokens += len(block.tokens)
         yield block
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            rate = rows / (now - started)
-            log(f"tokenising {file}: {rows:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s")
-            last = now
+        progress.advance(len(block.table), f"{num_tokens:,} tokens")

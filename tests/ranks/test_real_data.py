@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft.console import QUIET
 from sft.data.corpus import prepare
 from sft.data.tokenizer import load_tokenizer
 from tests.ranks import scenarios
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.skipif(not all(f.exists() for f in FILES), reason="the 
 def train(overrides: list[str], cache: str) -> dict[str, Any]:
     with scenarios.running(RECIPE + overrides, vocab=259) as engine:
         data = engine.config.data
-        corpus = prepare(data.train, data, load_tokenizer(data), Path(cache), lambda text: None)
+        corpus = prepare(data.train, data, load_tokenizer(data), Path(cache), QUIET)
         loader = scenarios.loader_of(engine, corpus)
         results = [engine.train_step(loader.microbatches(step)) for step in range(STEPS)]
         return {

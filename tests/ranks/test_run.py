@@ -1,6 +1,7 @@
 """Whole runs, as a user starts them: two processes, cp 2, files on disk."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.ranks.test_bad_input import kill, launch, start
+from tests.unit.test_metrics import check
 
 TIMED = (
     "tokens-per-second",
@@ -58,14 +60,18 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
     folder, out = finished
     train, evaluation = records(folder, "train"), records(folder, "eval")
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6]
-    assert [r["step"] for r in evaluation] == [0, 4, 6]
-    assert records(folder, "start")[0]["schema"] == 2
+    assert [(r["step"], r["set"]) for r in evaluation] == [(0, "eval"), (4, "eval"), (6, "eval")]
+    assert records(folder, "start")[0]["schema"] == 3
+    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
+        check(json.loads(line))
     assert all(r["tokens/supervised"] <= r["tokens/real"] <= r["tokens/aligned"] <= r["tokens/padded"] for r in train)
     assert all(r["tokens/padded"] <= r["tokens/capacity"] == 512 for r in train)
     # Held-out answers of 1, 2, 3, ... characters, and the end of each turn: "0", "22", "444", ..., "12" * 7.
     assert [r["tokens/supervised"] for r in evaluation] == [1 + 2 + 3 + 4 + 5 + 2 * 6 + 2 * 7 + 7] * 3
     assert [r["documents"] for r in evaluation] == [7] * 3
     assert evaluation[2]["lm loss"] < evaluation[0]["lm loss"]
+    assert out.startswith("# Resolved from ") and "\n  cp: 2  # " in out and "\nworld_size 2 = tp 1 x cp 2 " in out
+    assert out.count("packed epoch 0: ") == 1 and re.search(r"^saved .*/iter_0000006 \(.* KiB in .* s\)$", out, re.M)
     assert "lm loss, train: " in out and "lm loss, held-out: " in out and "done: " in out
     assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"
     kept = sorted(p.name for p in (folder / "run/checkpoints").iterdir() if p.is_dir())

@@ -6,7 +6,7 @@ import pytest
 
 from sft.checkpoint import POINTER, Checkpoints, newest
 from sft.config import CheckpointConfig
-from sft.metrics import Console
+from sft.console import Console
 
 
 def folder_of(root: Path, step: int, content: str = "") -> Path:

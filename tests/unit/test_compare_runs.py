@@ -15,8 +15,8 @@ def train(step: int, loss: float | None = 2.5, **more: object) -> dict:
     return {"kind": "train", "step": step, "lm loss": loss, "documents": 9, "step-time-s": 0.5 + step} | more
 
 
-def held_out(step: int, loss: float | None = 2.25) -> dict:
-    return {"kind": "eval", "step": step, "lm loss": loss}
+def held_out(step: int, loss: float | None = 2.25, **more: object) -> dict:
+    return {"kind": "eval", "step": step, "lm loss": loss} | more
 
 
 def write(folder: Path, *records: dict, tail: str = "") -> Path:
@@ -37,6 +37,10 @@ class Pair:
         output = self._capsys.readouterr()
         assert output.err == ""
         return code, [" ".join(line.split()) for line in output.out.splitlines()]
+
+    def of(self, name: str, a: list[dict], b: list[dict]) -> list[str]:
+        """The same of other runs, in folders of their own."""
+        return Pair(self.folder / name, self._capsys).compare(a, b)[1]
 
 
 @pytest.fixture
@@ -159,6 +163,23 @@ def test_a_shorter_run_is_compared_as_far_as_it_goes(pair: Pair) -> None:
     ]
 
 
+def test_held_out_sets_are_compared_apart(pair: Pair) -> None:
+    """A is of schema 2, where the one set has no name; B has another set too and ended before that of step 2."""
+    a = [held_out(0, 3.0), train(1), train(2), held_out(2, 2.0)]
+    b = [held_out(0, 3.0, set="eval"), held_out(0, 9.0, set="code"), train(1), train(2), held_out(2, 2.5, set="eval")]
+    code, lines = pair.compare(a, b)
+    assert code == 1
+    assert lines[:4] == [
+        f"A: {pair.folder}/a: train 1-2; eval 0, 2",
+        f"B: {pair.folder}/b: train 1-2; eval 0, 2; eval code 0",
+        "compared: train 1-2; eval 0, 2",
+        "only B has eval code 0",
+    ]
+    assert "eval lm loss 1 of 2 2 2.0 2.5 0.5 0.2" in lines
+    again = [held_out(0, 3.0), train(1), train(2), held_out(2, 2.0), held_out(2, 7.0, set="code")]
+    assert "only A has eval code 2, where the other had not begun or had ended" in pair.of("again", again, b)
+
+
 def test_a_step_missing_where_both_were(pair: Pair) -> None:
     """Training step 2 of B, and its evaluations, of which it had passed step 0 and step 2."""
     a = [held_out(0), train(1), train(2), held_out(2), train(3)]
@@ -214,9 +235,9 @@ GOOD = json.dumps(START) + "\n" + json.dumps(train(1)) + "\n"
         (None, "metrics.jsonl does not exist. Give the folder of a run"),
         (b"", "has no step and no evaluation"),
         (b'{"schema": 1, "kind": "start", "step": 0}\n', "has no step and no evaluation"),
-        (b'{"schema": 3, "kind": "start", "step": 0}\n', "has schema 3; this tool reads 1 and 2"),
-        (b'{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 and 2"),
-        (GOOD.encode() + b'{"schema": 3, "kind": "start", "step": 1}\n', "has schema 3; this tool reads 1 and 2"),
+        (b'{"schema": 4, "kind": "start", "step": 0}\n', "has schema 4; this tool reads 1 to 3"),
+        (b'{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 to 3"),
+        (GOOD.encode() + b'{"schema": 4, "kind": "start", "step": 1}\n', "has schema 4; this tool reads 1 to 3"),
         (GOOD.encode() + b"nonsense\n", "metrics.jsonl:3 is not JSON (Expecting value)"),
         (GOOD.encode() + b"\n" + GOOD.encode(), "metrics.jsonl:3 is not JSON"),
         (b"\xff\xfe\x00\n" + GOOD.encode(), "metrics.jsonl:1 is not JSON (not UTF-8)"),

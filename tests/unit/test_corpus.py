@@ -1,14 +1,19 @@
 """Files to samples: every fault named, every loss counted, every cache either right or rebuilt."""
 
+import io
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from itertools import count as counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sft.console import Console
 from sft.data.corpus import Corpus, prepare
 from sft.data.ledger import Ledger
 from sft.data.tokenizer import load_tokenizer
@@ -26,11 +31,19 @@ def write(path: Path, *rows: object) -> str:
     return str(path)
 
 
-def corpus_of(*paths: str, cache: Path | None = None, log: list[str] | None = None, **overrides: Any) -> Corpus:
-    data = config(**overrides)
-    lines = log if log is not None else []
+def corpus_of(
+    *paths: str,
+    cache: Path | None = None,
+    log: list[str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **overrides: Any,
+) -> Corpus:
+    data, said = config(**overrides), io.StringIO()
     cache_dir = cache or Path(paths[0]).parent / "cache"
-    return prepare(paths, data, load_tokenizer(data), cache_dir, lines.append)
+    corpus = prepare(paths, data, load_tokenizer(data), cache_dir, Console(0, said, clock=clock))
+    if log is not None:
+        log.extend(said.getvalue().splitlines())
+    return corpus
 
 
 def texts(corpus: Corpus) -> list[str]:
@@ -278,11 +291,12 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
     from sft.config import DataConfig
+    from sft.console import QUIET
     from sft.data.corpus import prepare
     from sft.data.tokenizer import load_tokenizer
 
     data = DataConfig(train=[sys.argv[1]], seq_length=1024, num_workers=2)
-    print(prepare(data.train, data, load_tokenizer(data), Path(sys.argv[2]), lambda line: None).digest)
+    print(prepare(data.train, data, load_tokenizer(data), Path(sys.argv[2]), QUIET).digest)
 """
 
 
@@ -314,9 +328,23 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         corpus_of(write(tmp_path / "a.jsonl", ROW), cache=tmp_path / "file")
 
 
-def test_progress_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.data.corpus._SECONDS_BETWEEN_LINES", 0.0)
-    path, log = write(tmp_path / "a.jsonl", *[ROW] * 100), []
-    corpus_of(path, log=log)
-    assert log[0].startswith(f"tokenising {path}: 64 rows, 2,496 tokens, ")
-    assert log[1].startswith(f"tokenising {path}: 100 rows, 3,900 tokens, ")
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        (
+            "a.jsonl",
+            [
+                "64 of 100 rows (64%), 2,496 tokens, 8 rows/s, left 0:00:05",
+                "100 of 100 rows (100%), 3,900 tokens, 6.2 rows/s, left 0:00:00",
+            ],
+        ),
+        ("list.json", ["64 rows, 2,496 tokens, 8 rows/s", "100 rows, 3,900 tokens, 6.2 rows/s"]),
+    ],
+)
+def test_progress_is_told(tmp_path: Path, name: str, lines: list[str]) -> None:
+    """Two blocks of rows, 8 seconds each; blank lines are no rows."""
+    write(tmp_path / "a.jsonl", *[ROW] * 50, "", *[ROW] * 50)
+    (tmp_path / "list.json").write_text(json.dumps([ROW] * 100))
+    path, log, seconds = str(tmp_path / name), [], counter(0, 8)
+    corpus_of(path, log=log, clock=lambda: next(seconds))
+    assert log[:2] == [f"tokenising {path}: {line}" for line in lines]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sft.console import QUIET
 from sft.data.corpus import Corpus, prepare
 from sft.data.tokenizer import load_tokenizer
 from tests.unit.fixtures.folder import config
@@ -23,7 +24,7 @@ def make(out: Path, *arguments: str) -> Path:
 
 def corpus_of(path: Path, seq_length: int) -> Corpus:
     data = config(seq_length=seq_length)
-    return prepare([str(path)], data, load_tokenizer(data), path.parent / "cache", lambda line: None)
+    return prepare([str(path)], data, load_tokenizer(data), path.parent / "cache", QUIET)
 
 
 def test_demo_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,17 @@
-"""From totals to what is written: every name documented, JSON and TensorBoard read back."""
+"""From totals to records: every number, every name documented, every record as docs/metrics.schema.json says."""
 
-import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from sft.config import Config
 from sft.layout import Layout
 from sft.mcore.engine import StepResult
-from sft.metrics import Console, Metrics, eval_record, flat, train_record
+from sft.metrics import eval_record, flat, train_record
 from sft.recipe import parse_recipe
 from sft.tally import Peak, Ratio, Schema, Totals
 
@@ -32,7 +32,7 @@ def config(*overrides: str) -> Config:
 
 def totals(**changes: Any) -> Totals:
     values: dict[str, Any] = dict(
-        loss=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_real_tokens=100,
+        loss=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_correct=5, num_real_tokens=100,
         num_aligned_tokens=128, num_padded_tokens=160, num_documents=4, sum_of_squares=3000,
         sequence_nll=Ratio(total=4.5, count=3), perplexity=Ratio(total=15.0, count=3),
         perplexity_min=3.0, perplexity_max=7.0,
@@ -53,15 +53,39 @@ def train(*overrides: str, **changes: Any) -> dict[str, Any]:
 
 
 def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
-    return eval_record(3, totals(**changes), config(*overrides), schema=SCHEMA, seconds=2.0)
+    return eval_record(3, totals(**changes), config(*overrides), set_name="eval", schema=SCHEMA, seconds=2.0)
 
 
+def validator() -> Any:
+    """Of docs/metrics.schema.json; stricter than the standard, where 20.0 is an integer."""
+    schema = json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
+    standard = jsonschema.Draft202012Validator
+    standard.check_schema(schema)
+    types = standard.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    return jsonschema.validators.extend(standard, type_checker=types)(schema)
+
+
+def check(record: dict[str, Any]) -> None:
+    """As it is after a round through JSON."""
+    validator().validate(json.loads(json.dumps(record, allow_nan=False)))
+
+
+START: dict[str, Any] = {
+    "schema": 3,
+    "kind": "start",
+    "step": 0,
+    "time": 1795267288.03,
+    "parameters": 212,
+    "num-steps": 9,
+    "layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1, "dp": 1},
+}
 EVERYTHING = ["loss.entropy=true", "loss.z_loss_coef=1e-4", "log.peak_tflops=989"]
 
 
 def test_written_out() -> None:
     """Two ranks, two seconds.  FLOPs: 6 * 160 a token (qkv 48, proj 16, MLP 96), 6 * 40 a label, 6 * 4 a square."""
     found = dict(flat(train(*EVERYTHING)))
+    assert found["token accuracy"] == 0.25
     assert found["lm loss"] == 1.5 and found["nll"] == 1.25 and found["entropy"] == 2.5
     assert found["perplexity/avg"] == 5.0 and (found["perplexity/min"], found["perplexity/max"]) == (3.0, 7.0)
     assert found["loss by position/0-4K/loss"] == 1.25 and found["loss by position/0-4K/tokens"] == 20
@@ -76,7 +100,8 @@ def test_written_out() -> None:
     assert found["mfu"] == pytest.approx(flops / 2 / 2 / 1e12 / 989)
     assert (found["memory/allocated-gib"], found["memory/allocated-rank"]) == (2.0, 3)
     assert (found["memory/reserved-gib"], found["memory/reserved-rank"]) == (4.0, 2)
-    assert dict(flat(evaluation()))["sample loss"] == 1.5
+    told = dict(flat(evaluation()))
+    assert (told["sample loss"], told["token accuracy"], told["set"]) == (1.5, 0.25, "eval")
 
 
 def test_what_nobody_asked_for_is_not_there() -> None:
@@ -90,17 +115,82 @@ def test_nothing_supervised_is_null_and_not_a_number_too_large() -> None:
     found = train(
         num_tokens=0, denominator=0.0, loss=0.0, perplexity=empty, perplexity_min=float("inf"), perplexity_max=0.0
     )
-    assert [found[name] for name in ("lm loss", "perplexity/avg", "perplexity/min", "perplexity/max")] == [None] * 4
+    names = ("lm loss", "token accuracy", "perplexity/avg", "perplexity/min", "perplexity/max")
+    assert [found[name] for name in names] == [None] * 5
+    check(found)
     assert train(perplexity_max=float("inf"))["perplexity/max"] is None
     json.dumps(found, allow_nan=False)
 
 
-def documented() -> set[str]:
-    """Names in the table of docs/metrics.md: `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b."""
+RECORDS = {
+    "start": START,
+    "train": train(*EVERYTHING),
+    "eval": evaluation(*EVERYTHING),
+    "train of little": train(),
+    "eval of little": evaluation(),
+    "eval of nothing": evaluation(num_tokens=0, sequence_nll=Ratio(total=0.0, count=0)),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_records_are_as_the_schema_says(record: dict[str, Any]) -> None:
+    check(record)
+
+
+@pytest.mark.parametrize("kind", ["start", "train", "eval"])
+def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
+    record = RECORDS[kind]
+    refused = [{**record, "loss": 1.0}] + [
+        {k: v for k, v in record.items() if k != name} for name in record if name not in OPTIONAL
+    ]
+    assert len(refused) == {"start": 8, "train": 30, "eval": 19}[kind]
+    assert not any(validator().is_valid(wrong) for wrong in refused)
+
+
+OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-rank", "memory/reserved-gib",
+            "memory/reserved-rank")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, wrong",
+    [
+        ("train", {"tokens/supervised": 20.0}),
+        ("train", {"tokens/supervised": -1}),
+        ("train", {"tokens/supervised": None}),
+        ("train", {"step": 0}),
+        ("train", {"step": 3.0}),
+        ("train", {"skipped": 0}),
+        ("train", {"documents": True}),
+        ("train", {"grad-norm": None}),
+        ("train", {"lm loss": "1.5"}),
+        ("train", {"token accuracy": 1.25}),
+        ("train", {"padding/tail": -1}),
+        ("train", {"kind": "eval"}),
+        ("train", {"loss by source": {"chat": {"loss": 1.0}}}),
+        ("train", {"loss by source": {"chat": {"loss": 1.0, "tokens": -1}}}),
+        ("train", {"loss by source": {"chat": {"loss": 1.0, "tokens": 1, "share": 0.5}}}),
+        ("eval", {"set": None}),
+        ("eval", {"set": ""}),
+        ("eval", {"step": -1}),
+        ("start", {"schema": 2}),
+        ("start", {"layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1}}),
+        ("start", {"layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1, "dp": 0}}),
+    ],
+    ids=str,
+)
+def test_records_with_a_wrong_value_are_not(kind: str, wrong: dict[str, Any]) -> None:
+    assert not validator().is_valid({**RECORDS[kind], **wrong})
+
+
+KINDS = {"all": {"start", "train", "eval"}, "both": {"train", "eval"}}
+
+
+def documented(kind: str) -> set[str]:
+    """Names of a kind in the table of docs/metrics.md: `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b."""
     names = set()
     for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
-        cell = re.match(r"\| (`.*?) \| (?:both|train|eval|) \|", line)
-        if cell:
+        cell = re.match(r"\| (`.*?) \| (all|both|start|train|eval) \|", line)
+        if cell and kind in KINDS.get(cell[2], {cell[2]}):
             first, *others = re.findall(r"`([^`]+)`", cell[1])
             names.add(first)
             for other in others:
@@ -113,26 +203,18 @@ def documented() -> set[str]:
     return names
 
 
-def test_every_name_is_documented_and_every_documented_name_is_written() -> None:
-    written = {name for record in (train(*EVERYTHING), evaluation(*EVERYTHING)) for name, _ in flat(record)}
-    general = {re.sub(r"^(loss by \w+)/[^/]+/", r"\1/NAME/", name) for name in written}
-    assert general - {"kind", "step"} == documented()
+def in_schema(part: dict[str, Any], whole: dict[str, Any]) -> set[str]:
+    """Names of all properties, nested ones joined by "/"; NAME for those that the data name."""
+    if "$ref" in part:
+        part = whole["$defs"][part["$ref"].removeprefix("#/$defs/")]
+    inner = dict(part.get("properties", {}))
+    if part.get("additionalProperties"):
+        inner["NAME"] = part["additionalProperties"]
+    return {f"{n}/{deep}".rstrip("/") for n, below in inner.items() for deep in in_schema(below, whole) or {""}}
 
 
-def test_what_is_written_can_be_read_back(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    console = Console(0, io.StringIO())
-    metrics = Metrics(tmp_path, console, rank=0, step=0, num_steps=9, every=1, tensorboard=True)
-    metrics.start({"parameters": 1})
-    metrics.train(train())
-    metrics.eval(evaluation())
-    metrics.close()
-    start, first, held_out = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert (start["kind"], start["schema"], start["step"]) == ("start", 2, 0)
-    assert first == train() and held_out == evaluation()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Scalars("lm loss")[0].value == 1.5 and events.Scalars("lm loss")[0].step == 3
-    assert events.Scalars("loss by position/0-4K/loss")[0].value == 1.25
-    assert events.Scalars("sample loss validation")[0].value == 1.5
+@pytest.mark.parametrize("kind", ["start", "train", "eval"])
+def test_the_page_the_schema_and_the_records_have_the_same_names(kind: str) -> None:
+    written = {re.sub(r"^(loss by \w+)/[^/]+/", r"\1/NAME/", name) for name, _ in flat(RECORDS[kind])}
+    schema = json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
+    assert written == documented(kind) == in_schema({"$ref": f"#/$defs/{kind}"}, schema)

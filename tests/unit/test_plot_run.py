@@ -18,8 +18,8 @@ def train(step: int, loss: float | None, **metrics: float) -> dict:
     return {"kind": "train", "step": step, "lm loss": loss} | rate | metrics
 
 
-def held_out(step: int, loss: float) -> dict:
-    return {"kind": "eval", "step": step, "lm loss": loss, "tokens/supervised": 812}
+def held_out(step: int, loss: float, **more: str) -> dict:
+    return {"kind": "eval", "step": step, "lm loss": loss, "tokens/supervised": 812} | more
 
 
 def by_position(**losses: float | None) -> dict:
@@ -148,6 +148,23 @@ def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert colors == {plot_run.COLORS[0]}
 
 
+def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first evaluation is of schema 2, without the name of its set; loss by position is of the first set."""
+    records = [
+        held_out(0, 5.0) | by_position(near=4.0),
+        train(1, 5.5),
+        held_out(1, 4.0, set="eval") | by_position(near=3.0),
+        held_out(1, 7.0, set="code") | by_position(near=9.0),
+        held_out(2, 6.0, set="code") | by_position(near=8.0),
+    ]
+    panels = draw(tmp_path, monkeypatch, records)
+    [losses] = [axes for axes in panels if axes.get_title("left") == "loss"]
+    assert curves(losses)["a: held out 5.000 to 4.000"] == [(0, 5), (1, 4)]
+    assert curves(losses)["a: held out code 7.000 to 6.000"] == [(1, 7), (2, 6)]
+    assert len({line.get_marker() for line in losses.get_lines()[2:]}) == 2
+    assert position_panels(panels, "held out") == {"": {"near": [(0, 4), (1, 3)]}}
+
+
 @pytest.mark.parametrize("more", [{}, by_position(), by_position(near=None), {"loss by position": None}])
 def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict) -> None:
     panels = draw(tmp_path, monkeypatch, [train(1, 5.5) | more, held_out(1, 5.2) | more, held_out(2, 5.2) | more])
@@ -160,8 +177,8 @@ def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.M
     [
         (None, "metrics.jsonl does not exist. Give the folder of a run"),
         ("", "has no step and no evaluation"),
-        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads 1 and 2"),
-        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 and 2"),
+        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads 1 to 3"),
+        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 to 3"),
         ('{"schema": 1, "kind": "start", "step": 0}\n', "has no step and no evaluation"),
         ('{"schema": 1, "kind": "start", "step": 0}\nnonsense\n{}\n', "metrics.jsonl:2 is not JSON"),
         ('{"schema": 1, "kind": "start", "step": 0}\n{"loss": 3}\n', "metrics.jsonl:2 is not a record"),

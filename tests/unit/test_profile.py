@@ -20,10 +20,10 @@ import torch
 from pydantic import ValidationError
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
+from sft.console import Console
 from sft.errors import TrainingError
 from sft.keys import sections
 from sft.mcore.groups import Groups
-from sft.metrics import Console
 from sft.profile import Profile, name
 from sft.recipe import dump, parse_recipe
 from tests.unit.test_recipe import GOOD, told

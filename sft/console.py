@@ -1,0 +1,185 @@
+"""What a person sees of a run: lines, and how far long work is.
+
+Decides who speaks (rank 0) and how progress looks: a bar at the bottom of a terminal, a plain line every few seconds
+elsewhere.  Does not decide what is said, and writes no files (`writers.py`).
+"""
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LOOKS = 0.5  # of `Console.watch`
+
+# Held while the thread of `watch` draws.  A process forked just then, as megatron-core forks some to write its
+# shards, would have a locked stdout for ever, and hang when it flushes that at its end.
+_drawing = threading.Lock()
+os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
+
+
+class Progress(Protocol):
+    """What `Console.track` gives to the work."""
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """So many units more are done; `note` is shown beside them."""
+
+
+class Console:
+    """The one place that prints.  Rank 0 speaks; the others are quiet."""
+
+    def __init__(self, rank: int, stream: TextIO = sys.stdout, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._speaks, self._stream, self._clock = rank == 0, stream, clock
+        self._has_bars = self._speaks and _shows_bars(stream)
+
+    def say(self, text: str) -> None:
+        """Print a line (or several) at once, so that a pipe shows progress as it happens; above any bar."""
+        if self._speaks:
+            with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
+                print(text, file=self._stream, flush=True)
+
+    @contextmanager
+    def track(
+        self, what: str, total: int | None, unit: str, lines: bool = True, *, start: int = 0
+    ) -> Iterator[Progress]:
+        """Around work that tells how far it is: `total` units (None: nobody knows), of which `start` were done before.
+
+            with console.track("tokenising chat.jsonl", 80_000, "rows") as progress:
+                progress.advance(64)
+
+        tokenising chat.jsonl: 12,000 of 80,000 rows (15%), 1,200 rows/s, left 0:00:57
+
+        The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is said where there is no terminal.
+        """
+        if self._has_bars:
+            is_bytes = unit == "bytes"
+            with tqdm(
+                desc=what,
+                total=total,
+                initial=start,
+                unit="iB" if is_bytes else f" {unit}",
+                unit_scale=is_bytes,
+                unit_divisor=1024,
+                file=self._stream,
+                leave=False,
+                dynamic_ncols=True,
+                miniters=0,  # every advance may redraw, ten times a second at most
+            ) as bar:
+                yield _Bar(bar)
+        elif self._speaks and lines:
+            yield _Lines(self, self._clock, what, total, unit, start)
+        else:
+            yield _Silence()
+
+    @contextmanager
+    def watch(self, what: str, total: int | None, unit: str, measure: Callable[[], int]) -> Iterator[None]:
+        """Around work that cannot tell how far it is: a thread asks `measure`, which gives the units done so far.
+
+        with console.watch("saving step 200", 361_758_720, "bytes", lambda: bytes_in(folder)):
+            save(folder)
+        """
+        if not self._speaks:
+            yield
+            return
+        with self.track(what, total, unit) as progress:
+            is_over = threading.Event()
+            thread = threading.Thread(target=_look, args=(progress, measure, is_over), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                is_over.set()
+                thread.join()
+
+
+class _Bar:
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+
+    def advance(self, amount: int, note: str = "") -> None:
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(amount)
+
+
+class _Lines:
+    """A line every few seconds; nothing of work that is done before the first is due."""
+
+    def __init__(
+        self, console: Console, clock: Callable[[], float], what: str, total: int | None, unit: str, start: int
+    ) -> None:
+        self._console, self._clock = console, clock
+        self._what, self._total, self._unit = what, total, unit
+        self._start = self._done = start
+        self._began = self._told = clock()
+
+    def advance(self, amount: int, note: str = "") -> None:
+        self._done += amount
+        now = self._clock()
+        if now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            self._console.say(self._line(now - self._began, note))
+
+    def _line(self, seconds: float, note: str) -> str:
+        done, total, rate = self._done, self._total, (self._done - self._start) / seconds
+        parts = [_amount(done, self._unit), *([note] if note else []), f"{_amount(rate, self._unit)}/s"]
+        if total is not None and done <= total:  # beyond it, the total was a guess and says nothing any more
+            number = size(done) if self._unit == "bytes" else f"{done:,}"
+            parts[0] = f"{number} of {_amount(total, self._unit)} ({100 * done // total}%)"
+            parts += [f"left {duration((total - done) / rate)}"] if rate else []
+        return f"{self._what}: {', '.join(parts)}"
+
+
+class _Silence:
+    def advance(self, amount: int, note: str = "") -> None:
+        pass
+
+
+def _shows_bars(stream: TextIO) -> bool:
+    """Whether it is a terminal of some width; containers are started with some of width 0, whose output is a log."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return True
+
+
+def _look(progress: Progress, measure: Callable[[], int], is_over: threading.Event) -> None:
+    seen = 0
+    while not is_over.wait(SECONDS_BETWEEN_LOOKS):
+        with _drawing:
+            try:
+                found = max(seen, measure())
+            except OSError:  # files come and go while they are measured
+                found = seen
+            progress.advance(found - seen)  # by nothing, too: time passes
+            seen = found
+
+
+def duration(seconds: float) -> str:
+    """3725 -> 1:02:05"""
+    whole = int(math.ceil(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def size(num_bytes: float) -> str:
+    """12 -> 12 B        1536 -> 1.5 KiB        361758720 -> 345 MiB"""
+    exponent = max(0, min(4, (int(num_bytes).bit_length() - 1) // 10))
+    number = num_bytes / 1024**exponent
+    return f"{number:.{int(exponent > 0 and number < 10)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+
+
+def _amount(number: float, unit: str) -> str:
+    """1200.0, "rows" -> 1,200 rows        0.4, "rows" -> 0.4 rows        1536, "bytes" -> 1.5 KiB"""
+    if unit == "bytes":
+        return size(number)
+    return f"{number:,.{int(0 < number < 10 and number % 1 > 0)}f} {unit}"
+
+
+QUIET = Console(rank=1)

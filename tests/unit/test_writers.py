@@ -1,0 +1,261 @@
+"""Where records go: files read back, a stand-in for W&B, and the lines on the console."""
+
+import importlib.machinery
+import io
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sft.cli import main
+from sft.console import Console
+from sft.errors import ConfigError, TrainingError
+from sft.writers import JsonLines, Metrics, TensorBoard, Wandb, open_writers, scalars
+from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, train
+
+FACTS = {name: START[name] for name in ("parameters", "num-steps", "layout")}
+
+
+class FakeRun:
+    """A run of W&B that only remembers."""
+
+    def __init__(self, settings: dict[str, Any], fails: str) -> None:
+        self.settings, self._fails = settings, fails
+        self.axes: list[tuple[str, str | None]] = []
+        self.logged: list[dict[str, float]] = []
+        self.exit_codes: list[int] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, numbers: dict[str, float]) -> None:
+        self._fail("log")
+        self.logged.append(numbers)
+
+    def finish(self, exit_code: int) -> None:
+        self._fail("finish")
+        self.exit_codes.append(exit_code)
+
+    def _fail(self, what: str) -> None:
+        if what == self._fails:
+            raise ConnectionError("the service\nis gone.")
+
+
+class FakeWandb(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a stand-in")
+        self.runs: list[FakeRun] = []
+        self.fails = ""
+
+    def init(self, **settings: Any) -> FakeRun:
+        if self.fails == "init":
+            raise RuntimeError("no API key configured.")
+        self.runs.append(FakeRun(settings, self.fails))
+        return self.runs[-1]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    stand_in = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    return stand_in
+
+
+def console() -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(0, stream), stream
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# Files
+
+
+def test_what_is_written_can_be_read_back(tmp_path: Path) -> None:
+    said, _ = console()
+    other = evaluation() | {"set": "code", "lm loss": 2.5}
+    with Metrics(open_writers(tmp_path, config(), 0, said), said, step=0, num_steps=9) as metrics:
+        metrics.start(FACTS)
+        metrics.train(train())
+        metrics.eval(evaluation())
+        metrics.eval(other)
+    start, *rest = lines(tmp_path)
+    check(start)
+    assert {**start, "time": 0} == {**START, "time": 0}
+    assert rest == [train(), evaluation(), other]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("lm loss")[0].value == 1.5 and events.Scalars("lm loss")[0].step == 3
+    assert events.Scalars("loss by position/0-4K/loss")[0].value == 1.25
+    assert events.Scalars("sample loss validation")[0].value == 1.5
+    assert events.Scalars("lm loss validation/code")[0].value == 2.5
+    assert not {"kind", "step", "set", "time"} & {re.sub(" .*", "", tag) for tag in events.Tags()["scalars"]}
+
+
+def test_no_step_is_told_twice(tmp_path: Path) -> None:
+    """Cut off in its fourth step; it goes on after step 2, and evaluates there again."""
+    told = [START, evaluation() | {"step": 0}, *(train() | {"step": n} for n in (1, 2)), evaluation() | {"step": 2}]
+    late = [train() | {"step": 3}, evaluation() | {"step": 3}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in told + late) + '{"kind": "train", "st')
+    writer = JsonLines(path, step=2)
+    writer.write(train())
+    writer.close()
+    assert lines(tmp_path) == [*told[:4], train()]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_hides_what_is_told_again(tmp_path: Path) -> None:
+    for first in (0, 2):
+        writer = TensorBoard(tmp_path, step=first)
+        for n in range(first + 1, 5):
+            writer.write(train() | {"step": n, "lm loss": 10.0 * first + n})
+        writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 1), (2, 2), (3, 23), (4, 24)]
+
+
+@pytest.mark.parametrize("overrides, kinds", [([], [JsonLines, TensorBoard]), (["log.tensorboard=false"], [JsonLines])])
+def test_only_what_was_asked_for_is_opened(tmp_path: Path, overrides: list[str], kinds: list[type]) -> None:
+    writers = open_writers(tmp_path, config(*overrides), 0, console()[0])
+    assert [type(writer) for writer in writers] == kinds
+    for writer in writers:
+        writer.close()
+
+
+def test_numbers_that_are_drawn() -> None:
+    assert scalars(START) == {}
+    drawn = scalars(train())
+    assert (drawn["skipped"], drawn["documents"], drawn["loss by source/code/tokens"]) == (0.0, 4.0, 10.0)
+    assert "loss by position/4K+/loss" not in drawn  # null
+    assert {"kind", "step"} & drawn.keys() == set()
+    assert scalars(evaluation())["loss by source/code/loss validation"] == 2.0
+    assert scalars(evaluation() | {"set": "code"})["token accuracy validation/code"] == 0.25
+
+
+# Weights & Biases
+
+
+def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path, wandb: FakeWandb) -> None:
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    for step in (0, 2):
+        said, _ = console()
+        recipe = config("log.wandb=chats", "log.tensorboard=false")
+        with Metrics(open_writers(folder, recipe, step, said), said, step=step, num_steps=9) as metrics:
+            metrics.start(FACTS)
+            metrics.train(train())
+            metrics.eval(evaluation())
+    first, second = wandb.runs
+    kept = (folder / "wandb_id").read_text().strip()
+    assert re.fullmatch(r"[0-9a-f]{12}", kept)
+    expected = {"project": "chats", "id": kept, "resume": "allow", "dir": str(folder), "name": "demo"}
+    for run in (first, second):
+        values = run.settings.pop("config")
+        assert run.settings == expected
+        assert (values["optim.lr"], values["model.rope.base"], values["log.wandb"]) == (1e-3, 10000.0, "chats")
+        assert run.axes == [("step", None), ("*", "step")]
+        assert [(told["step"], told.get("lm loss"), told.get("lm loss validation")) for told in run.logged] == [
+            (3, 1.5, None),
+            (3, None, 1.5),
+        ]
+        assert run.exit_codes == [0]
+    assert sorted(file.name for file in folder.iterdir()) == ["metrics.jsonl", "wandb_id"]
+
+
+@pytest.mark.parametrize("error", [TrainingError("no number"), KeyboardInterrupt()])
+def test_wandb_hears_that_the_run_failed(tmp_path: Path, wandb: FakeWandb, error: BaseException) -> None:
+    said, _ = console()
+    writers = open_writers(tmp_path, config("log.wandb=chats"), 0, said)
+    with pytest.raises(type(error)), Metrics(writers, said, step=0, num_steps=9):
+        raise error
+    assert wandb.runs[0].exit_codes == [1]
+
+
+def test_wandb_that_does_not_start_ends_the_run_before_anything_is_written(tmp_path: Path, wandb: FakeWandb) -> None:
+    wandb.fails = "init"
+    with pytest.raises(
+        ConfigError, match="log.wandb = chats: W&B did not start: RuntimeError: no API key configured. "
+    ):
+        open_writers(tmp_path, config("log.wandb=chats"), 0, console()[0])
+    assert [file.name for file in tmp_path.iterdir()] == ["wandb_id"]
+
+
+@pytest.mark.parametrize("fails, num_told", [("log", 0), ("finish", 2)])
+def test_wandb_that_fails_later_is_told_once_and_ends_nothing(
+    tmp_path: Path, wandb: FakeWandb, fails: str, num_told: int
+) -> None:
+    wandb.fails = fails
+    said, stream = console()
+    with pytest.raises(TrainingError), Metrics([Wandb(tmp_path, "chats", {}, said)], said, step=0, num_steps=9) as m:
+        m.train(train())
+        m.eval(evaluation())
+        raise TrainingError("the error that ended the run")
+    assert stream.getvalue().count("W&B gets nothing more of this run: ConnectionError: the service is gone\n") == 1
+    assert len(wandb.runs[0].logged) == num_told and wandb.runs[0].exit_codes == []
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "a.yaml").write_text(RECIPE.replace("unused", "here"))
+    return "a.yaml"
+
+
+@pytest.mark.parametrize("verb", ["train", "check"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_missing_wandb_is_refused_before_the_data_are_looked_at(
+    recipe: str, verb: str, is_folder: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where earlier runs of other programs left a folder of that name, which Python takes for a package."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "wandb").is_dir()])
+    if is_folder:
+        Path("wandb").mkdir()
+        monkeypatch.syspath_prepend(str(Path.cwd()))
+    assert main([verb, recipe, "log.wandb=chats"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "ConfigError: log.wandb = chats (command line: log.wandb=chats) needs the package wandb, which is not "
+        "installed here: pip install wandb; or go without: log.wandb=null.\n",
+    )
+
+
+def test_a_wandb_that_is_there_is_not_refused(
+    recipe: str, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", recipe, "--no-data", "log.wandb=chats"]) == 0
+    assert capsys.readouterr().err == "" and wandb.runs == []
+
+
+# The console
+
+
+def test_lines_of_a_run() -> None:
+    said, stream = console()
+    with Metrics([], said, step=0, num_steps=9, every=3) as metrics:
+        metrics.eval(evaluation() | {"step": 0, "lm loss": 2.0})
+        for n in (1, 2, 3):
+            metrics.train(train() | {"step": n})
+        metrics.eval(evaluation())
+        metrics.eval(evaluation() | {"set": "code", "lm loss": None})
+        metrics.summarise()
+    assert stream.getvalue().splitlines() == [
+        "held-out after step 0: lm loss  2.0000 on 20 supervised tokens, 2.0 s",
+        "step 3/9 | lm loss  1.5000 | grad-norm     0.500 | lr 1.00e-03 | supervised        20 of         100 tokens | "
+        "       50 tok/s |   2.00 s | left 0:00:12",
+        "held-out after step 3: lm loss  1.5000 on 20 supervised tokens, 2.0 s",
+        "held-out code after step 3: lm loss       - on 20 supervised tokens, 2.0 s",
+        "lm loss, train: 1.5000 (step 1) -> 1.5000 (step 3)",
+        "lm loss, held-out: 2.0000 (step 0) -> 1.5000 (step 3)",
+    ]

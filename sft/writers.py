@@ -217,7 +217,7 @@ def _forget_after(path: Path, step: int) -> None:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        again = record["kind"] == "eval" and record["step"] == step  # told anew by the run that continues
+        again = step == 0 and record["kind"] == "eval"  # before the first step, told anew by a run that starts over
         if record["step"] <= step and not again:
             kept.append(line + "\n")
     _replace(path, "".join(kept))

@@ -48,9 +48,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("finished")
     chats(folder, 60)
     chats(folder, 7, "held_out.jsonl")
-    (code, out, told), _ = start(folder, RUN + [f"data.eval={folder}/held_out.jsonl"])
+    chats(folder, 3, "more.jsonl")
+    (code, out, told), _ = start(folder, RUN + [held_out(folder)])
     assert code == 0, told
     return folder, out
+
+
+def held_out(folder: Path) -> str:
+    """Two sets, one of them of two files; `eval` is also what a set without a name is called."""
+    return f"data.eval={{eval: {folder}/held_out.jsonl, both: [{folder}/more.jsonl, {folder}/held_out.jsonl]}}"
 
 
 RUN = ["train.num_steps=6", "checkpoint.save_every=2", "train.eval_every=4", "train.global_batch_size=2"]
@@ -58,9 +64,10 @@ RUN = ["train.num_steps=6", "checkpoint.save_every=2", "train.eval_every=4", "tr
 
 def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
     folder, out = finished
-    train, evaluation = records(folder, "train"), records(folder, "eval")
+    train, everything = records(folder, "train"), records(folder, "eval")
+    evaluation, both = ([r for r in everything if r["set"] == name] for name in ("eval", "both"))
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5, 6]
-    assert [(r["step"], r["set"]) for r in evaluation] == [(0, "eval"), (4, "eval"), (6, "eval")]
+    assert [(r["step"], r["set"]) for r in everything] == [(n, name) for n in (0, 4, 6) for name in ("eval", "both")]
     assert records(folder, "start")[0]["schema"] == 3
     for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
         check(json.loads(line))
@@ -68,7 +75,12 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
     assert all(r["tokens/padded"] <= r["tokens/capacity"] == 512 for r in train)
     # Held-out answers of 1, 2, 3, ... characters, and the end of each turn: "0", "22", "444", ..., "12" * 7.
     assert [r["tokens/supervised"] for r in evaluation] == [1 + 2 + 3 + 4 + 5 + 2 * 6 + 2 * 7 + 7] * 3
-    assert [r["documents"] for r in evaluation] == [7] * 3
+    assert [r["documents"] for r in evaluation] == [7] * 3 and [r["documents"] for r in both] == [10] * 3
+    for alone, together in zip(evaluation, both, strict=True):  # the same samples, whatever they are packed with
+        of_file = together["loss by source"]["held_out"]
+        assert of_file["tokens"] == alone["tokens/supervised"]
+        assert of_file["loss"] == pytest.approx(alone["lm loss"], rel=1e-5)  # fp32
+        assert together["loss by source"]["more"]["tokens"] == 1 + 2 + 3 + 3
     assert evaluation[2]["lm loss"] < evaluation[0]["lm loss"]
     assert out.startswith("# Resolved from ") and "\n  cp: 2  # " in out and "\nworld_size 2 = tp 1 x cp 2 " in out
     assert out.count("packed epoch 0: ") == 1 and re.search(r"^saved .*/iter_0000006 \(.* KiB in .* s\)$", out, re.M)
@@ -85,14 +97,16 @@ def test_tensorboard_holds_the_same_numbers(finished: tuple[Path, str]) -> None:
     for tag, kind, key in [("lm loss", "train", "lm loss"), ("lm loss validation", "eval", "lm loss")] + [
         ("grad-norm", "train", "grad-norm")
     ]:
-        told = [(r["step"], pytest.approx(r[key], rel=1e-6)) for r in records(folder, kind)]  # stored as fp32
+        found = [r for r in records(folder, kind) if r.get("set", "eval") == "eval"]
+        told = [(r["step"], pytest.approx(r[key], rel=1e-6)) for r in found]  # stored as fp32
         assert [(event.step, event.value) for event in events.Scalars(tag)] == told
+    assert [event.step for event in events.Scalars("lm loss validation/both")] == [0, 4, 6]
 
 
 def test_a_finished_run_says_so_and_does_nothing(finished: tuple[Path, str]) -> None:
     folder, _ = finished
     before = (folder / "run" / "metrics.jsonl").read_bytes()
-    (code, out, told), _ = start(folder, RUN + [f"data.eval={folder}/held_out.jsonl"])
+    (code, out, told), _ = start(folder, RUN + [held_out(folder)])
     assert (code, told) == (0, "")
     assert f"nothing to do: {folder}/run has done all its 6 steps" in out
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
@@ -102,7 +116,8 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(finished: tuple[Path,
     reference, _ = finished
     chats(tmp_path, 60)
     chats(tmp_path, 7, "held_out.jsonl")
-    overrides = RUN + [f"data.eval={tmp_path}/held_out.jsonl"]
+    chats(tmp_path, 3, "more.jsonl")
+    overrides = RUN + [held_out(tmp_path)]
     processes = launch(tmp_path, overrides)
     deadline = time.monotonic() + 100
     while not (tmp_path / "run/checkpoints/iter_0000002").exists() and time.monotonic() < deadline:

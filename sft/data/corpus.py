@@ -18,7 +18,7 @@ from sft.batch import Sample
 from sft.config import DataConfig
 from sft.data.encode import Block, Encoder, encode_blocks
 from sft.data.ledger import Ledger, count_rows
-from sft.data.rows import check_file, read_rows, row_name
+from sft.data.rows import check_file, data_files, kind_of, read_rows, row_name
 from sft.data.store import Store, open_store, write_store
 from sft.data.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
@@ -27,7 +27,10 @@ Log = Callable[[str], None]
 
 _SECONDS_BETWEEN_LINES = 5.0
 # What a tokenised sample is made by.  A change in any of these files makes caches of the older code unused.
-_CODE = ("align.py", "chat.py", "encode.py", "formats.py", "rows.py", "store.py", "tokenizer.py")
+_CODE = (
+    *("align.py", "blocks.py", "chat.py", "encode.py", "formats.py", "json_rows.py", "messages.py", "rows.py"),
+    *("store.py", "strict_json.py", "tables.py", "tokenizer.py"),
+)
 
 
 class Corpus:
@@ -138,11 +141,13 @@ def cache_key(file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> str:
     for name in _CODE:
         code.update((Path(__file__).parent / name).read_bytes())
     libraries = [] if isinstance(tokenizer, ByteTokenizer) else [version("transformers"), version("tokenizers")]
-    with file.open("rb") as content:
-        content_digest = hashlib.file_digest(content, "sha256").hexdigest()
+    digests = []
+    for part in data_files(file):
+        with part.open("rb") as content:
+            digests.append(hashlib.file_digest(content, "sha256").hexdigest())
     parts = {
-        "content": content_digest,
-        "kind": file.suffix,
+        "content": digests,
+        "kind": kind_of(file),
         "tokenizer": tokenizer.digest,
         "seq_length": data.seq_length,
         "doc_multiple": data.doc_multiple,

@@ -21,8 +21,8 @@ import numpy as np
 
 from sft.data.align import aligned
 from sft.data.chat import encode_chat
-from sft.data.formats import Chat, check_row
-from sft.data.rows import Row, parse, row_name
+from sft.data.formats import Chat, Tokenized, check_ids, read_row
+from sft.data.rows import Content, Row, parse, row_name
 from sft.data.tokenizer import ChatTokenizer
 from sft.errors import DataError
 
@@ -68,16 +68,20 @@ class Encoder:
             table.append((number, len(sample_tokens), _supervised(sample_mask), full, full_supervised))
         return Block(np.concatenate(tokens), np.concatenate(masks), np.array(table, dtype=np.int64))
 
-    def _sample(self, content: object) -> tuple[np.ndarray, np.ndarray, int, int]:
-        chat = check_row(parse(content))
-        tokens, weights = encode_chat(chat, self.tokenizer)
+    def _sample(self, content: Content) -> tuple[np.ndarray, np.ndarray, int, int]:
+        chat = read_row(parse(content))
+        if isinstance(chat, Tokenized):
+            check_ids(chat, self.tokenizer.vocab_size)
+            tokens, weights = chat
+        else:
+            tokens, weights = encode_chat(chat, self.tokenizer)
         mask = weights > 0
         full, full_supervised = len(tokens), _supervised(mask)
         if not self.fits(full):
             tokens, mask = self._shorten(chat, full)
         return tokens, mask, full, full_supervised
 
-    def _shorten(self, chat: Chat, full: int) -> tuple[np.ndarray, np.ndarray]:
+    def _shorten(self, chat: Chat | Tokenized, full: int) -> tuple[np.ndarray, np.ndarray]:
         if self.over_long == "error":
             need = aligned(full, self.doc_multiple)
             raise DataError(
@@ -85,7 +89,8 @@ class Encoder:
                 f"data.seq_length = {self.seq_length}.  Raise it to {need}, or set data.over_long to drop or "
                 "truncate (dropped and cut tokens are counted)."
             )
-        cut = _truncate(chat, self) if self.over_long == "truncate" else None
+        # Tokens have no turns to cut at.
+        cut = _truncate(chat, self) if self.over_long == "truncate" and isinstance(chat, Chat) else None
         return cut if cut is not None else (np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
 
 

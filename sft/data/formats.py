@@ -1,22 +1,35 @@
-"""What a row of a data file says: a chat that has been checked, in whatever shape it was written.
+"""What a row of a data file says: a chat or tokens, checked, in whichever shape it was written.
 
-Decides which shapes are understood and which rows are wrong by themselves.  Errors raised here name the message;
-the caller adds file and line.  Does not know tokenizers or templates (`chat.py`).
+Decides which shapes are understood, that a row of two shapes is refused, and which rows are wrong by themselves.
+Messages are checked in `messages.py`.  Errors raised here name the message; the caller adds file and line.  Does not
+know tokenizers or templates (`chat.py`).
+
+A key whose value is null is a key that is not there: many writers fill what a row lacks.  Other keys of a row are
+ignored.
 """
 
-import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from sft.data.messages import ROLES, Turn, check_calls, kind, read_json, read_turns, read_weight, short, text_of
 from sft.data.tokenizer import Message, Tools
 from sft.errors import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
+__all__ = ["ROLES", "Chat", "Tokenized", "check_ids", "read_row", "text_of"]
+
+_LARGEST_ID = 2**31 - 1
+_MASKS = ("loss_mask", "assistant_masks")
+_UNSUPERVISED = -100  # in labels, everywhere
 
 
 class Chat(NamedTuple):
-    """A row that has been checked.
+    """A chat that has been checked.
 
-    weights  what a supervised token of each message weighs, 0 for a message not to be trained on; None: 1 for all
+    messages  role, content (absent beside tool_calls or a string), and what else the row gave to them
+    weights   what a supervised token of each message weighs, 0 for a message not to be trained on; None: 1 for all.
+              Which roles are supervised at all is not said here.
     """
 
     messages: list[Message]
@@ -24,59 +37,202 @@ class Chat(NamedTuple):
     weights: tuple[float, ...] | None = None
 
 
-def check_row(row: object) -> Chat:
-    """The chat of one row, {"messages": [...], "tools": [...]}; other keys of the row are ignored.
+class Tokenized(NamedTuple):
+    """A row that was tokenised elsewhere: tokens int32 [n], weights float32 [n], above 0 where supervised."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+Row = dict[str, Any]
+
+
+def read_row(row: object) -> Chat | Tokenized:
+    """The chat or the tokens of one row.
+
+    {"prompt": "Six?", "completion": "6"}
+    -> Chat([{"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}], None, (0.0, 1.0))
 
     Raises DataError: `message 3 has role "assitant"; expected one of system, user, assistant, tool.`
     """
     if not isinstance(row, dict):
-        raise DataError(f"a row is an object with messages; got {_kind(row)}.")
-    if "messages" not in row:
-        keys = ", ".join(map(str, row)) or "none"
-        raise DataError(f"no messages: a row is an object with messages; the keys here are: {keys}.")
-    messages, tools = row["messages"], row.get("tools")
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"messages must be a list of at least one message; got {_kind(messages)}.")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"tools must be a list of objects; got {_kind(tools)}.")
-    for number, message in enumerate(messages, start=1):
-        _check_message(number, message)
-    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"a row is an object; got {kind(row)}.")
+    given = {key: value for key, value in row.items() if value is not None}
+    fitting = [keys for keys in _SHAPES if all(key in given for key in keys)]
+    if not fitting:
+        keys = ", ".join(f"{key}" if key in given else f"{key} (null)" for key in row) or "none"
+        raise DataError(f"of no known shape: a row has {_KNOWN}.  The keys here are: {short(keys, 200)}.")
+    if len(fitting) > 1:
+        names = " as well as ".join(" and ".join(keys) for keys in fitting)
+        raise DataError(f"the row has {names}, so which is meant cannot be told.  Keep one of them.")
+    return _SHAPES[fitting[0]](given)
+
+
+def check_ids(row: Tokenized, vocab_size: int) -> None:
+    """Raises DataError for an id that the tokenizer does not have.
+
+    ids 3 259 with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
+    """
+    outside = np.flatnonzero(row.tokens >= vocab_size)
+    if len(outside):
+        first = int(outside[0])
+        raise DataError(
+            f"token {first + 1} is {row.tokens[first]:,}, but the tokenizer has the ids 0 to {vocab_size - 1:,}."
+        )
+
+
+# Chats
+
+
+def _read_messages(row: Row) -> Chat:
+    return _chat(row, read_turns(row["messages"], "messages"))
+
+
+def _read_conversations(row: Row) -> Chat:
+    return _chat(row, read_turns(row["conversations"], "conversations"))
+
+
+def _read_completion(row: Row) -> Chat:
+    """Only the completion is trained on, unless a message of the prompt says otherwise."""
+    turns = []
+    for key, role, weight in (("prompt", "user", 0.0), ("completion", "assistant", 1.0)):
+        value = row[key]
+        part = [_turn(role, value, key)] if isinstance(value, str) else read_turns(value, key)
+        turns += [turn if turn.weight is not None else turn._replace(weight=weight) for turn in part]
+    if not any(turn.message["role"] == "assistant" and turn.where.startswith("completion") for turn in turns):
+        raise DataError("the completion has no assistant message, so there is nothing to learn from.")
+    return _chat(row, turns, system_weight=0.0)
+
+
+def _read_instruction(row: Row) -> Chat:
+    """Alpaca.  Answers in the history are trained on too, as LLaMA-Factory does."""
+    asked = [_string(row, "instruction"), _string(row, "input") if "input" in row else ""]
+    turns = []
+    history = row.get("history", [])
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError("history must be a list of pairs [instruction, output].")
+    for number, (question, answer) in enumerate(history, start=1):
+        where = f"history {number}"
+        turns += [_turn("user", question, where), _turn("assistant", answer, where)]
+    question = "\n".join(text for text in asked if text)
+    return _chat(row, [*turns, _turn("user", question, "instruction"), _turn("assistant", row["output"], "output")])
+
+
+def _turn(role: str, content: object, where: str) -> Turn:
+    if not isinstance(content, str):
+        raise DataError(f"{where} must be a string; got {kind(content)}.")
+    if role == "assistant" and not content.strip():
+        raise DataError(f"{where} is empty: it would teach to end a turn without a word.")
+    return Turn({"role": role, "content": content}, None, where)
+
+
+def _string(row: Row, key: str) -> str:
+    if not isinstance(row[key], str):
+        raise DataError(f"{key} must be a string; got {kind(row[key])}.")
+    return str(row[key])
+
+
+def _chat(row: Row, turns: list[Turn], system_weight: float | None = None) -> Chat:
+    system = _string(row, "system") if "system" in row else ""
+    if system and turns[0].message != {"role": "system", "content": system}:
+        if turns[0].message["role"] == "system":
+            raise DataError("the row has a system text and another system message.  Keep one of them.")
+        turns = [Turn({"role": "system", "content": system}, system_weight, "system"), *turns]
+    check_calls(turns)
+    written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
+    if not written:
         raise DataError("no assistant turn, so there is nothing to learn from.")
-    return Chat(messages, tools or None)
+    if all(weight == 0 for weight in written) and not any(turn.weight for turn in turns):
+        raise DataError("every assistant turn has weight 0, so there is nothing to learn from.")
+    plain = all(turn.weight is None for turn in turns)
+    weights = None if plain else tuple(1.0 if turn.weight is None else turn.weight for turn in turns)
+    return Chat([turn.message for turn in turns], _tools(row), weights)
 
 
-def _check_message(number: int, message: object) -> None:
-    if not isinstance(message, dict):
-        raise DataError(f"message {number} must be an object with role and content; got {_kind(message)}.")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        got = f"role {json.dumps(role)}" if "role" in message else "no role"
-        raise DataError(f"message {number} has {got}; expected one of {', '.join(ROLES)}.")
-    calls = message.get("tool_calls")
-    if calls is not None:
-        if role != "assistant":
-            raise DataError(f"message {number} is of the {role} and has tool_calls; only an assistant calls tools.")
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise DataError(f"message {number} has tool_calls that are not a list of objects.")
-    if not isinstance(content, str) and not (content is None and calls):
-        raise DataError(f"message {number} ({role}) must have a string as content; got {_kind(content)}.")
-    if role == "assistant" and not (content or "").strip() and not calls:
-        raise DataError(f"message {number} (assistant) is empty: it would teach to end a turn without a word.")
-    try:
-        text_of(message).encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"message {number} ({role}) holds half a surrogate pair, which is not text.") from None
+def _tools(row: Row) -> Tools:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = read_json(tools, "tools") if tools.strip() else None
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise DataError(f"tools must be a list of objects; got {kind(tools)}.")
+    tools = [
+        read_json(tool, f"tool {number}") if isinstance(tool, str) else tool
+        for number, tool in enumerate(tools, start=1)
+    ]
+    for number, tool in enumerate(tools, start=1):
+        if not isinstance(tool, dict):
+            raise DataError(f"tools must be a list of objects; tool {number} is {kind(tool)}.")
+        schema = tool.get("function", tool)
+        if not isinstance(schema, dict) or not isinstance(schema.get("name"), str) or not schema["name"]:
+            raise DataError(f"tool {number} has no name.")
+    return tools or None
 
 
-def text_of(part: object) -> str:
-    """A part of a chat as one text, for searching in it."""
-    return json.dumps(part, ensure_ascii=False, default=str)
+# Tokens
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "a list" if value else "an empty list"
-    if isinstance(value, dict):
-        return "an object"
-    return "a string" if isinstance(value, str) else text_of(value)
+def _read_tokens(row: Row) -> Tokenized:
+    return _tokenized(row, "tokens")
+
+
+def _read_input_ids(row: Row) -> Tokenized:
+    return _tokenized(row, "input_ids")
+
+
+def _tokenized(row: Row, key: str) -> Tokenized:
+    tokens = _numbers(row, key, (int,), "ids are integers")
+    if min(tokens) < 0 or max(tokens) > _LARGEST_ID:
+        at = next(i for i, token in enumerate(tokens) if not 0 <= token <= _LARGEST_ID)
+        raise DataError(f"{key} has {short(str(tokens[at]))} at {at + 1}; ids are integers from 0 to {_LARGEST_ID:,}.")
+    masks = [name for name in (*_MASKS, "labels") if name in row]
+    if len(masks) != 1:
+        raise DataError(
+            f"{key} needs one of {', '.join(_MASKS)} and labels, which say what is supervised; got "
+            f"{' and '.join(masks) or 'none'}."
+        )
+    weights = _from_labels(row, key, tokens) if masks == ["labels"] else _from_mask(row, masks[0])
+    if len(weights) != len(tokens):
+        raise DataError(f"{key} has {len(tokens):,} numbers and {masks[0]} {len(weights):,}.")
+    if not any(weights[1:]):
+        raise DataError(f"{masks[0]} supervises no token after the first, so there is nothing to learn from.")
+    return Tokenized(np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32))
+
+
+def _from_mask(row: Row, name: str) -> list[float]:
+    mask = _numbers(row, name, (int, float, bool), "it holds numbers")
+    weights = {value: read_weight(value, name) for value in set(mask)}
+    return [weights[value] for value in mask]
+
+
+def _from_labels(row: Row, key: str, tokens: list[int]) -> list[float]:
+    labels = _numbers(row, "labels", (int,), "labels are integers")
+    for number, (token, label) in enumerate(zip(tokens, labels), start=1):
+        if label not in (token, _UNSUPERVISED):
+            raise DataError(
+                f"label {number} is {short(str(label))}, but token {number} is {token}: a label is its own token, "
+                f"not shifted, or {_UNSUPERVISED}."
+            )
+    return [float(label != _UNSUPERVISED) for label in labels]
+
+
+def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list[Any]:
+    values = row[key]
+    if not isinstance(values, list) or not values:
+        raise DataError(f"{key} must be a list of at least one number; got {kind(values)}.")
+    if not set(map(type, values)) <= set(types):
+        at = next(i for i, value in enumerate(values) if type(value) not in types)
+        raise DataError(f"{key} has {kind(values[at])} at {at + 1}; {expected}.")
+    return values
+
+
+_SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Tokenized]] = {
+    ("messages",): _read_messages,
+    ("conversations",): _read_conversations,
+    ("prompt", "completion"): _read_completion,
+    ("instruction", "output"): _read_instruction,
+    ("tokens",): _read_tokens,
+    ("input_ids",): _read_input_ids,
+}
+_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)

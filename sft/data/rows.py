@@ -1,128 +1,207 @@
-"""What the rows of a data file are, and how a row is called in an error.
+"""What the rows of a data file are, where each begins, and how a row is called in an error.
 
-JSON and JSON lines are read by a strict reader of our own: the one in `datasets` reports broken lines by a
-position in some block, without file or line.  Parquet and Arrow files are read through `datasets`.
-Does not look inside a row (`chat.py`).
+Decides which kinds of file are read, and that a fault of one row never hides the rows around it: read_rows yields the
+row as it stands, and `parse` raises.  JSON is split into rows by a strict reader of our own, `json_rows.py` (the one in
+`datasets` reports broken lines by a position in some block, without file or line), in memory that does not grow with
+the file; tables are read by `tables.py`.  Does not look inside a row (`formats.py`).
 
-Accepted on purpose: a UTF-8 byte order mark at the very start of a file (editors add it, it carries no data),
-CRLF line ends, and blank lines (they keep their number).  Refused: any other deviation from JSON in UTF-8,
-duplicate keys, NaN and Infinity included.
+Accepted on purpose: a UTF-8 byte order mark at the very start of a file (editors add it, it carries no data), CRLF line
+ends, blank lines (they keep their number), and a last line without an end.
 """
 
-import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+
+from sft.data.blocks import COMPRESSED, read_blocks
+from sft.data.json_rows import BLANK, read_elements, read_lines, scan_lines
+from sft.data.strict_json import parse_json
+from sft.data.tables import Unreadable, count_table, read_table
 from sft.errors import DataError
 
-_BOM = b"\xef\xbb\xbf"
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+Kind = Literal["jsonl", "json", "parquet", "arrow", "folder"]
 
-Row = tuple[int, Any]  # number from 1 (a line of JSONL, a row of other kinds), and bytes of JSON or a dict
+_BOM = b"\xef\xbb\xbf"
+_HEAD = 4096  # a list of rows shows its bracket within these bytes
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_EXPECTED = (
+    f"{', '.join(_KINDS)}, .jsonl or .json followed by {', '.join(COMPRESSED[:-1])} or {COMPRESSED[-1]}, or a folder "
+    "written by save_to_disk of datasets"
+)
+
+Content = bytes | dict[str, Any] | Unreadable  # JSON as it stands in the file, or a row of a table
+Row = tuple[int, Content]  # number from 1: a line of JSONL, a row of other kinds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowIndex:
+    """Where the rows of a file are, so that any range of them can be read.
+
+        b'{}\\n\\n{}\\n'  ->  num_rows 2, size 7, offsets 0 4, numbers 1 3
+
+    size     bytes on disk; the index of a file that has another size is refused
+    offsets  int64 [num_rows], the byte where each row begins (of what a compressed file holds); None for tables
+    numbers  int64 [num_rows], the line or row number of each; None where they are 1, 2, 3, ...
+    """
+
+    num_rows: int
+    size: int
+    offsets: np.ndarray | None = None
+    numbers: np.ndarray | None = None
 
 
 def check_file(path: Path) -> None:
-    """Raises DataError where a file is missing, a folder, unreadable, empty or of unknown kind."""
+    """Raises DataError where a file or folder is missing, unreadable, empty or of unknown kind."""
     if not path.exists():
         raise DataError(f"data file {path} does not exist (folder {Path.cwd()}).")
-    if not path.is_file():
-        raise DataError(f"{path} is not a file.  data.train and data.eval list {', '.join(_SUFFIXES)} files.")
-    if path.suffix not in _SUFFIXES:
-        raise DataError(f"data file {path} is of unknown kind; expected one of {', '.join(_SUFFIXES)}.")
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path} is not a file; expected {_EXPECTED}.")
+    kind_of(path)
+    for file in data_files(path):
+        try:
+            with file.open("rb") as content:
+                if not content.read(1):
+                    raise DataError(f"data file {file} is empty.")
+        except OSError as error:
+            raise DataError(f"data file {file} cannot be read: {error.strerror}.") from error
+
+
+def kind_of(path: Path) -> Kind:
+    """What a file holds, by its name: `chat.jsonl.gz` -> jsonl; a directory is a folder."""
+    if path.is_dir():
+        return "folder"
+    kind = _KINDS.get(path.suffix)
+    if path.suffix in COMPRESSED:
+        kind = _KINDS.get(path.with_suffix("").suffix)
+        if kind in ("parquet", "arrow"):
+            raise DataError(f"data file {path} is a compressed table.  Decompress it: tables are compressed inside.")
+    if kind is None:
+        raise DataError(f"data file {path} is of unknown kind; expected {_EXPECTED}.")
+    return kind
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files whose bytes make up the rows: the file itself, or what a saved dataset lists, in order."""
+    if not path.is_dir():
+        return [path]
     try:
-        with path.open("rb") as file:
-            if not file.read(1):
-                raise DataError(f"data file {path} is empty.")
-    except OSError as error:
-        raise DataError(f"data file {path} cannot be read: {error.strerror}.") from error
+        state = parse_json((path / "state.json").read_bytes())
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except FileNotFoundError:
+        raise DataError(_not_a_dataset(path)) from None
+    except (OSError, DataError, KeyError, TypeError) as error:
+        raise DataError(f"{path / 'state.json'} is not that of a saved dataset: {error!r}.") from error
+    if state.get("_indices_data_files") or not names or any(name != Path(name).name for name in names):
+        raise DataError(f"{path} was saved in a way that is not understood.  Load and save it with datasets again.")
+    for name in names:
+        if not (path / name).is_file():
+            raise DataError(f"saved dataset {path} lacks its file {name}.")
+    return [path / name for name in names]
+
+
+def _not_a_dataset(path: Path) -> str:
+    splits = sorted(str(state.parent) for state in path.glob("*/state.json"))
+    if splits:
+        return f"{path} holds several splits.  Name the folder of one: {', '.join(splits)}."
+    return f"{path} is a folder without state.json, so not a dataset written by save_to_disk.  Name a file in it."
 
 
 def row_name(path: Path, number: int) -> str:
-    """`chat.jsonl:1841` for lines, `chat.parquet row 1841` for rows without lines."""
+    """`chat.jsonl:1841` for lines, compressed or not; `chat.parquet row 1841` for rows without lines."""
     return f"{path}:{number}" if is_lines(path) else f"{path} row {number}"
 
 
 def is_lines(path: Path) -> bool:
     """Whether the file holds one JSON object per line.  Many .json files do."""
-    if path.suffix == ".json":
-        with path.open("rb") as file:
-            return not file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
-    return path.suffix == ".jsonl"
+    kind = kind_of(path)
+    return kind == "jsonl" or (kind == "json" and not _head(path).removeprefix(_BOM).lstrip(BLANK).startswith(b"["))
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file in order, streamed (a .json list is read whole).
+def index_rows(path: Path) -> RowIndex:
+    """The index of a file, by one pass over its bytes (tables: over their headers).  Raises DataError."""
+    size = _size(path)
+    if kind_of(path) not in ("jsonl", "json"):
+        return RowIndex(num_rows=count_table(data_files(path)), size=size)
+    begin = _begin(path)
+    if is_lines(path):
+        offsets, numbers = scan_lines(read_blocks(path, begin), begin)
+        plain = not len(numbers) or numbers[-1] == len(numbers)
+        return RowIndex(num_rows=len(offsets), size=size, offsets=offsets, numbers=None if plain else numbers)
+    starts = (begin + start for start, _ in read_elements(read_blocks(path, begin), path, 1))
+    offsets = np.fromiter(starts, dtype=np.int64)
+    return RowIndex(num_rows=len(offsets), size=size, offsets=offsets)
+
+
+def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: int | None = None) -> Iterator[Row]:
+    """Rows `start` to `stop` of a file in order, streamed.  Raises DataError where the file itself cannot be read.
+
+    An index saves looking for `start`.  Compressed files are decompressed up to it all the same.
 
     the lines `{"messages": ...}`, nothing, `{"messages": ...}`  ->  (1, b'{"me...'), (3, b'{"me...')
     """
-    if is_lines(path):
-        yield from _read_lines(path)
-    elif path.suffix == ".json":
-        yield from enumerate(_read_list(path), start=1)
+    assert start >= 0 and (stop is None or stop >= start), f"rows {start} to {stop}"
+    if index is None:
+        yield from islice(_rows_from(path, None, 0), start, stop)
+        return
+    if index.size != _size(path):
+        raise DataError(f"{path} was changed while it was read: it had {index.size:,} bytes, now {_size(path):,}.")
+    wanted = min(index.num_rows, index.num_rows if stop is None else stop) - start
+    if wanted <= 0:
+        return
+    count = 0
+    for count, row in enumerate(islice(_rows_from(path, index, start), wanted), start=1):
+        yield row
+    if count < wanted:
+        raise DataError(f"{path} was changed while it was read: it had {index.num_rows:,} rows.")
+
+
+def parse(content: Content) -> Any:
+    """The value of a row: JSON is parsed strictly, a table's row is passed on.  Raises DataError."""
+    if isinstance(content, Unreadable):
+        raise DataError(content.reason)
+    return parse_json(content) if isinstance(content, bytes) else content
+
+
+def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
+    """All rows from number `start` (from 0) on."""
+    if kind_of(path) not in ("jsonl", "json"):
+        yield from enumerate(read_table(data_files(path), start), start=start + 1)
+        return
+    if index is None or index.offsets is None:
+        begin, number = _begin(path), 1
     else:
-        yield from enumerate(_read_table(path), start=1)
+        begin, number = int(index.offsets[start]), start + 1
+        number = number if index.numbers is None else int(index.numbers[start])
+    if is_lines(path):
+        yield from read_lines(read_blocks(path, begin), number)
+    else:
+        elements = read_elements(read_blocks(path, begin), path, number)
+        yield from enumerate((content for _, content in elements), start=number)
 
 
-def parse(content: Any) -> Any:
-    """The value of a row: JSON bytes are parsed strictly, anything else is passed on.  Raises DataError."""
-    return _parse_json(content) if isinstance(content, bytes) else content
-
-
-def _read_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            line = (line.removeprefix(_BOM) if number == 1 else line).strip(b" \t\r\n")
-            if line:
-                yield number, line
-
-
-def _read_list(path: Path) -> list[Any]:
+def _size(path: Path) -> int:
     try:
-        rows = _parse_json(path.read_bytes().removeprefix(_BOM))
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path} must be a list of rows or one row per line.")
-    return rows
+        return sum(file.stat().st_size for file in data_files(path))
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error.strerror}.") from error
 
 
-def _read_table(path: Path) -> Iterator[dict[str, Any]]:
-    import datasets  # slow to import, and most runs read JSON lines
-
-    kind = path.suffix.removeprefix(".")
-    try:
-        yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-    except Exception as error:  # datasets passes on whatever pyarrow, fsspec and it itself raise
-        reason = str(error.__cause__ or error).strip().splitlines()
-        raise DataError(f"{path} cannot be read as {kind}: {reason[0] if reason else type(error).__name__}") from error
-
-
-def _parse_json(content: bytes) -> Any:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"not UTF-8: byte {content[error.start]:#04x} at position {error.start + 1}.  " "Convert the file to UTF-8."
-        ) from error
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise DataError(f"not JSON: {error.msg} at {where} of {len(text):,} characters.") from error
-    except RecursionError:
-        raise DataError("not usable JSON: nested too deeply.") from None
-    except ValueError as error:  # integers beyond Python's limit of digits
-        raise DataError(f"not usable JSON: {error}") from error
+def _head(path: Path) -> bytes:
+    """The first bytes, decompressed."""
+    head = b""
+    for block in read_blocks(path, 0, _HEAD):
+        head += block
+        if len(head) >= _HEAD:
+            break
+    return head
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise DataError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice in one object.")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise DataError(f"{name} is not JSON.")
+def _begin(path: Path) -> int:
+    """Where the first row begins: after a byte order mark, and after the bracket of a list."""
+    head = _head(path)
+    mark = len(_BOM) if head.startswith(_BOM) else 0
+    return mark if is_lines(path) else head.index(b"[") + 1

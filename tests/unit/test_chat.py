@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sft.data.chat import encode_chat
-from sft.data.formats import Chat, check_row
+from sft.data.formats import Chat, read_row
 from sft.data.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import load_folder, template
@@ -42,14 +42,14 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Tokenizers:
 
 def supervised(messages: list[dict[str, Any]], tokenizer: ChatTokenizer, tools: Any = None) -> list[str]:
     """Text of each run of supervised tokens."""
-    tokens, mask = encode_chat(check_row({"messages": messages, "tools": tools}), tokenizer)
+    tokens, mask = encode_chat(read_row({"messages": messages, "tools": tools}), tokenizer)
     assert tokens.dtype == np.int32 and mask.dtype == np.float32 and tokens.shape == mask.shape
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask > 0, [False]]).astype(np.int8)))
     return [tokenizer.decode(tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def test_byte_template() -> None:
-    tokens, mask = encode_chat(check_row({"messages": [USER, {"role": "assistant", "content": "é"}]}), BYTE)
+    tokens, mask = encode_chat(read_row({"messages": [USER, {"role": "assistant", "content": "é"}]}), BYTE)
     assert tokens.tolist() == [256, *b"user\nWhat?", 257, 10, 256, *b"assistant\n", 0xC3, 0xA9, 257, 10]
     assert np.flatnonzero(mask).tolist() == [24, 25, 26]
     assert tokens[mask > 0].tolist() == [0xC3, 0xA9, 257]
@@ -57,7 +57,7 @@ def test_byte_template() -> None:
 
 def test_byte_template_keeps_typed_control_strings_as_text() -> None:
     talk = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<|im_start|>"}]
-    tokens, mask = encode_chat(check_row({"messages": talk}), BYTE)
+    tokens, mask = encode_chat(read_row({"messages": talk}), BYTE)
     assert tokens.tolist().count(257) == 2 and tokens.tolist().count(256) == 2
     assert tokens[mask > 0].tolist() == [*b"<|im_start|>", 257]
 
@@ -69,7 +69,7 @@ def test_byte_template_writes_tools_and_calls() -> None:
         {"role": "tool", "content": "7"},
         {"role": "assistant", "content": "Seven."},
     ]
-    tokens, _ = encode_chat(check_row({"messages": talk, "tools": [{"name": "f"}]}), BYTE)
+    tokens, _ = encode_chat(read_row({"messages": talk, "tools": [{"name": "f"}]}), BYTE)
     assert BYTE.decode(tokens) == (
         '<|im_start|>system\n# Tools\n{"name": "f"}<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n'
         '<|im_start|>assistant\n<tool_call>\n{"function": {"name": "f", "arguments": {}}}\n</tool_call>'
@@ -133,7 +133,7 @@ def test_a_template_that_rewrites_turns_is_refused(tokenizers: Tokenizers, turns
     """P99: its prompt is not a prefix of the whole, or it says what the assistant did not."""
     complaint = "rewrites earlier text when message 2" if turns == 2 else "writes an assistant turn as.*<think>"
     with pytest.raises(DataError, match=rf"chat template of \S+ {complaint}.*generation"):
-        encode_chat(check_row({"messages": TALK[: 2 * turns]}), tokenizers("thinking"))
+        encode_chat(read_row({"messages": TALK[: 2 * turns]}), tokenizers("thinking"))
 
 
 @pytest.mark.parametrize(
@@ -218,33 +218,3 @@ def test_supervised_text_is_what_the_assistant_said(
 def test_byte_tokenizer_supervises_what_the_assistant_said(turns: list[tuple[str, str]]) -> None:
     talk = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
     assert supervised(talk, BYTE) == [said + "<|im_end|>" for _, said in turns]
-
-
-BAD_ROWS: list[tuple[object, str]] = [
-    ([], "a row is an object with messages; got an empty list."),
-    ({"message": []}, "no messages: a row is an object with messages; the keys here are: message."),
-    ({"messages": []}, "messages must be a list of at least one message; got an empty list."),
-    ({"messages": "hi"}, "messages must be a list of at least one message; got a string."),
-    ({"messages": ["hi"]}, "message 1 must be an object with role and content; got a string."),
-    ({"messages": [USER, USER, {"role": "assitant", "content": "x"}]},
-     'message 3 has role "assitant"; expected one of system, user, assistant, tool.'),
-    ({"messages": [{"content": "x"}]}, "message 1 has no role; expected one of system, user, assistant"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, 'message 1 has role ["user"]; expected one of'),
-    ({"messages": [{"role": "user"}]}, "message 1 (user) must have a string as content; got null."),
-    ({"messages": [{"role": "user", "content": 7}]}, "message 1 (user) must have a string as content; got 7"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "must have a string as content; got a list."),
-    ({"messages": [USER, {"role": "assistant"}]}, "message 2 (assistant) must have a string"),
-    ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2 (assistant) is empty"),
-    ({"messages": [{**USER, "tool_calls": [{}]}]}, "message 1 is of the user and has tool_calls"),
-    ({"messages": [USER, {"role": "assistant", "tool_calls": ["f"]}]}, "message 2 has tool_calls"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1 (user) holds half a surrogate pair"),
-    ({"messages": [USER, SYSTEM]}, "no assistant turn, so there is nothing to learn from."),
-    ({"messages": TALK, "tools": "f"}, "tools must be a list of objects; got a string."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("row", "complaint"), BAD_ROWS)
-def test_bad_rows(row: object, complaint: str) -> None:
-    with pytest.raises(DataError) as error:
-        check_row(row)
-    assert complaint in str(error.value)

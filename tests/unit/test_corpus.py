@@ -69,23 +69,6 @@ def test_samples(tmp_path: Path) -> None:
     assert corpus.summary().splitlines()[1].endswith("b.jsonl: 1 samples, 39 tokens (12.8% supervised), longest 39")
 
 
-def test_formats_give_the_same_samples(tmp_path: Path) -> None:
-    import datasets
-
-    rows = [ROW, LONG]
-    lines = write(tmp_path / "a.jsonl", *rows)
-    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
-    write(tmp_path / "lines.json", *rows)
-    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + Path(lines).read_bytes().replace(b"\n", b"\r\n"))
-    table = datasets.Dataset.from_list(rows)
-    table.to_parquet(tmp_path / "a.parquet")
-    table.save_to_disk(tmp_path / "saved")
-    (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(tmp_path / "a.arrow")
-    expected = texts(corpus_of(lines))
-    for name in ("list.json", "lines.json", "bom.jsonl", "a.parquet", "a.arrow"):
-        assert texts(corpus_of(str(tmp_path / name))) == expected, name
-
-
 def test_processes_do_not_change_the_result(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[ROW, LONG] * 150)
     one = corpus_of(path, cache=tmp_path / "one")
@@ -98,67 +81,6 @@ def test_the_first_bad_row_is_named_with_any_number_of_processes(tmp_path: Path)
     for num_workers in (1, 2):
         with pytest.raises(DataError, match="a.jsonl:100: not JSON: "):
             corpus_of(path, num_workers=num_workers)
-
-
-BAD_LINES: list[tuple[bytes, str]] = [
-    (b'{"messages": [', "not JSON: Expecting value at column 15 of 14 characters."),
-    (b'{"messages": []} x', "not JSON: Extra data at column 18"),
-    (b'{"messages": NaN}', "NaN is not JSON."),
-    (b'{"messages": [{"role": "user", "role": "user", "content": "a"}]}', "key 'role' is given twice in one"),
-    (b'{"messages": "\xff"}', "not UTF-8: byte 0xff at position 15."),
-    (b"\xef\xbb\xbf{}", "not JSON: "),  # a byte order mark anywhere but at the start of the file
-    (b'{"messages": "\x00"}', "not JSON: Invalid control character"),
-    (b"[" * 100_000, "nested too deeply"),
-    (b"1" * 5000, "Exceeds the limit"),
-    (b"7", "a row is an object with messages; got 7."),
-    (b"{}", "no messages: a row is an object with messages; the keys here are: none."),
-    (b'{"messages": [{"role": "assitant", "content": "a"}]}', 'message 1 has role "assitant"; expected one'),
-    (b'{"messages": [{"role": "user", "content": "a"}]}', "no assistant turn"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "complaint"), BAD_LINES, ids=range(len(BAD_LINES)))
-def test_bad_lines_are_named(tmp_path: Path, line: bytes, complaint: str) -> None:
-    path = tmp_path / "chat.jsonl"
-    path.write_bytes(json.dumps(ROW).encode() + b"\n\n" + line + b"\n")
-    with pytest.raises(DataError) as error:
-        corpus_of(str(path))
-    assert str(error.value).startswith(f"{path}:3: ") and complaint in str(error.value)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_bad_rows_without_lines_are_named_by_number(tmp_path: Path) -> None:
-    bad = {"messages": [{"role": "user", "content": "a"}]}
-    (tmp_path / "list.json").write_text(json.dumps([ROW, bad], indent=1))
-    with pytest.raises(DataError, match="list.json row 2: no assistant turn"):
-        corpus_of(str(tmp_path / "list.json"))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("a.jsonl", b"", "a.jsonl is empty"),
-        ("a.jsonl", b"\n \n", "a.jsonl has no rows"),
-        ("a.json", b"[]", "a.json has no rows"),
-        ("a.json", b'[{"messages": 1},\n x]', r"a.json: not JSON: Expecting value at line 2, column 2"),
-        ("a.csv", b"messages", "a.csv is of unknown kind; expected one of .jsonl, .json, .parquet, .arrow"),
-        ("a.parquet", b"PAR1", "a.parquet cannot be read as parquet: "),
-        ("a.arrow", b"x", "a.arrow cannot be read as arrow: "),
-    ],
-)
-def test_bad_files(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=complaint):
-        corpus_of(str(tmp_path / name))
-
-
-def test_missing_file_is_found_before_any_work(tmp_path: Path) -> None:
-    good = write(tmp_path / "a.jsonl", ROW)
-    with pytest.raises(DataError, match="data file .*b.jsonl does not exist"):
-        corpus_of(good, str(tmp_path / "b.jsonl"))
-    assert not (tmp_path / "cache").exists()
-    with pytest.raises(DataError, match="is not a file"):
-        corpus_of(str(tmp_path))
 
 
 def test_over_long_is_an_error_by_default(tmp_path: Path) -> None:
@@ -328,23 +250,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         corpus_of(write(tmp_path / "a.jsonl", ROW), cache=tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    "name, lines",
-    [
-        (
-            "a.jsonl",
-            [
-                "64 of 100 rows (64%), 2,496 tokens, 8 rows/s, left 0:00:05",
-                "100 of 100 rows (100%), 3,900 tokens, 6.2 rows/s, left 0:00:00",
-            ],
-        ),
-        ("list.json", ["64 rows, 2,496 tokens, 8 rows/s", "100 rows, 3,900 tokens, 6.2 rows/s"]),
-    ],
-)
-def test_progress_is_told(tmp_path: Path, name: str, lines: list[str]) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl", "list.json"])
+def test_progress_is_told(tmp_path: Path, name: str) -> None:
     """Two blocks of rows, 8 seconds each; blank lines are no rows."""
     write(tmp_path / "a.jsonl", *[ROW] * 50, "", *[ROW] * 50)
     (tmp_path / "list.json").write_text(json.dumps([ROW] * 100))
     path, log, seconds = str(tmp_path / name), [], counter(0, 8)
     corpus_of(path, log=log, clock=lambda: next(seconds))
-    assert log[:2] == [f"tokenising {path}: {line}" for line in lines]
+    assert log[:2] == [
+        f"tokenising {path}: 64 of 100 rows (64%), 2,496 tokens, 8 rows/s, left 0:00:05",
+        f"tokenising {path}: 100 of 100 rows (100%), 3,900 tokens, 6.2 rows/s, left 0:00:00",
+    ]

@@ -1,0 +1,127 @@
+"""Where rows begin and end in the bytes of JSON lines and of a JSON list.
+
+Decides that only line ends, strings and brackets matter for this: what a row says is for `strict_json.py`, so that a
+broken row leaves the others as they are.  A row beyond MAX_ROW_BYTES is not kept in memory.
+"""
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from sft.data.tables import Unreadable
+from sft.errors import DataError
+
+MAX_ROW_BYTES = 256 * 2**20  # a row that is longer is a file without line ends, or not meant for training
+BLANK = b" \t\r\n"
+
+
+def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
+    """Rows of lines; the first block begins with line `number`."""
+    pieces: list[bytes] = []
+    size = 0
+    for block in chain(blocks, [b"\n"]):  # ends a last line that has no end; nothing where it has
+        *ended, rest = block.split(b"\n")
+        for line in ended:
+            size += len(line)
+            content = _limited(b"".join([*pieces, line]).strip(BLANK), size)
+            pieces, size = [], 0
+            if content:
+                yield number, content
+            number += 1
+        size += len(rest)
+        pieces = [*pieces, rest] if size <= MAX_ROW_BYTES else []
+
+
+def _limited(content: bytes, size: int) -> bytes | Unreadable:
+    if size <= MAX_ROW_BYTES:
+        return content
+    return Unreadable(f"{size:,} bytes long; a row may have {MAX_ROW_BYTES:,}.  Is a line end missing?")
+
+
+def scan_lines(blocks: Iterator[bytes], position: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and numbers of the lines that are not blank; the first block begins with line 1 at byte `position`."""
+    offsets, numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    number, line_at, holds_row = 1, position, False  # of the line that a block leaves open
+    for block in blocks:
+        codes = np.frombuffer(block, dtype=np.uint8)
+        ends = np.append(np.flatnonzero(codes == ord("\n")), len(block))
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        filled = _filled(block, codes, starts, ends)
+        filled[0] |= holds_row
+        at = starts + position
+        at[0] = line_at
+        whole = filled[:-1]
+        offsets.append(at[:-1][whole])
+        numbers.append(number + np.flatnonzero(whole))
+        number, line_at, holds_row = number + len(whole), int(at[-1]), bool(filled[-1])
+        position += len(block)
+    if holds_row:
+        offsets.append(np.array([line_at]))
+        numbers.append(np.array([number]))
+    return np.concatenate(offsets), np.concatenate(numbers)
+
+
+def _filled(block: bytes, codes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """bool: which of block[starts:ends] hold more than white space.  Only those that begin with it are looked at."""
+    filled = ends > starts
+    first = codes[np.minimum(starts, len(codes) - 1)]
+    for i in np.flatnonzero(filled & np.isin(first, list(BLANK))):
+        filled[i] = bool(block[starts[i] : ends[i]].strip(BLANK))
+    return filled
+
+
+# A JSON list
+
+_STEP = np.zeros(256, dtype=np.int64)  # what a byte outside strings does to the depth
+_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
+_IS_STRUCTURE = np.isin(np.arange(256), list(b'[]{},"'))
+
+
+def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
+    """Elements of a JSON list and where each begins; the first block begins with element `number`, inside the bracket.
+
+        {"a": [1, 2]}, 7]  ->  (0, b'{"a": [1, 2]}'), (14, b'7')
+
+    Only strings and brackets are understood, which is enough to find the commas between elements: what an element
+    says is for `parse`.
+    """
+    depth, in_string, held = 1, 0, b""
+    pieces: list[bytes] = []
+    position = begin = size = 0  # of the block, of the element, and bytes of the element so far
+    for block in blocks:
+        block = held + block
+        odd = (len(block) - len(block.rstrip(b"\\"))) % 2
+        held, block = block[len(block) - odd :], block[: len(block) - odd]  # what the backslash escapes comes next
+        # Same length, no escapes: what is still a quote begins or ends a string.
+        codes = np.frombuffer(block.replace(b"\\\\", b"__").replace(b'\\"', b"__"), dtype=np.uint8)
+        at = np.flatnonzero(_IS_STRUCTURE[codes])
+        quotes = codes[at] == ord('"')
+        inside = (np.cumsum(quotes) + in_string) % 2
+        in_string = int(inside[-1]) if len(inside) else in_string
+        at = at[(inside == 0) & ~quotes]
+        levels = depth + np.cumsum(_STEP[codes[at]])
+        depth = int(levels[-1]) if len(levels) else depth
+        cuts = ((codes[at] == ord(",")) & (levels == 1)) | (levels == 0)
+        start = 0
+        for end, level in zip(at[cuts].tolist(), levels[cuts].tolist()):
+            size += end - start
+            content = _limited(b"".join([*pieces, block[start:end]]).strip(BLANK), size)
+            if content or level > 0 or number > 1:  # [] has no element, [7,] a second one that is not JSON
+                yield begin, content
+                number += 1
+            start, begin, pieces, size = end + 1, position + end + 1, [], 0
+            if level == 0:
+                _check_end(chain([block[start:] + held], blocks), path)
+                return
+        size += len(block) - start
+        pieces = [*pieces, block[start:]] if size <= MAX_ROW_BYTES else []
+        position += len(block)
+    raise DataError(f"{path} is not JSON: the file ends in row {number}, and the list of rows is not closed.")
+
+
+def _check_end(blocks: Iterator[bytes], path: Path) -> None:
+    for block in blocks:
+        if block.strip(BLANK):
+            raise DataError(f"{path} is not JSON: there is more after the list of rows.")

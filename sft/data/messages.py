@@ -1,0 +1,225 @@
+"""The messages of a chat: which are right by themselves, and one form for the ways they are written.
+
+Decides roles, contents, tool calls and weights of messages, in OpenAI's words (role, content) and ShareGPT's (from,
+value).  What is not named here is passed on to the chat template as it is.  Errors name the message.
+Does not know what else a row holds (`formats.py`).
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sft.data.strict_json import parse_json
+from sft.data.tokenizer import Message
+from sft.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_ALIASES = {"developer": "system"} | {role: role for role in ROLES}
+_SENDERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# A switch is true or false: a number called loss may be a loss that somebody measured.
+_SWITCHES = ("train", "training", "loss")
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # far from where float32 products of weights overflow or vanish
+
+
+class Turn(NamedTuple):
+    """A message that has been checked; its weight where it gave one; and how an error calls it."""
+
+    message: Message
+    weight: float | None
+    where: str
+
+
+def read_turns(messages: object, name: str) -> list[Turn]:
+    """Checked messages of a list, or of the JSON text of one.  Raises DataError.
+
+    [{"from": "human", "value": "Six?"}]  ->  [Turn({"role": "user", "content": "Six?"}, None, "message 1")]
+    """
+    if isinstance(messages, str):
+        messages = read_json(messages, name)
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{name} must be a list of at least one message; got {kind(messages)}.")
+    prefix = f"{name} " if name in ("prompt", "completion") else ""
+    return [_read_turn(message, f"{prefix}message {number}") for number, message in enumerate(messages, start=1)]
+
+
+def check_calls(turns: Sequence[Turn]) -> None:
+    """Raises DataError where two tool calls share an id, or a result names a call that was not made before it."""
+    made: set[str] = set()
+    for message, _, where in turns:
+        for call in message.get("tool_calls", []):
+            if "id" in call:
+                if call["id"] in made:
+                    raise DataError(f"{where} has a second tool call with id {short(text_of(call['id']))}.")
+                made.add(call["id"])
+        answered = message.get("tool_call_id")
+        if answered is not None and (not isinstance(answered, str) or answered not in made):
+            raise DataError(f"{where} answers tool call {short(text_of(answered))}, which no earlier message makes.")
+
+
+def read_weight(value: Any, name: str) -> float:
+    """A weight as it is written: a number, or true for 1 and false for 0.  Raises DataError."""
+    if not isinstance(value, (int, float)):
+        raise DataError(f"{name} is {kind(value)}; expected a number of at least 0.")
+    if value != 0 and not _SMALLEST_WEIGHT <= value <= _LARGEST_WEIGHT:  # NaN too
+        raise DataError(f"{name} is {short(str(value))}; expected 0, or {_SMALLEST_WEIGHT} to {_LARGEST_WEIGHT:.0e}.")
+    return float(value)
+
+
+def read_json(text: str, name: str) -> Any:
+    """The value of a JSON text inside a row.  Raises DataError."""
+    try:
+        return parse_json(text)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+
+
+def text_of(part: object) -> str:
+    """A part of a chat as one text, for searching in it."""
+    return json.dumps(part, ensure_ascii=False, default=str)
+
+
+def kind(value: Any) -> str:
+    """What a value is, for errors: `a list`, `null`, `7`."""
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if isinstance(value, dict):
+        return "an object"
+    return "a string" if isinstance(value, str) else short(text_of(value))
+
+
+def short(text: str, limit: int = 60) -> str:
+    """The beginning of a text, for errors."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _read_turn(raw: object, where: str) -> Turn:
+    if not isinstance(raw, dict):
+        raise DataError(f"{where} must be an object with role and content; got {kind(raw)}.")
+    message = {key: value for key, value in raw.items() if value is not None}
+    weight = _take_weight(message, where)
+    if "from" in message and "role" not in message:
+        message = _from_sharegpt(message, where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ALIASES:
+        got = f"role {short(text_of(role))}" if "role" in message else "no role"
+        raise DataError(f"{where} has {got}; expected one of {', '.join(ROLES)}.")
+    message["role"] = role = _ALIASES[role]
+    calls = _read_calls(message.pop("tool_calls", None), role, where)
+    content = _read_content(message, role, bool(calls), where)
+    if content is not None:
+        message["content"] = content
+    if calls:
+        message["tool_calls"] = calls
+    if role == "assistant" and not (content or "").strip() and not calls:
+        raise DataError(f"{where} (assistant) is empty: it would teach to end a turn without a word.")
+    _check_rest(message, role, where)
+    return Turn(message, weight, where)
+
+
+def _take_weight(message: Message, where: str) -> float | None:
+    """Removes what says how much a message weighs: a template has no use for it."""
+    given = {name: message.pop(name) for name in ("weight", *_SWITCHES) if name in message}
+    if len(given) > 1:
+        raise DataError(f"{where} has {' and '.join(given)}, which say the same.  Keep one of them.")
+    for name, value in given.items():
+        if name in _SWITCHES and not isinstance(value, bool):
+            raise DataError(f"{where} has {name} {kind(value)}; expected true or false (weight takes a number).")
+        return read_weight(value, f"the weight of {where}")
+    return None
+
+
+def _from_sharegpt(message: Message, where: str) -> Message:
+    sender, value = message["from"], message.get("value")
+    if not isinstance(sender, str) or sender not in _SENDERS:
+        raise DataError(f"{where} is from {short(text_of(sender))}; expected one of {', '.join(_SENDERS)}.")
+    if not isinstance(value, str):
+        raise DataError(f"{where} (from {sender}) must have a string as value; got {kind(value)}.")
+    if sender != "function_call":
+        return {"role": _SENDERS[sender], "content": value}
+    calls = read_json(value, f"{where} (from function_call)")
+    return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _read_content(message: Message, role: str, calls: bool, where: str) -> str | None:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(_text_part(part, role, where) for part in content)
+    if not isinstance(content, str) and not (content is None and calls):
+        raise DataError(f"{where} ({role}) must have a string as content; got {kind(content)}.")
+    return content
+
+
+def _text_part(part: object, role: str, where: str) -> str:
+    if not isinstance(part, dict):
+        raise DataError(f"{where} ({role}) must have a string, or parts of type text, as content; got {kind(part)}.")
+    if part.get("type") != "text":
+        raise DataError(f"{where} ({role}) has a part of type {short(text_of(part.get('type')))}; only text is learnt.")
+    if not isinstance(part.get("text"), str):
+        raise DataError(f"{where} ({role}) has a part of type text without a text.")
+    return str(part["text"])
+
+
+def _read_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = read_json(calls, f"{where}: tool_calls")
+    if calls is None or calls == []:
+        return []
+    if role != "assistant":
+        raise DataError(f"{where} is of the {role} and has tool_calls; only an assistant calls tools.")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where} has tool_calls that are not a list of objects.")
+    return [_read_call(call, where) for call in calls]
+
+
+def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """OpenAI's form, arguments as an object.  Chat templates write a text as JSON text again (transformers#45419).
+
+    {"name": "f", "arguments": '{"x": 1}'}  ->  {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    """
+    call = {key: value for key, value in raw.items() if value is not None}
+    if "function" not in call:
+        inner = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+        call = {"type": "function", **call, "function": inner}
+    function = call["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"{where} has a tool call without the name of a function.")
+    if "parameters" in {**function, **call}:
+        raise DataError(f"{where} has a tool call with parameters; what a call passes is written as arguments.")
+    if not isinstance(call.get("id", ""), str):
+        raise DataError(f"{where} has a tool call with id {kind(call['id'])}; an id is a string.")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    elif isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        arguments = read_json(arguments, f"{where}: arguments of {short(function['name'])}")
+    elif not isinstance(arguments, (dict, str)):
+        raise DataError(f"{where} has a tool call with {kind(arguments)} as arguments; expected an object.")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_rest(message: Message, role: str, where: str) -> None:
+    if "function_call" in message:
+        raise DataError(f"{where} has function_call, the older form of tool_calls.  Write tool_calls.")
+    thoughts = {name: message[name] for name in _REASONING if name in message}
+    for name, thought in thoughts.items():
+        if role != "assistant" or not isinstance(thought, str):
+            got = f"of the {role}" if role != "assistant" else kind(thought)
+            raise DataError(f"{where} has {name}, which is {got}; it is a string of an assistant.")
+    if len(set(thoughts.values())) > 1:
+        raise DataError(f"{where} has {' and '.join(thoughts)}, which differ.  Keep one of them.")

@@ -1,0 +1,91 @@
+"""One JSON value from bytes or text, read strictly.
+
+Decides what is not JSON to us, though Python's reader takes it: duplicate keys, NaN and Infinity, numbers too large for
+a float, half surrogate pairs, nesting beyond MAX_DEPTH.  Does not know files or rows; errors say what and where inside
+the value.
+"""
+
+import json
+import math
+import re
+from typing import Any
+
+from sft.errors import DataError
+
+MAX_DEPTH = 100  # tool schemas reach 20; code that walks a value, templates included, may recurse this far
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value that `content` writes.  Raises DataError.
+
+    b'{"a": 1}' -> {"a": 1}        b'{"a": 1' -> not JSON: Expecting ',' delimiter at column 8 of 7 characters.
+    """
+    text = content if isinstance(content, str) else _decode(content)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"not JSON: {error.msg.removesuffix(' at')} at {where} of {len(text):,} characters.") from error
+    except RecursionError:
+        raise DataError(f"not usable JSON: nested too deeply, beyond {MAX_DEPTH} levels.") from None
+    except ValueError as error:  # integers beyond Python's limit of digits
+        raise DataError(f"not usable JSON: {error}") from error
+    _check_depth(value, text)
+    _check_surrogates(value, text)
+    return value
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8: byte {content[error.start]:#04x} at position {error.start + 1}.  Convert the file to UTF-8."
+        ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise DataError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice in one object.")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise DataError(f"{name} is not JSON.")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise DataError(f"not usable JSON: the number {digits[:40]} is too large.")
+    return value
+
+
+def _check_depth(value: object, text: str) -> None:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # cannot be deeper; spares a walk over lists of tokens
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise DataError(f"not usable JSON: nested too deeply, beyond {MAX_DEPTH} levels.")
+
+
+def _check_surrogates(value: object, text: str) -> None:
+    if _SURROGATE.search(text) is None:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(f"holds half a surrogate pair ({code}), which is not text.") from None

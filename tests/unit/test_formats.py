@@ -1,0 +1,389 @@
+"""What rows say: each shape with the chat it gives, and each fault with the words it is refused in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft.console import QUIET
+from sft.data.corpus import Corpus, prepare
+from sft.data.formats import Chat, Tokenized, check_ids, read_row
+from sft.data.tokenizer import load_tokenizer
+from sft.errors import DataError
+from tests.unit.fixtures.folder import config
+
+Message = dict[str, Any]
+
+FUNCTION = {"name": "f", "arguments": {}}
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER, ANSWER = {"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"x": None}}}
+CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLS = {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "7", "tool_call_id": "c1"}
+
+
+def chat(row: object) -> Chat:
+    read = read_row(row)
+    assert isinstance(read, Chat)
+    return read
+
+
+def prepared(folder: Path, *rows: object) -> Corpus:
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = config(train=[str(path)])
+    return prepare(data.train, data, load_tokenizer(data), folder / "cache", QUIET)
+
+
+# Every shape, and the chat it gives
+
+
+def talk(*messages: object, **others: object) -> dict[str, object]:
+    return {"messages": list(messages), **others}
+
+
+def called(**function: Any) -> Message:
+    """An assistant's message of one call, as it is once read."""
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def sent(**values: str) -> list[Message]:
+    """sent(human="a", gpt="b") -> these two messages in ShareGPT's words."""
+    return [{"from": sender, "value": value} for sender, value in values.items()]
+
+
+def said(*texts: str) -> list[Message]:
+    """said("a", "b") -> a message of the user, one of the assistant, and so on in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+SHAPES: dict[str, tuple[object, Chat]] = {
+    "messages": (
+        {"messages": [SYSTEM, USER, ANSWER], "id": 7},
+        Chat([SYSTEM, USER, ANSWER], None),
+    ),
+    "messages as JSON text": (
+        {"messages": json.dumps([USER, ANSWER]), "tools": ""},
+        Chat([USER, ANSWER], None),
+    ),
+    "nulls are keys that are not there": (
+        {"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER], "tools": None, "tokens": None},
+        Chat([USER, ANSWER], None),
+    ),
+    "a developer is a system": (
+        {"messages": [{"role": "developer", "content": "Be brief."}, USER, ANSWER]},
+        Chat([SYSTEM, USER, ANSWER], None),
+    ),
+    "parts are joined": (
+        {"messages": [{**USER, "content": [{"type": "text", "text": text} for text in ("Si", "x?")]}, ANSWER]},
+        Chat([USER, ANSWER], None),
+    ),
+    "tools and calls": (
+        {"messages": [USER, {**CALLS, "content": None}, RESULT, ANSWER], "tools": [TOOL]},
+        Chat([USER, CALLS, RESULT, ANSWER], [TOOL]),
+    ),
+    "tools and calls as JSON text": (
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": json.dumps([CALL])}, RESULT, ANSWER],
+            "tools": json.dumps([TOOL]),
+        },
+        Chat([USER, CALLS, RESULT, ANSWER], [TOOL]),
+    ),
+    "each tool as JSON text": (
+        {"messages": [USER, ANSWER], "tools": [json.dumps(TOOL), {"name": "g"}]},
+        Chat([USER, ANSWER], [TOOL, {"name": "g"}]),
+    ),
+    "arguments as JSON text, a call without the word function": (
+        {"messages": [USER, {**CALLS, "tool_calls": [{"id": "c1", "name": "f", "arguments": ' {"x": 1}'}]}]},
+        Chat([USER, CALLS], None),
+    ),
+    "arguments that are no object stay as they are, none are {}": (
+        talk(*({**CALLS, "tool_calls": [{"function": {"name": "f", **passed}}]}
+               for passed in ({"arguments": "print(1)"}, {"arguments": ""}, {}))),
+        Chat([{**CALLS, "tool_calls": [{"function": {"name": "f", "arguments": passed}}]}
+              for passed in ("print(1)", {}, {})], None),
+    ),
+    "reasoning, and keys of a message that a template may know": (
+        {"messages": [{**USER, "name": "Ann"}, {**ANSWER, "reasoning_content": "Easy.", "plan": ["a"]}]},
+        Chat([{**USER, "name": "Ann"}, {**ANSWER, "reasoning_content": "Easy.", "plan": ["a"]}], None),
+    ),
+    "weights": (
+        {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 0.5}, USER, {**ANSWER, "train": True}]},
+        Chat([USER, ANSWER, USER, ANSWER, USER, ANSWER], None, (1.0, 0.0, 1.0, 0.5, 1.0, 1.0)),
+    ),
+    "weights by other names, on any message": (
+        talk({**USER, "train": False}, {**ANSWER, "training": False}, {**USER, "weight": 2}, {**ANSWER, "loss": True}),
+        Chat([USER, ANSWER, USER, ANSWER], None, (0.0, 0.0, 2.0, 1.0)),
+    ),
+    "two assistants in a row, the user last, an empty user, the assistant first": (
+        {"messages": [ANSWER, ANSWER, {"role": "user", "content": ""}]},
+        Chat([ANSWER, ANSWER, {"role": "user", "content": ""}], None),
+    ),
+    "a tool result without an id": (
+        {"messages": [USER, {"role": "tool", "content": "7"}, ANSWER]},
+        Chat([USER, {"role": "tool", "content": "7"}, ANSWER], None),
+    ),
+    "a system text beside the messages": (
+        {"system": "Be brief.", "messages": [USER, ANSWER]},
+        Chat([SYSTEM, USER, ANSWER], None),
+    ),
+    "the same system text twice": (
+        {"system": "Be brief.", "messages": [SYSTEM, USER, ANSWER]},
+        Chat([SYSTEM, USER, ANSWER], None),
+    ),
+    "ShareGPT": (
+        {"conversations": sent(system="Be brief.", human="Six?", gpt="6")},
+        Chat([SYSTEM, USER, ANSWER], None),
+    ),
+    "ShareGPT by other names": (
+        {"conversations": sent(user="a", chatgpt="b") + sent(user="c", model="d") + sent(user="e", bard="f")},
+        Chat(said(*"abcdef"), None),
+    ),
+    "ShareGPT with tools": (
+        {
+            "system": "Be brief.",
+            "conversations": [
+                {"from": "human", "value": "Six?"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}', "weight": 0},
+                {"from": "observation", "value": "7"},
+                {"from": "function_call", "value": '[{"name": "f", "arguments": "{}"}, {"name": "g"}]'},
+                {"from": "function_response", "value": "8"},
+                {"from": "tool", "value": "9"},
+                {"from": "gpt", "value": "6"},
+            ],
+            "tools": '[{"name": "f"}]',
+        },
+        Chat(
+            [
+                SYSTEM, USER,
+                called(name="f", arguments={"x": 1}),
+                {"role": "tool", "content": "7"},
+                {"role": "assistant", "tool_calls": [
+                    *called(name="f", arguments={})["tool_calls"], *called(name="g", arguments={})["tool_calls"]
+                ]},
+                {"role": "tool", "content": "8"},
+                {"role": "tool", "content": "9"},
+                ANSWER,
+            ],
+            [{"name": "f"}],
+            (1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+        ),
+    ),
+    "conversations in OpenAI's words, messages in ShareGPT's": (
+        {"conversations": [USER, {"from": "gpt", "value": "6"}]},
+        Chat([USER, ANSWER], None),
+    ),
+    "prompt and completion": (
+        {"prompt": "Six?", "completion": "6"},
+        Chat([USER, ANSWER], None, (0.0, 1.0)),
+    ),
+    "prompt and completion as messages: only the completion is learnt": (
+        {"prompt": [SYSTEM, USER, ANSWER, USER], "completion": [ANSWER], "tools": [TOOL]},
+        Chat([SYSTEM, USER, ANSWER, USER, ANSWER], [TOOL], (0.0, 0.0, 0.0, 0.0, 1.0)),
+    ),
+    "a system text belongs to the prompt": (
+        {"prompt": "Six?", "completion": "6", "system": "Be brief."},
+        Chat([SYSTEM, USER, ANSWER], None, (0.0, 0.0, 1.0)),
+    ),
+    "a weight in a prompt counts": (
+        {"prompt": [USER, {**ANSWER, "weight": 2}, USER], "completion": "6"},
+        Chat([USER, ANSWER, USER, ANSWER], None, (0.0, 2.0, 0.0, 1.0)),
+    ),
+    "Alpaca": (
+        {"instruction": "Six?", "input": "", "output": "6", "text": "### ..."},
+        Chat([USER, ANSWER], None),
+    ),
+    "Alpaca with everything": (
+        {"instruction": "+", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["a", "b"], ["c", "d"]]},
+        Chat([SYSTEM, *said("a", "b", "c", "d", "+\n1 2", "3")], None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str) -> None:
+    row, expected = SHAPES[name]
+    before = json.dumps(row)
+    assert chat(row) == expected
+    assert json.dumps(row) == before, "the row itself is left as it was"
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens", "weights"),
+    [
+        ({"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, [5, 6, 7], [0.0, 1.0, 0.0]),
+        ({"input_ids": [5, 6, 7], "assistant_masks": [False, True, True]}, [5, 6, 7], [0.0, 1.0, 1.0]),
+        ({"input_ids": [5, 6, 6], "labels": [-100, -100, 6], "attention_mask": [1, 1, 1]}, [5, 6, 6], [0.0, 0.0, 1.0]),
+        ({"tokens": [0, 2**31 - 1], "loss_mask": [0, 0.25]}, [0, 2**31 - 1], [0.0, 0.25]),
+        ({"tokens": [5, 6], "loss_mask": [0, 1], "labels": None, "input_ids": None}, [5, 6], [0.0, 1.0]),
+    ],
+)
+def test_tokens(row: object, tokens: list[int], weights: list[float]) -> None:
+    read = read_row(row)
+    assert isinstance(read, Tokenized)
+    assert read.tokens.tolist() == tokens and read.tokens.dtype == np.int32
+    assert read.weights.tolist() == weights and read.weights.dtype == np.float32
+
+
+def test_ids_are_those_of_the_tokenizer() -> None:
+    row = Tokenized(np.array([3, 259, 300], dtype=np.int32), np.ones(3, dtype=np.float32))
+    check_ids(row, 301)
+    with pytest.raises(DataError) as error:
+        check_ids(row, 259)
+    assert str(error.value) == "token 2 is 259, but the tokenizer has the ids 0 to 258."
+
+
+def test_tokens_become_samples(tmp_path: Path) -> None:
+    """As they are: no template, no control tokens added."""
+    corpus = prepared(tmp_path, {"tokens": [256, 65, 257], "loss_mask": [0, 0, 1]}, {"prompt": "a", "completion": "b"})
+    assert corpus.sample(0).tokens.tolist() == [256, 65, 257] and corpus.sample(0).weights.tolist() == [0, 0, 1]
+    assert corpus.num_supervised.tolist() == [1, 2]
+
+
+# Every fault, and its words
+
+
+def calling(**call: object) -> dict[str, object]:
+    return talk(USER, {"role": "assistant", "tool_calls": [call]})
+
+
+KNOWN = (
+    "of no known shape: a row has messages, or conversations, or prompt and completion, or instruction and output, or "
+    "tokens, or input_ids.  The keys here are: "
+)
+TWICE = " so which is meant cannot be told.  Keep one of them."
+
+BAD_ROWS: list[tuple[object, str]] = [
+    ([], "a row is an object; got an empty list."),
+    ("hi", "a row is an object; got a string."),
+    # Shapes
+    ({"message": []}, KNOWN + "message."),
+    ({}, KNOWN + "none."),
+    ({"messages": None, "text": "a"}, KNOWN + "messages (null), text."),
+    ({"prompt": "a", "response": "b"}, KNOWN + "prompt, response."),
+    (talk(USER, ANSWER, tokens=[1]), "the row has messages as well as tokens," + TWICE),
+    (talk(USER, ANSWER, prompt="a", completion="b"), "the row has messages as well as prompt and completion," + TWICE),
+    ({"tokens": [1], "input_ids": [1]}, "the row has tokens as well as input_ids," + TWICE),
+    # Messages
+    (talk(), "messages must be a list of at least one message; got an empty list."),
+    ({"messages": {}}, "messages must be a list of at least one message; got an object."),
+    ({"messages": "hi"}, "messages: not JSON: Expecting value at column 1 of 2 characters."),
+    ({"messages": '"hi"'}, "messages must be a list of at least one message; got a string."),
+    (talk("hi"), "message 1 must be an object with role and content; got a string."),
+    (talk(None), "message 1 must be an object with role and content; got null."),
+    (talk(USER, USER, {"role": "assitant", "content": "x"}),
+     'message 3 has role "assitant"; expected one of system, user, assistant, tool.'),
+    (talk({"content": "x"}), "message 1 has no role; expected one of system, user, assistant, tool."),
+    (talk({"role": ["user"], "content": "x"}), 'message 1 has role ["user"]; expected one of system, user,'),
+    (talk({"role": None, "content": "x"}), "message 1 has no role; expected one of"),
+    (talk({"role": "x" * 99}), f'message 1 has role "{"x" * 56}...; expected one of'),
+    # Contents
+    (talk({"role": "user"}), "message 1 (user) must have a string as content; got null."),
+    (talk({"role": "user", "content": 7}), "message 1 (user) must have a string as content; got 7."),
+    (talk({"role": "tool", "content": {}}), "message 1 (tool) must have a string as content; got an object."),
+    (talk({"role": "user", "content": ["x"]}),
+     "message 1 (user) must have a string, or parts of type text, as content; got a string."),
+    (talk({"role": "user", "content": [{"type": "image"}]}),
+     'message 1 (user) has a part of type "image"; only text is learnt.'),
+    (talk({"role": "user", "content": [{"text": "a"}]}), "message 1 (user) has a part of type null; only text is"),
+    (talk({"role": "user", "content": [{"type": "text"}]}), "message 1 (user) has a part of type text without a"),
+    (talk(USER, {"role": "assistant"}), "message 2 (assistant) must have a string as content; got null."),
+    (talk(USER, {"role": "assistant", "content": " \n"}), "message 2 (assistant) is empty: it would teach to end a"),
+    (talk(USER, {"role": "assistant", "content": "", "tool_calls": []}), "message 2 (assistant) is empty: it would"),
+    (talk(USER, {"role": "assistant", "content": []}), "message 2 (assistant) is empty: it would teach"),
+    (talk({**USER, "reasoning": "a"}), "message 1 has reasoning, which is of the user; it is a string of"),
+    (talk({**ANSWER, "thinking": 7}), "message 1 has thinking, which is 7; it is a string of an assistant."),
+    (talk({**ANSWER, "thinking": "a", "reasoning": "b"}), "message 1 has reasoning and thinking, which differ."),
+    # Nothing to learn
+    (talk(USER, SYSTEM), "no assistant turn, so there is nothing to learn from."),
+    (talk(USER, {**ANSWER, "train": False}), "every assistant turn has weight 0, so there is nothing to learn from."),
+    ({"prompt": [ANSWER], "completion": [USER]}, "the completion has no assistant message, so there is nothing to"),
+    # Weights
+    (talk(USER, {**ANSWER, "weight": -1}), "the weight of message 2 is -1; expected 0, or 1e-06 to 1e+06."),
+    (talk(USER, {**ANSWER, "weight": 10**400}), "the weight of message 2 is 1000000000"),
+    (talk(USER, {**ANSWER, "weight": float("nan")}), "the weight of message 2 is nan; expected 0, or 1e-06 to 1e+06."),
+    (talk(USER, {**ANSWER, "weight": "1"}), "the weight of message 2 is a string; expected a number of at least 0."),
+    (talk(USER, {**ANSWER, "loss": 2.31}), "message 2 has loss 2.31; expected true or false (weight takes a number)."),
+    (talk(USER, {**ANSWER, "train": True, "weight": 1}), "message 2 has weight and train, which say the same."),
+    # Tools
+    (talk(USER, ANSWER, tools=7), "tools must be a list of objects; got 7."),
+    (talk(USER, ANSWER, tools={"name": "f"}), "tools must be a list of objects; got an object."),
+    (talk(USER, ANSWER, tools="f"), "tools: not JSON: Expecting value at column 1 of 1 characters."),
+    (talk(USER, ANSWER, tools=["f"]), "tool 1: not JSON: Expecting value at column 1 of 1 characters."),
+    (talk(USER, ANSWER, tools=[7]), "tools must be a list of objects; tool 1 is 7."),
+    (talk(USER, ANSWER, tools=[TOOL, {"function": {"parameters": {}}}]), "tool 2 has no name."),
+    (talk(USER, ANSWER, tools=[{"name": ""}]), "tool 1 has no name."),
+    # Calls and results
+    (talk({**USER, "tool_calls": [CALL]}), "message 1 is of the user and has tool_calls; only an assistant calls"),
+    (talk({**CALLS, "tool_calls": ["f"]}), "message 1 has tool_calls that are not a list of objects."),
+    (talk({**CALLS, "tool_calls": {}}), "message 1 has tool_calls that are not a list of objects."),
+    (talk({**CALLS, "tool_calls": "["}), "message 1: tool_calls: not JSON: Expecting value at column 2"),
+    (calling(function="f"), "message 2 has a tool call without the name of a function."),
+    (calling(arguments={}), "message 2 has a tool call without the name of a function."),
+    (calling(name="f", parameters={}), "message 2 has a tool call with parameters; what a call passes"),
+    (calling(function={**FUNCTION, "arguments": [1]}), "message 2 has a tool call with a list as arguments; expected"),
+    (calling(function={**FUNCTION, "arguments": '{"x": '}), "message 2: arguments of f: not JSON: Expecting value"),
+    (calling(function=FUNCTION, id=7), "message 2 has a tool call with id 7; an id is a string."),
+    (talk({**ANSWER, "function_call": FUNCTION}), "message 1 has function_call, the older form of tool_calls."),
+    (talk(USER, CALLS, RESULT, CALLS), 'message 4 has a second tool call with id "c1".'),
+    (talk(USER, RESULT, CALLS), 'message 2 answers tool call "c1", which no earlier message makes.'),
+    (talk(USER, CALLS, {**RESULT, "tool_call_id": 7}), "message 3 answers tool call 7, which no earlier message"),
+    # ShareGPT
+    ({"conversations": sent(robot="a")}, 'message 1 is from "robot"; expected one of human, user, gpt, assistant,'),
+    ({"conversations": [{"from": "human"}]}, "message 1 (from human) must have a string as value; got null."),
+    ({"conversations": [{"from": "function_call", "value": "f"}]}, "message 1 (from function_call): not JSON: "),
+    ({"conversations": [{"from": "function_call", "value": "7"}]}, "message 1 has tool_calls that are not a list of"),
+    ({"conversations": [{"from": "gpt", "value": ""}]}, "message 1 (assistant) is empty: it would teach to end a turn"),
+    # Prompts and instructions
+    ({"prompt": 7, "completion": "a"}, "prompt must be a list of at least one message; got 7."),
+    ({"prompt": "a", "completion": " "}, "completion is empty: it would teach to end a turn without a word."),
+    ({"prompt": [USER], "completion": [{"role": "x"}]}, 'completion message 1 has role "x"; expected one of system,'),
+    ({"instruction": 7, "output": "a"}, "instruction must be a string; got 7."),
+    ({"instruction": "a", "output": ""}, "output is empty: it would teach to end a turn without a word."),
+    ({"instruction": "a", "output": ["b"]}, "output must be a string; got a list."),
+    ({"instruction": "a", "input": 7, "output": "b"}, "input must be a string; got 7."),
+    ({"instruction": "a", "output": "b", "history": [["a"]]}, "history must be a list of pairs [instruction, output]."),
+    ({"instruction": "a", "output": "b", "history": [["a", ""]]}, "history 1 is empty: it would teach to end a turn"),
+    (talk(SYSTEM, ANSWER, system="Be long."), "the row has a system text and another system message.  Keep one of"),
+    (talk(USER, ANSWER, system=["Be long."]), "system must be a string; got a list."),
+    # Tokens
+    ({"tokens": []}, "tokens must be a list of at least one number; got an empty list."),
+    ({"tokens": "1 2"}, "tokens must be a list of at least one number; got a string."),
+    ({"tokens": [1, 1.5]}, "tokens has 1.5 at 2; ids are integers."),
+    ({"tokens": [1, True]}, "tokens has true at 2; ids are integers."),
+    ({"tokens": [1, None]}, "tokens has null at 2; ids are integers."),
+    ({"tokens": [1, -2]}, "tokens has -2 at 2; ids are integers from 0 to 2,147,483,647."),
+    ({"input_ids": [1, 10**99]}, "input_ids has 1000000000"),
+    ({"tokens": [1, 2]}, "tokens needs one of loss_mask, assistant_masks and labels, which say what is supervised;"),
+    ({"tokens": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "what is supervised; got loss_mask and labels."),
+    ({"tokens": [1, 2], "loss_mask": [1]}, "tokens has 2 numbers and loss_mask 1."),
+    ({"input_ids": [1, 2], "labels": [1, 2, -100]}, "input_ids has 2 numbers and labels 3."),
+    ({"tokens": [1, 2], "loss_mask": [0, -1]}, "loss_mask is -1; expected 0, or 1e-06 to 1e+06."),
+    ({"tokens": [1, 2], "loss_mask": [0, "1"]}, "loss_mask has a string at 2; it holds numbers."),
+    ({"tokens": [1, 2], "loss_mask": [1, 0]}, "loss_mask supervises no token after the first, so there is nothing to"),
+    ({"tokens": [1, 2, 3], "labels": [-100, 3, -100]},
+     "label 2 is 3, but token 2 is 2: a label is its own token, not shifted, or -100."),
+    ({"tokens": [1, 2], "labels": [-100, 2.0]}, "labels has 2.0 at 2; labels are integers."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "complaint"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_bad_rows(row: object, complaint: str) -> None:
+    with pytest.raises(DataError) as error:
+        read_row(row)
+    assert str(error.value).startswith(complaint) or complaint in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [(row, text) for row, text in BAD_ROWS if "NaN" not in json.dumps(row)],
+)
+def test_bad_rows_of_a_file_are_named(tmp_path: Path, row: object, complaint: str) -> None:
+    """And only they: the good rows before and after them are not."""
+    with pytest.raises(DataError) as error:
+        prepared(tmp_path, talk(USER, ANSWER), talk(USER, ANSWER), row, talk(USER, ANSWER))
+    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:3: ") and complaint in str(error.value)

@@ -1,4 +1,4 @@
-"""The command line: `sft train` and `sft check`.
+"""The command line: `sft train`, `sft check` and `sft data`.
 
 Decides what the verbs print, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
 Everything heavy is imported where it is first used, so that help and mistakes answer at once.
@@ -44,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.verb == "train":
             _train(arguments)
-        else:
+        elif arguments.verb == "check":
             _check(arguments)
+        else:
+            _data(arguments)
     except SftError as error:
         _tell(error)
         return 2
@@ -79,16 +81,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     train = verbs.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
     check = verbs.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
-    for verb in (train, check):
+    data = verbs.add_parser("data", help="work on a recipe's data, without a model or a GPU")
+    tasks = data.add_subparsers(dest="task", required=True, metavar="TASK")
+    prepare = tasks.add_parser("prepare", help="tokenise the data once; continues where it was killed")
+    for verb in (train, check, prepare):
+        verb.set_defaults(parser=verb)
         verb.add_argument("recipe", metavar="RECIPE", help="YAML file, for example recipes/qwen3_8b_64k.yaml")
         verb.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
     check.add_argument("--world-size", metavar="N", type=int, help="number of processes to lay out")
     check.add_argument("--explain", metavar="KEY", help="tell where a value came from and what it does")
     check.add_argument("--no-data", action="store_true", help="do not look at data files and tokenizer")
+    prepare.add_argument("--workers", metavar="N", help="processes that tokenise; same as data.num_workers=N")
+    prepare.add_argument("--verify", action="store_true", help="read all that is prepared, and mend what is damaged")
+    prepare.add_argument("--sweep", action="store_true", help="then remove what the cache holds for other settings")
     # argparse gives up on settings that follow an option; they come back as the rest.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
-        (train if arguments.verb == "train" else check).error(f"unknown option {unknown[0]}")
+        arguments.parser.error(f"unknown option {unknown[0]}")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
@@ -125,9 +134,33 @@ def _check(arguments: argparse.Namespace) -> None:
         _check_data(recipe)
 
 
+def _data(arguments: argparse.Namespace) -> None:
+    {"prepare": _data_prepare}[arguments.task](arguments)
+
+
+def _data_prepare(arguments: argparse.Namespace) -> None:
+    from sft.recipe import load_recipe
+
+    workers = [] if arguments.workers is None else [f"data.num_workers={arguments.workers}"]
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *workers])
+    _require_data(recipe)
+
+    from sft.data.prepare import cache_folder, prepare_recipe, sweep_recipe
+
+    tokenizer = _tokenizer(recipe)
+    corpora = prepare_recipe(recipe.config, tokenizer, _progress, verify=arguments.verify)
+    for name, corpus in corpora.items():
+        _print_group(name, corpus.summary().splitlines())
+    if arguments.sweep:
+        stale = sweep_recipe(recipe.config, tokenizer)
+        freed = sum(folder.num_bytes for folder in stale)
+        lines = [f"removed {folder.folder} ({folder.num_bytes / 1e6:,.1f} MB)" for folder in stale]
+        _print_group("sweep", [*lines, f"{cache_folder(recipe.config)}: {freed / 1e6:,.1f} MB freed"])
+
+
 def _check_data(recipe: "Recipe") -> None:
-    from sft.data.corpus import prepare
     from sft.data.pack import plan_epoch
+    from sft.data.prepare import prepare
 
     data, train = recipe.config.data, recipe.config.train
     tokenizer = _tokenizer(recipe)

@@ -10,8 +10,9 @@ from pathlib import Path
 from sft import cp
 from sft.checkpoint import Checkpoints, RunState, weights_of
 from sft.config import Config
-from sft.data.corpus import Corpus, prepare
+from sft.data.corpus import Corpus
 from sft.data.loader import Loader
+from sft.data.prepare import prepare
 from sft.data.tokenizer import ChatTokenizer, load_tokenizer
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate

@@ -51,6 +51,7 @@ demo: $(READY)
 	@echo "== a fresh run: runs/demo of an earlier demo is removed"
 	rm -rf runs/demo
 	$(BIN)/python tools/make_demo_corpus.py --out runs/demo-data
+	$(BIN)/sft data prepare recipes/demo.yaml
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
 	$(BIN)/python tools/plot_run.py runs/demo
 	@echo
@@ -58,7 +59,7 @@ demo: $(READY)
 	@echo "  continue it         torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml train.num_epochs=3"
 	@echo "  another layout      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2"
 	@echo "  the two curves      python tools/plot_run.py runs/demo runs/demo-tp"
-	@echo "  your own chats      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
+	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
 
 test: $(READY)

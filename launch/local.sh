@@ -4,7 +4,8 @@
 #   launch/local.sh NPROC RECIPE [section.key=value ...]
 #   launch/local.sh 8 recipes/NAME.yaml parallel.cp=4 data.train=my.jsonl
 #
-# The recipe is checked first, in one short process: a mistake ends here, in one paragraph, with exit code 2.
+# The recipe is checked first, and its data tokenised where that was not done yet, before any process starts that
+# waits for others: a mistake ends here, in one paragraph, with exit code 2.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -20,4 +21,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 
 python -m sft check "$recipe" "$@" --world-size "$nproc" --no-data
+python -m sft data prepare "$recipe" "$@"
 exec torchrun --standalone --nproc-per-node "$nproc" -m sft train "$recipe" "$@"

@@ -1,4 +1,4 @@
-"""The command line: `sft train` and `sft check`.
+"""The command line: `sft train`, `sft check` and `sft data`.
 
 Decides what the verbs print, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
 Everything heavy is imported where it is first used, so that help and mistakes answer at once.
@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from sft.console import Console, size
 from sft.errors import ConfigError, SftError
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        if arguments.verb == "train":
-            _train(arguments)
-        else:
-            _check(arguments)
+        arguments.action(arguments)
     except SftError as error:
         _tell(error)
         return 2
@@ -80,16 +78,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     train = verbs.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
     check = verbs.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
-    for verb in (train, check):
+    data = verbs.add_parser("data", help="work on a recipe's data, without a model or a GPU")
+    tasks = data.add_subparsers(dest="task", required=True, metavar="TASK")
+    prepare = tasks.add_parser("prepare", help="tokenise the data once; continues where it was killed")
+    for verb, action in ((train, _train), (check, _check), (prepare, _prepare)):
+        verb.set_defaults(action=action, parser=verb)
         verb.add_argument("recipe", metavar="RECIPE", help="YAML file, for example recipes/qwen3_8b_64k.yaml")
         verb.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
     check.add_argument("--world-size", metavar="N", type=int, help="number of processes to lay out")
     check.add_argument("--explain", metavar="KEY", help="tell where a value came from and what it does")
     check.add_argument("--no-data", action="store_true", help="do not look at data files and tokenizer")
+    prepare.add_argument("--workers", metavar="N", help="processes that tokenise; same as data.num_workers=N")
+    prepare.add_argument("--verify", action="store_true", help="read all that is prepared, and mend what is damaged")
+    prepare.add_argument("--sweep", action="store_true", help="then remove what the cache holds for other settings")
     # argparse gives up on settings that follow an option; they come back as the rest.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
-        (train if arguments.verb == "train" else check).error(f"unknown option {unknown[0]}")
+        arguments.parser.error(f"unknown option {unknown[0]}")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
@@ -128,17 +133,35 @@ def _check(arguments: argparse.Namespace) -> None:
         _check_data(recipe)
 
 
+def _prepare(arguments: argparse.Namespace) -> None:
+    from sft.recipe import load_recipe
+
+    workers = [] if arguments.workers is None else [f"data.num_workers={arguments.workers}"]
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *workers])
+    _require_data(recipe)
+
+    from sft.data.prepare import cache_folder, prepare_recipe, sweep_recipe
+
+    tokenizer = _tokenizer(recipe)
+    corpora = prepare_recipe(recipe.config, tokenizer, _told(), verify=arguments.verify)
+    for name, corpus in corpora.items():
+        _print_group(name, corpus.summary().splitlines())
+    if arguments.sweep:
+        stale = sweep_recipe(recipe.config, tokenizer)
+        freed = sum(folder.num_bytes for folder in stale)
+        lines = [f"removed {folder.folder} ({size(folder.num_bytes)})" for folder in stale]
+        _print_group("sweep", [*lines, f"{cache_folder(recipe.config)}: {size(freed)} freed"])
+
+
 def _check_data(recipe: "Recipe") -> None:
-    from sft.console import Console
-    from sft.data.corpus import prepare
     from sft.data.pack import plan_epoch
+    from sft.data.prepare import prepare_recipe
 
     data, train = recipe.config.data, recipe.config.train
     tokenizer = _tokenizer(recipe)
     _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
-    cache_dir = Path(data.cache_dir or f"{recipe.config.run.dir}/cache")
-    console = Console(0, sys.stderr)  # stdout is for what was asked
-    corpus = prepare(data.train, data, tokenizer, cache_dir, console)
+    corpora = prepare_recipe(recipe.config, tokenizer, _told())
+    corpus = corpora.pop("train")
     plan = plan_epoch(
         corpus.lengths,
         capacity=data.seq_length,
@@ -157,8 +180,8 @@ def _check_data(recipe: "Recipe") -> None:
     if train.num_steps:
         lines.append(f"num_steps {train.num_steps:,} = {train.num_steps / steps:.2f} epochs")
     _print_group("data", lines)
-    for name, files in data.eval_sets.items():
-        _print_group(name, prepare(files, data, tokenizer, cache_dir, console).summary().splitlines())
+    for name, held_out in corpora.items():
+        _print_group(name, held_out.summary().splitlines())
 
 
 def explain(recipe: "Recipe", key: str) -> str:
@@ -254,6 +277,11 @@ def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
         return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
     rows = vocab_rows(model, tokenizer_size or 0)
     return f"parameters {num_parameters(model, rows):,} with a vocabulary of {rows:,}"
+
+
+def _told() -> "Console":
+    """Says how far work is on stderr: stdout is for what was asked."""
+    return Console(0, sys.stderr)
 
 
 def _print_group(name: str, lines: Sequence[str]) -> None:

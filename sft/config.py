@@ -55,7 +55,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Seeds initial weights and the order of the data."""
     timeout_s: Positive = 1800
-    """Seconds a rank may wait for another, also while rank 0 tokenises; `sft check` fills that cache beforehand."""
+    """Seconds a rank may wait for another, also while rank 0 tokenises; `sft data prepare` does that beforehand."""
 
 
 class RopeConfig(Section):
@@ -172,14 +172,16 @@ class DataConfig(Section):
     """Capacity of a pack in tokens, before context parallelism; also the longest sample."""
     doc_multiple: Positive = 32
     """Documents are padded to a multiple of this; must be divisible by 2 * cp.  32 serves cp up to 16."""
-    over_long: Literal["error", "drop", "truncate"] = "error"
-    """A sample longer than seq_length: stop, leave it out, or cut it at a turn boundary.  Always counted."""
+    over_long: Literal["error", "drop", "cut_turns", "windows"] = "error"
+    """A sample longer than seq_length: stop, leave it out, keep its first turns, or make several of it.  Counted."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used: stop with its name, or leave it out and list it, a tenth of a file at most."""
     pad_to_seq_length: bool = False
     """Fill every pack to seq_length, so that all microbatches have one shape."""
     shuffle: bool = True
     """Draw a new order of the samples every epoch."""
-    num_workers: Positive = 1
-    """Processes that tokenise, per data file."""
+    num_workers: Positive | Literal["auto"] = "auto"
+    """Processes that tokenise; auto means one per core, 32 at most.  The result does not depend on it."""
     cache_dir: Path | None = None
     """Where tokenised data is kept; null means run.dir/cache."""
 

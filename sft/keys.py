@@ -19,8 +19,8 @@ from sft import yaml12
 from sft.config import Config, Section
 
 OPEN = "model.megatron"  # the one mapping whose keys are not ours
-# What other trainers call it.
-_CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16"}
+# What other trainers, and earlier versions, call it.
+_CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 _ELSEWHERE = {
     "tensor_model_parallel_size": "parallel.tp",
     "context_parallel_size": "parallel.cp",

@@ -8,6 +8,7 @@ typed, relative to the current directory, wherever the recipe lies.
 """
 
 import difflib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,12 @@ class Recipe:
     config: Config
     origins: Mapping[str, Origin]
     path: str
+
+    @property
+    def arguments(self) -> str:
+        """What a shell would be told to get this recipe again: `a.yaml parallel.cp=4`."""
+        typed = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
+        return shlex.join([self.path, *dict.fromkeys(typed)])
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:

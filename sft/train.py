@@ -9,9 +9,10 @@ from pathlib import Path
 from sft import cp
 from sft.checkpoint import Checkpoints, RunState, weights_of
 from sft.config import Config
-from sft.console import QUIET, Console
-from sft.data.corpus import Corpus, prepare
+from sft.console import Console
+from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.loader import Loader
+from sft.data.prepare import cache_folder
 from sft.data.tokenizer import ChatTokenizer, load_tokenizer
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
@@ -111,10 +112,10 @@ class Run:
             self.console.say(f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full")
 
     def _corpus(self, paths: list[str], tokenizer: ChatTokenizer) -> Corpus:
-        """Rank 0 tokenises, telling how far it is; then everybody maps the files it wrote."""
-        cache = Path(self.config.data.cache_dir or self.folder / "cache")
-        groups.agree(lambda: prepare(paths, self.config.data, tokenizer, cache, self.console) and None)
-        return prepare(paths, self.config.data, tokenizer, cache, QUIET)
+        """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
+        data, how = self.config.data, f"sft data prepare {self.recipe.arguments}"
+        folders = groups.agree(lambda: find_prepared(paths, data, tokenizer, cache_folder(self.config), how=how))
+        return map_prepared(paths, folders, data, how=how)
 
     def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer) -> Loader:
         return Loader(

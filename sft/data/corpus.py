@@ -1,34 +1,25 @@
-"""From data files to samples that any process can map: `prepare` once, then `Corpus.sample`.
+"""From stores to samples that any process can map: `find_prepared`, `map_prepared`, then `Corpus.sample`.
 
-Decides what a cached result depends on: the bytes of the file, the tokenizer and template, over_long,
-seq_length, doc_multiple, and the code that made it.  Does not know about packs or layouts, so a change of the
-parallel layout never tokenises anew.
+Decides how samples are numbered and what they are called.  Does not tokenise (`prepare.py`) and does not know about
+packs or layouts, so a change of the parallel layout never tokenises anew.
 """
 
 import hashlib
-import json
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sft.batch import Sample
 from sft.config import DataConfig
-from sft.console import Console, Progress
-from sft.data.encode import Block, Encoder, encode_blocks
-from sft.data.ledger import Ledger, count_rows
-from sft.data.rows import check_file, data_files, index_rows, kind_of, read_rows, row_name
-from sft.data.store import Store, open_store, write_store
-from sft.data.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.cache import store_folder
+from sft.data.ledger import Ledger
+from sft.data.rows import check_file, row_name
+from sft.data.store import Store, open_store
+from sft.data.tokenizer import ChatTokenizer
 from sft.errors import DataError
-
-# What a tokenised sample is made by.  A change in any of these files makes caches of the older code unused.
-_CODE = (
-    *("align.py", "blocks.py", "chat.py", "encode.py", "formats.py", "json_rows.py", "messages.py", "rows.py"),
-    *("store.py", "strict_json.py", "tables.py", "tokenizer.py"),
-)
 
 
 class Corpus:
@@ -36,38 +27,40 @@ class Corpus:
 
     lengths         int64 [n], tokens of each sample
     num_supervised  int64 [n], supervised labels of each sample
-    digest          changes when any token, mask or order changes; not with file names or the cache's place
+    digest          changes when any token, weight or order changes; not with file names or the cache's place
     """
 
     def __init__(self, paths: Sequence[Path], stores: Sequence[Store]) -> None:
-        kept = [store.rows[store.rows[:, 1] > 0] for store in stores]
-        self.lengths: np.ndarray = np.concatenate([rows[:, 1] for rows in kept])
-        self.num_supervised: np.ndarray = np.concatenate([rows[:, 2] for rows in kept])
+        self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # those that are samples
+        lengths = [store.rows["tokens"][lines] for store, lines in zip(stores, self._lines, strict=True)]
+        self.lengths: np.ndarray = np.concatenate(lengths)
+        self.num_supervised: np.ndarray = np.concatenate(
+            [store.rows["supervised"][lines] for store, lines in zip(stores, self._lines, strict=True)]
+        )
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
-        self.ledgers: dict[Path, Ledger] = {
-            path: count_rows(store.rows) for path, store in zip(paths, stores, strict=True)
-        }
+        self.ledgers: dict[Path, Ledger] = {path: store.ledger for path, store in zip(paths, stores, strict=True)}
         self._paths = list(paths)
         self._stores = list(stores)
-        self._kept = kept
-        self._starts = [np.concatenate([[0], np.cumsum(rows[:, 1])]) for rows in kept]  # tokens, per file
-        self._first_ids = np.cumsum([0] + [len(rows) for rows in kept])
+        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # tokens, per file
+        self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def sample(self, sample_id: int) -> Sample:
-        """Sample `sample_id`; its arrays are views of the mapped files and read-only."""
+        """Sample `sample_id`; its tokens are a view of the mapped file and read-only."""
         file, index = self._find(sample_id)
         start, stop = self._starts[file][index], self._starts[file][index + 1]
         store = self._stores[file]
-        tokens, mask = store.tokens[start:stop], store.mask[start:stop]
-        return Sample(sample_id=sample_id, tokens=tokens, weights=mask.astype(np.float32), source=file)
+        weights = store.weights[store.mask[start:stop]]
+        return Sample(sample_id=sample_id, tokens=store.tokens[start:stop], weights=weights, source=file)
 
     def name(self, sample_id: int) -> str:
-        """Where a sample comes from, as a user would look it up: `chat.jsonl:1841`."""
+        """Where a sample is from, as a user would look it up: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
         file, index = self._find(sample_id)
-        return row_name(self._paths[file], int(self._kept[file][index, 0]))
+        line = self._stores[file].rows[self._lines[file][index]]
+        name = row_name(self._paths[file], int(line["row"]))
+        return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -78,8 +71,12 @@ class Corpus:
         )
 
     def summary(self) -> str:
-        """One line per file: samples and tokens kept, cut and dropped."""
+        """One line per file: samples and tokens kept, cut, dropped and skipped."""
         return "\n".join(f"{path}: {ledger}" for path, ledger in self.ledgers.items())
+
+    def report(self) -> dict[str, Any]:
+        """The ledgers as JSON holds them: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
+        return {"digest": self.digest, "files": {str(path): asdict(ledger) for path, ledger in self.ledgers.items()}}
 
     def _find(self, sample_id: int) -> tuple[int, int]:
         assert 0 <= sample_id < len(self), f"sample {sample_id} of {len(self)}"
@@ -87,91 +84,39 @@ class Corpus:
         return file, sample_id - int(self._first_ids[file])
 
 
-def prepare(
-    paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
-) -> Corpus:
-    """The corpus of `paths`, tokenised now or mapped from `cache_dir`.
+def find_prepared(
+    paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, how: str
+) -> list[Path]:
+    """The store of each file; nothing is tokenised or written.  `how` is the command that would.
 
-    Any number of processes may prepare the same corpus at once: each gets a whole one.  Raises DataError for
-    files, rows and chats that cannot be used, beginning with `file:line` for a row; and when no sample is
-    left.
+    Reads all bytes of the files, so of many ranks one should, and tell the others.  Raises DataError where a file
+    cannot be read or is not prepared, and when no sample is left.
     """
-    files = [Path(path) for path in paths]
-    for file in files:
-        check_file(file)
-    corpus = Corpus(files, [_prepare_file(file, data, tokenizer, cache_dir, console) for file in files])
+    for path in paths:
+        check_file(Path(path))
+    folders = [store_folder(cache_dir, Path(path), data, tokenizer) for path in paths]
+    map_prepared(paths, folders, data, how=how)
+    return folders
+
+
+def map_prepared(paths: Sequence[str], folders: Sequence[Path], data: DataConfig, *, how: str) -> Corpus:
+    """The corpus of the stores that `find_prepared` found."""
+    stores = [open_store(folder) for folder in folders]
+    missing = [path for path, store in zip(paths, stores, strict=True) if store is None]
+    if missing:
+        raise DataError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised for these settings in "
+            f"{folders[0].parent}.  Run this first, on any machine that sees the same folders: {how}"
+        )
+    return make_corpus([Path(path) for path in paths], [store for store in stores if store is not None], data)
+
+
+def make_corpus(files: Sequence[Path], stores: Sequence[Store], data: DataConfig) -> Corpus:
+    """The corpus of these stores.  Raises DataError when it holds no sample."""
+    corpus = Corpus(files, stores)
     if len(corpus) == 0:
         raise DataError(
-            f"no sample is left of {', '.join(paths)} with data.over_long = {data.over_long} and "
+            f"no sample is left of {', '.join(map(str, files))} with data.over_long = {data.over_long} and "
             f"data.seq_length = {data.seq_length}.\n{corpus.summary()}"
         )
     return corpus
-
-
-def _prepare_file(file: Path, data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console) -> Store:
-    started = time.monotonic()
-    folder = cache_dir / cache_key(file, data, tokenizer)
-    store = open_store(folder)
-    if store is not None:
-        console.say(f"{file}: {count_rows(store.rows)} (cached)")
-        return store
-    if folder.exists():
-        console.say(f"{folder} is not whole or was changed: tokenising {file} again")
-    encoder = Encoder(
-        path=file,
-        tokenizer=tokenizer,
-        seq_length=data.seq_length,
-        doc_multiple=data.doc_multiple,
-        over_long=data.over_long,
-    )
-    index = index_rows(file)
-    blocks = encode_blocks(read_rows(file, index), encoder, data.num_workers)
-    try:
-        with console.track(f"tokenising {file}", index.num_rows, "rows") as progress:
-            write_store(folder, _counted(_at_least_one(blocks, file), progress))
-    except OSError as error:
-        raise DataError(f"tokenised data of {file} cannot be written to data.cache_dir {cache_dir}: {error}") from error
-    store = open_store(folder)
-    assert store is not None, f"{folder} was just written"
-    console.say(f"{file}: {count_rows(store.rows)} (tokenised in {time.monotonic() - started:.1f} s)")
-    return store
-
-
-def cache_key(file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> str:
-    """Name of the store: 32 hex digits over everything that the tokenised samples depend on."""
-    code = hashlib.sha256()
-    for name in _CODE:
-        code.update((Path(__file__).parent / name).read_bytes())
-    libraries = [] if isinstance(tokenizer, ByteTokenizer) else [version("transformers"), version("tokenizers")]
-    digests = []
-    for part in data_files(file):
-        with part.open("rb") as content:
-            digests.append(hashlib.file_digest(content, "sha256").hexdigest())
-    parts = {
-        "content": digests,
-        "kind": kind_of(file),
-        "tokenizer": tokenizer.digest,
-        "seq_length": data.seq_length,
-        "doc_multiple": data.doc_multiple,
-        "over_long": data.over_long,
-        "code": code.hexdigest(),
-        "libraries": libraries,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _at_least_one(blocks: Iterable[Block], file: Path) -> Iterator[Block]:
-    count = 0
-    for count, block in enumerate(blocks, start=1):
-        yield block
-    if count == 0:
-        raise DataError(f"data file {file} has no rows.")
-
-
-def _counted(blocks: Iterable[Block], progress: Progress) -> Iterator[Block]:
-    """Passes blocks on, and tells how far it is."""
-    num_tokens = 0
-    for block in blocks:
-        num_tokens += len(block.tokens)
-        yield block
-        progress.advance(len(block.table), f"{num_tokens:,} tokens")

@@ -1,44 +1,43 @@
-"""From rows to blocks of tokens, in one process or several, in the order of the file.
+"""From rows to blocks of tokens and weights, in one process.
 
-Decides what happens to a sample that is too long, and that the first bad row in file order ends the work with
-its name.  Does not read files (`rows.py`) or write them (`store.py`).  Importable without torch, since every
-tokenising process imports it.
-
-Processes are spawned, not forked: a process started by torchrun may hold threads and CUDA contexts.
+Decides that a row that cannot be used ends the work with its name, or is left out and listed.  What becomes of a
+sample that is too long is `fit.py`'s; who encodes which rows, and how many at once, is `parts.py`'s.  Does not read
+files (`rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
 """
 
-import multiprocessing
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.align import aligned
 from sft.data.chat import encode_chat
-from sft.data.formats import Chat, Tokenized, check_ids, read_row
+from sft.data.fit import NOTHING, OverLong, pieces
+from sft.data.formats import Tokenized, check_ids, read_row
+from sft.data.ledger import LINE, Reject
 from sft.data.rows import Content, Row, parse, row_name
 from sft.data.tokenizer import ChatTokenizer
 from sft.errors import DataError
 
-ROWS_PER_BLOCK = 64
+MAX_WEIGHTS = 256  # what a byte can tell apart; the first is 0
 
 
 class Block(NamedTuple):
-    """Some consecutive rows, tokenised; a row that was dropped has kept_tokens 0.
+    """Some consecutive rows, tokenised.
 
-    tokens int32 [sum of kept_tokens] · mask bool, same · table int64 [rows, 5], its columns:
-    row number, tokens kept, supervised labels kept, tokens of the whole chat, supervised labels of it
+    tokens   int32 [n], all samples end to end
+    mask     uint8 [n], which weight each token has
+    weights  float32 [at most 256], the distinct weights: 0, then rising
+    lines    LINE [samples and dropped rows]
+    rejects  rows that cannot be used
     """
 
     tokens: np.ndarray
     mask: np.ndarray
-    table: np.ndarray
+    weights: np.ndarray
+    lines: np.ndarray
+    rejects: tuple[Reject, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,108 +48,82 @@ class Encoder:
     tokenizer: ChatTokenizer
     seq_length: int
     doc_multiple: int
-    over_long: Literal["error", "drop", "truncate"]
+    over_long: OverLong
+    on_bad_row: Literal["error", "skip"]
 
-    def fits(self, num_tokens: int) -> bool:
-        """A pack holds padded documents, so that is what is measured."""
-        return aligned(num_tokens, self.doc_multiple) <= self.seq_length
-
-    def block(self, rows: list[Row]) -> Block:
-        """Tokenises rows.  Raises DataError beginning with the row's name."""
-        tokens, masks, table = [], [], []
+    def block(self, rows: Iterable[Row]) -> Block:
+        """Tokenises rows.  Raises DataError beginning with the row's name, for the first that cannot be used."""
+        tokens = [np.empty(0, dtype=np.int32)]
+        weights = [np.empty(0, dtype=np.float32)]
+        lines: list[tuple[int, ...]] = []
+        rejects = []
         for number, content in rows:
             try:
-                sample_tokens, sample_mask, full, full_supervised = self._sample(content)
+                ids, full = self._read(content)
             except DataError as error:
-                raise DataError(f"{row_name(self.path, number)}: {error}") from error
-            tokens.append(sample_tokens)
-            masks.append(sample_mask)
-            table.append((number, len(sample_tokens), _supervised(sample_mask), full, full_supervised))
-        return Block(np.concatenate(tokens), np.concatenate(masks), np.array(table, dtype=np.int64))
+                if self.on_bad_row == "error":
+                    raise DataError(f"{row_name(self.path, number)}: {error}") from error
+                reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a surrogate pair
+                rejects.append(Reject(number, reason))
+                continue
+            for line, positions, learnt in self._fit(number, full):
+                tokens.append(ids[positions])
+                weights.append(learnt)
+                lines.append(line)
+        try:
+            palette, mask = to_palette(np.concatenate(weights))
+        except DataError as error:
+            raise DataError(f"{self.path}: {error}") from error
+        return Block(np.concatenate(tokens), mask, palette, np.array(lines, dtype=LINE), tuple(rejects))
 
-    def _sample(self, content: Content) -> tuple[np.ndarray, np.ndarray, int, int]:
-        chat = read_row(parse(content))
-        if isinstance(chat, Tokenized):
-            check_ids(chat, self.tokenizer.vocab_size)
-            tokens, weights = chat
-        else:
-            tokens, weights = encode_chat(chat, self.tokenizer)
-        mask = weights > 0
-        full, full_supervised = len(tokens), _supervised(mask)
-        if not self.fits(full):
-            tokens, mask = self._shorten(chat, full)
-        return tokens, mask, full, full_supervised
+    def _read(self, content: Content) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and weights of a row, however long."""
+        row = read_row(parse(content))
+        if isinstance(row, Tokenized):
+            check_ids(row, self.tokenizer.vocab_size)
+            return row.tokens, row.weights
+        return encode_chat(row, self.tokenizer)
 
-    def _shorten(self, chat: Chat | Tokenized, full: int) -> tuple[np.ndarray, np.ndarray]:
-        if self.over_long == "error":
-            need = aligned(full, self.doc_multiple)
-            raise DataError(
-                f"{full:,} tokens ({need:,} when padded to a multiple of {self.doc_multiple}) do not fit "
-                f"data.seq_length = {self.seq_length}.  Raise it to {need}, or set data.over_long to drop or "
-                "truncate (dropped and cut tokens are counted)."
-            )
-        # Tokens have no turns to cut at.
-        cut = _truncate(chat, self) if self.over_long == "truncate" and isinstance(chat, Chat) else None
-        return cut if cut is not None else (np.empty(0, dtype=np.int32), np.empty(0, dtype=bool))
+    def _fit(self, number: int, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+        """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.
 
-
-def encode_blocks(rows: Iterable[Row], encoder: Encoder, num_workers: int) -> Iterator[Block]:
-    """Blocks in the order of the rows, by any number of processes; at most two for each are under way."""
-    rows = iter(rows)
-    batches = iter(lambda: list(islice(rows, ROWS_PER_BLOCK)), [])
-    if num_workers == 1:
-        yield from map(encoder.block, batches)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(encoder,))
-    pending: deque[Future[Block]] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch))
-            if len(pending) >= 2 * num_workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a process that tokenised {encoder.path} was killed, most likely for want of memory.  "
-            f"Lower data.num_workers = {num_workers}."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        One of no tokens where nothing is left of the row.
+        """
+        try:
+            found = pieces(full, seq_length=self.seq_length, doc_multiple=self.doc_multiple, over_long=self.over_long)
+        except DataError as error:
+            raise DataError(f"{row_name(self.path, number)}: {error}") from error
+        seen = np.zeros(len(full), dtype=bool)
+        for window, (positions, weights) in enumerate(found or [NOTHING], start=1 if found else 0):
+            new = int(np.count_nonzero(~seen[positions]))
+            seen[positions] = True
+            counts = (len(positions), num_labels(weights), new, len(full), num_labels(full))
+            yield (number, window, len(found), *counts), positions, weights
 
 
-def _truncate(chat: Chat, encoder: Encoder) -> tuple[np.ndarray, np.ndarray] | None:
-    """The longest beginning of the chat that ends with an assistant's turn and fits; None if none does.
+def num_labels(weights: np.ndarray) -> int:
+    """Labels with a loss: a sample's first token is never a label."""
+    return int(np.count_nonzero(weights[1:] > 0))
 
-    user assistant user assistant, the whole too long  ->  user assistant
+
+def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct weights, 0 among them, and which of them each token has.
+
+    0 0 1 0.5 0.5  ->  palette 0 0.5 1, mask 0 0 2 1 1
+
+    Raises DataError for more than 255 besides 0.
     """
-    ends = [i for i, message in enumerate(chat.messages, start=1) if message["role"] == "assistant"]
-    best: tuple[np.ndarray, np.ndarray] | None = None
-    low, high = 0, len(ends) - (ends[-1] == len(chat.messages))
-    while low < high:  # more messages are more tokens, so bisect
-        middle = (low + high) // 2
-        tokens, weights = encode_chat(Chat(chat.messages[: ends[middle]], chat.tools), encoder.tokenizer)
-        if encoder.fits(len(tokens)):
-            best, low = (tokens, weights > 0), middle + 1
-        else:
-            high = middle
-    return best
+    starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])[: len(weights)]
+    palette = np.unique(np.concatenate([[np.float32(0)], weights[starts]])).astype(np.float32)
+    check_palette(palette)
+    index = np.searchsorted(palette, weights[starts]).astype(np.uint8)
+    return palette, np.repeat(index, np.diff(starts, append=len(weights)))
 
 
-def _supervised(mask: np.ndarray) -> int:
-    return int(mask[1:].sum())
-
-
-# Set once in each tokenising process: sending the tokenizer with every block would cost more than the work.
-_encoder: Encoder | None = None
-
-
-def _start_worker(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
-
-
-def _encode_in_worker(rows: list[Row]) -> Block:
-    assert _encoder is not None
-    return _encoder.block(rows)
+def check_palette(palette: np.ndarray) -> None:
+    """Raises DataError where there are too many weights for a byte."""
+    if len(palette) > MAX_WEIGHTS:
+        raise DataError(
+            f"more than {MAX_WEIGHTS - 1} distinct weights above 0, among them {palette[1]:g}, {palette[2]:g} and "
+            f"{palette[3]:g}; a data file can have {MAX_WEIGHTS - 1}.  Round them."
+        )

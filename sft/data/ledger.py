@@ -1,77 +1,164 @@
-"""What became of every sample of a file: kept, cut or dropped, in samples, tokens and supervised labels.
+"""What became of every row of a file: kept whole, cut, in windows, dropped or skipped, in rows, samples and tokens.
 
-Does not decide any of it (`encode.py`); it only counts, so that nothing is lost silently.
+Does not decide any of it (`fit.py`, `encode.py`); it only counts, so that nothing is lost silently.
 """
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+
+# One line per sample, in order, and one of 0 tokens, window 0 of 0, for a row of which no sample was made.
+LINE = np.dtype(
+    [
+        ("row", np.int64),  # number in the file
+        ("window", np.int64),  # from 1
+        ("windows", np.int64),  # samples of the same row
+        ("tokens", np.int64),
+        ("supervised", np.int64),  # labels
+        ("new", np.int64),  # tokens that no earlier window of the row holds
+        ("full_tokens", np.int64),  # of the whole row
+        ("full_supervised", np.int64),
+    ]
+)
+_ROWS_LISTED = 100
+_REASONS_LISTED = 20
+_PARTICULARS = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|\d[\d,.]*')
+
+
+class Reject(NamedTuple):
+    """A row that cannot be used, and why."""
+
+    row: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Counts of one or more files.  Kept, cut and dropped add up to what the files hold.
+    """Counts of a file.
 
-    cut: lost from samples that were kept, by over_long = truncate.  dropped: lost with their samples.
+    rows = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped
+    tokens of all rows but the skipped = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped
+    supervised labels of them          = supervised_kept + supervised_cut + supervised_dropped
+
+    cut: by over_long = cut_turns.  windowed: made into several samples by over_long = windows, which repeat some
+    tokens as context; of a prompt or message that no window holds whole, the rest is counted as cut.
+    dropped: too long, and nothing of it fits.  skipped: unusable, by on_bad_row = skip.
+    The lists name at most the first 100 rows.
     """
 
-    samples_kept: int
-    samples_cut: int  # among the kept
-    samples_dropped: int
+    rows: int
+    rows_whole: int
+    rows_cut: int
+    rows_windowed: int
+    rows_dropped: int
+    rows_skipped: int
+    samples: int
+    samples_windowed: int  # among them
     tokens_kept: int
+    tokens_repeated: int  # among the kept
     tokens_cut: int
     tokens_dropped: int
     supervised_kept: int
     supervised_cut: int
     supervised_dropped: int
-    longest: int  # tokens of the longest kept sample
-    cut_rows: tuple[int, ...]  # row numbers in the file
-    dropped_rows: tuple[int, ...]
+    longest: int  # tokens of the longest sample
+    cut: tuple[int, ...]
+    windowed: tuple[int, ...]
+    dropped: tuple[int, ...]
+    skipped: tuple[int, ...]
+    reasons: tuple[tuple[str, int], ...]  # of the skipped, most frequent first, numbers and texts left out
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
         text = (
-            f"{self.samples_kept:,} samples, {self.tokens_kept:,} tokens "
+            f"{self.samples:,} samples, {self.tokens_kept:,} tokens "
             f"({share:.1f}% supervised), longest {self.longest:,}"
         )
-        if self.samples_cut:
+        if self.rows_cut:
+            text += f"; cut {self.rows_cut:,} samples: {_rows(self.cut, self.rows_cut)}"
+        if self.rows_windowed:
             text += (
-                f"; cut {self.samples_cut:,} samples by {self.tokens_cut:,} tokens "
-                f"({self.supervised_cut:,} supervised): {_rows(self.cut_rows)}"
+                f"; made {self.samples_windowed:,} windows of {self.rows_windowed:,} rows, which repeat "
+                f"{self.tokens_repeated:,} tokens: {_rows(self.windowed, self.rows_windowed)}"
             )
-        if self.samples_dropped:
+        if self.tokens_cut:
+            text += f"; left out {self.tokens_cut:,} tokens of them ({self.supervised_cut:,} supervised)"
+        if self.rows_dropped:
             text += (
-                f"; dropped {self.samples_dropped:,} samples of {self.tokens_dropped:,} tokens "
-                f"({self.supervised_dropped:,} supervised): {_rows(self.dropped_rows)}"
+                f"; dropped {self.rows_dropped:,} samples of {self.tokens_dropped:,} tokens "
+                f"({self.supervised_dropped:,} supervised): {_rows(self.dropped, self.rows_dropped)}"
             )
+        if self.rows_skipped:
+            reasons = "; ".join(f"{count:,} x {reason}" for reason, count in self.reasons[:3])
+            text += f"; skipped {self.rows_skipped:,} bad rows: {_rows(self.skipped, self.rows_skipped)} ({reasons})"
         return text
 
+    @classmethod
+    def of_json(cls, counts: dict[str, Any]) -> "Ledger":
+        """The inverse of `dataclasses.asdict` and JSON.  Raises TypeError for other fields."""
+        reasons = tuple((reason, count) for reason, count in counts["reasons"])
+        listed = {name: tuple(value) for name, value in counts.items() if isinstance(value, list)}
+        return cls(**{**counts, **listed, "reasons": reasons})
 
-def count_rows(rows: np.ndarray) -> Ledger:
-    """The ledger of a table of rows (columns: `encode.Block`).
 
-    rows (1, 10, 4, 10, 4), (2, 10, 4, 25, 9), (3, 0, 0, 99, 9)
-    -> kept 2 samples of 20 tokens, 8 supervised; cut 1 by 15 tokens, 5 supervised; dropped 1 of 99 and 9
+def count_rows(lines: np.ndarray, rejects: Sequence[Reject] = ()) -> Ledger:
+    """The ledger of a table.
+
+        row  window  tokens  supervised  new  full_tokens  full_supervised
+          1  1 of 1      10           4   10           10                4     whole
+          2  1 of 1      10           4   10           25                9     cut by 15 tokens, 5 supervised
+          3  0 of 0       0           0    0           99                9     dropped
+          4  1 of 2      10           4   10           17                9     in 2 windows that repeat 3 tokens
+          4  2 of 2      10           5    7           17                9
+
+    A row that one window holds but for some of its prompt counts as cut.
     """
-    number, kept, supervised, full, full_supervised = rows.T
-    dropped = kept == 0
-    cut = ~dropped & (kept < full)
+    first = lines["window"] <= 1
+    dropped = lines["windows"] == 0
+    windowed = lines["windows"] > 1
+    cut = (lines["windows"] == 1) & (lines["tokens"] < lines["full_tokens"])
+    full, full_supervised = lines["full_tokens"], lines["full_supervised"]
+    tokens, supervised, new = (int(lines[name].sum()) for name in ("tokens", "supervised", "new"))
+    reasons = Counter(_kind(reject.reason) for reject in rejects)
     return Ledger(
-        samples_kept=int((~dropped).sum()),
-        samples_cut=int(cut.sum()),
-        samples_dropped=int(dropped.sum()),
-        tokens_kept=int(kept.sum()),
-        tokens_cut=int((full - kept)[cut].sum()),
+        rows=int(first.sum()) + len(rejects),
+        rows_whole=int((first & ~dropped & ~windowed & ~cut).sum()),
+        rows_cut=int(cut.sum()),
+        rows_windowed=int((windowed & first).sum()),
+        rows_dropped=int(dropped.sum()),
+        rows_skipped=len(rejects),
+        samples=int((~dropped).sum()),
+        samples_windowed=int(windowed.sum()),
+        tokens_kept=tokens,
+        tokens_repeated=tokens - new,
+        tokens_cut=int(full[first & ~dropped].sum()) - new,
         tokens_dropped=int(full[dropped].sum()),
-        supervised_kept=int(supervised.sum()),
-        supervised_cut=int((full_supervised - supervised)[cut].sum()),
+        supervised_kept=supervised,
+        supervised_cut=int(full_supervised[first & ~dropped].sum()) - supervised,
         supervised_dropped=int(full_supervised[dropped].sum()),
-        longest=int(kept.max(initial=0)),
-        cut_rows=tuple(int(i) for i in number[cut]),
-        dropped_rows=tuple(int(i) for i in number[dropped]),
+        longest=int(lines["tokens"].max(initial=0)),
+        cut=_listed(lines["row"][cut]),
+        windowed=_listed(lines["row"][windowed & first]),
+        dropped=_listed(lines["row"][dropped]),
+        skipped=tuple(reject.row for reject in rejects[:_ROWS_LISTED]),
+        reasons=tuple(sorted(reasons.most_common(_REASONS_LISTED), key=lambda item: (-item[1], item[0]))),
     )
 
 
-def _rows(numbers: tuple[int, ...], shown: int = 8) -> str:
+def _kind(reason: str, limit: int = 100) -> str:
+    """`message 3 has role "assitant"; expected ...` -> `message N has role "..."; expected ...`"""
+    text = _PARTICULARS.sub(lambda found: "N" if found.group()[0].isdigit() else '"..."', reason)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _listed(numbers: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers[:_ROWS_LISTED])
+
+
+def _rows(numbers: Sequence[int], count: int, shown: int = 8) -> str:
     listed = ", ".join(str(number) for number in numbers[:shown])
-    return f"row {listed}" if len(numbers) == 1 else f"rows {listed}{', ...' if len(numbers) > shown else ''}"
+    return f"row {listed}" if count == 1 else f"rows {listed}{', ...' if count > shown else ''}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sft.console import QUIET
-from sft.data.corpus import prepare
+from sft.data.prepare import prepare
 from sft.data.tokenizer import load_tokenizer
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import count as counter
@@ -14,8 +12,10 @@ import numpy as np
 import pytest
 
 from sft.console import Console
-from sft.data.corpus import Corpus, prepare
+from sft.data import parts
+from sft.data.corpus import Corpus
 from sft.data.ledger import Ledger
+from sft.data.prepare import prepare
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
@@ -35,15 +35,19 @@ def corpus_of(
     *paths: str,
     cache: Path | None = None,
     log: list[str] | None = None,
+    verify: bool = False,
     clock: Callable[[], float] = time.monotonic,
     **overrides: Any,
 ) -> Corpus:
+    """Prepared; `log` takes what was told."""
     data, said = config(**overrides), io.StringIO()
     cache_dir = cache or Path(paths[0]).parent / "cache"
-    corpus = prepare(paths, data, load_tokenizer(data), cache_dir, Console(0, said, clock=clock))
-    if log is not None:
-        log.extend(said.getvalue().splitlines())
-    return corpus
+    console = Console(0, said, clock=clock)
+    try:
+        return prepare(paths, data, load_tokenizer(data), cache_dir, console, verify=verify)
+    finally:
+        if log is not None:
+            log.extend(said.getvalue().splitlines())
 
 
 def texts(corpus: Corpus) -> list[str]:
@@ -69,20 +73,6 @@ def test_samples(tmp_path: Path) -> None:
     assert corpus.summary().splitlines()[1].endswith("b.jsonl: 1 samples, 39 tokens (12.8% supervised), longest 39")
 
 
-def test_processes_do_not_change_the_result(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *[ROW, LONG] * 150)
-    one = corpus_of(path, cache=tmp_path / "one")
-    two = corpus_of(path, cache=tmp_path / "two", num_workers=2)
-    assert one.digest == two.digest and len(two) == 300
-
-
-def test_the_first_bad_row_is_named_with_any_number_of_processes(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *[ROW] * 99, "{", *[ROW] * 100, "[]")
-    for num_workers in (1, 2):
-        with pytest.raises(DataError, match="a.jsonl:100: not JSON: "):
-            corpus_of(path, num_workers=num_workers)
-
-
 def test_over_long_is_an_error_by_default(tmp_path: Path) -> None:
     """P97: a sample of twice the limit."""
     path = write(tmp_path / "a.jsonl", ROW, LONG)
@@ -90,7 +80,7 @@ def test_over_long_is_an_error_by_default(tmp_path: Path) -> None:
         corpus_of(path, seq_length=64, doc_multiple=16)
     assert str(error.value) == (
         f"{path}:2: 116 tokens (128 when padded to a multiple of 16) do not fit data.seq_length = 64.  Raise "
-        "it to 128, or set data.over_long to drop or truncate (dropped and cut tokens are counted)."
+        "it to 128, or set data.over_long to drop, cut_turns or windows (what is lost is counted)."
     )
     assert len(corpus_of(path, seq_length=128, doc_multiple=16)) == 2
 
@@ -104,7 +94,7 @@ def test_over_long_counts_padded_length(tmp_path: Path) -> None:
 
 
 def ledger(**counts: Any) -> Ledger:
-    return Ledger(**{name: () if name.endswith("rows") else 0 for name in Ledger.__annotations__} | counts)
+    return Ledger(**{name: () if "tuple" in str(kind) else 0 for name, kind in Ledger.__annotations__.items()} | counts)
 
 
 def test_over_long_dropped(tmp_path: Path) -> None:
@@ -113,35 +103,59 @@ def test_over_long_dropped(tmp_path: Path) -> None:
     assert corpus.lengths.tolist() == [39, 39] and corpus.name(1).endswith("a.jsonl:3")
     assert corpus.ledgers == {
         Path(path): ledger(
-            samples_kept=2, tokens_kept=78, supervised_kept=10, longest=39,
-            samples_dropped=1, tokens_dropped=116, supervised_dropped=9, dropped_rows=(2,),
+            rows=3, rows_whole=2, samples=2, tokens_kept=78, supervised_kept=10, longest=39,
+            rows_dropped=1, tokens_dropped=116, supervised_dropped=9, dropped=(2,),
         )
     }  # fmt: skip
     assert "; dropped 1 samples of 116 tokens (9 supervised): row 2" in corpus.summary()
 
 
-def test_over_long_truncated_at_a_turn(tmp_path: Path) -> None:
+def test_over_long_cut_after_a_turn(tmp_path: Path) -> None:
     hopeless = {"messages": [{"role": "user", "content": "x" * 99}, *ROW["messages"][1:], *ROW["messages"]]}
     asked = {"messages": [*ROW["messages"], {"role": "user", "content": "x" * 99}]}
     path = write(tmp_path / "a.jsonl", ROW, LONG, hopeless, asked)
-    corpus = corpus_of(path, seq_length=64, over_long="truncate")
-    whole = "<|im_start|>user\nHello, friend!<|im_end|>\n<|im_start|>assistant\nFine<|im_end|>\n"
-    assert texts(corpus) == [whole] * 3
+    corpus = corpus_of(path, seq_length=64, over_long="cut_turns")
+    begun = "<|im_start|>user\nHello, friend!<|im_end|>\n<|im_start|>assistant\nFine<|im_end|>"
+    assert texts(corpus) == [begun + "\n", begun, begun]
     assert corpus.num_supervised.tolist() == [5, 5, 5]
     assert corpus.ledgers == {
         Path(path): ledger(
-            samples_kept=3, tokens_kept=117, supervised_kept=15, longest=39,
-            samples_cut=2, tokens_cut=77 + 107, supervised_cut=4, cut_rows=(2, 4),
-            samples_dropped=1, tokens_dropped=163, supervised_dropped=10, dropped_rows=(3,),
+            rows=4, rows_whole=1, samples=3, tokens_kept=39 + 38 + 38, supervised_kept=15, longest=39,
+            rows_cut=2, tokens_cut=78 + 108, supervised_cut=4, cut=(2, 4),
+            rows_dropped=1, tokens_dropped=163, supervised_dropped=10, dropped=(3,),
         )
     }  # fmt: skip
 
 
-def test_truncation_keeps_as_many_turns_as_fit(tmp_path: Path) -> None:
+def test_cutting_keeps_as_many_turns_as_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": ROW["messages"] * 10})  # 39 tokens a turn pair
-    for seq_length, pairs in ((39, 1), (77, 1), (78, 2), (351, 9), (389, 9), (390, 10)):
-        corpus = corpus_of(path, seq_length=seq_length, doc_multiple=1, over_long="truncate")
-        assert corpus.lengths.tolist() == [39 * pairs], seq_length
+    for seq_length, tokens in ((38, 38), (76, 38), (77, 77), (350, 350), (388, 350), (389, 389), (390, 390)):
+        corpus = corpus_of(path, seq_length=seq_length, doc_multiple=1, over_long="cut_turns")
+        assert corpus.lengths.tolist() == [tokens], seq_length
+
+
+def test_over_long_in_windows(tmp_path: Path) -> None:
+    """Room 64: the prompt of 33 tokens and its answer of 5 leave 26, too few for the next turn: 4 tokens and the 74
+    between.  Its own window has 60 for what is before the turn: half for the prompt's end, half for the message's."""
+    path = write(tmp_path / "a.jsonl", ROW, LONG)
+    corpus = corpus_of(path, seq_length=64, over_long="windows")
+    assert corpus.lengths.tolist() == [39, 38, 64] and corpus.num_supervised.tolist() == [5, 5, 4]
+    assert [corpus.name(i).removeprefix(f"{tmp_path}/") for i in range(3)] == [
+        "a.jsonl:1",
+        "a.jsonl:2 window 1 of 2",
+        "a.jsonl:2 window 2 of 2",
+    ]
+    prompt = "<|im_start|>user\nHello, friend!<|im_end|>\n<|im_start|>assistant\n"  # 33 tokens
+    assert texts(corpus)[1] == prompt + "Fine<|im_end|>"
+    assert texts(corpus)[2] == (
+        prompt.removeprefix("<|im_start|>us") + "x" * 17 + "<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>"
+    )
+    assert corpus.ledgers == {
+        Path(path): ledger(
+            rows=2, rows_whole=1, samples=3, tokens_kept=39 + 38 + 64, supervised_kept=14, longest=64,
+            rows_windowed=1, samples_windowed=2, tokens_repeated=30, tokens_cut=116 - 38 - 34, windowed=(2,),
+        )
+    }  # fmt: skip
 
 
 def test_no_sample_left(tmp_path: Path) -> None:
@@ -160,12 +174,14 @@ def test_cache_is_used(tmp_path: Path) -> None:
     assert log[0].endswith("s)") and "tokenised in" in log[0]
     assert log[1].endswith("moved.jsonl: 1 samples, 39 tokens (12.8% supervised), longest 39 (cached)")
     assert first.digest == second.digest and second.name(0).endswith("moved.jsonl:1")
-    counts = json.loads(next((tmp_path / "cache").iterdir()).joinpath("ledger.json").read_text())["samples"]
-    assert counts["samples_kept"] == 1 and counts["tokens_kept"] == 39
+    counts = json.loads(next((tmp_path / "cache").iterdir()).joinpath("ledger.json").read_text())["rows"]
+    assert counts["samples"] == 1 and counts["tokens_kept"] == 39
+    assert json.loads(json.dumps(first.report())) == {"digest": first.digest, "files": {path: counts}}
 
 
 def test_cache_follows_all_that_samples_depend_on(tmp_path: Path) -> None:
-    """P100: content, tokenizer, template, over_long, seq_length and doc_multiple each make a new store."""
+    """P100: content, tokenizer, template, over_long, on_bad_row, seq_length and doc_multiple each make a
+    new store."""
     path = tmp_path / "a.jsonl"
     write(path, ROW)
     folder = make_folder(tmp_path / "tokenizer", template("chatml"))
@@ -173,7 +189,8 @@ def test_cache_follows_all_that_samples_depend_on(tmp_path: Path) -> None:
     llama.write_text(template("llama3"))
     tokenizer = str(folder)
     settings: list[dict[str, Any]] = [
-        {}, {"seq_length": 2048}, {"doc_multiple": 16}, {"over_long": "drop"}, {"tokenizer": tokenizer},
+        {}, {"seq_length": 2048}, {"doc_multiple": 16}, {"over_long": "drop"}, {"on_bad_row": "skip"},
+        {"tokenizer": tokenizer},
         {"tokenizer": tokenizer, "chat_template": str(llama)},
     ]  # fmt: skip
     for count, overrides in enumerate(settings, start=1):
@@ -185,78 +202,17 @@ def test_cache_follows_all_that_samples_depend_on(tmp_path: Path) -> None:
     corpus_of(str(path), tokenizer=tokenizer)
     write(path, {"messages": [{"role": "user", "content": "hello, friend!"}, ROW["messages"][1]]})
     corpus_of(str(path))
-    assert len(list((tmp_path / "cache").iterdir())) == 8
-
-
-@pytest.mark.parametrize("name", ["tokens.npy", "mask.npy", "rows.npy", "ledger.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
-def test_a_damaged_cache_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
-    path, log = write(tmp_path / "a.jsonl", ROW, LONG), []
-    digest = corpus_of(path).digest
-    [store] = (tmp_path / "cache").iterdir()
-    whole = (store / name).read_bytes()
-    if damage == "remove":
-        (store / name).unlink()
-    else:
-        flipped = whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:]
-        (store / name).write_bytes({"flip": flipped, "cut": whole[:-1], "empty": b""}[damage])
-        if (name, damage) == ("ledger.json", "cut"):  # that was the newline at its end
-            (store / name).write_bytes(whole[:-2])
-    corpus = corpus_of(path, log=log)
-    assert log[0].endswith(f"is not whole or was changed: tokenising {path} again")
-    assert corpus.digest == digest and (store / name).read_bytes() == whole
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-PREPARE = """
-if __name__ == "__main__":
-    import sys
-    from pathlib import Path
-    from sft.config import DataConfig
-    from sft.console import QUIET
-    from sft.data.corpus import prepare
-    from sft.data.tokenizer import load_tokenizer
-
-    data = DataConfig(train=[sys.argv[1]], seq_length=1024, num_workers=2)
-    print(prepare(data.train, data, load_tokenizer(data), Path(sys.argv[2]), QUIET).digest)
-"""
-
-
-def test_processes_that_prepare_at_once_do_no_harm(tmp_path: Path) -> None:
-    """Two processes build one store at once, each with tokenising processes of its own."""
-    path = write(tmp_path / "a.jsonl", *[ROW, LONG] * 500)
-    script = tmp_path / "prepare.py"
-    script.write_text(PREPARE)
-    command = [sys.executable, str(script), path, str(tmp_path / "cache")]
-    root = str(Path(__file__).parents[2])
-    running = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(2)
-    ]
-    digests = [process.communicate(timeout=120)[0].strip() for process in running]
-    assert digests == [corpus_of(path, cache=tmp_path / "alone").digest] * 2
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written to data.cache_dir .*file"):
-        corpus_of(write(tmp_path / "a.jsonl", ROW), cache=tmp_path / "file")
+    assert len(list((tmp_path / "cache").iterdir())) == 9
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "list.json"])
-def test_progress_is_told(tmp_path: Path, name: str) -> None:
-    """Two blocks of rows, 8 seconds each; blank lines are no rows."""
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Two parts of rows, 8 seconds each; blank lines are no rows."""
+    monkeypatch.setattr(parts, "ROWS_PER_PART", 64)
     write(tmp_path / "a.jsonl", *[ROW] * 50, "", *[ROW] * 50)
     (tmp_path / "list.json").write_text(json.dumps([ROW] * 100))
     path, log, seconds = str(tmp_path / name), [], counter(0, 8)
-    corpus_of(path, log=log, clock=lambda: next(seconds))
+    corpus_of(path, log=log, clock=lambda: next(seconds), num_workers=1)
     assert log[:2] == [
         f"tokenising {path}: 64 of 100 rows (64%), 2,496 tokens, 8 rows/s, left 0:00:05",
         f"tokenising {path}: 100 of 100 rows (100%), 3,900 tokens, 6.2 rows/s, left 0:00:00",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sft.console import QUIET
-from sft.data.corpus import Corpus, prepare
+from sft.data.corpus import Corpus
+from sft.data.prepare import prepare
 from sft.data.tokenizer import load_tokenizer
 from tests.unit.fixtures.folder import config
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from sft.console import QUIET
-from sft.data.corpus import Corpus, prepare
+from sft.data.corpus import Corpus
 from sft.data.formats import Chat, Tokenized, check_ids, read_row
+from sft.data.prepare import prepare
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config

@@ -86,18 +86,21 @@ SLURM = {
 def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
     run = launch(tmp_path, "local.sh", "2", "recipes/demo.yaml", "parallel.cp=2", AWKWARD)
     assert run.code == 0, run.stderr
-    assert [call["name"] for call in run.calls] == ["python", "torchrun"]
+    assert [call["name"] for call in run.calls] == ["python", "python", "torchrun"]
     recipe = ["recipes/demo.yaml", "parallel.cp=2", AWKWARD]
-    assert run.of("python") == [["-m", "sft", "check", *recipe, "--world-size", "2", "--no-data"]]
+    assert run.of("python") == [
+        ["-m", "sft", "check", *recipe, "--world-size", "2", "--no-data"],
+        ["-m", "sft", "data", "prepare", *recipe],
+    ]
     assert run.of("torchrun") == [["--standalone", "--nproc-per-node", "2", "-m", "sft", "train", *recipe]]
-    assert run.calls[1]["env"]["OMP_NUM_THREADS"] == "1"
-    assert run.calls[1]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert run.calls[2]["env"]["OMP_NUM_THREADS"] == "1"
+    assert run.calls[2]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_local_keeps_the_users_environment(tmp_path: Path) -> None:
     run = launch(tmp_path, "local.sh", "2", "r.yaml", env={"OMP_NUM_THREADS": "6", "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    assert run.calls[1]["env"]["OMP_NUM_THREADS"] == "6"
-    assert run.calls[1]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert run.calls[2]["env"]["OMP_NUM_THREADS"] == "6"
+    assert run.calls[2]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 @pytest.mark.parametrize("script, args", [("local.sh", ["2", "r.yaml"]), ("slurm.sbatch", ["r.yaml"])])
@@ -120,7 +123,10 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     assert run.code == 0, run.stderr
     recipe = ["recipes/demo.yaml", AWKWARD]
     assert run.of("scontrol") == [["show", "hostnames", "node[07-08,11]"]]
-    assert run.of("python") == [["-m", "sft", "check", *recipe, "--world-size", "12", "--no-data"]]
+    assert run.of("python") == [
+        ["-m", "sft", "check", *recipe, "--world-size", "12", "--no-data"],
+        ["-m", "sft", "data", "prepare", *recipe],
+    ]
     assert run.of("torchrun") == [
         [
             *["--nnodes", "3", "--nproc-per-node", "4"],

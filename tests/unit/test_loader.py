@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sft.batch import Microbatch
 from sft.cp import local_indices
 from sft.data.corpus import Corpus
+from sft.data.ledger import LINE, count_rows
 from sft.data.loader import Loader
 from sft.data.store import Store
 from sft.layout import Layout
@@ -24,10 +25,12 @@ PAD = 258
 
 def corpus_of(lengths: list[int]) -> Corpus:
     """Sample i holds tokens i*1000, i*1000 + 1, ...; its second half is supervised."""
-    table = np.array([(i + 1, n, n - max(1, n // 2), n, 0) for i, n in enumerate(lengths)], dtype=np.int64)
+    table = np.array([(i + 1, 1, 1, n, n - max(1, n // 2), n, n, 0) for i, n in enumerate(lengths)], dtype=LINE)
     tokens = np.concatenate([np.arange(n) + 1000 * i for i, n in enumerate(lengths)]).astype(np.int32)
-    mask = np.concatenate([np.arange(n) >= max(1, n // 2) for n in lengths])
-    return Corpus([Path("a.jsonl")], [Store(tokens=tokens, mask=mask, rows=table, digest="0")])
+    mask = np.concatenate([np.arange(n) >= max(1, n // 2) for n in lengths]).astype(np.uint8)
+    weights = np.array([0, 1], dtype=np.float32)
+    store = Store(tokens=tokens, mask=mask, rows=table, weights=weights, ledger=count_rows(table), digest="0")
+    return Corpus([Path("a.jsonl")], [store])
 
 
 def layout(*, dp: int = 1, cp: int = 1, global_batch_size: int = 4, pack_multiple: int = 1) -> Layout:

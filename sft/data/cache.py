@@ -1,0 +1,97 @@
+"""Where the tokenised samples of a file are kept, and which of those are still of use.
+
+Decides what they depend on: the bytes of the file, the tokenizer and template, the settings named here, and the
+code that makes them.  The parallel layout is not among them, so a change of it never tokenises anew.
+
+    cache_dir/3f9a...      the store of one file, whole (`store.py`)
+    cache_dir/3f9a....work  parts of one that is being made, or was when its process was killed (`parts.py`)
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Collection
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from sft.config import DataConfig
+from sft.data.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.errors import DataError
+
+# What a tokenised sample is made by.  A change in any of these files makes caches of the older code unused.
+_CODE = (
+    "align.py", "blocks.py", "chat.py", "encode.py", "fit.py", "formats.py", "json_rows.py", "ledger.py", "messages.py",
+    "parts.py", "rows.py", "store.py", "strict_json.py", "tables.py", "tokenizer.py",
+)  # fmt: skip
+_SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row")  # MERGE: and supervise
+Stamp = tuple[tuple[int, int], ...]
+
+_OURS = re.compile(r"[0-9a-f]{32}(\.work)?")
+
+
+def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> Path:
+    """The folder of a file's store; its name is 32 hex digits over everything that the samples depend on."""
+    code = hashlib.sha256()
+    for name in _CODE:
+        code.update((Path(__file__).parent / name).read_bytes())
+    libraries = [] if isinstance(tokenizer, ByteTokenizer) else [version("transformers"), version("tokenizers")]
+    parts = {
+        "content": content_digest(file),
+        "kind": file.suffix,
+        "tokenizer": tokenizer.digest,
+        "settings": {name: getattr(data, name) for name in _SETTINGS},
+        "code": code.hexdigest(),
+        "libraries": libraries,
+    }
+    return cache_dir / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def work_folder(folder: Path) -> Path:
+    """Where the store `folder` is made.  Named like it, so that what was begun is found again."""
+    return folder.with_name(f"{folder.name}.work")
+
+
+def content_digest(path: Path) -> str:
+    """Changes with the bytes of a file, or with names and bytes of all files of a folder."""
+    if path.is_dir():
+        parts = [f"{part.relative_to(path)} {content_digest(part)}" for part in _files(path)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def stamp(path: Path) -> Stamp:
+    """Sizes and times of change: equal as long as nobody wrote to the file or folder meanwhile."""
+    stats = [part.stat() for part in (_files(path) if path.is_dir() else [path])]
+    return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(part for part in folder.rglob("*") if part.is_file())
+
+
+class Stale(NamedTuple):
+    """A folder of the cache that was removed."""
+
+    folder: Path
+    num_bytes: int
+
+
+def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
+    """Removes stores that are not in `used`, and all work that was begun.
+
+    Folders with other names than ours are left alone.  On a local disk a run that has such a store mapped goes on; a
+    preparation that is under way begins anew.
+    """
+    stale = []
+    try:
+        for folder in sorted(cache_dir.iterdir()) if cache_dir.is_dir() else []:
+            store = folder.with_name(folder.name.removesuffix(".work"))
+            if _OURS.fullmatch(folder.name) and folder.is_dir() and (store not in used or store != folder):
+                stale.append(Stale(folder, sum(part.stat().st_size for part in _files(folder))))
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise DataError(f"data.cache_dir {cache_dir} cannot be swept: {error}.") from error
+    return stale

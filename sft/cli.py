@@ -1,4 +1,4 @@
-"""The command line: `sft train` and `sft check`.
+"""The command line: `sft train`, `sft check` and `sft data`.
 
 Decides what the verbs print, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
 Everything heavy is imported where it is first used, so that help and mistakes answer at once.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from sft.errors import ConfigError, SftError
 
 if TYPE_CHECKING:
+    from sft.data.corpus import Corpus
     from sft.data.tokenizer import ChatTokenizer
     from sft.layout import Layout
     from sft.recipe import Recipe
@@ -39,11 +40,14 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""
+    """Run one verb and return the exit code: 0, 1 where plans differ, 2 for a mistake of the user, 130 when
+    interrupted."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.verb == "train":
             _train(arguments)
+        elif arguments.verb == "data":
+            return _data_plan(arguments)
         else:
             _check(arguments)
     except SftError as error:
@@ -79,16 +83,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     train = verbs.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
     check = verbs.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
-    for verb in (train, check):
-        verb.add_argument("recipe", metavar="RECIPE", help="YAML file, for example recipes/qwen3_8b_64k.yaml")
+    data = verbs.add_parser("data", help="look at what a recipe makes of its data")
+    plan = data.add_subparsers(dest="what", required=True, metavar="WHAT").add_parser(
+        "plan", help="tell packs, steps, shares and balance of an epoch"
+    )
+    for verb in (train, check, plan):
+        optional = "?" if verb is plan else None
+        verb.add_argument("recipe", metavar="RECIPE", nargs=optional, help="YAML file, as recipes/qwen3_8b_64k.yaml")
         verb.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
     check.add_argument("--world-size", metavar="N", type=int, help="number of processes to lay out")
     check.add_argument("--explain", metavar="KEY", help="tell where a value came from and what it does")
     check.add_argument("--no-data", action="store_true", help="do not look at data files and tokenizer")
+    plan.add_argument("--world-size", metavar="N", type=int, help="number of processes to balance over")
+    plan.add_argument("--write", metavar="FILE", help="write the plan of the run, for --diff and data.plan")
+    plan.add_argument("--diff", metavar=("A", "B"), nargs=2, help="tell where two written plans differ; exit code 1")
     # argparse gives up on settings that follow an option; they come back as the rest.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
-        (train if arguments.verb == "train" else check).error(f"unknown option {unknown[0]}")
+        {"train": train, "check": check, "data": plan}[arguments.verb].error(f"unknown option {unknown[0]}")
+    if arguments.recipe is None and arguments.diff is None:
+        plan.error("a RECIPE is missing")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
@@ -122,26 +136,50 @@ def _check(arguments: argparse.Namespace) -> None:
         _print_group("data", ["not looked at (--no-data)"])
     else:
         _require_data(recipe)
-        _check_data(recipe)
+        _check_data(recipe, layout)
 
 
-def _check_data(recipe: "Recipe") -> None:
+def _data_plan(arguments: argparse.Namespace) -> int:
+    from sft.data.replay import compare_plans
+
+    if arguments.diff is not None:
+        lines = compare_plans(*map(Path, arguments.diff))
+        print("\n".join(lines) or "the plans are equal")
+        return 1 if lines else 0
+
+    from sft.data.forecast import forecast, write_run
+    from sft.layout import smallest_world
+    from sft.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    layout = _layout(recipe, smallest_world(recipe.config) if arguments.world_size is None else arguments.world_size)
+    _require_data(recipe)
+    corpus = _corpus(recipe, _tokenizer(recipe))
+    for name, lines in forecast(recipe.config, layout, corpus).items():
+        _print_group(name, lines)
+    if arguments.write is not None:
+        _print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
+    return 0
+
+
+def _corpus(recipe: "Recipe", tokenizer: "ChatTokenizer") -> "Corpus":
     from sft.data.corpus import prepare
-    from sft.data.pack import plan_epoch
+
+    data = recipe.config.data
+    cache_dir = Path(data.cache_dir or f"{recipe.config.run.dir}/cache")
+    return prepare(data.train_files, data, tokenizer, cache_dir, _progress, data.train_names)
+
+
+def _check_data(recipe: "Recipe", layout: "Layout") -> None:
+    from sft.data.corpus import prepare
+    from sft.data.forecast import loader_of
 
     data, train = recipe.config.data, recipe.config.train
     tokenizer = _tokenizer(recipe)
     _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
     cache_dir = Path(data.cache_dir or f"{recipe.config.run.dir}/cache")
-    corpus = prepare(data.train, data, tokenizer, cache_dir, _progress)
-    plan = plan_epoch(
-        corpus.lengths,
-        capacity=data.seq_length,
-        doc_multiple=data.doc_multiple,
-        seed=recipe.config.run.seed,
-        epoch=0,
-        shuffle=data.shuffle,
-    )
+    corpus = _corpus(recipe, tokenizer)
+    plan = loader_of(recipe.config, layout, corpus).plan(0)
     steps = -(-len(plan) // train.global_batch_size)
     lines = [
         *corpus.summary().splitlines(),
@@ -201,10 +239,11 @@ def _layout(recipe: "Recipe", world_size: int) -> "Layout":
 def _require_data(recipe: "Recipe") -> None:
     """Refuse paths that are not there before anything heavy is imported."""
     data = recipe.config.data
-    paths = [("data.train", path) for path in data.train]
+    paths = [(key, path) for key, files in data.train_keys.items() for path in files]
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
     paths += [] if data.tokenizer == "byte" else [("data.tokenizer", data.tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
+    paths += [] if data.plan is None else [("data.plan", data.plan)]
     missing = [
         f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
         for key, path in paths

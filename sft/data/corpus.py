@@ -33,12 +33,14 @@ _CODE = ("align.py", "chat.py", "encode.py", "rows.py", "store.py", "tokenizer.p
 class Corpus:
     """Samples of one or more files, memory-mapped, in the order of the files and their rows.
 
+    names: which source each file belongs to; None: every file is one
+
     lengths         int64 [n], tokens of each sample
     num_supervised  int64 [n], supervised labels of each sample
     digest          changes when any token, mask or order changes; not with file names or the cache's place
     """
 
-    def __init__(self, paths: Sequence[Path], stores: Sequence[Store]) -> None:
+    def __init__(self, paths: Sequence[Path], stores: Sequence[Store], names: Sequence[str] | None = None) -> None:
         kept = [store.rows[store.rows[:, 1] > 0] for store in stores]
         self.lengths: np.ndarray = np.concatenate([rows[:, 1] for rows in kept])
         self.num_supervised: np.ndarray = np.concatenate([rows[:, 2] for rows in kept])
@@ -47,6 +49,8 @@ class Corpus:
             path: count_rows(store.rows) for path, store in zip(paths, stores, strict=True)
         }
         self._paths = list(paths)
+        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names or _file_names(self._paths)))
+        self._source_of = [self.sources.index(name) for name in names or _file_names(self._paths)]
         self._stores = list(stores)
         self._kept = kept
         self._starts = [np.concatenate([[0], np.cumsum(rows[:, 1])]) for rows in kept]  # tokens, per file
@@ -61,7 +65,7 @@ class Corpus:
         start, stop = self._starts[file][index], self._starts[file][index + 1]
         store = self._stores[file]
         tokens, mask = store.tokens[start:stop], store.mask[start:stop]
-        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask, source=file)
+        return Sample(sample_id=sample_id, tokens=tokens, loss_mask=mask, source=self._source_of[file])
 
     def name(self, sample_id: int) -> str:
         """Where a sample comes from, as a user would look it up: `chat.jsonl:1841`."""
@@ -69,12 +73,9 @@ class Corpus:
         return row_name(self._paths[file], int(self._kept[file][index, 0]))
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """A name for each file, in their order: its name without the ending, or its path where two share that."""
-        stems = [path.name.split(".")[0] for path in self._paths]
-        return tuple(
-            stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, self._paths, strict=True)
-        )
+    def source_ids(self) -> np.ndarray:
+        """int64 [n]: place in `sources` of each sample's."""
+        return np.repeat(self._source_of, [len(rows) for rows in self._kept])
 
     def summary(self) -> str:
         """One line per file: samples and tokens kept, cut and dropped."""
@@ -86,8 +87,21 @@ class Corpus:
         return file, sample_id - int(self._first_ids[file])
 
 
-def prepare(paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, log: Log) -> Corpus:
-    """The corpus of `paths`, tokenised now or mapped from `cache_dir`.
+def _file_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each file: its name without the ending, or its path where two share that."""
+    stems = [path.name.split(".")[0] for path in paths]
+    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
+
+
+def prepare(
+    paths: Sequence[str],
+    data: DataConfig,
+    tokenizer: ChatTokenizer,
+    cache_dir: Path,
+    log: Log,
+    names: Sequence[str] | None = None,
+) -> Corpus:
+    """The corpus of `paths`, tokenised now or mapped from `cache_dir`; `names` are those of each file's source.
 
     Any number of processes may prepare the same corpus at once: each gets a whole one.  Raises DataError for
     files, rows and chats that cannot be used, beginning with `file:line` for a row; and when no sample is
@@ -96,7 +110,7 @@ def prepare(paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, ca
     files = [Path(path) for path in paths]
     for file in files:
         check_file(file)
-    corpus = Corpus(files, [_prepare_file(file, data, tokenizer, cache_dir, log) for file in files])
+    corpus = Corpus(files, [_prepare_file(file, data, tokenizer, cache_dir, log) for file in files], names)
     if len(corpus) == 0:
         raise DataError(
             f"no sample is left of {', '.join(paths)} with data.over_long = {data.over_long} and "

@@ -20,7 +20,7 @@ class Sample:
 
     tokens   int32 [n]
     weights  float32 [n], above 0 for tokens to be learnt: what the assistant wrote, its end-of-turn token included
-    source   which data file it is from
+    source   which source of data.train, or which data file, it is from
     """
 
     sample_id: int
@@ -49,7 +49,7 @@ class Pack:
     All arrays but the last two are [t] over the padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
     lengths     int32 [num_documents], real lengths; 0 marks a filler document
-    sources     int32 [num_documents], which data file; 0 for filler
+    sources     int32 [num_documents], which source; 0 for filler
     sample_ids  which sample each real document is, in order
     """
 
@@ -87,7 +87,7 @@ class Microbatch:
     cu_seqlens                    int32 [num_documents + 1], boundaries in the WHOLE pack (filler included)
     documents                     int32 [1, t], which document of the pack each token belongs to
     max_seqlen                    longest padded document of the whole pack
-    lengths, supervised, sources  int32 [num_documents], numpy: real length (0: filler), supervised labels, data file
+    lengths, supervised, sources  int32 [num_documents], numpy: real length (0: filler), supervised labels, source
     The counts are of the whole pack, the same on every context-parallel rank.
     """
 

@@ -16,9 +16,10 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from sft import yaml12
-from sft.config import Config, Section
+from sft.config import Config, Section, SourceConfig
 
 OPEN = "model.megatron"  # the one mapping whose keys are not ours
+NAMED = "data.train"  # holds groups of keys whose names are not ours, where it is not a list
 # What other trainers, and earlier versions, call it.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 _ELSEWHERE = {
@@ -62,6 +63,25 @@ def _walk(model: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo, t
             yield from _walk(kind, f"{prefix}{name}.")
         else:
             yield prefix + name, info, None
+        if prefix + name == NAMED:
+            yield from _walk(SourceConfig, f"{NAMED}.NAME.")
+
+
+def named(key: str) -> str | None:
+    """The name in a key below NAMED: data.train.chat -> chat, data.train.chat.weight -> chat; None for others."""
+    group, name = key[: len(NAMED) + 1], key[len(NAMED) + 1 :].partition(".")[0]
+    return name if group == f"{NAMED}." and name else None
+
+
+def is_source(key: str) -> bool:
+    """Whether `key` is a named source: data.train.chat, not data.train.chat.weight."""
+    return key == f"{NAMED}.{named(key)}" and "[" not in key
+
+
+def in_schema(key: str) -> str:
+    """What a key is called in `leaves`: data.train.chat.weight -> data.train.NAME.weight, others as they are."""
+    name = named(key)
+    return key if name is None else f"{NAMED}.NAME{key[len(NAMED) + 1 + len(name) :]}"
 
 
 def values(config: Config) -> dict[str, Any]:
@@ -69,6 +89,8 @@ def values(config: Config) -> dict[str, Any]:
     tree = config.model_dump()
     flat: dict[str, Any] = {}
     for key in leaves():
+        if named(key):
+            continue  # part of the value of NAMED
         value: Any = tree
         for part in key.split("."):
             value = value[part]
@@ -78,17 +100,19 @@ def values(config: Config) -> dict[str, Any]:
 
 def takes_list(key: str) -> bool:
     """Whether the key holds a list, so that a single value means a list of one."""
-    kinds = [kind for kind, _ in _alternatives(leaves()[key].annotation)] if key in leaves() else []
+    info = leaves().get(in_schema(key))
+    kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
     return bool(kinds) and get_origin(kinds[0]) is list
 
 
 def expected(key: str) -> str:
     """What a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
-    if key not in leaves():
+    info = leaves().get(in_schema(key))
+    if info is None:
         return "true, false, a number, text, null or a list of texts"
-    info = leaves()[key]
     kinds = _alternatives(info.annotation, info.metadata)
-    return " or ".join(_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds)
+    words = [_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds]
+    return (", or " if words[0].endswith(", not empty") else " or ").join(words)
 
 
 def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -126,7 +150,9 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {one}"
             return (f"{one} or " if alone else "") + several + (", not empty" if bounds else "")
         case origin if origin is dict:
-            words = f"a mapping of names to {'such' if alone else 'values'}"
+            sources = get_args(kind)[1] is SourceConfig
+            words = f"a mapping of names to {'groups of keys' if sources else 'such' if alone else 'values'}"
+            bounds = ()
         case _:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}
             words = names.get(kind, "null")
@@ -149,8 +175,9 @@ def keys_of(group: str) -> str:
     """Keys of attention: backend.  Of the whole recipe where there is no such group."""
     if group == OPEN:
         return "Its keys are the names of megatron-core's TransformerConfig."
-    if group in sections():
-        return f"Keys of {group}: {', '.join(sections()[group].model_fields)}."
+    if group in sections() or is_source(group):
+        fields = SourceConfig.model_fields if is_source(group) else sections()[group].model_fields
+        return f"Keys of {group}: {', '.join(fields)}."
     return f"Keys of a recipe: {', '.join(Config.model_fields)}."
 
 
@@ -159,7 +186,10 @@ def nearest(key: str) -> str | None:
     group, _, name = key.rpartition(".")
     if name in _ELSEWHERE or group == OPEN:
         return _ELSEWHERE.get(name)
-    known = [*sections(), *leaves()]
+    if is_source(group):
+        close = difflib.get_close_matches(name, SourceConfig.model_fields, n=1)
+        return f"{group}.{close[0]}" if close else None
+    known = [*sections(), *(k for k in leaves() if not named(k))]
     beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(known)}
     for names, cutoff in ((beside, 0.6), (anywhere, 0.75)):
@@ -171,7 +201,8 @@ def nearest(key: str) -> str | None:
 
 def hint(key: str, value: Any) -> str:
     """What would work instead of `value`, where that can be told: `  Write 50000.`, or nothing."""
-    kinds = [kind for kind, _ in _alternatives(leaves()[key].annotation)] if key in leaves() else []
+    info = leaves().get(in_schema(key))
+    kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, float) and int in kinds and value.is_integer():
         return f"  Write {int(value)}."

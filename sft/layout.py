@@ -126,6 +126,15 @@ def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, floa
     return 6.0 * model.num_layers * per_layer, 6.0 * head, 6.0 * model.num_layers * queries
 
 
+def attention_crossover(model: ModelConfig) -> float:
+    """Length of a document at which its attention takes as many FLOPs as all else: tokens.
+
+    Llama 8B: 53,248        the model above: 960 / 24 = 40
+    """
+    per_token, _, per_square = train_flops(model, vocab_size=0)
+    return per_token / per_square
+
+
 def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
     """Rows of the embedding that are tokens: `model.vocab_size`, or as many as the tokenizer has.
 

@@ -8,6 +8,7 @@ typed, relative to the current directory, wherever the recipe lies.
 """
 
 import difflib
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,15 @@ from sft import yaml12
 from sft.config import Config, Conflict, listed
 from sft.errors import ConfigError
 from sft.keys import (
+    NAMED,
     OPEN,
     expected,
     hint,
+    in_schema,
+    is_source,
     keys_of,
     leaves,
+    named,
     nearest,
     sections,
     show,
@@ -34,6 +39,7 @@ from sft.keys import (
 )
 from sft.yaml12 import Pairs
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _MAX_BYTES = 1 << 20  # a recipe is a page; more than this is a data file given by mistake
 
 
@@ -90,7 +96,7 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         draft.take_override(override)
     config = draft.validate()
-    origins = {key: Origin("default") for key in leaves()} | draft.origins
+    origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
     for key, (_, how) in derived(config).items():
         if origins[key].kind == "default":
             origins[key] = Origin("derived", text=how)
@@ -170,13 +176,25 @@ class _Draft:
                 self.problems.append((origin, what))
                 continue
             first[name] = line
-            if key in sections() or key == OPEN:
-                if isinstance(value, Pairs):
+            if key == NAMED:
+                self._forget_sources()
+            if prefix == f"{NAMED}." and not _NAME.fullmatch(name):
+                what = f"{show(name)} ({origin}) cannot name a source of {NAMED}; use letters, digits, - and _."
+                self.meant.add(NAMED)
+                self.problems.append((origin, what))
+            elif key in sections() or key == OPEN or is_source(key) or (key == NAMED and isinstance(value, Pairs)):
+                if key == NAMED or is_source(key):
+                    self.origins[key] = origin
+                if isinstance(value, Pairs) and (value or not is_source(key)):
                     self.take(f"{key}.", value, origin_of)
-                elif value is not None:
-                    what = f"{key} = {show(value)} ({origin}); expected a group of keys.  {keys_of(key)}"
+                elif value is not None or is_source(key):
+                    self.meant.add(NAMED)
+                    what = f"{key} = {show(yaml12.plain(value))} ({origin}); expected a group of keys.  {keys_of(key)}"
                     self.problems.append((origin, what))
-            elif key in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
+            elif named(key) and isinstance(self.values.get(NAMED), list):
+                what = f"{key} ({origin}): {NAMED} is a list of files ({self.origins[NAMED]}), without named sources."
+                self.problems.append((origin, what))
+            elif in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
                 listable = takes_list(key) and isinstance(value, str)
                 self.values[key] = [value] if listable else yaml12.plain(value)
                 self.origins[key] = origin
@@ -187,6 +205,12 @@ class _Draft:
                 self.meant |= {nearest(key) or ""}
                 self.problems.append((origin, unknown(key, str(origin))))
 
+    def _forget_sources(self) -> None:
+        """All that is known of NAMED, by whichever of its two forms: it is given anew."""
+        for known in (self.values, self.origins):
+            for key in [key for key in known if key == NAMED or named(key)]:
+                del known[key]
+
     def take_override(self, override: str) -> None:
         """Add `key=value`: one scalar as it stands, or YAML where the value opens with [, { or a quote."""
         origin = Origin("command line", text=_one_line(override))
@@ -195,7 +219,7 @@ class _Draft:
         if not equals or not text:
             what = f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none."
             self.problems.append((origin, what))
-        elif group and group not in sections() and group != OPEN:
+        elif group and group not in sections() and group not in (OPEN, NAMED) and not is_source(group):
             self.problems.append((origin, unknown(key, str(origin))))
         else:
             try:
@@ -227,10 +251,14 @@ class _Draft:
 
     def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
         """Put one error of pydantic into the user's words."""
+        form = "list" if NAMED in self.values else "dict"
+        if ".".join(map(str, location[:2])) == NAMED and len(location) > 2 and not str(location[2]).startswith(form):
+            return  # says that it is not of the form that was not meant
         key = ""
         for part in location:
             longer = f"{key}.{part}".lstrip(".")
-            if longer in sections() or longer in leaves() or key == OPEN:
+            source = form == "dict" and is_source(longer)
+            if longer in sections() or in_schema(longer) in leaves() or key == OPEN or source:
                 key = longer
         if isinstance(cause, Conflict):
             for name, why in cause.problems:
@@ -238,11 +266,13 @@ class _Draft:
         elif kind != "missing":
             self.refuse_value(key, f"; expected {expected(key)}.{hint(key, self.values[key])}")
         elif not self.meant & {key, key.rpartition(".")[0]}:
-            what = f"{key} is missing from {self.path}; expected {expected(key)}.  {leaves()[key].description}"
+            about = leaves()[in_schema(key)].description
+            what = f"{key} is missing from {self.path}; expected {expected(key)}.  {about}"
             self.problems.append((Origin("default"), what))
 
     def refuse_value(self, key: str, why: str) -> None:
-        origin = self.origins.get(key, Origin("default"))
-        value = self.values[key] if key in self.values else leaves()[key].default
+        source = self.origins.get(key.rpartition(".")[0]) if named(key) else None
+        origin = self.origins.get(key, source or Origin("default"))
+        value = self.values[key] if key in self.values else leaves()[in_schema(key)].default
         space = "" if why.startswith(";") else " "
         self.problems.append((origin, f"{key} = {show(value)} ({origin}){space}{why}"))

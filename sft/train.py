@@ -3,20 +3,23 @@
 import math
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from sft import cp
 from sft.checkpoint import Checkpoints, RunState, weights_of
-from sft.config import Config
 from sft.console import Console
 from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.loader import Loader
+from sft.data.mixture import Mixture
+from sft.data.plan import Plan
 from sft.data.prepare import cache_folder
+from sft.data.replay import follows_from, replayed_plans
 from sft.data.tokenizer import ChatTokenizer, load_tokenizer
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
-from sft.layout import Layout, num_parameters, vocab_rows
+from sft.layout import Layout, attention_crossover, num_parameters, vocab_rows
 from sft.mcore import device, groups, shards
 from sft.mcore.engine import Engine, StepResult
 from sft.metrics import eval_record, train_record
@@ -53,16 +56,23 @@ class Run:
         groups.agree(lambda: _open_folder(self.folder))
         tokenizer = load_tokenizer(self.config.data)
         vocab_size = vocab_rows(self.config.model, tokenizer.vocab_size)
-        train_corpus = self._corpus(self.config.data.train, tokenizer)
-        self.loader = self._loader(train_corpus, tokenizer)
+        train_corpus = self._corpus(self.config.data.train_files, tokenizer, self.config.data.train_names)
+        self.loader = self._loader(
+            train_corpus,
+            tokenizer,
+            mixture=Mixture.of(self.config.data.sources, train_corpus.source_ids, train_corpus.lengths),
+            replayed=replayed_plans(self.config, train_corpus),
+        )
         self.held_out = {
             name: self._loader(self._corpus(files, tokenizer), tokenizer)
             for name, files in self.config.data.eval_sets.items()
         }
         self.num_steps = self.config.train.num_steps or self.loader.total_steps(self.config.train.num_epochs or 1)
+        if self.config.data.plan is not None:
+            self.loader.locate(self.num_steps - 1)  # a plan that ends too early is refused now
         self.engine = Engine(self.config, layout, place, vocab_size=vocab_size, num_steps=self.num_steps)
         self.checkpoints = Checkpoints(
-            self.config.checkpoint, self.folder / "checkpoints", _plan(self.config, train_corpus), console
+            self.config.checkpoint, self.folder / "checkpoints", follows_from(self.config, train_corpus), console
         )
 
     def train(self) -> None:
@@ -111,13 +121,19 @@ class Run:
             self._epoch, plan = epoch, self.loader.plan(epoch)
             self.console.say(f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full")
 
-    def _corpus(self, paths: list[str], tokenizer: ChatTokenizer) -> Corpus:
+    def _corpus(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
         data, how = self.config.data, f"sft data prepare {self.recipe.arguments}"
         folders = groups.agree(lambda: find_prepared(paths, data, tokenizer, cache_folder(self.config), how=how))
-        return map_prepared(paths, folders, data, how=how)
+        return map_prepared(paths, folders, data, names, how=how)
 
-    def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer) -> Loader:
+    def _loader(
+        self,
+        corpus: Corpus,
+        tokenizer: ChatTokenizer,
+        mixture: Mixture | None = None,
+        replayed: Sequence[Plan] | None = None,
+    ) -> Loader:
         return Loader(
             corpus,
             data=self.config.data,
@@ -126,6 +142,9 @@ class Run:
             dp_rank=self.place.dp_rank,
             pad_id=tokenizer.pad_id,
             reduction=self.config.loss.reduction,
+            crossover=attention_crossover(self.config.model),
+            mixture=mixture,
+            replayed=replayed,
             local_indices=partial(cp.local_indices, cp_size=self.layout.cp, cp_rank=self.place.cp_rank),
         )
 
@@ -200,18 +219,6 @@ def _write_recipe(folder: Path, recipe: Recipe) -> None:
         os.replace(temporary, folder / "recipe.yaml")
     except OSError as error:
         raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
-
-
-def _plan(config: Config, corpus: Corpus) -> dict[str, object]:
-    """Everything the order of the data follows from."""
-    return {
-        "data": corpus.digest,
-        "run.seed": config.run.seed,
-        "data.seq_length": config.data.seq_length,
-        "data.doc_multiple": config.data.doc_multiple,
-        "data.shuffle": config.data.shuffle,
-        "train.global_batch_size": config.train.global_batch_size,
-    }
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from sft.config import Config
-from sft.keys import OPEN, expected, leaves, sections
+from sft.keys import NAMED, OPEN, expected, leaves, named, sections
 from sft.yaml12 import write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
@@ -34,11 +34,14 @@ def page() -> str:
     parts = [INTRODUCTION]
     for group, model in sections().items():
         parts.append(f"\n## {group}\n\n{_purpose(group)}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
-        for name in model.model_fields:
-            key = f"{group}.{name}"
-            if key in leaves():
-                parts.append(_row(key))
+        parts += [_row(key) for key in leaves() if _group(key) == group]
     return "".join(parts)
+
+
+def _group(key: str) -> str:
+    """The heading that a key stands below: data.train.NAME.weight -> data"""
+    name = named(key)
+    return (key if name is None else NAMED).rpartition(".")[0]
 
 
 def _purpose(group: str) -> str:

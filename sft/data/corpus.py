@@ -25,12 +25,14 @@ from sft.errors import DataError
 class Corpus:
     """Samples of one or more files, memory-mapped, in the order of the files and their rows.
 
+    names: which source each file belongs to; None: every file is one
+
     lengths         int64 [n], tokens of each sample
     num_supervised  int64 [n], supervised labels of each sample
     digest          changes when any token, weight or order changes; not with file names or the cache's place
     """
 
-    def __init__(self, paths: Sequence[Path], stores: Sequence[Store]) -> None:
+    def __init__(self, paths: Sequence[Path], stores: Sequence[Store], names: Sequence[str] | None = None) -> None:
         self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # those that are samples
         lengths = [store.rows["tokens"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
@@ -40,6 +42,8 @@ class Corpus:
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
         self.ledgers: dict[Path, Ledger] = {path: store.ledger for path, store in zip(paths, stores, strict=True)}
         self._paths = list(paths)
+        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names or _file_names(self._paths)))
+        self._source_of = [self.sources.index(name) for name in names or _file_names(self._paths)]
         self._stores = list(stores)
         self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # tokens, per file
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
@@ -53,7 +57,8 @@ class Corpus:
         start, stop = self._starts[file][index], self._starts[file][index + 1]
         store = self._stores[file]
         weights = store.weights[store.mask[start:stop]]
-        return Sample(sample_id=sample_id, tokens=store.tokens[start:stop], weights=weights, source=file)
+        tokens, source = store.tokens[start:stop], self._source_of[file]
+        return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source)
 
     def name(self, sample_id: int) -> str:
         """Where a sample is from, as a user would look it up: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
@@ -63,12 +68,9 @@ class Corpus:
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """A name for each file, in their order: its name without the ending, or its path where two share that."""
-        stems = [path.name.split(".")[0] for path in self._paths]
-        return tuple(
-            stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, self._paths, strict=True)
-        )
+    def source_ids(self) -> np.ndarray:
+        """int64 [n]: place in `sources` of each sample's."""
+        return np.repeat(self._source_of, [len(lines) for lines in self._lines])
 
     def summary(self) -> str:
         """One line per file: samples and tokens kept, cut, dropped and skipped."""
@@ -82,6 +84,12 @@ class Corpus:
         assert 0 <= sample_id < len(self), f"sample {sample_id} of {len(self)}"
         file = int(np.searchsorted(self._first_ids, sample_id, side="right")) - 1
         return file, sample_id - int(self._first_ids[file])
+
+
+def _file_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each file: its name without the ending, or its path where two share that."""
+    stems = [path.name.split(".")[0] for path in paths]
+    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
 
 
 def find_prepared(
@@ -99,8 +107,10 @@ def find_prepared(
     return folders
 
 
-def map_prepared(paths: Sequence[str], folders: Sequence[Path], data: DataConfig, *, how: str) -> Corpus:
-    """The corpus of the stores that `find_prepared` found."""
+def map_prepared(
+    paths: Sequence[str], folders: Sequence[Path], data: DataConfig, names: Sequence[str] | None = None, *, how: str
+) -> Corpus:
+    """The corpus of the stores that `find_prepared` found; `names` are those of each file's source."""
     stores = [open_store(folder) for folder in folders]
     missing = [path for path, store in zip(paths, stores, strict=True) if store is None]
     if missing:
@@ -108,12 +118,14 @@ def map_prepared(paths: Sequence[str], folders: Sequence[Path], data: DataConfig
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised for these settings in "
             f"{folders[0].parent}.  Run this first, on any machine that sees the same folders: {how}"
         )
-    return make_corpus([Path(path) for path in paths], [store for store in stores if store is not None], data)
+    return make_corpus([Path(path) for path in paths], [store for store in stores if store is not None], data, names)
 
 
-def make_corpus(files: Sequence[Path], stores: Sequence[Store], data: DataConfig) -> Corpus:
+def make_corpus(
+    files: Sequence[Path], stores: Sequence[Store], data: DataConfig, names: Sequence[str] | None = None
+) -> Corpus:
     """The corpus of these stores.  Raises DataError when it holds no sample."""
-    corpus = Corpus(files, stores)
+    corpus = Corpus(files, stores, names)
     if len(corpus) == 0:
         raise DataError(
             f"no sample is left of {', '.join(map(str, files))} with data.over_long = {data.over_long} and "

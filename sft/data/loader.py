@@ -1,15 +1,16 @@
-"""Which packs a step trains on, and this rank's part of them.
+"""Which samples a step trains on, and this rank's part of them.
 
-Decides that global batch b of an epoch is packs b*G to b*G + G - 1 of the plan, that pack j*dp + dp_rank of
-it is microbatch j of data-parallel rank dp_rank, and that the places of a short last batch are taken by
-filler: no sample is dropped or repeated, and every rank has equally many microbatches.  Membership of a
-global batch follows from the lengths, seed, epoch, seq_length, doc_multiple and global_batch_size alone.
+Decides that global batch b of an epoch is packs b*G to b*G + G - 1 of the plan (`plan.py`), that its samples are
+shared out anew so that all data-parallel ranks have equally much to compute (`balance.py`), and that slots without
+a sample hold filler: no sample is dropped or repeated, and every rank has equally many microbatches.  Membership of
+a global batch follows from the lengths, mixture, seed, epoch, seq_length, doc_multiple and global_batch_size alone.
 Does not know which tokens of a pack this context-parallel rank holds: it is told (`cp.py`).
 
 The loader has no state to save: a step's number says everything.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +18,12 @@ import torch
 from sft.batch import Microbatch, Pack
 from sft.config import DataConfig
 from sft.data.align import aligned
+from sft.data.balance import Slots, assign
 from sft.data.corpus import Corpus
-from sft.data.pack import Plan, add_filler, filler_pack, make_pack, pad_to, plan_epoch
+from sft.data.mixture import Mixture
+from sft.data.pack import add_filler, filler_pack, make_pack, pad_to
+from sft.data.plan import Plan, plan_epoch
+from sft.errors import ConfigError
 from sft.layout import Layout
 
 LocalIndices = Callable[[np.ndarray], np.ndarray]
@@ -28,6 +33,8 @@ class Loader:
     """The microbatches of one rank, by step.
 
     reduction is loss.reduction: what a token of a sample weighs.
+    crossover is the length at which attention takes as long as all else; inf: only tokens count (`balance.py`).
+    mixture says how often an epoch sees each source; None: once.  replayed gives the plans in their place.
     local_indices maps a pack's cu_seqlens (int32 numpy) to the positions in the pack that this rank holds.
     """
 
@@ -42,6 +49,9 @@ class Loader:
         pad_id: int,
         local_indices: LocalIndices,
         reduction: str = "token",
+        crossover: float = math.inf,
+        mixture: Mixture | None = None,
+        replayed: Sequence[Plan] | None = None,
     ) -> None:
         assert 0 <= dp_rank < layout.dp
         assert layout.global_batch_size == layout.dp * layout.num_microbatches
@@ -53,6 +63,9 @@ class Loader:
         self._pad_id = pad_id
         self._local_indices = local_indices
         self._reduction = reduction
+        self._crossover = crossover
+        self._mixture = mixture
+        self._replayed = replayed
         self._steps: list[int] = []  # steps of epoch 0, 1, ... as far as planned
         self._eval_plan: Plan | None = None
         self._plans: dict[int, Plan] = {}  # at most two: a million samples are 16 MB
@@ -63,9 +76,16 @@ class Loader:
         return self._corpus.sources
 
     def plan(self, epoch: int) -> Plan:
-        """The packs of an epoch, counted from 0."""
+        """The packs of an epoch, counted from 0.  Raises ConfigError where a replayed plan ends before it."""
+        if self._replayed is not None:
+            if epoch >= len(self._replayed):
+                raise ConfigError(
+                    f"data.plan = {self._data.plan} ends after epoch {len(self._replayed)}, and the run goes on.  "
+                    f"Write a longer plan, or train less."
+                )
+            return self._replayed[epoch]
         if epoch not in self._plans:
-            plan = self._plan(epoch, shuffle=self._data.shuffle)
+            plan = self._plan(epoch, shuffle=self._data.shuffle, mixture=self._mixture)
             self._plans = {**dict(list(self._plans.items())[-1:]), epoch: plan}
         return self._plans[epoch]
 
@@ -75,8 +95,7 @@ class Loader:
         10 packs, global_batch_size 4 -> 3
         """
         while len(self._steps) <= epoch:
-            num_packs = len(self.plan(len(self._steps)))
-            self._steps.append(-(-num_packs // self._layout.global_batch_size))
+            self._steps.append(self.plan(len(self._steps)).num_batches(self._layout.global_batch_size))
         return self._steps[epoch]
 
     def total_steps(self, num_epochs: int) -> int:
@@ -96,10 +115,14 @@ class Loader:
         return epoch, step
 
     def global_batch(self, step: int) -> list[tuple[int, ...]]:
-        """Sample ids of every pack of a step, over all ranks; empty tuples are filler."""
+        """Sample ids of every pack of a step as planned, over all ranks; empty tuples are filler."""
         epoch, batch = self.locate(step)
-        first = batch * self._layout.global_batch_size
-        return [self._ids(self.plan(epoch), first + k) for k in range(self._layout.global_batch_size)]
+        return self.plan(epoch).batch(batch, self._layout.global_batch_size)
+
+    def slots(self, step: int) -> Slots:
+        """Sample ids of every microbatch of a step, by data-parallel rank; empty tuples are filler."""
+        epoch, batch = self.locate(step)
+        return self._slots(self.plan(epoch), batch)
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's `num_microbatches` microbatches of a step, counted from 0."""
@@ -109,12 +132,12 @@ class Loader:
     def eval_batches(self) -> Iterator[list[Microbatch]]:
         """All packs once, unshuffled, `num_microbatches` per rank at a time; the last batch is filled up."""
         if self._eval_plan is None:
-            self._eval_plan = self._plan(0, shuffle=False)
+            self._eval_plan = self._plan(0, shuffle=False, mixture=None)
         plan = self._eval_plan
-        for batch in range(-(-len(plan) // self._layout.global_batch_size)):
+        for batch in range(plan.num_batches(self._layout.global_batch_size)):
             yield self._microbatches(plan, batch)
 
-    def _plan(self, epoch: int, *, shuffle: bool) -> Plan:
+    def _plan(self, epoch: int, *, shuffle: bool, mixture: Mixture | None) -> Plan:
         return plan_epoch(
             self._corpus.lengths,
             capacity=self._data.seq_length,
@@ -122,16 +145,21 @@ class Loader:
             seed=self._seed,
             epoch=epoch,
             shuffle=shuffle,
+            mixture=mixture,
         )
 
     def _microbatches(self, plan: Plan, batch: int) -> list[Microbatch]:
-        first = batch * self._layout.global_batch_size + self._dp_rank
-        indices = range(first, first + self._layout.global_batch_size, self._layout.dp)
-        return [self._microbatch(self._ids(plan, index)) for index in indices]
+        return [self._microbatch(sample_ids) for sample_ids in self._slots(plan, batch)[self._dp_rank]]
 
-    @staticmethod
-    def _ids(plan: Plan, index: int) -> tuple[int, ...]:
-        return plan.pack(index) if index < len(plan) else ()
+    def _slots(self, plan: Plan, batch: int) -> Slots:
+        return assign(
+            plan.batch(batch, self._layout.global_batch_size),
+            self._corpus.lengths,
+            dp=self._layout.dp,
+            seq_length=self._data.seq_length,
+            doc_multiple=self._data.doc_multiple,
+            crossover=self._crossover,
+        )
 
     def _microbatch(self, sample_ids: tuple[int, ...]) -> Microbatch:
         doc_multiple = self._data.doc_multiple

@@ -43,10 +43,12 @@ def prepare(
     tokenizer: ChatTokenizer,
     cache_dir: Path,
     console: Console,
+    names: Sequence[str] | None = None,
     *,
     verify: bool = False,
 ) -> Corpus:
-    """The corpus of `paths`, tokenised now or mapped from `cache_dir`; `verify` reads all that is there first.
+    """The corpus of `paths`, tokenised now or mapped from `cache_dir`; `verify` reads all that is there first, and
+    `names` are those of each file's source.
 
     Raises DataError for files, rows and chats that cannot be used, beginning with `file:line` for a row; for a
     cache_dir that cannot be written; and when no sample is left.
@@ -70,7 +72,7 @@ def prepare(
         stores |= _tokenise(list(works.values()), num_processes(data), console)
     except OSError as error:
         raise DataError(f"tokenised data cannot be written to data.cache_dir {cache_dir}: {error}.") from error
-    return make_corpus(files, [stores[folder] for folder in folders], data)
+    return make_corpus(files, [stores[folder] for folder in folders], data, names)
 
 
 def num_processes(data: DataConfig) -> int:
@@ -85,18 +87,25 @@ def prepare_recipe(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
     """The corpora of a recipe: `train`, then every held-out set by its name."""
-    data = config.data
-    sets = {"train": data.train, **data.eval_sets}
-    return {
-        name: prepare(files, data, tokenizer, cache_folder(config), console, verify=verify)
-        for name, files in sets.items()
+    data, cache_dir = config.data, cache_folder(config)
+    train = prepare_train(config, tokenizer, console, verify=verify)
+    held_out = {
+        name: prepare(files, data, tokenizer, cache_dir, console, verify=verify)
+        for name, files in data.eval_sets.items()
     }
+    return {"train": train, **held_out}
+
+
+def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False) -> Corpus:
+    """The corpus that a recipe trains on."""
+    data, cache_dir = config.data, cache_folder(config)
+    return prepare(data.train_files, data, tokenizer, cache_dir, console, data.train_names, verify=verify)
 
 
 def sweep_recipe(config: Config, tokenizer: ChatTokenizer) -> list[Stale]:
     """Removes what the recipe's cache holds for other files, settings, tokenizers or versions of sft."""
     data, cache_dir = config.data, cache_folder(config)
-    files = [Path(file) for listed in (data.train, *data.eval_sets.values()) for file in listed]
+    files = [Path(file) for listed in (data.train_files, *data.eval_sets.values()) for file in listed]
     return sweep(cache_dir, {store_folder(cache_dir, file, data, tokenizer) for file in files})
 
 

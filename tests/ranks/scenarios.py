@@ -20,7 +20,7 @@ from sft import cp
 from sft.batch import Microbatch, Sample
 from sft.data.loader import Loader, local_part
 from sft.data.pack import add_filler, filler_pack, make_pack
-from sft.layout import Layout
+from sft.layout import Layout, attention_crossover
 from sft.mcore import device, groups, shards
 from sft.mcore.engine import Engine
 from sft.recipe import parse_recipe
@@ -101,6 +101,7 @@ def loader_of(engine: Engine, corpus: Any) -> Loader:
         dp_rank=engine.groups.dp_rank,
         pad_id=0,
         reduction=engine.config.loss.reduction,
+        crossover=attention_crossover(engine.config.model),
         local_indices=partial(cp.local_indices, cp_size=engine.layout.cp, cp_rank=engine.groups.cp_rank),
     )
 

@@ -22,7 +22,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
-    assert len(leaves()) <= 86
+    assert len(leaves()) <= 90
     for key, info in leaves().items():
         assert info.description and info.description.endswith("."), key
     for group, model in sections().items():
@@ -55,7 +55,9 @@ def test_the_groups() -> None:
         ("run.device", "one of auto, cuda, cpu"),
         ("run.dir", "non-empty text"),
         ("run.seed", "a whole number of at least 0 and below 2147483648"),
-        ("data.train", "a path or a list of paths, not empty"),
+        ("data.train", "a path or a list of paths, not empty, or a mapping of names to groups of keys"),
+        ("data.train.chat.files", "a path or a list of paths, not empty"),
+        ("data.train.chat.weight", "a number above 0.0 or null"),
         ("data.eval", "a path or a list of paths or a mapping of names to such"),
         ("loss.chunk_size", "a whole number of at least 1 or null or auto"),
         ("log.position_edges", "a whole number of at least 1 or a list of such"),
@@ -82,6 +84,8 @@ def test_what_a_key_accepts_in_words(key: str, words: str) -> None:
         ("model.rope_theta", "model.rope.base"),
         ("model.rope.yarn_factor", "model.rope.factor"),
         ("lgo", "log"),
+        ("data.train.chat.wieght", "data.train.chat.weight"),
+        ("data.train.chat.path", None),
         ("parallel.ep", None),
         ("loss.zzz", None),
         ("model.megatron.num-layers", None),
@@ -126,7 +130,8 @@ def test_values_are_flat_and_whole() -> None:
     flat = values(config)
     assert flat["model.rope.base"] == 10000.0
     assert flat["model.megatron.a"] == 1 and "model.megatron" not in flat
-    assert set(leaves()) - set(flat) == {"model.megatron"}
+    sources = {"data.train.NAME.files", "data.train.NAME.weight", "data.train.NAME.epochs"}
+    assert set(leaves()) - set(flat) == {"model.megatron", *sources}
     assert json.loads(config.model_dump_json())["model"]["rope"]["base"] == flat["model.rope.base"]
 
 

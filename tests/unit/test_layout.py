@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sft.config import Config
 from sft.errors import ConfigError
-from sft.layout import Layout, num_parameters, smallest_world, vocab_rows
+from sft.layout import Layout, attention_crossover, num_parameters, smallest_world, vocab_rows
 
 
 def config(**sections: Mapping[str, object]) -> Config:
@@ -264,6 +264,19 @@ def test_a_layout_adds_up_or_is_refused(tp: int, cp: int, pp: int, virtual: int,
     assert layout.pack_multiple % (2 * cp) == 0
     assert layout.pack_multiple // cp % tp == 0
     assert 12 % (pp * virtual) == 0
+
+
+def test_the_crossover_of_llama_8b() -> None:
+    """Per token and layer 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) products, per square of the length 4096."""
+    llama = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "head_dim": 128,
+    }
+    assert attention_crossover(config(model=llama).model) == 53_248
 
 
 def test_parameters_counted_by_hand() -> None:

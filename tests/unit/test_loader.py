@@ -49,6 +49,7 @@ def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0,
         seed=5,
         dp_rank=dp_rank,
         pad_id=PAD,
+        crossover=16.0,
         local_indices=partial(local_indices, cp_size=sizes.cp, cp_rank=cp_rank),
     )
 
@@ -135,6 +136,7 @@ def test_max_seqlen_is_the_longest_document_not_the_pack() -> None:
     assert part.cu_seqlens.tolist() == [0, 32, 56] and part.max_seqlen == 32
 
 
+COLUMNS = ("documents", "tokens", "labels", "loss_weights", "position_ids")
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 
 
@@ -143,7 +145,8 @@ LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 def test_every_sample_once_and_the_same_steps_on_every_layout(
     lengths: list[int], epoch: int, pack_multiple: int
 ) -> None:
-    """Per epoch and layout: every sample once; global batches, tokens and counts equal over (dp, cp)."""
+    """Per epoch and layout: every sample once; global batches, tokens and counts equal over (dp, cp), however they
+    lie in packs; nothing above seq_length."""
     corpus = corpus_of(lengths)
     first = sum(loader(corpus, layout()).steps_per_epoch(e) for e in range(epoch))
     steps = range(first, first + loader(corpus, layout()).steps_per_epoch(epoch))
@@ -159,26 +162,24 @@ def test_every_sample_once_and_the_same_steps_on_every_layout(
             batches.append(batch_facts(parts, pack_multiple))
         seen[dp, cp] = batches
     assert all(batches == seen[1, 1] for batches in seen.values())
-    counted = Counter(i for batch in seen[1, 1] for ids, *_ in batch for i in ids)
+    counted = Counter(i for batch in seen[1, 1] for i, *_ in batch)
     assert counted == Counter(range(len(lengths)))
 
 
 def batch_facts(parts: list[list[list[Microbatch]]], pack_multiple: int) -> list[tuple[Any, ...]]:
-    """Of each pack, sorted: sample ids, counts, and (token, label, supervised) over all cp ranks."""
+    """Of each sample, sorted: id, counts, and (token, label, supervised, position) over all cp ranks."""
     facts = []
     for row in parts:
         for shares in zip(*row, strict=True):
-            assert shares[0].cu_seqlens[-1] % pack_multiple == 0
-            assert {share.tokens.shape[1] * len(row) for share in shares} == {int(shares[0].cu_seqlens[-1])}
-            triples = sorted(
-                triple
-                for share in shares
-                for triple in zip(share.tokens[0].tolist(), share.labels[0].tolist(), share.loss_mask[0].tolist())
-            )
-            assert sum(supervised for *_, supervised in triples) == shares[0].num_tokens
             one = shares[0]
-            counts = (one.num_documents, one.num_real_tokens, one.num_aligned_tokens, one.num_tokens)
-            facts.append((one.sample_ids, counts, triples))
+            assert one.cu_seqlens[-1] % pack_multiple == 0 and one.num_aligned_tokens <= 64
+            assert {share.tokens.shape[1] * len(row) for share in shares} == {int(one.cu_seqlens[-1])}
+            assert (one.num_documents, one.num_real_tokens) == (len(one.sample_ids), int(one.lengths.sum()))
+            columns = [torch.cat([getattr(share, name)[0] for share in shares]) for name in COLUMNS]
+            for place, sample_id in enumerate(one.sample_ids):
+                own = columns[0] == place
+                rows = sorted(zip(*(column[own].tolist() for column in columns[1:]), strict=True))
+                facts.append((sample_id, int(one.lengths[place]), int(one.supervised[place]), rows))
     return sorted(facts)
 
 

@@ -1,8 +1,4 @@
-"""Plans that place every sample once within capacity, and packs whose labels never cross a document."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""Packs whose labels never cross a document."""
 
 import numpy as np
 import pytest
@@ -11,9 +7,7 @@ from hypothesis import strategies as st
 
 from sft.batch import Pack, Sample
 from sft.data.align import aligned
-from sft.data.pack import Plan, _mix, add_filler, filler_pack, make_pack, pad_to, plan_epoch
-
-LENGTHS = st.lists(st.integers(1, 256), min_size=1, max_size=200).map(np.array)
+from sft.data.pack import add_filler, filler_pack, make_pack, pad_to
 
 
 def sample(tokens: list[int], mask: list[int] | None = None, sample_id: int = 0) -> Sample:
@@ -21,104 +15,9 @@ def sample(tokens: list[int], mask: list[int] | None = None, sample_id: int = 0)
     return Sample(sample_id=sample_id, tokens=np.array(tokens, dtype=np.int32), weights=weights)
 
 
-def plan(lengths: list[int] | np.ndarray, *, shuffle: bool = False, epoch: int = 0, capacity: int = 128) -> Plan:
-    return plan_epoch(np.array(lengths), capacity=capacity, doc_multiple=32, seed=1234, epoch=epoch, shuffle=shuffle)
-
-
-def packs(plan: Plan) -> list[tuple[int, ...]]:
-    return [plan.pack(index) for index in range(len(plan))]
-
-
 def test_aligned() -> None:
     assert [aligned(n, 32) for n in (1, 31, 32, 33, 64)] == [32, 32, 32, 64, 64]
     assert aligned(np.array([1, 32, 33]), 32).tolist() == [32, 32, 64]
-
-
-def test_plan_in_numbers() -> None:
-    made = plan([40, 70, 20, 60, 10])
-    assert packs(made) == [(0, 3), (1, 2), (4,)]
-    assert made.fill == 288 / 384
-    assert made.alignment_waste == 1 - 200 / 288
-
-
-def test_capacity_is_counted_in_padded_lengths() -> None:
-    """P07: 992 documents of 33 tokens are 32,736 tokens, but 63,488 once padded."""
-    made = plan_epoch(np.full(992, 33), capacity=32768, doc_multiple=64, seed=0, epoch=0, shuffle=False)
-    assert [len(pack) for pack in packs(made)] == [512, 480]
-
-
-def test_at_most_64_packs_are_open() -> None:
-    """200 packs of 96 leave room for a 32 each, but only 64 of them are still open when those come."""
-    assert len(plan([96] * 200 + [32] * 200)) == 200 + (200 - 64) // 4
-
-
-def test_the_shuffle_is_pinned() -> None:
-    """Runs resume by number: this order may never change, whatever numpy or Python release."""
-    order = plan([128] * 8, shuffle=True).samples.tolist()
-    assert order == [3, 6, 7, 2, 1, 5, 0, 4]
-    assert plan([128] * 8, shuffle=True, epoch=1).samples.tolist() == [1, 0, 4, 5, 2, 7, 6, 3]
-
-
-def test_the_hash_is_splitmix64() -> None:
-    """Published first outputs for the seeds 0 and 1234567."""
-    assert _mix(np.array([0, 1234567], dtype=np.uint64)).tolist() == [0xE220A8397B1DCDAF, 6457827717110365317]
-
-
-def test_orders_are_even() -> None:
-    """Each sample comes first in its turn: 4,000 epochs of 8 samples, expected 500 each."""
-    firsts = [plan([128] * 8, shuffle=True, epoch=epoch).samples[0] for epoch in range(4000)]
-    assert all(400 < count < 600 for count in np.bincount(firsts, minlength=8))
-
-
-@settings(max_examples=200, deadline=None)
-@given(LENGTHS, st.integers(0, 3), st.sampled_from([1, 8, 32]), st.integers(256, 600), st.booleans())
-def test_every_sample_once_within_capacity(
-    lengths: np.ndarray, epoch: int, doc_multiple: int, capacity: int, shuffle: bool
-) -> None:
-    arguments = dict(capacity=capacity, doc_multiple=doc_multiple, seed=7, shuffle=shuffle)
-    made = plan_epoch(lengths, epoch=epoch, **arguments)
-    assert sorted(made.samples.tolist()) == list(range(len(lengths)))
-    padded = [sum(-(-lengths[i] // doc_multiple) * doc_multiple for i in pack) for pack in packs(made)]
-    assert max(padded) <= capacity and min(padded) > 0
-    assert made.fill == pytest.approx(sum(padded) / (len(made) * capacity))
-    assert 0 <= made.alignment_waste < 1
-    assert made.digest == plan_epoch(lengths, epoch=epoch, **arguments).digest
-
-
-def test_best_fit_fills_where_order_does_not() -> None:
-    """Lengths like those of chats (log-normal, median 400); packing them in order would fill 86%."""
-    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.2, 20_000).astype(int) + 1, 8192)
-    made = plan_epoch(lengths, capacity=8192, doc_multiple=1, seed=0, epoch=0, shuffle=True)
-    assert made.fill > 0.995
-
-
-def test_packs_keep_the_shuffled_order() -> None:
-    """A pack begins with a sample that had no room elsewhere: first samples come in the shuffle's order."""
-    lengths = np.random.default_rng(0).integers(1, 1000, 5000)
-    made = plan_epoch(lengths, capacity=1024, doc_multiple=32, seed=0, epoch=0, shuffle=True)
-    rank = np.empty(5000, dtype=int)
-    rank[plan_epoch(np.full(5000, 1024), capacity=1024, doc_multiple=32, seed=0, epoch=0, shuffle=True).samples] = (
-        np.arange(5000)
-    )
-    firsts = [rank[pack[0]] for pack in packs(made)]
-    assert firsts == sorted(firsts)
-
-
-def test_processes_agree() -> None:
-    """The plan needs no communication: another process, with other hash seeds, computes the same."""
-    program = (
-        "import numpy as np; from sft.data.pack import plan_epoch;"
-        "lengths = np.arange(1, 2000) * 7919 % 500 + 1;"
-        "print(plan_epoch(lengths, capacity=1024, doc_multiple=32, seed=3, epoch=2, shuffle=True).digest)"
-    )
-    root = Path(__file__).parents[2]
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True,
-        env={"PYTHONHASHSEED": "77"},
-    )  # fmt: skip
-    lengths = np.arange(1, 2000) * 7919 % 500 + 1
-    here = plan_epoch(lengths, capacity=1024, doc_multiple=32, seed=3, epoch=2, shuffle=True)
-    assert answer.stdout.strip() == here.digest
 
 
 def check(pack: Pack, **expected: list[int]) -> None:

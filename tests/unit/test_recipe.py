@@ -146,6 +146,108 @@ def test_held_out_sets_that_are_none(value: str, why: str) -> None:
     assert good("data.train=on").config.data.train == ["on"]
 
 
+MIXED = GOOD.replace(
+    "  train: a.jsonl\n",
+    """\
+  train:
+    chat: {files: [a.jsonl, b.jsonl], weight: 0.7}
+    code:
+      files: c.jsonl
+      weight: 0.3
+""",
+)
+
+
+def test_sources_have_names() -> None:
+    recipe = parse_recipe(MIXED, "a.yaml")
+    data = recipe.config.data
+    assert {name: (s.files, s.weight, s.epochs) for name, s in data.sources.items()} == {
+        "chat": (["a.jsonl", "b.jsonl"], 0.7, None),
+        "code": (["c.jsonl"], 0.3, None),
+    }
+    assert data.train_files == ["a.jsonl", "b.jsonl", "c.jsonl"] and data.train_names == ["chat", "chat", "code"]
+    assert str(recipe.origins["data.train"]) == "a.yaml, line 8"
+    assert str(recipe.origins["data.train.code.weight"]) == "a.yaml, line 12"
+    assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config
+    unnamed = good().config.data
+    assert (unnamed.sources, unnamed.train_files, unnamed.train_names) == ({}, ["a.jsonl"], None)
+
+
+@pytest.mark.parametrize(
+    "overrides, sources",
+    [
+        (["data.train.chat.weight=2"], {"chat": (["a.jsonl", "b.jsonl"], 2.0), "code": (["c.jsonl"], 0.3)}),
+        (["data.train.code={files: d, weight: 1}"], {"chat": (["a.jsonl", "b.jsonl"], 0.7), "code": (["d"], 1.0)}),
+        (["data.train={x: {files: d}}"], {"x": (["d"], None)}),
+        (["data.train=d", "data.train={x: {files: [d, e]}}"], {"x": (["d", "e"], None)}),
+        (["data.train=d"], {}),
+    ],
+    ids=str,
+)
+def test_overrides_of_sources(overrides: list[str], sources: dict[str, tuple[list[str], float | None]]) -> None:
+    data = parse_recipe(MIXED, "a.yaml", overrides).config.data
+    assert {name: (source.files, source.weight) for name, source in data.sources.items()} == sources
+    assert sources or data.train == ["d"]
+
+
+WRONG_SOURCES = {
+    "chat.wieght=2": "unknown key data.train.chat.wieght (@).  Did you mean data.train.chat.weight?",
+    "chat.share=2": "unknown key data.train.chat.share (@).  Keys of data.train.chat: files, weight, epochs.",
+    "chat.weight=x": 'data.train.chat.weight = "x" (@); expected a number above 0.0 or null.',
+    "chat.weight=0": "data.train.chat.weight = 0 (@); expected a number above 0.0 or null.",
+    "chat.files=[]": "data.train.chat.files = [] (@); expected a path or a list of paths, not empty.",
+    "chat=null": "data.train.chat = null (@); expected a group of keys.  Keys of data.train.chat: files, weight, "
+    "epochs.",
+    "chat.epochs=2": "data.train.chat.epochs = 2 (@) cannot be with the weight of chat; give weights to all "
+    "sources, or epochs to all.",
+    "chat.weight=null": "data.train.chat.weight = null (@) stands beside the weight of code; give weights to all "
+    "sources, or to none.",
+    "new.weight=1": "data.train.new.files is missing from a.yaml; expected a path or a list of paths, not empty.  "
+    "Files of this source.  A single path is a list of one.",
+}
+
+
+@pytest.mark.parametrize("end, message", WRONG_SOURCES.items(), ids=str)
+def test_wrong_sources(end: str, message: str) -> None:
+    override = f"data.train.{end}"
+    assert told(MIXED, override) == [message.replace("@", f"command line: {override}")]
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("{a: b}", 'data.train.a = "b" (@); expected a group of keys.  Keys of data.train.a: files, weight, epochs.'),
+        ("{a: {}}", "data.train.a = {} (@); expected a group of keys.  Keys of data.train.a: files, weight, epochs."),
+        ("{a/b: {files: c}}", '"a/b" (@) cannot name a source of data.train; use letters, digits, - and _.'),
+        ("{a: {files: b}, a: {files: c}}", "data.train.a is given twice (@; first in line 1).  Keep one."),
+        ("{a: {files: b, files: c}}", "data.train.a.files is given twice (@; first in line 1).  Keep one."),
+        (
+            "{a: {files: b, weight: 1}, c: {files: d, epochs: 2}}",
+            "data.train.c.epochs = 2 (@) cannot be with the weight of a; give weights to all sources, or "
+            "epochs to all.",
+        ),
+        (
+            "{a: {files: b, epochs: 1}, c: {files: d}}",
+            "data.train.c.epochs = null (@) stands beside the epochs of a; give epochs to all sources, or to none.",
+        ),
+    ],
+)
+def test_mappings_that_are_no_sources(value: str, message: str) -> None:
+    assert told(GOOD, f"data.train={value}") == [message.replace("@", f"command line: data.train={value}")]
+
+
+def test_wrong_sources_of_a_file() -> None:
+    assert told(MIXED.replace("weight: 0.3", "wait: 0.3")) == [
+        "1 of 2: data.train.code.weight = null (a.yaml, line 10) stands beside the weight of chat; give weights to all "
+        "sources, or to none.",
+        "  2 of 2: unknown key data.train.code.wait (a.yaml, line 12).  Did you mean data.train.code.weight?",
+    ]
+    assert told(GOOD, "data.train.chat.weight=2") == [
+        "data.train.chat.weight (command line: data.train.chat.weight=2): data.train is a list of files (a.yaml, "
+        "line 8), without named sources."
+    ]
+
+
 def test_an_empty_group_is_a_group_of_defaults() -> None:
     assert parse_recipe(GOOD + "log:\nparallel: {}\n", "a.yaml").config == good().config
 
@@ -356,12 +458,12 @@ MISTAKES = {
     "number for a path": (
         "data.train=[a.jsonl, 3]",
         'data.train = ["a.jsonl", 3] (command line: data.train=[a.jsonl, 3]); expected a path or a list of '
-        "paths, "
-        "not empty.",
+        "paths, not empty, or a mapping of names to groups of keys.",
     ),
     "no path": (
         "data.train=[]",
-        "data.train = [] (command line: data.train=[]); expected a path or a list of paths, not empty.",
+        "data.train = [] (command line: data.train=[]); expected a path or a list of paths, not empty, or a mapping of "
+        "names to groups of keys.",
     ),
     "value for a group": (
         "parallel=4",

@@ -1,0 +1,25 @@
+"""An order drawn from numbers alone, the same in every process, on every machine and in every release.
+
+Decides how a permutation follows from a seed and a turn.  Ours, because numpy does not promise that its
+generators draw the same in every release, and a resumed run must see the same order.
+"""
+
+import numpy as np
+
+
+def shuffled(n: int, seed: int, turn: int) -> np.ndarray:
+    """A permutation of range(n): the order of SplitMix64 hashes (Steele et al. 2014).
+
+    n 8, seed 1234: turn 0 -> 3 6 7 2 1 5 0 4        turn 1 -> 1 0 4 5 2 7 6 3
+    """
+    with np.errstate(over="ignore"):
+        key = mix(mix(np.array([seed % 2**64], dtype=np.uint64)) + np.uint64(turn))
+        return np.argsort(mix(mix(np.arange(n, dtype=np.uint64)) ^ key), kind="stable")
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64 of each number, uint64: 0 -> 0xE220A8397B1DCDAF"""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

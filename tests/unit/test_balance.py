@@ -1,0 +1,155 @@
+"""Sequences of a global batch over ranks: none lost, none over capacity, and level as far as that can be."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft.data.align import aligned
+from sft.data.balance import Slots, assign, costs, efficiency
+from sft.data.bounds import bounds
+from sft.data.plan import plan_epoch
+
+
+def made(packs: list[tuple[int, ...]], lengths: list[int], dp: int, *, seq_length: int, crossover: float) -> Slots:
+    of = np.array(lengths)
+    return assign(packs, of, dp=dp, seq_length=seq_length, doc_multiple=1, crossover=crossover)
+
+
+def test_costs() -> None:
+    assert costs(np.array([1000, 4000]), doc_multiple=32, crossover=1000.0).tolist() == [1024 + 1000, 4000 + 16000]
+    assert costs(np.array([5, 32]), doc_multiple=32, crossover=float("inf")).tolist() == [32, 32]
+    assert costs(np.array([2**20]), doc_multiple=32, crossover=1.0).tolist() == [2**20 + 2**40]
+
+
+def test_efficiency() -> None:
+    assert efficiency(np.array([[6, 2], [3, 3]])) == (7 / 8, 7 / 9)
+    assert efficiency(np.array([[6, 2], [6, 2]])) == (1.0, 1.0)
+
+
+def test_packs_are_dealt_out() -> None:
+    """Costs 8 7 4 1: the costliest two to a rank each, and the next two the other way round."""
+    slots = made([(0,), (1,), (2,), (3,)], [8, 7, 4, 1], 2, seq_length=8, crossover=float("inf"))
+    assert slots == [[(0,), (3,)], [(1,), (2,)]]
+
+
+def test_long_for_short() -> None:
+    """Two full packs of 8, crossover 1: squares of 16 + 16 and 8; after an exchange of 4 for 1 1 1 1, 20 and 20."""
+    slots = made([(0, 1), tuple(range(2, 10))], [4, 4, *[1] * 8], 2, seq_length=8, crossover=1.0)
+    work = [sum(4 + 16 if i < 2 else 1 + 1 for i in pack) for rank in slots for pack in rank]
+    assert work == [28, 28]
+    assert [sorted(i < 2 for i in pack) for rank in slots for pack in rank] == [[False] * 4 + [True]] * 2
+
+
+def test_nothing_to_gain() -> None:
+    """One sequence is more than all others together, and the packs are full."""
+    assert made([(0,), (1, 2)], [8, 4, 4], 2, seq_length=8, crossover=1.0) == [[(0,)], [(1, 2)]]
+
+
+def test_empty_packs_take_sequences() -> None:
+    slots = made([(0, 1, 2, 3), (), (), ()], [4, 4, 4, 4], 4, seq_length=16, crossover=1.0)
+    assert sorted(ids for rank in slots for ids in rank) == [(0,), (1,), (2,), (3,)]
+
+
+def test_one_rank_and_no_sample() -> None:
+    assert made([(3, 1), (0,)], [1, 2, 3, 4], 1, seq_length=8, crossover=1.0) == [[(3, 1), (0,)]]
+    assert made([(), ()], [1], 2, seq_length=8, crossover=1.0) == [[()], [()]]
+
+
+def test_a_sample_may_come_twice() -> None:
+    slots = made([(0, 0), (1, 1)], [4, 4], 2, seq_length=8, crossover=1.0)
+    assert sorted(i for rank in slots for ids in rank for i in ids) == [0, 0, 1, 1]
+
+
+LENGTHS = st.lists(st.integers(1, 256), min_size=1, max_size=150)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    LENGTHS, st.sampled_from([1, 8, 32]), st.sampled_from([(2, 1), (2, 4), (4, 2), (8, 1), (3, 3)]), st.integers(1, 500)
+)
+def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], crossover: int) -> None:
+    """Nothing lost or doubled, nothing over capacity, equally many slots, never worse, never above the bounds."""
+    dp, num_microbatches = shape
+    of = np.array(lengths)
+    plan = plan_epoch(of, capacity=256, doc_multiple=multiple, seed=0, epoch=0, shuffle=True)
+    work = costs(of, doc_multiple=multiple, crossover=crossover)
+    for index in range(plan.num_batches(dp * num_microbatches)):
+        packs = plan.batch(index, dp * num_microbatches)
+        slots = assign(packs, of, dp=dp, seq_length=256, doc_multiple=multiple, crossover=crossover)
+        assert [len(rank) for rank in slots] == [num_microbatches] * dp
+        assert sorted(i for rank in slots for ids in rank for i in ids) == sorted(i for pack in packs for i in pack)
+        assert all(aligned(of[list(ids)], multiple).sum() <= 256 for rank in slots for ids in rank)
+        after = efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))
+        plain = efficiency(np.array([[work[list(ids)].sum() for ids in packs[rank::dp]] for rank in range(dp)]))
+        assert after[0] >= plain[0]
+        ids = [i for pack in packs for i in pack]
+        limit = bounds(
+            of[ids],
+            dp=dp,
+            num_microbatches=num_microbatches,
+            seq_length=256,
+            doc_multiple=multiple,
+            crossover=crossover,
+        )
+        assert after[0] <= limit.full + 1e-9 <= limit.longest + 2e-9
+        assert after[1] <= limit.microbatch + 1e-9
+
+
+def test_the_same_every_time() -> None:
+    of = np.random.default_rng(0).integers(1, 1000, 500)
+    plan = plan_epoch(of, capacity=1024, doc_multiple=32, seed=0, epoch=0, shuffle=True)
+    packs = plan.batch(0, 32)
+    first, second = (assign(packs, of, dp=4, seq_length=1024, doc_multiple=32, crossover=300.0) for _ in range(2))
+    assert first == second
+
+
+def test_bounds_in_numbers() -> None:
+    """Two ranks of one pack of 12; sequences 8 2 2 4 2 2 cost 72 6 6 20 6 6 with crossover 1, 116 in all.
+
+    Alone the longest is 72. The other rank has room for 12 of 20 tokens: 8 remain, all of them the longest."""
+    limit = bounds(np.array([8, 2, 2, 4, 2, 2]), dp=2, num_microbatches=1, seq_length=12, doc_multiple=1, crossover=1.0)
+    assert limit.longest == limit.full == 116 / (2 * 72)
+    # Full packs of 10: the rank of the longest must take 2 more tokens, the cheapest of which are one sequence of 2.
+    limit = bounds(np.array([8, 2, 2, 4, 2, 2]), dp=2, num_microbatches=1, seq_length=10, doc_multiple=1, crossover=1.0)
+    assert limit.longest == 116 / (2 * 72) and limit.full == 116 / (2 * (72 + 2 + 4))
+    # Dealt to one rank, everything is level.
+    limit = bounds(np.array([8, 2]), dp=1, num_microbatches=1, seq_length=10, doc_multiple=1, crossover=1.0)
+    assert (limit.longest, limit.full, limit.microbatch) == (1.0, 1.0, 1.0)
+
+
+def test_the_bound_of_microbatches_in_numbers() -> None:
+    """Two ranks of two packs of 10: sequences of 8 and 6 cannot share a pack nor be level with the other's.
+
+    Costs 72 42 72 42; the first row has both 8s, and its costliest is 72; the second's 42: nothing is in the way.
+    With one 8 less the rows cost 72 and 42 at least, of 156 in all: 156 / (2 * 114).
+    """
+
+    def limit(lengths: list[int]) -> float:
+        of = np.array(lengths)
+        return bounds(of, dp=2, num_microbatches=2, seq_length=10, doc_multiple=1, crossover=1.0).microbatch
+
+    assert limit([8, 6, 8, 6]) == 1.0
+    assert limit([8, 6, 6]) == pytest.approx(156 / (2 * (72 + 42)))
+
+
+def test_level_on_long_documents() -> None:
+    """Sequences of 16K and more, five to a pack: the mean rank is within 1% of the heaviest."""
+    rng = np.random.default_rng(0)
+    of = np.clip(rng.lognormal(np.log(16384), 0.9, 1000).astype(int), 1, 131072)
+    plan = plan_epoch(of, capacity=131072, doc_multiple=32, seed=0, epoch=0, shuffle=True)
+    work = costs(of, doc_multiple=32, crossover=53248.0)
+    for index in range(5):
+        slots = assign(plan.batch(index, 32), of, dp=8, seq_length=131072, doc_multiple=32, crossover=53248.0)
+        assert efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))[0] >= 0.99
+
+
+def test_time_is_bounded() -> None:
+    """10,000 sequences in 256 packs: seconds would be a bug, whatever the machine is busy with."""
+    of = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1.1, 12_000).astype(int), 1, 32768)
+    plan = plan_epoch(of, capacity=32768, doc_multiple=32, seed=0, epoch=0, shuffle=True)
+    started = time.process_time()
+    assign(plan.batch(0, 256), of, dp=32, seq_length=32768, doc_multiple=32, crossover=15400.0)
+    assert time.process_time() - started < 1.0

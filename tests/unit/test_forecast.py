@@ -1,0 +1,164 @@
+"""`sft data plan`: what it tells, and that a run follows the plan it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sft.cli import main
+from sft.console import QUIET
+from sft.data.corpus import Corpus
+from sft.data.forecast import loader_of
+from sft.data.loader import Loader
+from sft.data.prepare import prepare_train
+from sft.data.tokenizer import load_tokenizer
+from sft.errors import ConfigError
+from sft.layout import Layout
+from sft.recipe import parse_recipe
+
+# Attention takes as long as all else at 64 * (2 * 64 + 2 * 64 + 3 * 192) / 64 = 832 tokens.
+RECIPE = """\
+run: {dir: runs/a, device: cpu}
+model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 192, num_attention_heads: 4}
+data:
+  train:
+    chat: {files: chat.jsonl, weight: 3}
+    code: {files: code.jsonl, weight: 1}
+  seq_length: 256
+train: {num_steps: 20, global_batch_size: 4}
+optim: {lr: 1e-5}
+"""
+
+
+def row(length: int) -> str:
+    """A chat of so many tokens: 1 + "user\\n" + 1 + 2 = 9, and 1 + "assistant\\n" + n + 2."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * (length - 22)}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "a.yaml").write_text(RECIPE)
+    (tmp_path / "chat.jsonl").write_text(row(64) * 20)
+    (tmp_path / "code.jsonl").write_text(row(128) * 10)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def loader(*overrides: str) -> tuple[Loader, Corpus]:
+    config = parse_recipe(RECIPE, "a.yaml", overrides).config
+    corpus = prepare_train(config, load_tokenizer(config.data), QUIET)
+    return loader_of(config, Layout.resolve(config, 2), corpus), corpus
+
+
+def test_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """1,280 tokens of each source, 3 : 1 of them: chat three times. 5,120 tokens are 20 packs of 256: 5 steps.
+
+    A sample of n tokens has n - 21 supervised ones: 60 * 43 + 10 * 107 = 3,650.
+    """
+    assert main(["data", "plan", "a.yaml", "--world-size", "2"]) == 0
+    assert capsys.readouterr().out == """\
+packs   20 packs of at most 256 tokens, 100.00% full; 70 samples of 30
+        of their capacity: tokens 100.00%, alignment 0.00%, tail 0.00%, filler of the last batch (0 packs) 0.00%
+steps   steps per epoch 5 = 20 packs / global_batch_size 4, rounded up
+        num_steps 20 = 4.00 epochs
+        tokens per step 1,024 / 1,024 / 1,024 (min / median / max), 5,120 in all
+        supervised tokens per step 709 / 730 / 751 (min / median / max), 3,650 in all
+sources chat 75.00% of tokens (wanted 75.00%), seen 3.00 times
+        code 25.00% of tokens (wanted 25.00%), seen 1.00 times
+balance attention takes as long as all else at 832 tokens; 5 batches looked at
+        efficiency per step 99.1% / 100.0% (min / median), of at most 99.1% / 100.0% (min / median)
+        efficiency per microbatch 99.1% / 100.0% (min / median), of at most 100.0% / 100.0% (min / median)
+        longest sequence alone: at most 100.0% / 100.0% (min / median)
+"""
+
+
+def test_waste_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    """33 tokens padded to 64, three to a pack of 208, 20 samples in 7 packs of 8: each cause by hand."""
+    Path("chat.jsonl").write_text(row(33) * 20)
+    assert main(["data", "plan", "a.yaml", "data.train=chat.jsonl", "data.seq_length=224"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    # Of 8 * 224 = 1792: 20 * 33 tokens, 20 * 31 padding, 7 * 224 - 20 * 64 tail, one pack missing.
+    assert told[1].strip() == (
+        "of their capacity: tokens 36.83%, alignment 34.60%, tail 16.07%, filler of the last batch (1 packs) 12.50%"
+    )
+
+
+def test_a_larger_cp_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four samples of 256 tokens, at 256 + 256 * 256 / 832 = 335, and 32 of 32, at 33: 300 for each of 8 ranks."""
+    Path("chat.jsonl").write_text((row(256) + row(32) * 8) * 4)
+    arguments = ["data", "plan", "a.yaml", "data.train=chat.jsonl", "--world-size", "8", "train.global_batch_size=8"]
+    assert main(arguments) == 0
+    last = capsys.readouterr().out.splitlines()[-1].strip()
+    assert (
+        last == "no assignment can be level, as one rank has the longest sequence; "
+        "parallel.cp=2 would lift the limit to 100.0%"
+    )
+
+
+def test_a_written_plan_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with another seed, which would draw another order."""
+    assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "written p: 20 global batches of 4 epochs; a run follows it with data.plan=p"
+    )
+    made, _ = loader()
+    replayed, _ = loader("data.plan=p", "run.seed=99")
+    other, _ = loader("run.seed=99")
+    assert made.total_steps(4) == replayed.total_steps(4) == 20
+    for step in range(20):
+        assert made.global_batch(step) == replayed.global_batch(step)
+        assert made.slots(step) == replayed.slots(step)
+    assert any(made.global_batch(step) != other.global_batch(step) for step in range(20))
+
+
+def test_a_plan_that_ends_too_early_is_refused() -> None:
+    assert main(["data", "plan", "a.yaml", "--write", "p", "train.num_steps=5"]) == 0
+    replayed, _ = loader("data.plan=p")
+    assert replayed.locate(4) == (0, 4)
+    with pytest.raises(
+        ConfigError, match="data.plan = p ends after epoch 1, and the run goes on.  Write a longer plan, or train less."
+    ):
+        replayed.locate(5)
+
+
+def test_changed_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
+    Path("code.jsonl").write_text(row(128) * 11)
+    assert main(["data", "plan", "a.yaml", "data.plan=p"]) == 2
+    assert "DataError: the plan p was made for other data or sizes: data was " in capsys.readouterr().err
+
+
+def test_plans_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
+    assert main(["data", "plan", "a.yaml", "--write", "q", "run.seed=1"]) == 0
+    capsys.readouterr()
+    assert main(["data", "plan", "--diff", "p", "p"]) == 0
+    assert capsys.readouterr().out == "the plans are equal\n"
+    assert main(["data", "plan", "--diff", "p", "q"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "first difference: epoch 0, global batch 0, both counted from 0"
+    assert told[2] == "made from run.seed 1234 and 1"
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "plan"]) == 2
+    assert "ConfigError: a RECIPE is missing." in capsys.readouterr().err
+    assert main(["data", "plan", "a.yaml", "data.train.code.files=none.jsonl"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: data.train.code.files = none.jsonl (command line: data.train.code.files=none.jsonl) does not "
+        f"exist in {Path.cwd()}; give data.train.code.files=PATH.\n"
+    )
+    assert main(["data", "plan", "a.yaml", "data.plan=none"]) == 2
+    assert "data.plan = none (command line: data.plan=none) does not exist" in capsys.readouterr().err
+
+
+def test_sources_of_named_files() -> None:
+    _, corpus = loader("data.train={b: {files: [chat.jsonl, code.jsonl]}, a: {files: chat.jsonl}}")
+    assert corpus.sources == ("b", "a")
+    assert corpus.source_ids.tolist() == [0] * 30 + [1] * 20
+    assert [corpus.sample(i).source for i in (0, 29, 30, 49)] == [0, 0, 1, 1]
+    _, unnamed = loader("data.train=[chat.jsonl, code.jsonl]")
+    assert unnamed.sources == ("chat", "code") and unnamed.source_ids.tolist() == [0] * 20 + [1] * 10

@@ -48,7 +48,7 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     dir: Path
-    """Folder of this run: recipe.yaml, metrics.jsonl, tensorboard/, checkpoints/.  One run, one folder."""
+    """Folder of this run: recipe.yaml, data.json, metrics.jsonl, tensorboard/, checkpoints/.  One run, one folder."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto takes CUDA where torch sees it.  The CPU runs every parallelism, on gloo."""
     precision: Literal["bf16", "fp32"] = "bf16"

@@ -1,5 +1,6 @@
 """The run: from a recipe to a trained checkpoint.  The only module that puts all parts together."""
 
+import json
 import math
 import os
 import time
@@ -56,23 +57,19 @@ class Run:
         groups.agree(lambda: _open_folder(self.folder))
         tokenizer = load_tokenizer(self.config.data)
         vocab_size = vocab_rows(self.config.model, tokenizer.vocab_size)
-        train_corpus = self._corpus(self.config.data.train_files, tokenizer, self.config.data.train_names)
-        self.loader = self._loader(
-            train_corpus,
-            tokenizer,
-            mixture=Mixture.of(self.config.data.sources, train_corpus.source_ids, train_corpus.lengths),
-            replayed=replayed_plans(self.config, train_corpus),
-        )
-        self.held_out = {
-            name: self._loader(self._corpus(files, tokenizer), tokenizer)
-            for name, files in self.config.data.eval_sets.items()
-        }
+        data = self.config.data
+        corpus = self._corpus(data.train_files, tokenizer, data.train_names)
+        held_out = {name: self._corpus(files, tokenizer) for name, files in data.eval_sets.items()}
+        self.ledgers = {"train": corpus.report(), **{name: found.report() for name, found in held_out.items()}}
+        mixture = Mixture.of(data.sources, corpus.source_ids, corpus.lengths)
+        self.loader = self._loader(corpus, tokenizer, mixture, replayed_plans(self.config, corpus))
+        self.held_out = {name: self._loader(found, tokenizer) for name, found in held_out.items()}
         self.num_steps = self.config.train.num_steps or self.loader.total_steps(self.config.train.num_epochs or 1)
         if self.config.data.plan is not None:
             self.loader.locate(self.num_steps - 1)  # a plan that ends too early is refused now
         self.engine = Engine(self.config, layout, place, vocab_size=vocab_size, num_steps=self.num_steps)
         self.checkpoints = Checkpoints(
-            self.config.checkpoint, self.folder / "checkpoints", follows_from(self.config, train_corpus), console
+            self.config.checkpoint, self.folder / "checkpoints", follows_from(self.config, corpus), console
         )
 
     def train(self) -> None:
@@ -81,7 +78,7 @@ class Run:
         if state.step >= self.num_steps:
             self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
             return
-        groups.agree(lambda: _write_recipe(self.folder, self.recipe))
+        groups.agree(self._note)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._metrics(state) as metrics, bar as progress:
             if state.step == 0:
@@ -92,7 +89,14 @@ class Run:
                     progress.advance(1)
                     self._finish_step(state, metrics)
             metrics.summarise()
-        self.console.say(f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl and recipe.yaml")
+        self.console.say(
+            f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl, recipe.yaml and data.json"
+        )
+
+    def _note(self) -> None:
+        """What trained here on what.  Only once it is sure that it does: a refused recipe replaces nothing."""
+        _replace(self.folder / "recipe.yaml", dump(self.recipe))
+        _replace(self.folder / "data.json", json.dumps(self.ledgers, indent=1) + "\n")
 
     def _step(self, state: RunState, metrics: Metrics) -> RunState:
         """One update, and its record."""
@@ -125,7 +129,9 @@ class Run:
         """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
         data, how = self.config.data, f"sft data prepare {self.recipe.arguments}"
         folders = groups.agree(lambda: find_prepared(paths, data, tokenizer, cache_folder(self.config), how=how))
-        return map_prepared(paths, folders, data, names, how=how)
+        corpus = map_prepared(paths, folders, data, names, how=how)
+        self.console.say(corpus.summary())
+        return corpus
 
     def _loader(
         self,
@@ -211,14 +217,13 @@ def _open_folder(folder: Path) -> None:
         raise ConfigError(f"run.dir = {folder} cannot be made: {error}.") from error
 
 
-def _write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Only once it is sure that this recipe trains here: a refused one must not replace the one that did."""
-    temporary = folder / "recipe.yaml.tmp"
+def _replace(path: Path, content: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(dump(recipe), encoding="utf-8")
-        os.replace(temporary, folder / "recipe.yaml")
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
+        raise ConfigError(f"run.dir = {path.parent} cannot be written: {error}.") from error
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -85,9 +85,7 @@ def prepare(arguments: Namespace) -> None:
     from sft.data.prepare import cache_folder, prepare_recipe, sweep_recipe
 
     tokenizer = _tokenizer(recipe)
-    corpora = prepare_recipe(recipe.config, tokenizer, _told(), verify=arguments.verify)
-    for name, corpus in corpora.items():
-        _print_group(name, corpus.summary().splitlines())
+    prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
     if arguments.sweep:
         stale = sweep_recipe(recipe.config, tokenizer)
         freed = sum(folder.num_bytes for folder in stale)

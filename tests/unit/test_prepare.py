@@ -395,9 +395,7 @@ def test_sft_data_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     settings += ["data.seq_length=1024", "data.chat_template=null"]
     assert main(["data", "prepare", path, *settings]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("train   a.jsonl: 2 samples, 155 tokens") and out[1].startswith(
-        "eval    b.jsonl: 1 samples"
-    )
+    assert out[0].startswith("a.jsonl: 2 samples, 155 tokens") and out[1].startswith("b.jsonl: 1 samples")
     assert len(list((tmp_path / "c").iterdir())) == 2
     assert main(["data", "prepare", path, "--workers", "2", *settings, "data.seq_length=2048", "--verify"]) == 0
     assert len(list((tmp_path / "c").iterdir())) == 4

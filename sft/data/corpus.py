@@ -27,7 +27,8 @@ Log = Callable[[str], None]
 
 _SECONDS_BETWEEN_LINES = 5.0
 # What a tokenised sample is made by.  A change in any of these files makes caches of the older code unused.
-_CODE = ("align.py", "chat.py", "encode.py", "formats.py", "rows.py", "store.py", "tokenizer.py")
+_CODE = """align.py chat.py cover.py encode.py formats.py rows.py said.py sandbox.py store.py template.py
+tokenizer.py turns.py typed.py""".split()
 
 
 class Corpus:
@@ -120,6 +121,7 @@ def _prepare_file(file: Path, data: DataConfig, tokenizer: ChatTokenizer, cache_
         seq_length=data.seq_length,
         doc_multiple=data.doc_multiple,
         over_long=data.over_long,
+        supervise=data.supervise,
     )
     blocks = encode_blocks(read_rows(file), encoder, data.num_workers)
     try:
@@ -147,6 +149,7 @@ def cache_key(file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> str:
         "seq_length": data.seq_length,
         "doc_multiple": data.doc_multiple,
         "over_long": data.over_long,
+        "supervise": data.supervise,
         "code": code.hexdigest(),
         "libraries": libraries,
     }

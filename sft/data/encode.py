@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from sft.data.align import aligned
-from sft.data.chat import encode_chat
+from sft.data.chat import Supervise, encode_chat
 from sft.data.formats import Chat, check_row
 from sft.data.rows import Row, parse, row_name
 from sft.data.tokenizer import ChatTokenizer
@@ -50,6 +50,7 @@ class Encoder:
     seq_length: int
     doc_multiple: int
     over_long: Literal["error", "drop", "truncate"]
+    supervise: Supervise = "assistant"
 
     def fits(self, num_tokens: int) -> bool:
         """A pack holds padded documents, so that is what is measured."""
@@ -70,7 +71,7 @@ class Encoder:
 
     def _sample(self, content: object) -> tuple[np.ndarray, np.ndarray, int, int]:
         chat = check_row(parse(content))
-        tokens, weights = encode_chat(chat, self.tokenizer)
+        tokens, weights = encode_chat(chat, self.tokenizer, self.supervise)
         mask = weights > 0
         full, full_supervised = len(tokens), _supervised(mask)
         if not self.fits(full):
@@ -125,7 +126,9 @@ def _truncate(chat: Chat, encoder: Encoder) -> tuple[np.ndarray, np.ndarray] | N
     low, high = 0, len(ends) - (ends[-1] == len(chat.messages))
     while low < high:  # more messages are more tokens, so bisect
         middle = (low + high) // 2
-        tokens, weights = encode_chat(Chat(chat.messages[: ends[middle]], chat.tools), encoder.tokenizer)
+        end = ends[middle]
+        shorter = Chat(chat.messages[:end], chat.tools, chat.weights and chat.weights[:end])
+        tokens, weights = encode_chat(shorter, encoder.tokenizer, encoder.supervise)
         if encoder.fits(len(tokens)):
             best, low = (tokens, weights > 0), middle + 1
         else:

@@ -178,6 +178,8 @@ class DataConfig(Section):
     """byte (built in, no file) or a Hugging Face tokenizer folder."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """What is learned: the assistant's turns, its last turn only, or every token.  See docs/masks.md."""
     seq_length: Positive
     """Capacity of a pack in tokens, before context parallelism; also the longest sample."""
     doc_multiple: Positive = 32

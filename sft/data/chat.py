@@ -1,188 +1,165 @@
-"""From messages to tokens and the mask of what the assistant wrote.
+"""From messages to tokens and what each of them weighs in the loss.
 
-Supervised are an assistant's content and the token that ends its turn, once per turn: not the role header and
-not the newline after the turn.  A mask that cannot be proven is an error, never a guess:
+Decides, with `data.supervise` and the weights of a chat's messages, which tokens are learned:
 
-1. a template with {% generation %} blocks says itself what was written; we map its characters to tokens;
-2. otherwise each turn is what the template adds to the chat before it (text prefix difference), provided that
-   it only ever adds: templates that rewrite earlier turns are refused;
-3. either way the supervised tokens must decode to the assistant's content and its end of turn.
+    assistant  what the assistant wrote and the token that ends each of its turns, once per turn: not the role
+               header, not the newline after the turn
+    last       the same of the last assistant turn only
+    all        every token after the first
 
-The whole chat is rendered and tokenised once, so ids are the template's own.  Errors raised here name the
-message; the caller adds file and line.  Does not decide what happens to a sample that is too long
+Where the turns stand is proven by `turns.py`, that their tokens decode to them by `cover.py`.  A mask that cannot be
+proven is an error, never a guess.  The whole chat is rendered and tokenised once, so ids are the template's own.
+Errors name the message; the caller adds file and line.  Does not decide what happens to a sample that is too long
 (`encode.py`).
 """
 
 import json
-import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.formats import Chat, text_of
-from sft.data.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer, Message
+from sft.data.cover import tokens_of
+from sft.data.formats import Chat
+from sft.data.template import plain, prepared
+from sft.data.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, Encoded, FolderTokenizer
+from sft.data.turns import Rendered, find_turns, locate
+from sft.data.typed import Typed, encode_typed, without_typed
 from sft.errors import DataError
 
-# Keys of an assistant message that make a template write more than its content.
-_BEYOND_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-_SPACES = re.compile(r"\s*")
+Supervise = Literal["assistant", "last", "all"]
 
 
-class Turn(NamedTuple):
-    """Characters of the rendered chat that one assistant turn supervises: text[start:end]."""
+class Span(NamedTuple):
+    """Tokens [start, end) that come from one message."""
 
+    message: int
     start: int
     end: int
 
 
-def encode_chat(chat: Chat, tokenizer: ChatTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 [n] and their weights float32 [n], above 0 where supervised.  Raises DataError where that cannot
-    be proven.
+class Spans(NamedTuple):
+    """A tokenised chat, as a person may want to look at it."""
+
+    text: str
+    ids: np.ndarray  # int32 [n]
+    weights: np.ndarray  # float32 [n]
+    messages: list[Span]
+
+
+def encode_chat(
+    chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32 [n] and what each weighs, float32 [n], 0 where it is not learned.
+
+    Raises DataError where that cannot be proven, and where nothing would be learned.
 
     user "a", assistant "b", byte tokenizer:
-    <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      supervised: b <|im_end|>
+    <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
-    ids, mask = _encode_bytes(chat) if isinstance(tokenizer, ByteTokenizer) else _encode_rendered(chat, tokenizer)
-    return ids, mask.astype(np.float32)
+    weigh = _weights_of_turns(chat, supervise)
+    if isinstance(tokenizer, ByteTokenizer):
+        ids, turns = _encode_bytes(chat)
+        turns = [turn for turn in turns if turn.message in weigh]
+    else:
+        encoded, typed, rendered = _render(chat, tokenizer)
+        # A turn that weighs what the tokens around it weigh need not be told apart.
+        needed = [i for i, weight in weigh.items() if weight != (supervise == "all")]
+        ids, turns = encoded.ids, _prove(encoded, typed, rendered, needed)
+    return ids, _spread(len(ids), turns, weigh, supervise)
 
 
-def _encode_bytes(chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-    """The byte tokenizer's template: ChatML; tools are JSON in a first system block."""
-    start, end = BYTE_CONTROL["<|im_start|>"], BYTE_CONTROL["<|im_end|>"]
-    pieces: list[tuple[int | bytes, bool]] = []
-    if chat.tools:
-        schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools)
-        pieces += [
-            (start, False),
-            (f"system\n# Tools\n{schemas}".encode(), False),
-            (end, False),
-            (b"\n", False),
-        ]
-    for message in chat.messages:
-        written = message["role"] == "assistant"
-        body = [message.get("content") or ""]
-        for call in message.get("tool_calls") or []:
-            body.append(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>")
-        text = "\n".join(part for part in body if part).encode()
-        pieces += [(start, False), (f"{message['role']}\n".encode(), False)]
-        pieces += [(text, written), (end, written), (b"\n", False)]
-    ids = [np.frombuffer(p, dtype=np.uint8) if isinstance(p, bytes) else np.array([p]) for p, _ in pieces]
-    sizes = [len(piece) for piece in ids]
-    mask = np.repeat(np.array([written for _, written in pieces]), sizes)
-    return np.concatenate(ids).astype(np.int32), mask
+def spans(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Spans:
+    """Which tokens come from which message: proven for assistants, whose span holds the end of turn as well; for
+    others their content, as far as it can be found.
 
-
-def _encode_rendered(chat: Chat, tokenizer: FolderTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    _refuse_control(chat, tokenizer)
-    text = tokenizer.render(chat.messages, chat.tools)
-    turns = (_marked_turns if tokenizer.has_markers else _prefix_turns)(text, chat, tokenizer)
-    ids, starts, ends = tokenizer.encode(text)
-    mask = np.zeros(len(ids), dtype=bool)
-    for turn in turns:
-        first = int(np.searchsorted(ends, turn.start, side="right"))
-        last = int(np.searchsorted(starts, turn.end, side="left"))
-        _verify_turn(text[turn.start : turn.end], ids[first:last], tokenizer)
-        mask[first:last] = True
-    if not mask[1:].any():
-        raise DataError("no token would be supervised, so there is nothing to learn from.")
-    return ids, mask
-
-
-def _refuse_control(chat: Chat, tokenizer: FolderTokenizer) -> None:
-    """A control token typed inside a message would end a turn where the user only mentioned it."""
-    parts = {f"message {i} ({message['role']})": message for i, message in enumerate(chat.messages, start=1)}
-    for name, part in {**parts, "tools": chat.tools}.items():
-        typed = tokenizer.control.search(text_of(part))
-        if typed:
-            raise DataError(
-                f"{name} contains the text {typed.group()}, which the tokenizer of {tokenizer.name} turns "
-                "into a control token.  Remove it or write it differently."
-            )
-
-
-def _marked_turns(text: str, chat: Chat, tokenizer: FolderTokenizer) -> list[Turn]:
-    """Rung 1: one {% generation %} block per assistant turn; its end of turn stands in it or right after."""
-    rendered, spans = tokenizer.marked_spans(chat.messages, chat.tools)
-    if rendered != text:
-        raise DataError(f"chat template {tokenizer.template_name} writes the same chat differently each time.")
-    written = [message for message in chat.messages if message["role"] == "assistant"]
-    if len(spans) != len(written):
-        raise DataError(
-            f"chat template {tokenizer.template_name} marks {len(spans)} generation blocks for "
-            f"{len(written)} assistant turns.  Put {{% generation %}} around what the assistant writes, once "
-            "per turn."
-        )
-    turns = []
-    for message, (start, stop) in zip(written, spans, strict=True):
-        content = (message.get("content") or "").strip()
-        found = text.find(content, start, stop)
-        after = _SPACES.match(text, stop).end()  # type: ignore[union-attr]  # matches the empty string too
-        limit = after + len(tokenizer.end_of_turn) if text.startswith(tokenizer.end_of_turn, after) else stop
-        end = -1 if found < 0 else text.find(tokenizer.end_of_turn, found + len(content), limit)
-        # The block may hold thinking before the content, but not the header of the turn.
-        if end < 0 or tokenizer.control.search(text, start, found):
-            raise _unproven(tokenizer, message, text[start:stop])
-        turns.append(Turn(start, end + len(tokenizer.end_of_turn)))
-    return turns
-
-
-def _prefix_turns(text: str, chat: Chat, tokenizer: FolderTokenizer) -> list[Turn]:
-    """Rung 2: what the template adds for a turn, where it never changes what it wrote before."""
-    turns = []
-    for i, message in enumerate(chat.messages):
-        if message["role"] != "assistant":
+    user "a", assistant "b", byte tokenizer:  messages [(0, 6, 7), (1, 19, 21)]: a; b and <|im_end|>
+    """
+    ids, weights = encode_chat(chat, tokenizer, supervise)
+    if isinstance(tokenizer, ByteTokenizer):
+        return Spans(tokenizer.decode(ids), ids, weights, _encode_bytes(chat)[1])
+    encoded, typed, rendered = _render(chat, tokenizer)
+    written = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    found = []
+    for i in written:
+        try:
+            found += _prove(encoded, typed, rendered, [i])
+        except DataError:  # not supervised, or encode_chat would have raised it
             continue
-        if i == 0:
-            raise DataError(
-                f"the chat opens with an assistant message, and chat template {tokenizer.template_name} has "
-                "no {% generation %} block to tell what the assistant wrote.  Begin with a user or system "
-                "message."
-            )
-        last = i + 1 == len(chat.messages)
-        before = tokenizer.render(chat.messages[:i], chat.tools, add_generation_prompt=True)
-        upto = text if last else tokenizer.render(chat.messages[: i + 1], chat.tools)
-        if not (upto.startswith(before) and text.startswith(upto)):
-            raise DataError(
-                f"chat template {tokenizer.template_name} rewrites earlier text when message {i + 1} "
-                "(assistant) or a later one is added, so its turn cannot be told apart.  Give a template "
-                "(data.chat_template) with {% generation %} around what the assistant writes, or one that "
-                "only adds text."
-            )
-        turns.append(_added_turn(upto, len(before), message, tokenizer))
-    return turns
+    others = [i for i, message in enumerate(rendered.messages) if i not in written and message.get("content")]
+    for i, (start, end) in locate(rendered, others).items():
+        found.append(Span(i, *encoded.cover(start, end)))
+    return Spans(typed.restore(rendered.text), ids, weights, sorted(found, key=lambda span: span.start))
 
 
-def _added_turn(upto: str, start: int, message: Message, tokenizer: FolderTokenizer) -> Turn:
-    """The turn that ends `upto`: content and end of turn, and nothing else that the assistant did not say."""
-    content = (message.get("content") or "").strip()
-    found = upto.find(content, start)
-    end = -1 if found < 0 else upto.find(tokenizer.end_of_turn, found + len(content))
-    stop = end + len(tokenizer.end_of_turn)
-    around = upto[start:found] + upto[found + len(content) : end]
-    plain = not any(message.get(key) for key in _BEYOND_CONTENT)
-    if end < 0 or upto[stop:].strip() or (plain and around.strip()):
-        raise _unproven(tokenizer, message, upto[start:])
-    return Turn(start, stop)
+def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
+    """What the tokens of each assistant turn weigh, by message; turns that weigh 0 are left out but for `all`."""
+    written = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    weights = chat.weights or (1.0,) * len(chat.messages)
+    weigh = {i: weights[i] for i in (written[-1:] if supervise == "last" else written)}
+    return weigh if supervise == "all" else {i: weight for i, weight in weigh.items() if weight != 0}
 
 
-def _verify_turn(text: str, ids: np.ndarray, tokenizer: FolderTokenizer) -> None:
-    """The last proof: the supervised tokens, and they alone, decode to the turn."""
-    decoded = tokenizer.decode(ids).strip()
-    if decoded not in (text.strip(), tokenizer.normalize(text).strip()):
+def _spread(num_tokens: int, turns: list[Span], weigh: dict[int, float], supervise: Supervise) -> np.ndarray:
+    """Weights of the tokens.  Raises DataError where all are 0."""
+    weights = np.full(num_tokens, float(supervise == "all"), dtype=np.float32)
+    for turn in turns:
+        weights[turn.start : turn.end] = weigh[turn.message]
+    weights[:1] = 0  # nothing stands before the first token to predict it from
+    if not weights.any():
         raise DataError(
-            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {_short(text)} "
-            f"became {_short(decoded)}.  It cannot express this turn, or joins it with the text around it."
+            f"every token weighs 0 with data.supervise = {supervise}, so there is nothing to learn from.  Leave an "
+            "assistant message on, or remove the chat."
         )
+    return weights
 
 
-def _unproven(tokenizer: FolderTokenizer, message: Message, wrote: str) -> DataError:
-    return DataError(
-        f"chat template {tokenizer.template_name} writes an assistant turn as {_short(wrote)} where the "
-        f"content is {_short(message.get('content') or '')} and the end of turn is {tokenizer.end_of_turn}: "
-        "what the assistant wrote cannot be told apart.  Give a template (data.chat_template) with "
-        "{% generation %} around the content and the end of turn."
-    )
+def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[Span]]:
+    """The byte tokenizer's template: ChatML; tools are JSON in a first system block.
+
+    Spans are of contents, for an assistant with its end of turn.
+    """
+    text, controls, turns = bytearray(), [], []
+
+    def block(role: str, body: str) -> tuple[int, int]:
+        controls.append((len(text), BYTE_CONTROL["<|im_start|>"]))
+        text.extend(b"\0" + role.encode() + b"\n")
+        first = len(text)
+        text.extend(body.encode())
+        controls.append((len(text), BYTE_CONTROL["<|im_end|>"]))
+        text.extend(b"\0\n")
+        return first, len(text) - 2
+
+    if chat.tools:
+        block("system", "# Tools\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools))
+    for i, message in enumerate(chat.messages):
+        calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
+        body = [message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+        first, last = block(message["role"], "\n".join(part for part in body if part))
+        turns.append(Span(i, first, last + (message["role"] == "assistant")))
+    ids = np.frombuffer(bytes(text), dtype=np.uint8).astype(np.int32)
+    for position, control in controls:
+        ids[position] = control
+    return ids, turns
 
 
-def _short(text: str, limit: int = 80) -> str:
-    return json.dumps(text if len(text) <= limit else text[: limit - 3] + "...", ensure_ascii=False)
+def _render(chat: Chat, tokenizer: FolderTokenizer) -> tuple[Encoded, Typed, Rendered]:
+    """The chat rendered and tokenised, once; the text still has stand-ins for control strings that were typed."""
+    messages, tools = prepared(chat.messages), plain(chat.tools)
+    typed = without_typed(messages, tools, tokenizer)
+    template = tokenizer.template
+    text, marks = template.marked(typed.messages, typed.tools)
+    if typed.tokens and typed.restore(text) != template.render(messages, tools):
+        raise DataError(
+            f"the chat contains the text {next(iter(typed.tokens.values()))}, a control token of the tokenizer of "
+            f"{tokenizer.name}, and chat template {template.name} treats it as more than text.  Remove it or "
+            "write it differently."
+        )
+    rendered = Rendered(text, marks, typed.messages, typed.tools, typed.everything, tokenizer)
+    return encode_typed(text, typed, tokenizer), typed, rendered
+
+
+def _prove(encoded: Encoded, typed: Typed, chat: Rendered, wanted: list[int]) -> list[Span]:
+    """The tokens of the turns `wanted`, which decode to the text of the turns and to nothing else."""
+    turns = find_turns(chat, wanted)
+    spans = tokens_of(turns, chat.text, encoded, typed, chat.tokenizer)
+    return [Span(turn.message, first, last) for turn, (first, last) in zip(turns, spans, strict=True)]

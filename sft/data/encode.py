@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.chat import encode_chat
+from sft.data.chat import Supervise, encode_chat
 from sft.data.fit import NOTHING, OverLong, pieces
 from sft.data.formats import Tokenized, check_ids, read_row
 from sft.data.ledger import LINE, Reject
@@ -50,6 +50,7 @@ class Encoder:
     doc_multiple: int
     over_long: OverLong
     on_bad_row: Literal["error", "skip"]
+    supervise: Supervise
 
     def block(self, rows: Iterable[Row]) -> Block:
         """Tokenises rows.  Raises DataError beginning with the row's name, for the first that cannot be used."""
@@ -82,7 +83,7 @@ class Encoder:
         if isinstance(row, Tokenized):
             check_ids(row, self.tokenizer.vocab_size)
             return row.tokens, row.weights
-        return encode_chat(row, self.tokenizer)
+        return encode_chat(row, self.tokenizer, self.supervise)
 
     def _fit(self, number: int, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
         """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.

@@ -139,6 +139,7 @@ def _plan_work(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, 
         doc_multiple=data.doc_multiple,
         over_long=data.over_long,
         on_bad_row=data.on_bad_row,
+        supervise=data.supervise,
     )
     return Work(encoder=encoder, index=index, ranges=part_ranges(index), store=folder, stamp=stamp_before)
 

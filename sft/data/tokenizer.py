@@ -1,32 +1,32 @@
 """Which tokenizer and which chat template a run uses.
 
-Decides where they come from, the padding id, the true number of ids, the text that ends an assistant's turn,
-and the digest that cache keys are made of.  Does not decide what is supervised (`chat.py`).
+Decides where they come from, the padding id, the true number of ids, and the digest that cache keys are made of.
+Does not decide what a template writes (`template.py`) or what is supervised (`turns.py`).
 
 Two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  Nothing
-is downloaded and no code of a folder is run; its template is rendered by transformers in Jinja's sandbox.
+is downloaded and no code of a folder is run; its template is rendered in a sandbox with a budget (`sandbox.py`).
 """
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sft.config import DataConfig
+from sft.data.template import ChatTemplate, Frame, Message, Tools, learn_frame, plain
 from sft.errors import DataError
+
+__all__ = ["ByteTokenizer", "ChatTokenizer", "Encoded", "FolderTokenizer", "Message", "Tools", "load_tokenizer"]
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
 _BYTE_DIGEST = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-
-Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,33 @@ class ByteTokenizer:
         return b"".join(control.get(int(i)) or bytes([int(i)]) for i in ids).decode("utf-8", errors="replace")
 
 
-class Encoded(NamedTuple):
-    """Tokens of a text and the characters each covers: text[starts[k]:ends[k]]."""
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a text, and the characters that each covers: text[starts[k]:ends[k]].
 
-    ids: np.ndarray  # int32 [n]
-    starts: np.ndarray  # int64 [n]
-    ends: np.ndarray  # int64 [n]
+    ids      int32 [n]
+    offsets  gives int32 [2n]: start, end, start, end, ...; looked up only when it is asked for, since it costs time
+    """
+
+    ids: np.ndarray
+    offsets: Callable[[], np.ndarray]
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return self._offsets[::2]
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return self._offsets[1::2]
+
+    def cover(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens that cover text[start:end], from the first that ends behind its start."""
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        return first, max(first, int(np.searchsorted(self.starts, end, side="left")))
+
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        return self.offsets()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,46 +84,55 @@ class FolderTokenizer:
     name: str
     vocab_size: int
     pad_id: int
-    end_of_turn: str
     digest: str
-    template: str
-    template_name: str  # as a user would call it, for errors
-    control: re.Pattern[str]  # texts that the tokenizer turns into control tokens wherever they stand
+    template: ChatTemplate
+    frame: Frame
+    control: re.Pattern[str]  # special tokens and those that end a turn, which contents must not hold
+    control_names: dict[int, str]  # those by their ids
+    control_heads: tuple[str, ...]  # the first two characters of those: quicker to look for
     hf: Any
 
     @property
-    def has_markers(self) -> bool:
-        """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
-        return bool(_GENERATION.search(self.template))
+    def end_of_turn(self) -> str:
+        """The token that ends an assistant's turn (a turn that calls a tool may have another)."""
+        return self.frame.ends[0]
 
-    def render(self, messages: list[Message], tools: Tools, *, add_generation_prompt: bool = False) -> str:
-        """The chat as text, as the template writes it.  Raises DataError where the template refuses it."""
-        return _render(self.hf, self.template, self.template_name, messages, tools, add_generation_prompt)
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Id of each control token."""
+        return {name: i for i, name in self.control_names.items()}
 
-    def marked_spans(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the characters inside each {% generation %} block.
+    @cached_property
+    def is_control(self) -> np.ndarray:
+        """bool [vocab_size]"""
+        return np.isin(np.arange(self.vocab_size), list(self.control_names))
 
-        transformers also offers a token mask made from these spans; it supervises the rest of the sequence
-        when a span ends at token 0 (transformers#47325), so spans are mapped to tokens in `chat.py`.
+    def encode(self, text: str, *, as_text: bool = False) -> Encoded:
+        """Ids of `text` as they stand: no special tokens added, nothing truncated.
+
+        as_text  control strings are text: <|im_end|> becomes "<", "|", "im", ... and not one id
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        backend = self.hf.backend_tokenizer
 
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        texts, spans = render_jinja_template(
-            conversations=[present],
-            tools=tools,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.hf.special_tokens_map,
-        )
-        return texts[0], [(int(start), int(end)) for start, end in spans[0]]
+        def offsets() -> np.ndarray:
+            backend.encode_special_tokens = as_text
+            spans = backend.encode(text, add_special_tokens=False).offsets
+            return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
 
-    def encode(self, text: str) -> Encoded:
-        """Ids of `text` as they stand: no special tokens added, nothing truncated."""
-        encoding = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int32)
-        flat = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=2 * len(ids))
-        return Encoded(ids, flat[::2], flat[1::2])
+        backend.encode_special_tokens = as_text
+        # Without offsets: the same ids, a fifth faster.
+        return Encoded(np.array(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32), offsets)
+
+    def count(self, text: str) -> int:
+        """Number of tokens of a short text that comes again and again."""
+        if text not in self.counts:
+            self.counts[text] = len(self.encode(text).ids)
+        return self.counts[text]
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """What `count` has found; a count that proved to be right is kept."""
+        return {}
 
     def normalize(self, text: str) -> str:
         """`text` after the tokenizer's own normaliser (Qwen's composes accents, for instance)."""
@@ -134,7 +164,8 @@ def load_tokenizer(data: DataConfig) -> ChatTokenizer:
 
 def _load_folder(name: str, template_file: str | None) -> FolderTokenizer:
     hf = _read_folder(name)
-    template, template_name = _choose_template(hf, name, template_file)
+    source, template_name = _choose_template(hf, name, template_file)
+    template = ChatTemplate(source, template_name, plain(dict(hf.special_tokens_map)))
     backend = hf.backend_tokenizer
     # We place control tokens by the template alone, and a post-processor would shorten the character spans
     # of tokens by their spaces (ByteLevel's trim_offsets).  A length limit saved in the folder would cut.
@@ -142,16 +173,21 @@ def _load_folder(name: str, template_file: str | None) -> FolderTokenizer:
     backend.no_truncation()
     backend.no_padding()
     vocabulary = hf.get_vocab()
-    control = [str(token) for token in hf.added_tokens_decoder.values() if token.special]
+    special = {str(token): i for i, token in hf.added_tokens_decoder.items() if token.special}
+    frame = learn_frame(template, hf.get_added_vocab(), special)
+    names = {**special, **{end: vocabulary[end] for end in frame.ends}}
+    # Longer ones first, so that a token is found before another that it begins with.
+    control = sorted(names, key=len, reverse=True)
     pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
     return FolderTokenizer(
         name=name,
         vocab_size=max(vocabulary.values()) + 1,  # len() is too small where ids have holes
         pad_id=0 if pad is None else int(pad),
-        end_of_turn=_find_end_of_turn(hf, template, template_name),
-        digest=_folder_digest(Path(name), template),
+        digest=_folder_digest(Path(name), source),
         template=template,
-        template_name=template_name,
+        frame=frame,
+        control_names={i: token for token, i in names.items()},
+        control_heads=tuple(sorted({token[:2] for token in control})),
         control=re.compile("|".join(re.escape(token) for token in control) or "(?!)"),  # (?!) never matches
         hf=hf,
     )
@@ -197,53 +233,6 @@ def _choose_template(hf: Any, name: str, template_file: str | None) -> tuple[str
             "chat model that you want to train towards."
         )
     return template, f"of {name}"
-
-
-def _find_end_of_turn(hf: Any, template: str, template_name: str) -> str:
-    """The token that the template writes after an assistant's content, found by rendering a small chat.
-
-    ChatML "...assistant\\nANSWER<|im_end|>\\n" -> "<|im_end|>"        Llama 3 -> "<|eot_id|>"
-    """
-    probe = "ANSWER"
-    chat: list[Message] = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": probe}]
-    text = _render(hf, template, template_name, chat, None, False)
-    if probe not in text:
-        raise DataError(f"chat template {template_name} leaves out what the assistant said; it wrote {text!r}.")
-    tail = text[text.rindex(probe) + len(probe) :].strip()
-    tokens = [token for token in hf.get_added_vocab() if tail.startswith(token)]
-    if not tokens:
-        wrote = f"{tail!r}, which is not a control token of the tokenizer" if tail else "nothing"
-        raise DataError(
-            f"chat template {template_name} ends an assistant's turn with {wrote}: the model would not "
-            "learn to stop.  Give a template (data.chat_template) that ends turns with a control token of "
-            "this tokenizer."
-        )
-    return max(tokens, key=len)
-
-
-def _render(
-    hf: Any,
-    template: str,
-    template_name: str,
-    messages: list[Message],
-    tools: Tools,
-    add_generation_prompt: bool,
-) -> str:
-    try:
-        return str(
-            hf.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        )
-    except Exception as error:  # the template is the user's code and may raise anything
-        reason = str(error).strip().splitlines()
-        raise DataError(
-            f"chat template {template_name} refused the chat: {reason[0] if reason else type(error).__name__}"
-        ) from error
 
 
 def _folder_digest(folder: Path, template: str) -> str:

@@ -1,81 +1,100 @@
-"""Masks: what is supervised, template by template, and what is refused because it cannot be proven."""
+"""From chats to tokens and weights: ids are the template's own, weights are of what the assistant wrote."""
 
+import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat import encode_chat
-from sft.data.formats import Chat, read_row
-from sft.data.tokenizer import ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.data.chat import encode_chat, spans
+from sft.data.formats import Chat
+from sft.data.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.errors import DataError
-from tests.unit.fixtures.folder import load_folder, template
+from tests.unit.fixtures.chats import (
+    CALLING,
+    CALLING_TWICE,
+    SYSTEM,
+    TALK,
+    THINKING,
+    Messages,
+    assistant,
+    calling_talks,
+    chat_of,
+    runs,
+    talks,
+    tool,
+    user,
+)
 
 Tokenizers = Callable[[str], FolderTokenizer]
 BYTE = ByteTokenizer()
+USER = user("What?")
+# Templates that write contents as they are or trimmed, and whether they know a system message.
+PLAIN = {
+    "chatml": True,
+    "chatml_marked": True,
+    "chatml_marked_content": True,
+    "llama3": True,
+    "llama31": True,
+    "llama31_marked": True,
+    "mistral": False,
+    "mistral_tools": True,
+    "gemma": False,
+    "deepseek_v3": True,
+    "deepseek_r1": True,
+    "qwen25": True,
+    "qwen3": True,
+    "qwen3_marked": True,
+    "phi3": True,
+    "cohere": True,
+    "plain_header": True,
+}
+# Templates that know tools, and how many calls a turn may hold.
+CALLERS = {"chatml": 3, "llama31": 1, "llama31_marked": 1, "deepseek_v3": 3, "qwen25": 3, "qwen3": 3, "qwen3_marked": 3}
+RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-USER, SYSTEM = {"role": "user", "content": "What?"}, {"role": "system", "content": "Be brief."}
-TALK: list[dict[str, Any]] = [
-    {"role": "user", "content": "Hello there"},
-    {"role": "assistant", "content": " I am fine.\n"},
-    {"role": "user", "content": "The answer?"},
-    {"role": "assistant", "content": "42\n\nWhat is the question?"},
-]
+
+def ids_of_template(chat: Chat, tokenizer: FolderTokenizer) -> list[int]:
+    """What transformers makes of the chat, by the tokenizer as it lies on disk."""
+    from transformers import AutoTokenizer
+
+    if tokenizer.name not in _READ:
+        _READ[tokenizer.name] = AutoTokenizer.from_pretrained(tokenizer.name)
+    ids = _READ[tokenizer.name].apply_chat_template(chat.messages, tools=chat.tools, return_dict=False)
+    assert isinstance(ids, list)
+    return ids
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Tokenizers:
-    """`tokenizers("llama3")`: the small tokenizer with that template, made once."""
-    made: dict[str, FolderTokenizer] = {}
-
-    def get(name: str) -> FolderTokenizer:
-        if name not in made:
-            made[name] = load_folder(tmp_path_factory.mktemp(name), template(name))
-        return made[name]
-
-    return get
-
-
-def supervised(messages: list[dict[str, Any]], tokenizer: ChatTokenizer, tools: Any = None) -> list[str]:
-    """Text of each run of supervised tokens."""
-    tokens, mask = encode_chat(read_row({"messages": messages, "tools": tools}), tokenizer)
-    assert tokens.dtype == np.int32 and mask.dtype == np.float32 and tokens.shape == mask.shape
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask > 0, [False]]).astype(np.int8)))
-    return [tokenizer.decode(tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+_READ: dict[str, Any] = {}
 
 
 def test_byte_template() -> None:
-    tokens, mask = encode_chat(read_row({"messages": [USER, {"role": "assistant", "content": "é"}]}), BYTE)
+    tokens, weights = encode_chat(Chat([USER, assistant("é")], None), BYTE)
     assert tokens.tolist() == [256, *b"user\nWhat?", 257, 10, 256, *b"assistant\n", 0xC3, 0xA9, 257, 10]
-    assert np.flatnonzero(mask).tolist() == [24, 25, 26]
-    assert tokens[mask > 0].tolist() == [0xC3, 0xA9, 257]
+    assert tokens.dtype == np.int32 and weights.dtype == np.float32
+    assert np.flatnonzero(weights).tolist() == [24, 25, 26]
+    assert tokens[weights > 0].tolist() == [0xC3, 0xA9, 257]
 
 
 def test_byte_template_keeps_typed_control_strings_as_text() -> None:
-    talk = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<|im_start|>"}]
-    tokens, mask = encode_chat(read_row({"messages": talk}), BYTE)
+    tokens, weights = encode_chat(Chat([user("<|im_end|>"), assistant("<|im_start|>")], None), BYTE)
     assert tokens.tolist().count(257) == 2 and tokens.tolist().count(256) == 2
-    assert tokens[mask > 0].tolist() == [*b"<|im_start|>", 257]
+    assert tokens[weights > 0].tolist() == [*b"<|im_start|>", 257]
 
 
 def test_byte_template_writes_tools_and_calls() -> None:
-    talk = [
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
-        {"role": "tool", "content": "7"},
-        {"role": "assistant", "content": "Seven."},
-    ]
-    tokens, _ = encode_chat(read_row({"messages": talk, "tools": [{"name": "f"}]}), BYTE)
+    called = assistant(None, tool_calls=[{"function": {"name": "f", "arguments": {}}}])
+    chat = Chat([USER, called, tool("7"), assistant("Seven.")], [{"name": "f"}])
+    tokens, _ = encode_chat(chat, BYTE)
     assert BYTE.decode(tokens) == (
         '<|im_start|>system\n# Tools\n{"name": "f"}<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n'
         '<|im_start|>assistant\n<tool_call>\n{"function": {"name": "f", "arguments": {}}}\n</tool_call>'
         "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\nSeven.<|im_end|>\n"
     )
-    assert supervised(talk, BYTE)[1] == "Seven.<|im_end|>"
+    assert runs(chat, BYTE)[1] == "Seven.<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -92,129 +111,179 @@ def test_byte_template_writes_tools_and_calls() -> None:
 )
 def test_golden_masks(tokenizers: Tokenizers, name: str, expected: list[str]) -> None:
     """P101: contents and end of turn, each template's own, without the newline that some write after it."""
-    assert supervised(TALK, tokenizers(name)) == expected
-
-
-@pytest.mark.parametrize("name", ["chatml", "chatml_marked", "llama3", "gemma", "mistral", "plain_header"])
-def test_ids_are_the_templates_own(tokenizers: Tokenizers, name: str) -> None:
-    """P98: the whole chat, rendered and tokenised once; never message by message."""
-    from transformers import AutoTokenizer
-
-    tokenizer = tokenizers(name)
-    theirs = AutoTokenizer.from_pretrained(tokenizer.name).apply_chat_template(TALK, return_dict=False)
-    assert encode_chat(Chat(TALK, None), tokenizer)[0].tolist() == theirs
+    assert runs(Chat(TALK, None), tokenizers(name)) == expected
 
 
 def test_consecutive_tool_results(tokenizers: Tokenizers) -> None:
     """P98: the template joins two tool results in one turn, which no message rendered alone would show."""
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    talk = [
-        SYSTEM,
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [call, call]},
-        {"role": "tool", "content": "7"},
-        {"role": "tool", "content": "8"},
-        {"role": "assistant", "content": "Seven and eight."},
-    ]
+    chat = chat_of([SYSTEM, *CALLING_TWICE])
     tokenizer = tokenizers("chatml")
-    written = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    assert supervised(talk, tokenizer, [{"name": "f"}]) == [
-        written * 2 + "<|im_end|>",
-        "Seven and eight.<|im_end|>",
+    written = '\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+    assert runs(chat, tokenizer) == [
+        "Let me" + written + written.replace("1", "2") + "<|im_end|>",
+        "3 and 4.<|im_end|>",
     ]
     assert (
-        "user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response><|im_end|>"
-        in tokenizer.decode(encode_chat(Chat(talk, None), tokenizer)[0])
+        "user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>"
+        in tokenizer.decode(encode_chat(chat, tokenizer)[0])
     )
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-def test_a_template_that_rewrites_turns_is_refused(tokenizers: Tokenizers, turns: int) -> None:
-    """P99: its prompt is not a prefix of the whole, or it says what the assistant did not."""
-    complaint = "rewrites earlier text when message 2" if turns == 2 else "writes an assistant turn as.*<think>"
-    with pytest.raises(DataError, match=rf"chat template of \S+ {complaint}.*generation"):
-        encode_chat(read_row({"messages": TALK[: 2 * turns]}), tokenizers("thinking"))
-
-
-@pytest.mark.parametrize(
-    ("jinja", "complaint"),
-    [
-        # One block around everything: it would supervise the user.
-        (
-            "{% generation %}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-            "{% endgeneration %}",
-            "marks 1 generation blocks for 2 assistant turns",
-        ),
-        # The header is in the block: it would be supervised.
-        (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}"
-            "<|im_start|>{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}",
-            "writes an assistant turn as \"<|im_start|> I am fine",
-        ),
-        # Blocks around the wrong turns.
-        (
-            "{% for m in messages %}<|im_start|>{% if m.role == 'user' %}{% generation %}{{ m.content }}"
-            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
-            "writes an assistant turn as \"Hello there\" where the content is \" I am fine",
-        ),
-        # No end of turn after the block: text follows instead.
-        (
-            "{% for m in messages %}<|im_start|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
-            "{% generation %}{{ m.content }}{% endgeneration %}{{ '' if loop.last else '...' }}{% endif %}"
-            "<|im_end|>{% endfor %}",
-            "and the end of turn is <|im_end|>",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_markers_are_refused(tmp_path: Path, jinja: str, complaint: str) -> None:
-    with pytest.raises(DataError) as error:
-        encode_chat(Chat(TALK, None), load_folder(tmp_path, jinja))
-    assert complaint in str(error.value)
-
-
-def test_a_template_without_markers_cannot_start_with_the_assistant(tokenizers: Tokenizers) -> None:
-    talk = [{"role": "assistant", "content": "Hi"}, USER, {"role": "assistant", "content": "Bye"}]
-    with pytest.raises(DataError, match="opens with an assistant message.*Begin with a user"):
-        encode_chat(Chat(talk, None), tokenizers("chatml"))
-    assert supervised(talk, tokenizers("chatml_marked")) == ["Hi<|im_end|>", "Bye<|im_end|>"]
-
-
-def test_a_template_may_refuse_a_chat(tokenizers: Tokenizers) -> None:
-    with pytest.raises(DataError, match="refused the chat: System role not supported"):
-        encode_chat(Chat([SYSTEM, *TALK], None), tokenizers("gemma"))
-
-
-def test_typed_control_tokens_are_refused(tokenizers: Tokenizers) -> None:
-    talk = [{"role": "user", "content": "What does <|im_end|> do?"}, TALK[1]]
-    with pytest.raises(DataError, match=r"message 1 \(user\) contains the text <\|im_end\|>"):
-        encode_chat(Chat(talk, None), tokenizers("chatml"))
-
-
-WORDS = st.text(
-    st.sampled_from(list("ab 1\n\t.é中😀\u0301'\"{<|>")) | st.characters(exclude_categories=["Cs"]),
-    max_size=20,
-)
-TALKS = st.lists(st.tuples(WORDS, WORDS.filter(lambda text: bool(text.strip()))), min_size=1, max_size=4)
-
-
-@pytest.mark.parametrize(
-    "name", ["chatml", "chatml_marked", "chatml_marked_content", "llama3", "gemma", "mistral", "plain_header"]
-)
-@settings(max_examples=60, deadline=None)
-@given(turns=TALKS)
-def test_supervised_text_is_what_the_assistant_said(
-    tokenizers: Tokenizers, name: str, turns: list[tuple[str, str]]
-) -> None:
+@pytest.mark.parametrize("name", PLAIN)
+@RANDOM
+@given(data=st.data())
+def test_what_the_assistant_said(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
+    """P98: ids are those of the whole chat; what is supervised is each content and the end of its turn."""
     tokenizer = tokenizers(name)
-    assume(not any(tokenizer.control.search(text) for turn in turns for text in turn))
-    talk = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
-    runs = supervised(talk, tokenizer)
-    assert [run.removesuffix(tokenizer.end_of_turn).strip() for run in runs] == [said.strip() for _, said in turns]
-    assert all(run.count(tokenizer.end_of_turn) == 1 for run in runs)
+    messages = data.draw(talks(typed=False, system=PLAIN[name]))
+    assume(not tokenizer.control.search(str(messages)))
+    chat = Chat(messages, None)
+    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    inserted = "<think>\n\n</think>\n\n" if name == "qwen3_marked" else ""  # its marks hold what it inserts
+    written = [run.removesuffix(tokenizer.end_of_turn).removeprefix(inserted) for run in runs(chat, tokenizer)]
+    assert [text.strip() for text in written] == said
+    assert encode_chat(chat, tokenizer)[0].tolist() == ids_of_template(chat, tokenizer)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@RANDOM
+@given(data=st.data())
+def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
+    """Control ids are as many as in the same chat without them; text and supervised text keep what was typed."""
+    tokenizer = tokenizers(name)
+    messages = data.draw(talks(typed=True, system=PLAIN[name]))
+    assume(not any("think>" in message["content"] for message in messages))
+    chat = Chat(messages, None)
+    plain = [{**message, "content": tokenizer.control.sub("x", message["content"])} for message in messages]
+    assume(not any(tokenizer.control.search(message["content"]) for message in plain))
+    ids, _ = encode_chat(chat, tokenizer)
+    without, _ = encode_chat(Chat(plain, None), tokenizer)
+    controls = [i for i in ids.tolist() if tokenizer.is_control[i]]
+    assert controls == [i for i in without.tolist() if tokenizer.is_control[i]]
+    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    inserted = "<think>\n\n</think>\n\n" if name == "qwen3_marked" else ""
+    written = [run.removesuffix(tokenizer.end_of_turn).removeprefix(inserted) for run in runs(chat, tokenizer)]
+    assert [text.strip() for text in written] == said
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@RANDOM
+@given(data=st.data())
+def test_calls_of_tools(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
+    """A turn that calls tools is supervised with the calls, results of tools are not."""
+    tokenizer = tokenizers(name)
+    messages = data.draw(calling_talks(typed=False, most_calls=CALLERS[name]))
+    assume(not tokenizer.control.search(str(messages)))
+    assume(not name.startswith("qwen3") or not any("<tool_response>" in str(m["content"]) for m in messages))
+    chat = chat_of(messages)
+    written = runs(chat, tokenizer)
+    turns = [message for message in messages if message["role"] == "assistant"]
+    assert len(written) == len(turns)
+    for text, message in zip(written, turns, strict=True):
+        assert sum(text.endswith(end) and text.count(end) == 1 for end in tokenizer.frame.ends) == 1
+        assert (message["content"] or "").strip() in text
+        for called in message.get("tool_calls", []):
+            assert json.dumps(called["function"]["arguments"], ensure_ascii=False) in text
+    assert encode_chat(chat, tokenizer)[0].tolist() == ids_of_template(chat, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_marked"])
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_ids_with_thinking(tokenizers: Tokenizers, name: str, key: str) -> None:
+    messages = [{key if k == "reasoning_content" else k: v for k, v in message.items()} for message in THINKING]
+    assert encode_chat(Chat(messages, None), tokenizers(name))[0].tolist() == ids_of_template(
+        Chat(THINKING, None), tokenizers(name)
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(turns=TALKS)
-def test_byte_tokenizer_supervises_what_the_assistant_said(turns: list[tuple[str, str]]) -> None:
-    talk = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
-    assert supervised(talk, BYTE) == [said + "<|im_end|>" for _, said in turns]
+@given(messages=talks(typed=True, system=True))
+def test_byte_tokenizer_supervises_what_the_assistant_said(messages: Messages) -> None:
+    said = [message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"]
+    assert runs(Chat(messages, None), BYTE) == said
+
+
+EITHER = pytest.mark.parametrize("name", ["byte", "chatml", "chatml_marked"])
+
+
+def either(name: str, tokenizers: Tokenizers) -> Any:
+    return BYTE if name == "byte" else tokenizers(name)
+
+
+FIRST, LAST = " I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"
+
+
+@EITHER
+def test_supervise_last(tokenizers: Tokenizers, name: str) -> None:
+    assert runs(Chat(TALK, None), either(name, tokenizers), "last") == [LAST]
+
+
+@EITHER
+def test_supervise_all(tokenizers: Tokenizers, name: str) -> None:
+    """Every token but the first, which nothing predicts."""
+    tokenizer = either(name, tokenizers)
+    ids, weights = encode_chat(Chat(TALK, None), tokenizer, "all")
+    assert weights.tolist() == [0.0] + [1.0] * (len(ids) - 1)
+
+
+@EITHER
+def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
+    """0 switches a turn off, another number multiplies; what stands for messages of others means nothing."""
+    tokenizer = either(name, tokenizers)
+    assert runs(Chat(TALK, None, (1.0, 0.0, 1.0, 1.0)), tokenizer) == [LAST]
+    assert runs(Chat(TALK, None, (0.0, 1.0, 0.0, 0.0)), tokenizer) == [FIRST]
+    _, ones = encode_chat(Chat(TALK, None), tokenizer)
+    ids, weights = encode_chat(Chat(TALK, None, (9.0, 0.5, 9.0, 2.0)), tokenizer)
+    assert [tokenizer.decode(ids[weights == weight]) for weight in (0.5, 2.0)] == [FIRST, LAST]
+    assert ((weights > 0) == (ones > 0)).all() and set(weights.tolist()) == {0.0, 0.5, 2.0}
+
+
+@EITHER
+def test_weights_with_supervise_all(tokenizers: Tokenizers, name: str) -> None:
+    tokenizer = either(name, tokenizers)
+    ids, weights = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
+    assert tokenizer.decode(ids[1:][weights[1:] == 0]) == FIRST
+    assert tokenizer.decode(ids[weights == 2]) == LAST
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("weights", "supervise"), [((1.0, 0.0, 1.0, 0.0), "assistant"), ((1.0, 1.0, 1.0, 0.0), "last")]
+)
+def test_nothing_to_learn(tokenizers: Tokenizers, name: str, weights: tuple[float, ...], supervise: Any) -> None:
+    with pytest.raises(DataError, match=f"every token weighs 0 with data.supervise = {supervise}, so there is nothing"):
+        encode_chat(Chat(TALK, None, weights), either(name, tokenizers), supervise)
+
+
+def test_only_turns_that_are_supervised_need_a_proof(tokenizers: Tokenizers) -> None:
+    """Mistral's template leaves a tool call's text out, which matters only where it would be learned."""
+    chat = chat_of(CALLING_TWICE)
+    with pytest.raises(DataError, match="message 2 cannot be told apart"):
+        encode_chat(chat, tokenizers("mistral_tools"))
+    assert runs(chat, tokenizers("mistral_tools"), "last") == [" 3 and 4.</s>"]
+    assert runs(Chat(chat.messages, chat.tools, (1, 0, 1, 1, 1)), tokenizers("mistral_tools")) == [" 3 and 4.</s>"]
+    assert encode_chat(chat, tokenizers("mistral_tools"), "all")[1].all() == False  # noqa: E712  # the first token
+
+
+@EITHER
+def test_spans(tokenizers: Tokenizers, name: str) -> None:
+    """Which tokens come from which message."""
+    tokenizer = either(name, tokenizers)
+    found = spans(Chat([SYSTEM, *TALK], None), tokenizer)
+    assert [span.message for span in found.messages] == [0, 1, 2, 3, 4]
+    assert [tokenizer.decode(found.ids[span.start : span.end]) for span in found.messages] == [
+        "Be brief.",
+        "Hello there",
+        FIRST,
+        "The answer?",
+        LAST,
+    ]
+    assert found.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert found.weights.sum() == sum(s.end - s.start for s in found.messages if s.message in (2, 4))
+
+
+def test_spans_as_far_as_they_can_be_found(tokenizers: Tokenizers) -> None:
+    """The tool's result stands inside JSON, and the first turn is not proven."""
+    found = spans(chat_of(CALLING_TWICE), tokenizers("mistral_tools"), "last")
+    assert [span.message for span in found.messages] == [0, 2, 3, 4]
+    assert len(spans(chat_of(CALLING), tokenizers("qwen25")).messages) == 4

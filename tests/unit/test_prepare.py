@@ -16,7 +16,7 @@ import pytest
 
 from sft.cli import main
 from sft.data import parts
-from sft.data.cache import store_folder
+from sft.data.cache import code_files, store_folder
 from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.rows import index_rows, read_rows
 from sft.data.store import open_store
@@ -440,3 +440,11 @@ def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [store] = (tmp_path / "cache").iterdir()
     opened = open_store(store, verify=True)
     assert opened is not None and opened.weights.tolist() == [0, 0.5, 1]
+
+
+def test_which_code_makes_samples() -> None:
+    """A file that is not here, nor in cache._UNRELATED, would be one that somebody forgot."""
+    assert " ".join(path.stem for path in code_files()) == (
+        "align blocks chat cover encode fit formats json_rows ledger messages parts rows said sandbox store "
+        "strict_json tables template tokenizer turns typed"
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sft.data.template import Frame
 from sft.data.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
@@ -36,14 +37,44 @@ def test_folder(folder: Path) -> None:
     assert isinstance(tokenizer, FolderTokenizer)
     assert tokenizer.end_of_turn == "<|im_end|>"
     assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0  # no pad token: the end of text serves
-    assert not tokenizer.has_markers
-    ids, starts, ends = tokenizer.encode("<|im_start|>x \n y")
-    assert ids[0] == 1
+    assert not tokenizer.template.has_markers
+    assert tokenizer.frame == Frame(ends=("<|im_end|>",), header="<|im_start|>assistant\n", lead="")
+    encoded = tokenizer.encode("<|im_start|>x \n y")
+    assert encoded.ids[0] == 1
     # Each character belongs to exactly one token: the saved post-processor would drop the spaces.
-    assert [(int(a), int(b)) for a, b in zip(starts, ends, strict=True)] == list(
-        zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
-    )
-    assert ends[-1] == 17
+    assert encoded.starts.tolist() == [0, *encoded.ends[:-1].tolist()]
+    assert encoded.ends[-1] == 17
+    assert encoded.cover(0, 13) == (0, 2)
+
+
+def test_control_strings_as_text(folder: Path) -> None:
+    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
+    assert isinstance(tokenizer, FolderTokenizer)
+    as_text = tokenizer.encode("<|im_end|>", as_text=True)
+    assert len(as_text.ids) > 1 and not tokenizer.is_control[as_text.ids].any()
+    assert as_text.ends[-1] == 10 and tokenizer.decode(as_text.ids) == "<|im_end|>"
+    assert tokenizer.encode("<|im_end|>").ids.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "header", "lead"),
+    [
+        ("llama31", ("<|eot_id|>", "<|eom_id|>"), "<|start_header_id|>assistant<|end_header_id|>\n\n", ""),
+        ("mistral_tools", ("</s>",), "", " "),
+        ("phi3", ("<|end|>",), "<|assistant|>\n", ""),  # its <|endoftext|> ends the chat, not the turn
+        ("qwen3", ("<|im_end|>",), "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
+        ("deepseek_r1", ("<｜end▁of▁sentence｜>",), "<｜Assistant｜><think>\n", ""),
+    ],
+)
+def test_frames(tmp_path: Path, name: str, ends: tuple[str, ...], header: str, lead: str) -> None:
+    """What a template writes around a turn: the tokens that end one, what asks for one, what it puts before one."""
+    assert load_folder(tmp_path, template(name)).frame == Frame(ends, header, lead)
+
+
+def test_a_turn_without_an_end_of_its_own_is_refused(tmp_path: Path) -> None:
+    """GLM-4: a turn ends where the next begins, and the last one does not end."""
+    with pytest.raises(DataError, match="ends an assistant's turn with nothing: the model would not learn to stop"):
+        load_folder(tmp_path, template("glm4"))
 
 
 def test_a_saved_length_limit_does_not_cut(folder: Path) -> None:
@@ -57,7 +88,7 @@ def test_vocab_size_counts_added_tokens(folder: Path, tmp_path: Path) -> None:
 
     hf = AutoTokenizer.from_pretrained(folder)
     size = len(hf)
-    hf.add_tokens(["<think>", "</think>"])
+    hf.add_tokens(["<one>", "<two>"])
     hf.save_pretrained(tmp_path)
     assert load_tokenizer(config(tokenizer=str(tmp_path))).vocab_size == size + 2
 
@@ -67,8 +98,10 @@ def test_it_can_be_sent_to_another_process(folder: Path) -> None:
     assert isinstance(tokenizer, FolderTokenizer)
     copy = pickle.loads(pickle.dumps(tokenizer))
     text = "<|im_start|>user\n two  words " * 9
-    for mine, theirs in zip(tokenizer.encode(text), copy.encode(text), strict=True):
-        assert (mine == theirs).all()
+    assert (tokenizer.encode(text).ids == copy.encode(text).ids).all()
+    assert (tokenizer.encode(text).ends == copy.encode(text).ends).all()
+    chat = [{"role": "user", "content": "x"}]
+    assert copy.template.render(chat, None) == "<|im_start|>user\nx<|im_end|>\n"
 
 
 def test_a_template_file_replaces_the_folders_own(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""What an assistant said: content, thinking, tool calls; and whether a text is that and nothing else.
+
+Does not decide where in a rendered chat it stands (`turns.py`).
+"""
+
+import re
+
+from sft.data.template import THINKING, Message
+from sft.data.tokenizer import FolderTokenizer
+
+# Thinking at the head of a content, in four parts: what opens it, the thinking, what closes it, the answer.
+THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+
+
+def says(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:
+    """Whether `text` is what the assistant said: its content, or with its thinking and tool calls.
+
+    inserted  what the template may have put before that
+    """
+    content, answer, thinking = content_of(message), answer_of(message), thinking_of(message)
+    text = text.strip().removeprefix(inserted).strip()
+    if not message.get("tool_calls"):
+        if text in (content, answer):
+            return True
+        before = text.removesuffix(answer)
+        thought = bool(thinking) and text.endswith(answer) and thinking in before
+        return thought and not _has_header(text, message, tokenizer)
+    names = [str((call.get("function") or call).get("name", "")) for call in message["tool_calls"]]
+    written = content in text or answer in text
+    return written and all(name in text for name in names) and not _has_header(text, message, tokenizer)
+
+
+def _has_header(text: str, message: Message, tokenizer: FolderTokenizer) -> bool:
+    """Whether text begins with what asks for an answer, or with the last plain words of that: "assistant"."""
+    header = tokenizer.frame.header.strip()
+    if tokenizer.control.search(header) and header in text:
+        return True
+    words = tokenizer.control.split(header)[-1].strip()
+    own = any(
+        said and text.startswith(said) for said in (content_of(message), answer_of(message), thinking_of(message))
+    )
+    return bool(words) and not own and re.match(re.escape(words) + r"\s", text) is not None
+
+
+def is_plain(message: Message) -> bool:
+    """Nothing but content."""
+    return not any(message.get(key) for key in ("tool_calls", *THINKING))
+
+
+def content_of(message: Message) -> str:
+    return str(message.get("content") or "").strip()
+
+
+def thinking_of(message: Message) -> str:
+    """What the assistant thought, given by itself or at the head of the content: <think>...</think>."""
+    given = next((str(message[key]) for key in THINKING if message.get(key)), None)
+    if given is not None:
+        return given.strip()
+    inside = THOUGHT.match(str(message.get("content") or ""))
+    return inside[2] if inside else ""
+
+
+def answer_of(message: Message) -> str:
+    """The content without thinking at its head: templates leave that out of earlier turns."""
+    content = content_of(message)
+    inside = THOUGHT.match(content)
+    return inside[4].strip() if inside else content

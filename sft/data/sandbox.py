@@ -1,0 +1,237 @@
+"""Runs a chat template as transformers would, but never without end and never into more text than a chat can be.
+
+Decides what a template may cost.  Its language is that of transformers: same sandbox (no attributes that lead out,
+no changing of what it is given, ranges of at most 100,000), same filters and functions, same options.  Does not
+decide what a chat is or what is supervised.
+
+No thread, signal or process is needed, since we compile the template: a check stands at the head of every loop, macro
+and call block, in every call and filter, in the operators * ** %, and around every value written or named.
+
+    the clock    is read at each of these, so that loops in loops, also those that write nothing, end in time
+    text         each value written is counted, into a variable too; a value is measured when it is given a name, so
+                 that doubling it ends; what * % or a method or filter that makes text longer (replace, join, center,
+                 indent, format, ...) would make is refused before it is made
+
+Not covered: one built-in operation on data that is within the limits (sorting a list of 100,000, say) runs to its end.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+from jinja2 import Template, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sft.errors import DataError
+
+MAX_SECONDS = 20.0
+MAX_CHARACTERS = 100_000_000  # some 25 million tokens: more than any sample, less than any memory
+_OF_DICTS = frozenset(dir(dict))
+_MAX_BITS = 100_000  # of an integer
+# Methods of text and filters whose result can be much longer than what they are given.
+_LONGER = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "indent", "wordwrap"}
+_WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or one that is given by an argument
+
+
+class TooMuch(DataError):
+    """The template would take too long or write too much."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """transformers' environment for chat templates with a budget of time and text, filled again by `begin`."""
+
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def __init__(self, max_seconds: float, max_characters: int) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=self.write
+        )
+        self.max_seconds, self.max_characters = max_seconds, max_characters
+        self.marks: list[tuple[int, str]] = []
+        self._safe: dict[tuple[type, str], bool] = {}
+        _add_names(self)
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts a rendering: nothing spent, nothing written."""
+        self.deadline = time.monotonic() + self.max_seconds
+        self.characters = 0  # written by expressions, into variables too
+        self.position = 0  # of the next character of the rendering
+        self.marks.clear()
+
+    def bounded(self, source: str) -> Template:
+        """`source` compiled with the checks in it."""
+        self.begin()  # constant expressions are computed now
+        tree = self.parse(source)
+        for node in _all(tree, nodes.For, nodes.Macro, nodes.CallBlock):
+            constant = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
+            node.body.insert(0, nodes.ExprStmt(_direct("sft_step", nodes.Const(constant), node.lineno)))
+        for assignment in _all(tree, nodes.Assign):
+            assignment.node = _direct("sft_kept", assignment.node, assignment.lineno)
+        for scope in _all(tree, nodes.With):
+            scope.values = [_direct("sft_kept", value, scope.lineno) for value in scope.values]
+        return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
+
+    @pass_context  # or Jinja would compute the call of a constant once, when it compiles
+    def step(self, context: Context, characters: int) -> None:
+        """`tick` as it stands in a template."""
+        self.tick(characters)
+
+    def tick(self, characters: int = 0) -> None:
+        """One step of the template, about to write that many characters."""
+        self.characters += characters
+        if self.characters > self.max_characters:
+            self.check(self.characters)
+        if time.monotonic() > self.deadline:
+            raise TooMuch(f"takes longer than {self.max_seconds:g} s")
+
+    def check(self, characters: int) -> None:
+        """Refuses a text of that many characters."""
+        if characters > self.max_characters:
+            raise TooMuch(f"writes more than {self.max_characters:,} characters")
+
+    def write(self, value: object) -> str:
+        """What is written for the value of an expression."""
+        text = str(value)
+        self.characters += len(text)
+        if self.characters > self.max_characters:
+            self.check(self.characters)
+        return text
+
+    def kept(self, value: Any) -> Any:
+        """A value that is given a name, so that it can be doubled again and again."""
+        if isinstance(value, str | list | tuple):
+            self.check(len(value))
+        return value
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """obj.attribute, as Jinja does it; keys of a message without the detour over an AttributeError."""
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Jinja's answer, which depends on the type of `obj` only and takes a dozen isinstance to find."""
+        key = type(obj), attr
+        if key not in self._safe:
+            self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The operators that can make much of little."""
+        if operator == "%" and isinstance(left, str):
+            self._check_format(left, right if isinstance(right, tuple) else (right,))
+        elif isinstance(left, int) and isinstance(right, int):
+            size = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if size > _MAX_BITS:
+                raise TooMuch("computes a number of too many digits")
+        elif operator == "*":
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+                    self.check(len(sequence) * times)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A call of a method or function by the template."""
+        self.tick()
+        for value in args:
+            self.kept(value)
+        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        if isinstance(owner, str):
+            args = self._check_text(name, owner, args, kwargs)
+        elif name in ("format", "format_map"):  # wrapped by the sandbox
+            self._check_format(getattr(getattr(obj, "__wrapped__", None), "__self__", ""), (*args, *kwargs.values()))
+        return super().call(context, obj, *args, **kwargs)
+
+    def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that counts as a step and does not make more text than is allowed."""
+        first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
+
+        @wraps(function)
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            subject, given = args[first] if len(args) > first else None, args[first + 1 :]
+            if name == "join" and given:
+                parts = list(subject or ())
+                self._check_join(given[0], parts)
+                args = (*args[:first], parts, *given)
+            elif name == "format":
+                self._check_format(str(subject), (*given, *kwargs.values()))
+            elif isinstance(subject, str):
+                self._check_text(name, subject, given, kwargs)
+            elif name == "tojson" and any(isinstance(a, int) and a > 100 for a in (*given, *kwargs.values())):
+                raise TooMuch("indents JSON by more than 100 columns")
+            return function(*args, **kwargs)
+
+        return guard
+
+    def _check_text(self, name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if name == "join" and args:
+            parts = list(args[0])
+            self._check_join(text, parts)
+            return (parts, *args[1:])
+        if name in _LONGER:
+            numbers = [len(a) if isinstance(a, str) else a for a in (*args, *kwargs.values())]
+            largest = max((n for n in numbers if isinstance(n, int)), default=1)
+            if name in ("center", "ljust", "rjust", "zfill"):
+                self.check(largest)
+            elif name == "replace":
+                old = str((*args, *kwargs.values())[0]) if args or kwargs else ""
+                self.check(len(text) + text.count(old) * largest)
+            else:
+                self.check(len(text) + (text.count("\n") + text.count("\t") + 1) * largest)
+        return args
+
+    def _check_join(self, separator: object, parts: Iterable[Any]) -> None:
+        self.check(sum(len(part) + len(str(separator)) for part in parts if isinstance(part, str)))
+
+    def _check_format(self, template: str, args: tuple[Any, ...]) -> None:
+        if _WIDE.search(template):
+            raise TooMuch("formats text to a width that is not written in up to five digits")
+        longest = max((len(str(arg)) for arg in args), default=0)
+        self.check(len(template) + (template.count("%") + template.count("{")) * longest)
+
+
+class _Generation(Extension):
+    """{% generation %}: notes where the block stands in the rendering and what it wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        self.environment.marks.append((self.environment.position, text))  # type: ignore[attr-defined]
+        return text
+
+
+def _add_names(sandbox: Sandbox) -> None:
+    """Filters and functions of transformers' environment: what a name means is theirs to say."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    theirs = _compile_jinja_template("").environment
+    sandbox.globals.update(theirs.globals)
+    del sandbox.globals["lipsum"]  # random text, of any length
+    sandbox.filters.update({name: sandbox.guarded(name, function) for name, function in theirs.filters.items()})
+    sandbox.filters.update(sft_step=sandbox.step, sft_kept=sandbox.kept)
+    sandbox.tests.update(theirs.tests)
+
+
+def _all(tree: nodes.Template, *kinds: type[nodes.Node]) -> list[Any]:
+    """The nodes of these kinds, found before any is changed."""
+    return [node for kind in kinds for node in tree.find_all(kind)]
+
+
+def _direct(function: str, argument: nodes.Expr, line: int) -> nodes.Expr:
+    """A call of one of our own functions: as a filter, since Jinja calls those without more ado."""
+    call = nodes.Filter(argument, function, [], [], None, None)
+    call.set_lineno(line)
+    return call

@@ -1,0 +1,201 @@
+"""A chat template: what it writes for a chat, and what it is known to write around an assistant's turn.
+
+Decides how messages are handed to a template (as transformers does) and when a template is of no use at all: it
+leaves out what the assistant said, or ends a turn with nothing that a model could learn to stop by.  Does not decide
+what is supervised (`turns.py`) or what a template may cost (`sandbox.py`).
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sft.errors import DataError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from sft.data.sandbox import Sandbox
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+
+# Names of an assistant's thinking; the first is what templates read.
+THINKING = ("reasoning_content", "thinking", "reasoning")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class Refused(DataError):
+    """The template raised an error for a chat."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template with the names of the tokenizer's special tokens.
+
+    name  as a user would call it: `of org/model`, `chat.jinja`
+    """
+
+    source: str
+    name: str
+    special_tokens: dict[str, Any]
+
+    @property
+    def has_markers(self) -> bool:
+        """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
+        return bool(_GENERATION.search(self.source))
+
+    def render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> str:
+        """The chat as the template writes it; with `prompt` also what asks for the next answer.
+
+        Messages and tools are as `prepared` returns them.  Raises Refused.
+        """
+        return self._render(messages, tools, prompt)
+
+    def marked(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+        """The chat as text, and the characters inside each {% generation %} block.
+
+        transformers also offers a token mask made from such spans.  It supervises the rest of the sequence when a
+        span ends at token 0 (transformers#47325), so we map characters to tokens ourselves.
+        """
+        text = self._render(messages, tools, False)
+        marks = self._compiled[0].marks
+        if any(not text.startswith(inside, start) for start, inside in marks):
+            raise DataError(
+                f"chat template {self.name} has {{% generation %}} inside a macro or a {{% set %}} block, where it is "
+                "not known where its text will stand.  Put it where the turn is written."
+            )
+        return text, [(start, start + len(inside)) for start, inside in marks]
+
+    def _render(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
+        from sft.data.sandbox import TooMuch
+
+        try:
+            sandbox, template = self._compiled
+            sandbox.begin()
+            chunks = []
+            for chunk in template.generate(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.special_tokens
+            ):
+                chunks.append(chunk)
+                sandbox.position += len(chunk)
+            return "".join(chunks)
+        except TooMuch as error:
+            raise DataError(f"chat template {self.name} {error}; no template for chats needs that.") from error
+        except Exception as error:  # the template is the user's code and may raise anything
+            reason = str(error).strip().splitlines()
+            raise Refused(
+                f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
+            ) from error
+
+    @cached_property
+    def _compiled(self) -> "tuple[Sandbox, Template]":
+        from sft.data.sandbox import MAX_CHARACTERS, MAX_SECONDS, Sandbox
+
+        sandbox = Sandbox(MAX_SECONDS, MAX_CHARACTERS)
+        return sandbox, sandbox.bounded(self.source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self.name, self.special_tokens)  # compiled again in another process
+
+
+def prepared(messages: list[Message]) -> list[Message]:
+    """Messages as transformers hands them to a template: without nulls, thinking under each of its names.
+
+    {"content": None, "tool_calls": [...]} -> {"tool_calls": [...]}
+    {"thinking": "so"}                     -> {"thinking": "so", "reasoning_content": "so"}
+    """
+    result = []
+    for message in messages:
+        present = {
+            key: value if type(value) is str else plain(value) for key, value in message.items() if value is not None
+        }
+        if not present.keys().isdisjoint(THINKING):
+            thinking = next(present[key] for key in THINKING if key in present)
+            present = {"thinking": thinking, **present, "reasoning_content": thinking}
+        result.append(present)
+    return result
+
+
+def plain(value: Any) -> Any:
+    """`value` of JSON's types only, since any other object has methods that a template could call."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+class Frame(NamedTuple):
+    """What a template writes around an assistant's turn, learned from small chats.
+
+    ends    tokens that end a turn, the usual one first: <|eot_id|>, <|eom_id|>
+    header  what asks for an answer: <|im_start|>assistant\\n
+    lead    what stands between that and the content in a chat's last turn: "" or " " or "<think>\\n\\n</think>\\n\\n"
+    """
+
+    ends: tuple[str, ...]
+    header: str
+    lead: str
+
+    def end_at(self, text: str, start: int) -> str | None:
+        """The token that ends a turn at this place of the text."""
+        return next((end for end in self.ends if text.startswith(end, start)), None)
+
+    def first_end(self, text: str, start: int) -> tuple[int, int] | None:
+        """The characters of the first token from `start` on that ends a turn."""
+        found = [(at, at + len(end)) for end in self.ends if (at := text.find(end, start)) >= 0]
+        return min(found, default=None)
+
+
+_USER, _ANSWER = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
+_CALL = {"name": "FUNCTION", "arguments": {"x": 1}}
+_CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _CALL}],
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "FUNCTION", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def learn_frame(template: ChatTemplate, added: Iterable[str], special: Iterable[str]) -> Frame:
+    """Renders small chats.  Raises DataError where no control token ends a turn.
+
+    ChatML "...assistant\\nANSWER<|im_end|>\\n" -> ends <|im_end|>, header "<|im_start|>assistant\\n", lead ""
+    """
+    text = template.render([_USER, _ANSWER], None)
+    answer = str(_ANSWER["content"])
+    if answer not in text:
+        raise DataError(f"chat template {template.name} leaves out what the assistant said; it wrote {text!r}.")
+    tail = text[text.rindex(answer) + len(answer) :].strip()
+    tokens = [token for token in added if tail.startswith(token)]
+    if not tokens:
+        wrote = f"{tail!r}, which is not a control token of the tokenizer" if tail else "nothing"
+        raise DataError(
+            f"chat template {template.name} ends an assistant's turn with {wrote}: the model would not "
+            "learn to stop.  Give a template (data.chat_template) that ends turns with a control token of "
+            "this tokenizer."
+        )
+    ends = [max(tokens, key=len)]
+    try:  # a turn that calls a tool may end with a token of its own; not every template knows tools
+        calling = template.render([_USER, _CALLING], [_TOOL]).rstrip()
+        own = [token for token in special if calling.endswith(token)]
+        if own and ends[0] not in calling[calling.rindex(str(_CALL["name"])) :]:
+            ends.append(max(own, key=len))
+    except (Refused, ValueError):
+        pass
+    try:
+        prompt, before = template.render([_USER], None, prompt=True), template.render([_USER], None)
+    except Refused:
+        return Frame(tuple(ends), "", "")
+    for token in special:  # some templates end a chat with one more token
+        before = before.removesuffix(token) if not prompt.startswith(before) else before
+    header = prompt.removeprefix(before) if prompt.startswith(before) else ""
+    lead = text[len(prompt) : text.rindex(answer)] if text.startswith(prompt) else ""
+    return Frame(tuple(ends), header, lead)

@@ -1,0 +1,268 @@
+"""The ladder: which rung proves which turn of which template, and what is refused because none does."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft.data.formats import Chat
+from sft.data.tokenizer import FolderTokenizer
+from sft.data.turns import MANY_TURNS
+from sft.errors import DataError
+from tests.unit.fixtures.chats import (
+    ASSISTANT_FIRST,
+    CALLING,
+    CALLING_AGAIN,
+    CALLING_TWICE,
+    TALK,
+    THINKING,
+    THINKING_CALLING,
+    THINKING_INSIDE,
+    Messages,
+    assistant,
+    call,
+    chat_of,
+    rungs,
+    runs,
+    user,
+)
+from tests.unit.fixtures.folder import load_folder
+
+Tokenizers = Callable[[str], FolderTokenizer]
+MANY = [m for i in range(MANY_TURNS + 1) for m in (user(f"q{i}"), assistant(f"a{i}"))]
+
+CHATS: dict[str, Messages] = {
+    "talk": TALK,
+    "many": MANY,
+    "first": ASSISTANT_FIRST,
+    "thinking": THINKING,
+    "inside": THINKING_INSIDE,
+    "calling": CALLING,
+    "twice": CALLING_TWICE,
+    "again": CALLING_AGAIN,
+    "both": THINKING_CALLING,
+}
+# A letter for each assistant turn: Marks, Prefix, Blank; - where the chat is refused: by the template, which does not
+# know tools or wants roles to alternate, or by us, since it is not proven.
+RUNGS = """
+                 talk  many  first  thinking  inside  calling  twice  again  both
+chatml           PP    BBBB  BP     PP        PP      PP       PP     PPPP   PP
+chatml_marked    MM    MMMM  MM     MM        MM      -        -      -      -
+llama31          PP    BBBB  BP     PP        PP      PP       -      PPPP   PP
+llama31_marked   MM    MMMM  MM     MM        MM      MM       -      MMMM   MM
+mistral          PP    BBBB  BP     PP        PP      -        -      -      -
+mistral_tools    PP    BBBB  BP     PP        PP      PP       -      -      -
+gemma            PP    BBBB  -      PP        PP      -        -      -      -
+deepseek_v3      PP    BBBB  BP     PP        PP      PP       PP     PPPP   PP
+deepseek_r1      BB    BBBB  BB     BB        BB      -        -      -      -
+qwen25           PP    BBBB  BP     PP        PP      PP       PP     PPPP   PP
+qwen3            BB    BBBB  BB     BP        BP      BB       BB     BPBB   PP
+qwen3_marked     MM    MMMM  MM     MM        MM      MM       MM     MMMM   MM
+phi3             PP    BBBB  BP     PP        PP      -        -      -      -
+cohere           PP    BBBB  BP     PP        PP      -        -      -      -
+plain_header     PP    BBBB  BP     PP        PP      -        -      -      -
+"""
+_HEADER, *_LINES = [line.split() for line in RUNGS.strip().splitlines()]
+TABLE = [(line[0], kind, proof) for line in _LINES for kind, proof in zip(_HEADER, line[1:], strict=True)]
+
+
+@pytest.mark.parametrize(("name", "kind", "expected"), TABLE)
+def test_rungs(tokenizers: Tokenizers, name: str, kind: str, expected: str) -> None:
+    try:
+        proof = "".join(rung[0].upper() for rung in rungs(chat_of(CHATS[kind]), tokenizers(name)))
+    except DataError:
+        proof = "-"
+    assert proof == expected
+
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+DEEP = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"x": 1}\n```<｜tool▁call▁end｜>'
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "expected"),
+    [
+        ("llama31", CALLING, ['<|python_tag|>{"name": "add", "parameters": {"x": 1}}<|eom_id|>', "3.<|eot_id|>"]),
+        ("mistral_tools", CALLING, ['[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}}]</s>', " 3.</s>"]),
+        ("qwen25", CALLING, [f"{ADD}<|im_end|>", "3.<|im_end|>"]),
+        ("qwen25", CALLING_TWICE, [f"Let me\n{ADD}\n{ADD.replace('1', '2')}<|im_end|>", "3 and 4.<|im_end|>"]),
+        (
+            "deepseek_v3",
+            CALLING,
+            [f"<｜tool▁calls▁begin｜>{DEEP}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>", "3.<｜end▁of▁sentence｜>"],
+        ),
+        # Thinking is left out of the first turn by the template, and learned where it is written.
+        ("qwen3", THINKING, ["Hello.<|im_end|>", "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]),
+        ("qwen3", THINKING_INSIDE, ["Hello.<|im_end|>", "<think>\nsix\n</think>\n\n42<|im_end|>"]),
+        # The empty thinking that the template inserts is nobody's, unless marks say that it is the assistant's.
+        ("qwen3", TALK, [" I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"]),
+        (
+            "qwen3_marked",
+            TALK,
+            [" I am fine.\n<|im_end|>", "<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"],
+        ),
+        ("qwen3", CALLING[:2], [f"{ADD}<|im_end|>"]),
+        ("qwen3", CALLING, [f"{ADD}<|im_end|>", "3.<|im_end|>"]),
+        (
+            "qwen3",
+            THINKING_CALLING,
+            [f"<think>\nadd\n</think>\n\nLet me\n{ADD}<|im_end|>", "<think>\nso\n</think>\n\n3.<|im_end|>"],
+        ),
+        ("deepseek_r1", THINKING_INSIDE, ["\n\nHello.<｜end▁of▁sentence｜>", "\n\n42<｜end▁of▁sentence｜>"]),
+        ("phi3", TALK, ["I am fine.\n<|end|>", "42\n\nWhat is the question?<|end|>"]),  # its header swallows the space
+    ],
+)
+def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]) -> None:
+    assert runs(chat_of(messages), tokenizers(name)) == expected
+
+
+def test_a_prompt_that_is_not_how_the_chat_begins(tokenizers: Tokenizers) -> None:
+    """Mistral moves the tools to the last question, so the prompt for the first call is not how the chat begins."""
+    with pytest.raises(DataError) as error:
+        rungs(chat_of(CALLING_AGAIN), tokenizers("mistral_tools"))
+    assert "what the assistant wrote in message 2 cannot be told apart" in str(error.value)
+
+
+def test_an_unproven_turn_shows_both_renderings(tmp_path: Path) -> None:
+    """The answer is written backwards: no text of the template is the content."""
+    jinja = (
+        "{% for m in messages %}<|im_start|>{{ m.content | reverse if m.role == 'assistant' and m.content != 'ANSWER' "
+        "else m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(DataError) as error:
+        runs(Chat([user("Hi"), assistant("Hello")], None), load_folder(tmp_path, jinja))
+    assert str(error.value) == (
+        f"chat template of {tmp_path}: what the assistant wrote in message 2 cannot be told apart.  "
+        'The template writes "<|im_start|>Hi<|im_end|><|im_start|>olleH<|im_end|>".  '
+        'With ... in place of what the assistant said it writes "<|im_start|>Hi<|im_end|><|im_start|>...<|im_end|>".  '
+        'The content is "Hello" and a turn ends with <|im_end|>.  '
+        "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
+    )
+
+
+LAST = "{{ 'x' if loop.last else 'y' }}"  # in every message: no prompt is how the whole chat begins
+HEADER = "<|im_start|>{{ m.role }}\n"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_prompt_of_the_same_length_is_not_a_prefix(tmp_path: Path) -> None:
+    jinja = "{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK
+    tokenizer = load_folder(tmp_path, jinja)
+    assert rungs(Chat(TALK, None), tokenizer) == ["blank", "blank"]
+    assert runs(Chat(TALK, None), tokenizer)[1] == "42\n\nWhat is the question?<|im_end|>"
+
+
+def test_thinking_between_two_insertions(tmp_path: Path) -> None:
+    """The blanked turn has an empty thinking where this one has its own, so both are replaced; <think> is learned."""
+    turn = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
+    written = "{% if m.role == 'user' %}{{ m.content }}{% else %}" + turn + "{% endif %}<|im_end|>"
+    tokenizer = load_folder(tmp_path, "{% for m in messages %}" + LAST + HEADER + written + "{% endfor %}" + ASK)
+    assert rungs(Chat(THINKING, None), tokenizer) == ["blank", "blank"]
+    assert runs(Chat(THINKING, None), tokenizer) == [
+        "<think>\nhm\n</think>\n\nHello.<|im_end|>",
+        "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("jinja", "complaint"),
+    [
+        # What follows the prompt is as long as the content, and is not the content.
+        (
+            "{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
+            "message 4 cannot be told apart",
+        ),
+        # Only the chat ends, not its turns.
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", "message 2 cannot be told apart"),
+        # Later text depends on what the assistant said.
+        (
+            "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+            "{{ messages[1].content | length }}",
+            "message 2 cannot be told apart",
+        ),
+        # The assistant is quoted.
+        (
+            "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}",
+            "ends an assistant's turn with nothing",
+        ),
+        # The last turn comes first.
+        (
+            "{% for m in messages[::-1] %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+            "writes it before an earlier",
+        ),
+        # Tool calls are left out.
+        ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", None),
+    ],
+)
+def test_templates_that_cannot_be_proven(tmp_path: Path, jinja: str, complaint: str | None) -> None:
+    messages = TALK if complaint else [user("x"), assistant("y", tool_calls=[call()])]
+    with pytest.raises(DataError, match=complaint or "cannot be told apart"):
+        runs(Chat(messages, None), load_folder(tmp_path, jinja))
+
+
+@pytest.mark.parametrize(
+    ("jinja", "complaint"),
+    [
+        # One block around everything: it would supervise the user.
+        (
+            "{% generation %}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+            "{% endgeneration %}",
+            "marks 1 generation blocks for 2 assistant turns",
+        ),
+        # The header is in the block: it would be supervised.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}"
+            "<|im_start|>{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}",
+            "The template marks as the assistant's \"<|im_start|> I am fine",
+        ),
+        # The plain words of a header are.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}"
+            "assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}assistant\n{% endif %}",
+            'The template marks as the assistant\'s "assistant\\n I am fine',
+        ),
+        # Blocks around the wrong turns.
+        (
+            "{% for m in messages %}<|im_start|>{% if m.role == 'user' %}{% generation %}{{ m.content }}"
+            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
+            'The template marks as the assistant\'s "Hello there".  The content is " I am fine',
+        ),
+        # No end of turn after the block: text follows instead.
+        (
+            "{% for m in messages %}<|im_start|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+            "{% generation %}{{ m.content }}{% endgeneration %}{{ '' if loop.last else '...' }}{% endif %}"
+            "<|im_end|>{% endfor %}",
+            "and a turn ends with <|im_end|>",
+        ),
+        # A block that is not where it was written.
+        (
+            "{% for m in messages %}{% set x %}<|im_start|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+            "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}<|im_end|>{% endset %}{{ x }}{% endfor %}",
+            "inside a macro or a {% set %} block",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_markers_are_refused(tmp_path: Path, jinja: str, complaint: str) -> None:
+    with pytest.raises(DataError) as error:
+        runs(Chat(TALK, None), load_folder(tmp_path, jinja))
+    assert complaint in str(error.value)
+
+
+def test_a_block_that_ends_at_token_0(tmp_path: Path) -> None:
+    """transformers#47325: its own mask then covers the rest of the chat, the user's words too."""
+    jinja = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = load_folder(tmp_path, jinja)
+    messages = [assistant("a"), user("Hello there"), assistant("b")]
+    theirs = tokenizer.hf.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    assert sum(theirs["assistant_masks"]) == len(theirs["input_ids"])
+    # Nothing stands before token 0 to predict it from, so it weighs nothing.
+    assert runs(Chat(messages, None), tokenizer) == ["<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_template_may_refuse_a_chat(tokenizers: Tokenizers) -> None:
+    with pytest.raises(DataError, match="refused the chat: System role not supported"):
+        runs(Chat([{"role": "system", "content": "x"}, *TALK], None), tokenizers("gemma"))

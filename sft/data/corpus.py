@@ -42,8 +42,8 @@ class Corpus:
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
         self.ledgers: dict[Path, Ledger] = {path: store.ledger for path, store in zip(paths, stores, strict=True)}
         self._paths = list(paths)
-        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names or _file_names(self._paths)))
-        self._source_of = [self.sources.index(name) for name in names or _file_names(self._paths)]
+        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names or file_names(self._paths)))
+        self._source_of = [self.sources.index(name) for name in names or file_names(self._paths)]
         self._stores = list(stores)
         self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # tokens, per file
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
@@ -68,6 +68,11 @@ class Corpus:
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
     @property
+    def tables(self) -> list[np.ndarray]:
+        """LINE [lines] of each file: its samples in the order of their numbers, and rows of which none was made."""
+        return [store.rows for store in self._stores]
+
+    @property
     def source_ids(self) -> np.ndarray:
         """int64 [n]: place in `sources` of each sample's."""
         return np.repeat(self._source_of, [len(lines) for lines in self._lines])
@@ -86,7 +91,7 @@ class Corpus:
         return file, sample_id - int(self._first_ids[file])
 
 
-def _file_names(paths: Sequence[Path]) -> list[str]:
+def file_names(paths: Sequence[Path]) -> list[str]:
     """A name for each file: its name without the ending, or its path where two share that."""
     stems = [path.name.split(".")[0] for path in paths]
     return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]

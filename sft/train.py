@@ -11,13 +11,13 @@ from pathlib import Path
 from sft import cp
 from sft.checkpoint import Checkpoints, RunState, weights_of
 from sft.console import Console
+from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.loader import Loader
-from sft.data.mixture import Mixture
-from sft.data.plan import Plan
+from sft.data.plan.mixture import Mixture
+from sft.data.plan.plan import Plan
+from sft.data.plan.replay import follows_from, replayed_plans
 from sft.data.prepare import cache_folder
-from sft.data.replay import follows_from, replayed_plans
-from sft.data.tokenizer import ChatTokenizer, load_tokenizer
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
 from sft.layout import Layout, attention_crossover, num_parameters, vocab_rows

@@ -15,7 +15,7 @@ from sft.console import Console, size
 from sft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sft.data.tokenizer import ChatTokenizer
+    from sft.data.chat.tokenizer import ChatTokenizer
     from sft.layout import Layout
     from sft.recipe import Recipe
 
@@ -119,7 +119,7 @@ def inspect(arguments: Namespace) -> None:
 
 def plan(arguments: Namespace) -> int:
     """`sft data plan`; 1 where two written plans differ"""
-    from sft.data.replay import compare_plans
+    from sft.data.plan.replay import compare_plans
 
     if arguments.diff is not None:
         lines = compare_plans(*map(Path, arguments.diff))
@@ -230,7 +230,7 @@ def _launched_world_size() -> int | None:
 
 
 def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
-    from sft.data.tokenizer import load_tokenizer
+    from sft.data.chat.tokenizer import load_tokenizer
 
     return load_tokenizer(recipe.config.data)
 

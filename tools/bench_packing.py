@@ -6,7 +6,7 @@
 
 chat is log-normal with median 600, longmix 98% of that and 2% log-uniform from 8K to 128K, agent log-normal with
 median 16K, all clipped to seq_length.  Efficiencies are percent, min / median over batches; `bound` is what no
-assignment of full packs exceeds (`sft/data/bounds.py`).
+assignment of full packs exceeds (`sft/data/plan/bounds.py`).
 """
 
 import argparse
@@ -22,15 +22,15 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.data.align import aligned
-from sft.data.balance import assign, costs, efficiency
-from sft.data.bounds import bounds
 from sft.data.corpus import Corpus
-from sft.data.encode import Block
-from sft.data.ledger import LINE
 from sft.data.loader import Loader
-from sft.data.plan import Plan, plan_epoch, plan_of
-from sft.data.shuffle import shuffled
-from sft.data.store import open_store, write_store
+from sft.data.plan.balance import assign, costs, efficiency
+from sft.data.plan.bounds import bounds
+from sft.data.plan.plan import Plan, plan_epoch, plan_of
+from sft.data.plan.shuffle import shuffled
+from sft.data.store.encode import Block
+from sft.data.store.ledger import LINE
+from sft.data.store.store import open_store, write_store
 from sft.layout import Layout
 
 MULTIPLE = 32

@@ -40,9 +40,9 @@ def measure(folder: Path, num_chats: int, words: int, repeats: int) -> float:
     from transformers import AutoTokenizer
 
     from sft.config import DataConfig
-    from sft.data.chat import encode_chat
-    from sft.data.formats import Chat
-    from sft.data.tokenizer import load_tokenizer
+    from sft.data.chat.chat import encode_chat
+    from sft.data.chat.formats import Chat
+    from sft.data.chat.tokenizer import load_tokenizer
 
     datasets.disable_caching()
     datasets.disable_progress_bars()

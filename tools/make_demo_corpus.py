@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from sft.data.chat import Chat, encode_chat
-from sft.data.tokenizer import ByteTokenizer, Message
+from sft.data.chat.chat import Chat, encode_chat
+from sft.data.chat.tokenizer import ByteTokenizer, Message
 
 HELD_OUT = 0.1  # of modules, topics and samples
 LONG_SHARE = 0.06  # of samples

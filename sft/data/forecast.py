@@ -12,13 +12,13 @@ import numpy as np
 
 from sft.config import Config
 from sft.data.align import aligned
-from sft.data.balance import costs, efficiency
-from sft.data.bounds import Bounds, bounds
 from sft.data.corpus import Corpus
 from sft.data.loader import Loader
-from sft.data.mixture import Mixture
-from sft.data.plan import Plan
-from sft.data.replay import follows_from, replayed_plans, write_plans
+from sft.data.plan.balance import costs, efficiency
+from sft.data.plan.bounds import Bounds, bounds
+from sft.data.plan.mixture import Mixture
+from sft.data.plan.plan import Plan
+from sft.data.plan.replay import follows_from, replayed_plans, write_plans
 from sft.layout import Layout, attention_crossover, smallest_world
 
 LOOKED_AT = 50  # global batches, spread over the epoch, that are balanced for the forecast

@@ -18,11 +18,11 @@ import torch
 from sft.batch import Microbatch, Pack
 from sft.config import DataConfig
 from sft.data.align import aligned
-from sft.data.balance import Slots, assign
 from sft.data.corpus import Corpus
-from sft.data.mixture import Mixture
 from sft.data.pack import add_filler, filler_pack, make_pack, pad_to
-from sft.data.plan import Plan, plan_epoch
+from sft.data.plan.balance import Slots, assign
+from sft.data.plan.mixture import Mixture
+from sft.data.plan.plan import Plan, plan_epoch
 from sft.errors import ConfigError
 from sft.layout import Layout
 

@@ -21,14 +21,14 @@ import numpy as np
 
 from sft.config import Config, DataConfig
 from sft.console import Console
-from sft.data.cache import Stale, Stamp, stamp, store_folder, sweep, work_folder
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.corpus import Corpus, make_corpus
-from sft.data.encode import Block, Encoder, check_palette
-from sft.data.ledger import Reject
-from sft.data.parts import Report, Work, make_part, make_parts, part_path, part_ranges, read_part
-from sft.data.rows import check_file, index_rows, row_name
-from sft.data.store import Store, open_store, publish, put_aside, write_store
-from sft.data.tokenizer import ChatTokenizer
+from sft.data.read.rows import check_file, index_rows, row_name
+from sft.data.store.cache import Stale, Stamp, stamp, store_folder, sweep, work_folder
+from sft.data.store.encode import Block, Encoder, check_palette
+from sft.data.store.ledger import Reject
+from sft.data.store.parts import Report, Work, make_part, make_parts, part_path, part_ranges, read_part
+from sft.data.store.store import Store, open_store, publish, put_aside, write_store
 from sft.errors import DataError
 
 # With on_bad_row = skip: a wrong template or a file of another shape must not end as a small corpus.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sft.data.tokenizer import FolderTokenizer
+from sft.data.chat.tokenizer import FolderTokenizer
 from tests.unit.fixtures.folder import load_folder, template
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.data.align import aligned
-from sft.data.balance import Slots, assign, costs, efficiency
-from sft.data.bounds import bounds
-from sft.data.plan import plan_epoch
+from sft.data.plan.balance import Slots, assign, costs, efficiency
+from sft.data.plan.bounds import bounds
+from sft.data.plan.plan import plan_epoch
 
 
 def made(packs: list[tuple[int, ...]], lengths: list[int], dp: int, *, seq_length: int, crossover: float) -> Slots:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat import encode_chat, spans
-from sft.data.formats import Chat
-from sft.data.tokenizer import ByteTokenizer, FolderTokenizer
+from sft.data.chat.chat import encode_chat, spans
+from sft.data.chat.formats import Chat
+from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import (
     CALLING,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from sft.console import Console
-from sft.data import parts
+from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus
-from sft.data.ledger import Ledger
 from sft.data.prepare import prepare
-from sft.data.tokenizer import load_tokenizer
+from sft.data.store import parts
+from sft.data.store.ledger import Ledger
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.cover import tokens_of
-from sft.data.formats import Chat
-from sft.data.tokenizer import FolderTokenizer
-from sft.data.turns import Turn
-from sft.data.typed import Typed
+from sft.data.chat.cover import tokens_of
+from sft.data.chat.formats import Chat
+from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.chat.turns import Turn
+from sft.data.chat.typed import Typed
 from sft.errors import DataError
 from tests.unit.fixtures.chats import assistant, runs, user
 from tests.unit.fixtures.folder import load_letters

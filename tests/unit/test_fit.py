@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.data.fit import OverLong, Piece, pieces, turns
+from sft.data.store.fit import OverLong, Piece, pieces, turns
 from sft.errors import DataError
 
 # Runs of tokens of one weight, end to end: a prompt, an answer, a message, an answer of half the weight ...

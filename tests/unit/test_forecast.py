@@ -7,11 +7,11 @@ import pytest
 
 from sft.cli import main
 from sft.console import QUIET
+from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus
 from sft.data.forecast import loader_of
 from sft.data.loader import Loader
 from sft.data.prepare import prepare_train
-from sft.data.tokenizer import load_tokenizer
 from sft.errors import ConfigError
 from sft.layout import Layout
 from sft.recipe import parse_recipe

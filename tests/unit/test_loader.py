@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sft.batch import Microbatch
 from sft.cp import local_indices
 from sft.data.corpus import Corpus
-from sft.data.ledger import LINE, count_rows
 from sft.data.loader import Loader
-from sft.data.store import Store
+from sft.data.store.ledger import LINE, count_rows
+from sft.data.store.store import Store
 from sft.layout import Layout
 from tests.unit.fixtures.folder import config
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.data.plan import Plan, plan_epoch
-from sft.data.replay import compare_plans, read_plans, write_plans
+from sft.data.plan.plan import Plan, plan_epoch
+from sft.data.plan.replay import compare_plans, read_plans, write_plans
 from sft.errors import ConfigError, DataError
 
 LENGTHS = np.array([64, 40, 20, 64, 33, 10, 64, 5])

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sft.console import QUIET
-from sft.data import json_rows
-from sft.data.blocks import read_blocks
+from sft.data.chat.formats import read_row
+from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus
-from sft.data.formats import read_row
 from sft.data.prepare import prepare
-from sft.data.rows import check_file, index_rows, parse, read_rows, row_name
-from sft.data.tables import Unreadable
-from sft.data.tokenizer import load_tokenizer
+from sft.data.read import json_rows
+from sft.data.read.blocks import read_blocks
+from sft.data.read.rows import check_file, index_rows, parse, read_rows, row_name
+from sft.data.read.tables import Unreadable
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
 

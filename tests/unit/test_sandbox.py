@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from sft.data.sandbox import Sandbox
-from sft.data.template import ChatTemplate, Refused, prepared
+from sft.data.chat.sandbox import Sandbox
+from sft.data.chat.template import ChatTemplate, Refused, prepared
 from sft.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -15,8 +15,8 @@ SECONDS, CHARACTERS = 0.3, 1_000_000
 
 @pytest.fixture(autouse=True)
 def small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.data.sandbox.MAX_SECONDS", SECONDS)
-    monkeypatch.setattr("sft.data.sandbox.MAX_CHARACTERS", CHARACTERS)
+    monkeypatch.setattr("sft.data.chat.sandbox.MAX_SECONDS", SECONDS)
+    monkeypatch.setattr("sft.data.chat.sandbox.MAX_CHARACTERS", CHARACTERS)
 
 
 def render(source: str) -> str:

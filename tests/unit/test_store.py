@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft.data.encode import Block, to_palette
-from sft.data.ledger import LINE, Reject, count_rows
-from sft.data.store import Store, open_store, publish, write_store
+from sft.data.store.encode import Block, to_palette
+from sft.data.store.ledger import LINE, Reject, count_rows
+from sft.data.store.store import Store, open_store, publish, write_store
 from sft.errors import DataError
 
 

@@ -15,10 +15,11 @@ import pytest
 from sft.batch import Sample
 from sft.cli import main
 from sft.console import QUIET
-from sft.data.chat import encode_chat
-from sft.data.formats import Chat
-from sft.data.ledger import LINE
+from sft.data.chat.chat import encode_chat
+from sft.data.chat.formats import Chat
+from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
 from sft.data.prepare import prepare
+from sft.data.store.ledger import LINE
 from sft.data.survey.counts import whole_rows
 from sft.data.survey.facts import tokenizer_facts
 from sft.data.survey.findings import Finding
@@ -28,7 +29,6 @@ from sft.data.survey.preview import Piece, preview
 from sft.data.survey.scan import copies, other_answers, scan, supervised_runs
 from sft.data.survey.survey import Survey, take_survey
 from sft.data.survey.text import percent, preview_lines, survey_lines, visible
-from sft.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.unit.fixtures.folder import config, load_folder, template
 from tests.unit.test_recipe import GOOD
 

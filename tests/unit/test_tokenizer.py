@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft.data.template import Frame
-from sft.data.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.template import Frame
+from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chat import encode_chat
-from sft.data.formats import Chat
-from sft.data.tokenizer import FolderTokenizer
-from sft.data.typed import free_characters, without_typed
+from sft.data.chat.chat import encode_chat
+from sft.data.chat.formats import Chat
+from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.chat.typed import free_characters, without_typed
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, runs, tool, user
 from tests.unit.fixtures.folder import load_folder, load_letters

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 from sft.console import Console
+from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.prepare import cache_folder
 from sft.data.survey.survey import take_survey
 from sft.data.survey.text import survey_lines
-from sft.data.tokenizer import load_tokenizer
 from sft.errors import ConfigError
 from sft.recipe import Recipe
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.console import Console
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.corpus import Corpus, file_names
-from sft.data.ledger import Ledger
 from sft.data.prepare import prepare
+from sft.data.store.ledger import Ledger
 from sft.data.survey.lengths import Bucket, histogram, quantiles
-from sft.data.tokenizer import ChatTokenizer
 from sft.errors import DataError
 
 _NO_LIMIT = 1 << 40

@@ -6,7 +6,7 @@ and a case of `_masks`, nothing else.
 
 from dataclasses import dataclass
 
-from sft.data.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 
 MASKS = {
     "built in": "written by the built-in ChatML template, which knows what the assistant wrote",

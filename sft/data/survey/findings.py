@@ -12,9 +12,9 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.data.align import aligned
-from sft.data.chat import Supervise
+from sft.data.chat.chat import Supervise
 from sft.data.corpus import Corpus
-from sft.data.rows import row_name
+from sft.data.read.rows import row_name
 from sft.data.survey.counts import whole_rows
 from sft.data.survey.messages import NUM_EXAMPLES, Messages
 from sft.data.survey.scan import Scan, copies, other_answers, sample_lines

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.console import Console
-from sft.data.chat import Supervise
-from sft.data.formats import ROLES, Chat, Tokenized, read_row, text_of
-from sft.data.rows import parse, read_rows, row_name
+from sft.data.chat.chat import Supervise
+from sft.data.chat.formats import ROLES, Chat, Tokenized, read_row, text_of
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, Message
+from sft.data.read.rows import parse, read_rows, row_name
 from sft.data.survey.counts import whole_rows
-from sft.data.tokenizer import ByteTokenizer, ChatTokenizer, Message
 
 NUM_EXAMPLES = 5
 _TOKENISED_ROWS = 2000

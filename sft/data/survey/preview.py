@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.batch import Sample
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.survey.scan import supervised_runs
-from sft.data.tokenizer import ChatTokenizer
 
 _CHARACTERS = 200  # shown on each side of a boundary, and about as many tokens are decoded
 _FIRST_PIECES, _LAST_PIECES = 8, 4

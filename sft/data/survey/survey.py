@@ -18,6 +18,7 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.console import Console
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.corpus import Corpus
 from sft.data.survey import counts, findings
 from sft.data.survey.counts import Counts, prepare_any, whole_rows
@@ -27,7 +28,6 @@ from sft.data.survey.lengths import Retention, retention
 from sft.data.survey.messages import Role, count_messages
 from sft.data.survey.preview import Preview, preview
 from sft.data.survey.scan import Scan, scan
-from sft.data.tokenizer import ChatTokenizer
 
 SCHEMA = 1
 

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sft.data.blocks import COMPRESSED, read_blocks
-from sft.data.json_rows import BLANK, read_elements, read_lines, scan_lines
-from sft.data.strict_json import parse_json
-from sft.data.tables import Unreadable, count_table, read_table
+from sft.data.read.blocks import COMPRESSED, read_blocks
+from sft.data.read.json_rows import BLANK, read_elements, read_lines, scan_lines
+from sft.data.read.strict_json import parse_json
+from sft.data.read.tables import Unreadable, count_table, read_table
 from sft.errors import DataError
 
 Kind = Literal["jsonl", "json", "parquet", "arrow", "folder"]

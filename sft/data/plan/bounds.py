@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.data.align import aligned
-from sft.data.balance import costs
+from sft.data.plan.balance import costs
 
 
 @dataclass(frozen=True, kw_only=True)

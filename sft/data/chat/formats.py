@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.messages import ROLES, Turn, check_calls, kind, read_json, read_turns, read_weight, short, text_of
-from sft.data.tokenizer import Message, Tools
+from sft.data.chat.messages import ROLES, Turn, check_calls, kind, read_json, read_turns, read_weight, short, text_of
+from sft.data.chat.tokenizer import Message, Tools
 from sft.errors import DataError
 
 __all__ = ["ROLES", "Chat", "Tokenized", "check_ids", "read_row", "text_of"]

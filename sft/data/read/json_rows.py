@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.data.tables import Unreadable
+from sft.data.read.tables import Unreadable
 from sft.errors import DataError
 
 MAX_ROW_BYTES = 256 * 2**20  # a row that is longer is a file without line ends, or not meant for training

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.cache import Stamp, stamp, work_folder
-from sft.data.encode import Block, Encoder
-from sft.data.ledger import Reject
-from sft.data.rows import RowIndex, read_rows
+from sft.data.read.rows import RowIndex, read_rows
+from sft.data.store.cache import Stamp, stamp, work_folder
+from sft.data.store.encode import Block, Encoder
+from sft.data.store.ledger import Reject
 from sft.errors import DataError
 
 # Small enough that a killed preparation loses seconds and that all processes end together.  What a part takes in

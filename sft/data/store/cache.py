@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sft.config import DataConfig
-from sft.data.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
 
-# What a tokenised sample is not made by.  A change in any other file of this folder makes caches of the older code
-# unused, so that a file nobody thought of here costs time and never hands on stale samples.
-_UNRELATED = """__init__.py balance.py bounds.py cache.py corpus.py forecast.py loader.py mixture.py pack.py plan.py
-prepare.py replay.py shuffle.py""".split()
+# Folders of sft.data that samples are made by, but for these files.  A change in any other file of them makes caches
+# of the older code unused, so that a file nobody thought of here costs time and never hands on stale samples.
+_MAKERS = ("chat", "read", "store")
+_UNRELATED = ("cache.py",)
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 
@@ -35,7 +35,11 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
     code = hashlib.sha256()
     for source in code_files():
         code.update(source.read_bytes())
-    libraries = [] if isinstance(tokenizer, ByteTokenizer) else [version("transformers"), version("tokenizers")]
+    libraries = (
+        []
+        if isinstance(tokenizer, ByteTokenizer)
+        else [version(name) for name in ("transformers", "tokenizers", "jinja2")]
+    )
     parts = {
         "content": content_digest(file),
         "kind": file.suffix,
@@ -49,7 +53,9 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
 
 def code_files() -> list[Path]:
     """The files of sft that samples are made by."""
-    return [path for path in sorted(Path(__file__).parent.glob("*.py")) if path.name not in _UNRELATED]
+    data = Path(__file__).parents[1]
+    files = [path for folder in _MAKERS for path in sorted((data / folder).glob("*.py"))]
+    return [data / "align.py", *(path for path in files if path.name not in _UNRELATED)]
 
 
 def work_folder(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft.data.strict_json import parse_json
+from sft.data.read.strict_json import parse_json
 from sft.errors import DataError
 
 _ROWS_AT_ONCE = 64  # rows of long documents are large once they are Python objects

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.config import SourceConfig
-from sft.data.shuffle import shuffled
+from sft.data.plan.shuffle import shuffled
 from sft.errors import DataError
 
 # The order in which a source's samples take turns at being seen once more; epochs are drawn with turns from 0 on.

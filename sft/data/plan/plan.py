@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.data.align import aligned
-from sft.data.mixture import Mixture
-from sft.data.shuffle import shuffled
+from sft.data.plan.mixture import Mixture
+from sft.data.plan.shuffle import shuffled
 from sft.errors import DataError
 
 OPEN_PACKS = 64

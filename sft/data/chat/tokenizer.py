@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sft.config import DataConfig
-from sft.data.template import ChatTemplate, Frame, Message, Tools, learn_frame, plain
+from sft.data.chat.template import ChatTemplate, Frame, Message, Tools, learn_frame, plain
 from sft.errors import DataError
 
 __all__ = ["ByteTokenizer", "ChatTokenizer", "Encoded", "FolderTokenizer", "Message", "Tools", "load_tokenizer"]

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.chat import Supervise, encode_chat
-from sft.data.fit import NOTHING, OverLong, pieces
-from sft.data.formats import Tokenized, check_ids, read_row
-from sft.data.ledger import LINE, Reject
-from sft.data.rows import Content, Row, parse, row_name
-from sft.data.tokenizer import ChatTokenizer
+from sft.data.chat.chat import Supervise, encode_chat
+from sft.data.chat.formats import Tokenized, check_ids, read_row
+from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.read.rows import Content, Row, parse, row_name
+from sft.data.store.fit import NOTHING, OverLong, pieces
+from sft.data.store.ledger import LINE, Reject
 from sft.errors import DataError
 
 MAX_WEIGHTS = 256  # what a byte can tell apart; the first is 0

@@ -16,7 +16,7 @@ from sft.errors import DataError
 if TYPE_CHECKING:
     from jinja2 import Template
 
-    from sft.data.sandbox import Sandbox
+    from sft.data.chat.sandbox import Sandbox
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -69,7 +69,7 @@ class ChatTemplate:
         return text, [(start, start + len(inside)) for start, inside in marks]
 
     def _render(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
-        from sft.data.sandbox import TooMuch
+        from sft.data.chat.sandbox import TooMuch
 
         try:
             sandbox, template = self._compiled
@@ -91,7 +91,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> "tuple[Sandbox, Template]":
-        from sft.data.sandbox import MAX_CHARACTERS, MAX_SECONDS, Sandbox
+        from sft.data.chat.sandbox import MAX_CHARACTERS, MAX_SECONDS, Sandbox
 
         sandbox = Sandbox(MAX_SECONDS, MAX_CHARACTERS)
         return sandbox, sandbox.bounded(self.source)

@@ -9,8 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sft.data.strict_json import parse_json
-from sft.data.tokenizer import Message
+from sft.data.chat.tokenizer import Message
+from sft.data.read.strict_json import parse_json
 from sft.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")

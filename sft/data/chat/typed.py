@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.template import Message, Tools
-from sft.data.tokenizer import Encoded, FolderTokenizer
+from sft.data.chat.template import Message, Tools
+from sft.data.chat.tokenizer import Encoded, FolderTokenizer
 from sft.errors import DataError
 
 _PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, of which no character has a meaning

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sft.data.encode import Block
-from sft.data.ledger import LINE, Ledger, Reject, count_rows
+from sft.data.store.encode import Block
+from sft.data.store.ledger import LINE, Ledger, Reject, count_rows
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _REJECTS = "rejects.jsonl"

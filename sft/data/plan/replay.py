@@ -22,7 +22,7 @@ import numpy as np
 from sft.config import Config
 from sft.data.align import aligned
 from sft.data.corpus import Corpus
-from sft.data.plan import Plan, plan_of
+from sft.data.plan.plan import Plan, plan_of
 from sft.errors import ConfigError, DataError
 
 FORMAT = "sft plan 1"

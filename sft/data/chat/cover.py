@@ -11,9 +11,9 @@ by characters  the tokenizer tells which characters each token covers.  Slower, 
 
 import numpy as np
 
-from sft.data.tokenizer import Encoded, FolderTokenizer
-from sft.data.turns import Turn, short
-from sft.data.typed import Typed
+from sft.data.chat.tokenizer import Encoded, FolderTokenizer
+from sft.data.chat.turns import Turn, short
+from sft.data.chat.typed import Typed
 from sft.errors import DataError
 
 _MAX_WORDS = 200  # characters between a control token and a turn; a longer text is no header

@@ -5,8 +5,8 @@ Does not decide where in a rendered chat it stands (`turns.py`).
 
 import re
 
-from sft.data.template import THINKING, Message
-from sft.data.tokenizer import FolderTokenizer
+from sft.data.chat.template import THINKING, Message
+from sft.data.chat.tokenizer import FolderTokenizer
 
 # Thinking at the head of a content, in four parts: what opens it, the thinking, what closes it, the answer.
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)

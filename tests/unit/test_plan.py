@@ -38,6 +38,14 @@ def test_capacity_is_counted_in_padded_lengths() -> None:
     assert [len(pack) for pack in packs(made)] == [512, 480]
 
 
+def test_packs_of_many_short_samples_leave_a_200th_free() -> None:
+    """A pack is 400 units of 32 tokens, of which 2 are spared while another pack has room: the 60 samples of one unit
+    go beside the second, though the first has room for two of them."""
+    units = [398, 300, *[1] * 60]
+    assert packs(plan([32 * n for n in units], capacity=12_800)) == [(0,), tuple(range(1, 62))]
+    assert packs(plan([32 * n for n in [398, 400, 2]], capacity=12_800)) == [(0, 2), (1,)]  # long ones: none is spared
+
+
 def test_at_most_64_packs_are_open() -> None:
     """200 packs of 96 leave room for a 32 each, but only 64 of them are still open when those come."""
     assert len(plan([96] * 200 + [32] * 200)) == 200 + (200 - 64) // 4

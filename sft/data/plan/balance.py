@@ -10,11 +10,12 @@ takes as long as all else (`layout.attention_crossover`).  How level it is, 1 at
     per step        mean over max, over ranks, of what they compute in the step, which ends when the last is done
     per microbatch  the same where they wait for each other after every microbatch, as the stages of pipelines do
 
-Packs are full, so sequences cannot be dealt out freely.  Packs are dealt out, costliest first, each to the rank
-that has least, in rows of similar cost; then two packs at a time are split anew, sizes kept: a heavy rank gives a
-long sequence and takes as many tokens in short ones, until ranks, then rows, are level.
+Packs are dealt out, costliest first, each to the rank that has least, in rows of similar cost.  Then two packs at a
+time are split anew, sizes kept: a heavy rank gives a long sequence and takes as many tokens in short ones, until ranks,
+then rows, are level.  Where that does not level ranks, sequences are dealt out in place of packs, if they find room.
 """
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +27,9 @@ Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 LEVEL = 0.002  # of the mean: a rank within this of it is left as it is, and less than half of it is not worth moving
 ENUMERATED, EXACT = 10, 24  # of two packs: longest sequences tried on either side, and shortest summed exactly
 PARTNERS, PAIRS = 6, 16  # ranks that a heavy one tries to exchange with, and pairs of packs with each
+ENOUGH = 0.01  # of the mean: ranks within this of it are not dealt out once more
 SPLITS = 400, 400  # tried for ranks and for rows of a batch, which bounds the time
+FILLED = 0.999  # of a rank's packs, where sequences are dealt out: the rest is lost between them
 
 
 def costs(lengths: np.ndarray, *, doc_multiple: int, crossover: float) -> np.ndarray:
@@ -71,6 +74,8 @@ def assign(
     before = max(sum(batch.cost[rank::dp]) for rank in range(dp))
     batch.deal()
     batch.level_ranks()
+    if batch.deal_sequences():
+        batch.level_ranks()
     batch.level_rows()
     if max(batch.load) > before:
         return plain
@@ -106,9 +111,68 @@ class _Batch:
                 self.ranks[rank].append(k)
                 self.load[rank] += self.cost[k]
 
+    def deal_sequences(self) -> bool:
+        """The same of sequences, each to a rank with room, whose packs are then filled anew.  Changes nothing, and says
+        so, where ranks are level enough, or more level than they would be, or sequences do not fit."""
+        if max(self.load) <= self._mean * (1 + ENOUGH):
+            return False
+        dealt = self._sequences_of_ranks()
+        if dealt is None:
+            return False
+        loads = [self._cost(sequences) for sequences in dealt]
+        if max(loads) >= max(self.load):
+            return False
+        packed = [self._packed(sequences, len(rank)) for sequences, rank in zip(dealt, self.ranks, strict=True)]
+        if not all(packed):
+            return False
+        for rank, packs in zip(self.ranks, packed, strict=True):
+            for k, sequences in zip(rank, packs or (), strict=True):
+                self._put(k, sequences)
+        self.load = loads
+        return True
+
+    def _sequences_of_ranks(self) -> list[list[int]] | None:
+        """The costliest sequence first, each to the rank that has least of those with room for it."""
+        dealt: list[list[int]] = [[] for _ in self.ranks]
+        room = [int(len(rank) * self._limit * FILLED) for rank in self.ranks]
+        least = [(0, rank) for rank in range(len(self.ranks))]
+        for i, size in enumerate(self._sizes):  # the longest is the costliest
+            full = []
+            while least and room[least[0][1]] < size:
+                full.append(heapq.heappop(least))
+            if not least:
+                return None
+            load, rank = least[0]
+            heapq.heapreplace(least, (load + int(self._cost_of[i]), rank))
+            dealt[rank].append(i)
+            room[rank] -= size
+            for entry in full:
+                heapq.heappush(least, entry)
+        return dealt
+
+    def _packed(self, sequences: list[int], count: int) -> list[list[int]] | None:
+        """The largest first, into `count` packs: each into that which costs least, or by best fit; None where they do
+        not fit."""
+        for level in (True, False):
+            packs: list[list[int]] = [[] for _ in range(count)]
+            room, cost = [self._limit] * count, [0] * count
+            for i in sequences:
+                size = self._sizes[i]
+                fitting = [(cost[k] if level else left, k) for k, left in enumerate(room) if left >= size]
+                if not fitting:
+                    break
+                k = min(fitting)[1]
+                packs[k].append(i)
+                room[k] -= size
+                cost[k] += int(self._cost_of[i])
+            else:
+                return packs
+        return None
+
     def level_ranks(self) -> None:
         """Exchanges between the heaviest rank and a light one, until it is level or no exchange helps."""
-        while self._splits < SPLITS[0]:
+        budget = self._splits + SPLITS[0]
+        while self._splits < budget:
             heavy = max(range(len(self.load)), key=lambda rank: (self.load[rank], -rank))
             if self.load[heavy] <= self._mean * (1 + LEVEL):
                 return

@@ -1,6 +1,6 @@
 """What the keys of a recipe are called and what they accept, in words.
 
-Derived from the models of `config.py`, so that errors, `check --explain` and docs/config.md cannot disagree
+Derived from the models of `config/`, so that errors, `check --explain` and docs/config.md cannot disagree
 with what is accepted.
 """
 

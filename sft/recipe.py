@@ -1,7 +1,7 @@
 """Text -> Config: a YAML file and dotted overrides, every mistake reported at once with file and line.
 
 Decides how a recipe is put together and how a mistake in it is told.  How a value is spelled is `yaml12.py`,
-what a recipe may say is `config.py`.
+what a recipe may say is `config/`.
 
 Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
 typed, relative to the current directory, wherever the recipe lies.

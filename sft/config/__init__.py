@@ -1,0 +1,94 @@
+"""Every knob, its type, its default and what it does.
+
+Decides what a recipe may say and which single values and combinations of values are wrong by themselves.
+Does not read files (`recipe.py`), and does not know the number of GPUs (`layout.py`).
+All models are frozen: nothing is ever written back into a config.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sft.config.data import DataConfig, SourceConfig
+from sft.config.model import ModelConfig, RopeConfig
+from sft.config.section import Conflict, Path, Positive, Section, divisors, listed, refuse
+from sft.config.train import AttentionConfig, CheckpointConfig, LossConfig, OptimConfig, ParallelConfig, TrainConfig
+from sft.config.watch import LogConfig, MemoryProfile, ProfileConfig, TorchProfile
+
+__all__ = [
+    "AttentionConfig",
+    "CheckpointConfig",
+    "Config",
+    "Conflict",
+    "DataConfig",
+    "LogConfig",
+    "LossConfig",
+    "MemoryProfile",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "ProfileConfig",
+    "RopeConfig",
+    "RunConfig",
+    "Section",
+    "SourceConfig",
+    "TorchProfile",
+    "TrainConfig",
+    "divisors",
+    "listed",
+]
+
+
+class RunConfig(Section):
+    dir: Path
+    """Folder of this run: recipe.yaml, data.json, metrics.jsonl, tensorboard/, checkpoints/.  One run, one folder."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto takes CUDA where torch sees it.  The CPU runs every parallelism, on gloo."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16 keeps main parameters and gradients in fp32.  fp32 is for proofs and CPU runs."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
+    """Seeds initial weights and the order of the data."""
+    timeout_s: Positive = 1800
+    """Seconds a rank may wait for another, also while rank 0 tokenises; `sft data prepare` does that beforehand."""
+
+
+class Config(Section):
+    """A whole recipe."""
+
+    run: RunConfig
+    """Where this run lives and what it runs on."""
+    model: ModelConfig
+    """A GPT with RMSNorm, SwiGLU, grouped-query attention and rotary positions; `check` counts parameters."""
+    data: DataConfig
+    """Conversations in, packs out.  Paths are used as typed, relative to the current directory."""
+    parallel: ParallelConfig = ParallelConfig()
+    """world_size = tp * cp * pp * dp; dp is always derived, never set."""
+    attention: AttentionConfig = AttentionConfig()
+    """Who computes attention."""
+    loss: LossConfig = LossConfig()
+    """How the loss is computed without ever holding the logits whole."""
+    train: TrainConfig
+    """How long, and how much per optimizer step."""
+    optim: OptimConfig
+    """AdamW and its learning-rate schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, what to keep, where to go on from."""
+    log: LogConfig = LogConfig()
+    """What is written while training."""
+    profile: ProfileConfig = ProfileConfig()
+    """Where memory and time go, in chosen steps of a run; nothing is recorded unless asked for."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Config":
+        steps, warmup = self.train.num_steps, self.optim.warmup_steps
+        no_peak = steps is not None and warmup is not None and warmup >= steps
+        no_cuda = self.run.device == "cpu" and self.attention.backend == "te"
+        refuse(
+            (
+                no_peak,
+                "optim.warmup_steps",
+                f"must be below train.num_steps = {steps}; lower one, raise the other",
+            ),
+            (no_cuda, "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"),
+        )
+        return self

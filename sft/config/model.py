@@ -1,0 +1,112 @@
+"""Keys of the model."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sft.config.section import Path, Positive, Section, divisors, refuse
+
+# Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
+_LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
+
+
+class RopeConfig(Section):
+    base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Base period (theta) of the rotary embedding."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How frequencies are changed for contexts beyond `original_max_position`."""
+    factor: Annotated[float, Field(ge=1.0)] = 1.0
+    """Context extension factor: above 1 with any scaling, 1 with none."""
+    original_max_position: Positive | None = None
+    """Context length the model was trained with before scaling; required by llama3 and yarn."""
+    low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
+    """llama3: wavelengths above original_max_position / low_freq_factor are fully scaled."""
+    high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
+    """llama3: wavelengths below original_max_position / high_freq_factor are not scaled."""
+    beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
+    """yarn: dimensions turning more often than this over the original context are not scaled."""
+    beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
+    """yarn: dimensions turning less often than this over the original context are fully scaled."""
+    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """yarn: temperature on queries and keys; null means 0.1 ln(factor) + 1."""
+
+    @model_validator(mode="after")
+    def _scaling_is_complete(self) -> "RopeConfig":
+        plain = self.scaling == "none"
+        unused, missing = plain and self.factor != 1.0, not plain and self.factor == 1.0
+        bare = self.original_max_position is None and self.scaling in ("llama3", "yarn")
+        high_first = self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor
+        slow_first = self.scaling == "yarn" and self.beta_fast <= self.beta_slow
+        refuse(
+            (unused, "factor", "has no effect with scaling = none; use linear, llama3 or yarn"),
+            (missing, "factor", f"must be above 1 for {self.scaling} scaling"),
+            (bare, "original_max_position", f"is the context before scaling; {self.scaling} needs it"),
+            (high_first, "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"),
+            (slow_first, "beta_fast", f"must be above beta_slow = {self.beta_slow}"),
+        )
+        return self
+
+
+class ModelConfig(Section):
+    num_layers: Positive
+    """Transformer layers."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive
+    """Width of the SwiGLU MLP."""
+    num_attention_heads: Positive
+    """Query heads."""
+    num_query_groups: Positive | None = None
+    """Key/value heads (GQA); null means as many as query heads."""
+    head_dim: Positive | None = None
+    """Width of a head; null means hidden_size / num_attention_heads."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding that are real tokens; null means the tokenizer's size."""
+    norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-5
+    """Epsilon inside RMSNorm."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys, per head (Qwen3)."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2)."""
+    tie_embeddings: bool = False
+    """Output weight is the input embedding."""
+    init_std: Annotated[float, Field(gt=0.0)] = 0.02
+    """Standard deviation of random initial weights."""
+    rope: RopeConfig = RopeConfig()
+    """Rotary position embedding."""
+    init_from: Path | None = None
+    """Megatron checkpoint folder whose weights start this run; null means random weights."""
+    megatron: dict[str, bool | int | float | str | list[str] | None] = {}
+    """Further fields of megatron-core's TransformerConfig, by name."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "ModelConfig":
+        heads, groups, width = self.num_attention_heads, self.resolved_query_groups, self.resolved_head_dim
+        uneven = self.head_dim is None and self.hidden_size % heads != 0
+        odd = width % 2 == 1 and not uneven
+        fitting = ", ".join(str(size) for size in divisors(heads))
+        refuse(
+            (uneven, "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"),
+            (odd, "head_dim", f"makes heads of width {width}, which cannot be rotated; make it even"),
+            (heads % groups != 0, "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"),
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _megatron_values_are_meant(self) -> "ModelConfig":
+        # Text to YAML 1.2, a switch or a number to whoever wrote it; to Python the text "off" is true.
+        meant = "is read as text; write true, false, null or a plain decimal number"
+        texts = {name: value for name, value in self.megatron.items() if isinstance(value, str)}
+        refuse(*((bool(_LOOKALIKE.fullmatch(text)), f"megatron.{name}", meant) for name, text in texts.items()))
+        return self
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Width of a head: `head_dim`, or hidden_size / num_attention_heads."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def resolved_query_groups(self) -> int:
+        """Key/value heads: `num_query_groups`, or as many as query heads."""
+        return self.num_query_groups or self.num_attention_heads

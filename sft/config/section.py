@@ -1,0 +1,48 @@
+"""What groups of keys are made of: their types, and how values that cannot be together are told."""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Path = Annotated[str, StringConstraints(min_length=1)]
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class Conflict(ValueError):
+    """Values that cannot be together, one (field, reason) per problem.  `recipe.py` adds file and line."""
+
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{field}: {reason}" for field, reason in self.problems))
+
+
+def refuse(*cases: tuple[bool, str, str]) -> None:
+    """Raise one Conflict for all cases (is wrong, field, reason) that are wrong."""
+    wrong = [(field, reason) for is_wrong, field, reason in cases if is_wrong]
+    if wrong:
+        raise Conflict(wrong)
+
+
+class Section(BaseModel):
+    """A frozen, strict group of keys: unknown keys, wrong types, infinities and NaN are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def divisors(number: int, limit: int = 4096) -> list[int]:
+    """divisors(12) -> [1, 2, 3, 4, 6, 12]; none above `limit`, which no parallel size reaches."""
+    return [size for size in range(1, min(number, limit) + 1) if number % size == 0]
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One message for all: the first line stands by itself, the others follow as a list."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join(f"{i} of {len(problems)}: {problem}" for i, problem in enumerate(problems, 1))

@@ -38,7 +38,7 @@ DISTRIBUTIONS = {"chat": 32768, "longmix": 131072, "agent": 131072}  # seq_lengt
 CROSSOVERS = {"Llama-8B": 57_000.0, "Qwen3-30B-A3B": 15_400.0}
 SHAPES = [(8, 4), (8, 16), (32, 1), (32, 4)]  # dp, microbatches of a rank
 BATCHES = 20
-FILL_BAR, PLAN_BAR_S, COLLATE_BAR, ASSIGN_BAR_S = 0.994, 1.0, 5e6, 0.1
+FILL_BAR, PLAN_BAR_S, COLLATE_BAR, ASSIGN_BAR_S = 0.994, 1.0, 5e6, 0.15
 # Median efficiency per step, where the bound allows it; of the bound elsewhere; and per microbatch at 16 of a rank.
 STEP_BAR, LIMITED_BAR, MICROBATCH_BAR = 0.99, 0.98, 0.95
 

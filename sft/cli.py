@@ -6,6 +6,7 @@ What the verbs do is `verbs.py`.
 
 import argparse
 import atexit
+import io
 import os
 import signal
 import sys
@@ -37,23 +38,30 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code: 0, 1 where plans differ, 2 for a mistake of the user, 130 when
     interrupted."""
+    for stream in (sys.stdout, sys.stderr):  # data hold any character; one that a terminal lacks is escaped
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        arguments = _parse(words)
         return arguments.action(arguments) or 0
+    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except SftError as error:
-        _tell(error)
+        _tell(error, is_run=words[:1] == ["train"])  # other verbs are one process, whatever RANK says
         return 2
     except KeyboardInterrupt:
         return 130
 
 
-def _tell(error: SftError) -> None:
-    """Print `error` on rank 0: every rank finds the same mistake, and one of them tells it.
+def _tell(error: SftError, *, is_run: bool) -> None:
+    """Print `error`; of the ranks of a run only on rank 0: every rank finds the same mistake, and one of them tells it.
 
     torchrun ends all processes when the first one is gone, so under torchrun the others wait for that: rank 0
     might not have spoken yet.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if not is_run or os.environ.get("RANK", "0") == "0":
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))

@@ -60,7 +60,9 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
     corpora = prepare_recipe(recipe.config, tokenizer, _told())
     corpus = corpora.pop("train")
-    plan = loader_of(recipe.config, layout, corpus).plan(0)
+    loader = loader_of(recipe.config, layout, corpus)
+    loader.locate((length.num_steps or loader.total_steps(length.num_epochs or 1)) - 1)  # it is planned to its end
+    plan = loader.plan(0)
     steps = -(-len(plan) // length.global_batch_size)
     lines = [
         *corpus.summary().splitlines(),
@@ -109,12 +111,7 @@ def inspect(arguments: Namespace) -> None:
         picture=arguments.png,
         console=_told(),
     )
-    # Samples hold any character; a terminal that cannot show one gets its escape instead of an error.
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text, flush=True)
 
 
 def plan(arguments: Namespace) -> int:
@@ -252,4 +249,4 @@ def _told() -> "Console":
 
 def _print_group(name: str, lines: Sequence[str]) -> None:
     for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
-        print(f"{label:8}{line}", flush=True)
+        print(f"{label:7} {line}", flush=True)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from sft.config import Config
 from sft.console import Console, duration
-from sft.errors import ConfigError
+from sft.errors import ConfigError, TrainingError
 from sft.keys import values
 from sft.metrics import SCHEMA, Record, flat
 
@@ -114,10 +114,19 @@ class Wandb:
 
 def open_writers(folder: Path, config: Config, step: int, console: Console) -> list[Writer]:
     """What the recipe asks for, in the run's folder; `step` is the last one done.  For rank 0."""
-    # The one that may refuse comes first: before any file is touched.
-    wandb = [Wandb(folder, config.log.wandb, values(config), console)] if config.log.wandb is not None else []
-    tensorboard = [TensorBoard(folder / "tensorboard", step)] if config.log.tensorboard else []
-    return [JsonLines(folder / "metrics.jsonl", step), *tensorboard, *wandb]
+    opened: list[Writer] = []
+    try:
+        # The one that may refuse comes first: before any file is touched.
+        if config.log.wandb is not None:
+            opened.append(Wandb(folder, config.log.wandb, values(config), console))
+        if config.log.tensorboard:
+            opened.append(TensorBoard(folder / "tensorboard", step))
+        opened.append(JsonLines(folder / "metrics.jsonl", step))
+    except OSError as error:
+        for writer in opened:
+            writer.close(exit_code=2)
+        raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
+    return opened[::-1]
 
 
 class Metrics:
@@ -188,8 +197,13 @@ class Metrics:
             self._losses.setdefault(name, []).append((record["step"], record["lm loss"]))
 
     def _write(self, record: Record) -> None:
-        for writer in self._writers:
-            writer.write(record)
+        try:
+            for writer in self._writers:
+                writer.write(record)
+        except OSError as error:
+            raise TrainingError(
+                f"the numbers of step {record['step']} cannot be written: {error}.  The last checkpoint is whole."
+            ) from error
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -49,7 +49,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Seeds initial weights and the order of the data."""
     timeout_s: Positive = 1800
-    """Seconds a rank may wait for another, also while rank 0 tokenises; `sft data prepare` does that beforehand."""
+    """Seconds a rank may wait for another, also while rank 0 reads the data files once to find what was prepared."""
 
 
 class Config(Section):

@@ -94,5 +94,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _eval_sets_have_files(self) -> "DataConfig":
         empty = [name for name, files in self.eval_sets.items() if not files]
-        refuse((bool(empty), "eval", f"names {', '.join(empty)} without a file; give it one, or leave it out"))
+        taken = "names a set train, which is what the training data are called; choose another name"
+        refuse(
+            (bool(empty), "eval", f"names {', '.join(empty)} without a file; give it one, or leave it out"),
+            ("train" in self.eval_sets, "eval", taken),
+        )
         return self

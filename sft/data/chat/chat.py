@@ -20,7 +20,7 @@ import numpy as np
 
 from sft.data.chat.cover import tokens_of
 from sft.data.chat.formats import Chat
-from sft.data.chat.template import plain, prepared
+from sft.data.chat.template import THINKING, plain, prepared
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, Encoded, FolderTokenizer
 from sft.data.chat.turns import Rendered, find_turns, locate
 from sft.data.chat.typed import Typed, encode_typed, without_typed
@@ -133,7 +133,8 @@ def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[Span]]:
         block("system", "# Tools\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools))
     for i, message in enumerate(chat.messages):
         calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
-        body = [message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+        thinking = next((f"<think>\n{message[key]}\n</think>" for key in THINKING if message.get(key)), "")
+        body = [thinking, message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
         first, last = block(message["role"], "\n".join(part for part in body if part))
         turns.append(Span(i, first, last + (message["role"] == "assistant")))
     ids = np.frombuffer(bytes(text), dtype=np.uint8).astype(np.int32)

@@ -9,15 +9,14 @@ ignored.
 """
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.messages import ROLES, Turn, check_calls, kind, read_json, read_turns, read_weight, short, text_of
+from sft.data.chat.messages import Turn, check_calls, kind, read_json, read_turns, read_weight, short
 from sft.data.chat.tokenizer import Message, Tools
 from sft.errors import DataError
-
-__all__ = ["ROLES", "Chat", "Tokenized", "check_ids", "read_row", "text_of"]
 
 _LARGEST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "assistant_masks")
@@ -135,10 +134,14 @@ def _string(row: Row, key: str) -> str:
 def _chat(row: Row, turns: list[Turn], system_weight: float | None = None) -> Chat:
     system = _string(row, "system") if "system" in row else ""
     if system and turns[0].message != {"role": "system", "content": system}:
-        if turns[0].message["role"] == "system":
+        if any(turn.message["role"] == "system" for turn in turns):
             raise DataError("the row has a system text and another system message.  Keep one of them.")
         turns = [Turn({"role": "system", "content": system}, system_weight, "system"), *turns]
     check_calls(turns)
+    tools = _tools(row)
+    for turn in turns:
+        _check_values(turn.message, turn.where)
+    _check_values(tools, "tools")
     written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
     if not written:
         raise DataError("no assistant turn, so there is nothing to learn from.")
@@ -146,7 +149,20 @@ def _chat(row: Row, turns: list[Turn], system_weight: float | None = None) -> Ch
         raise DataError("every assistant turn has weight 0, so there is nothing to learn from.")
     plain = all(turn.weight is None for turn in turns)
     weights = None if plain else tuple(1.0 if turn.weight is None else turn.weight for turn in turns)
-    return Chat([turn.message for turn in turns], _tools(row), weights)
+    return Chat([turn.message for turn in turns], tools, weights)
+
+
+def _check_values(value: object, where: str) -> None:
+    """Only what JSON has: a table may hold times and numbers that a template would write in its own way."""
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_values(item, where)
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item, where)
+    elif value is not None and not (isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))):
+        what = "a number that is none" if isinstance(value, float) else f"a {type(value).__name__}"
+        raise DataError(f"{where} holds {what}, which JSON does not have.  Store the column as text.")
 
 
 def _tools(row: Row) -> Tools:

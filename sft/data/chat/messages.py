@@ -150,10 +150,14 @@ def _from_sharegpt(message: Message, where: str) -> Message:
         raise DataError(f"{where} is from {short(text_of(sender))}; expected one of {', '.join(_SENDERS)}.")
     if not isinstance(value, str):
         raise DataError(f"{where} (from {sender}) must have a string as value; got {kind(value)}.")
+    rest = {key: item for key, item in message.items() if key not in ("from", "value")}
+    given = "tool_calls" if sender == "function_call" else "content"
+    if given in rest:
+        raise DataError(f"{where} has a value and {given}, which say the same.  Keep one of them.")
     if sender != "function_call":
-        return {"role": _SENDERS[sender], "content": value}
+        return {**rest, "role": _SENDERS[sender], "content": value}
     calls = read_json(value, f"{where} (from function_call)")
-    return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return {**rest, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def _read_content(message: Message, role: str, calls: bool, where: str) -> str | None:

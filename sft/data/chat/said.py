@@ -26,8 +26,11 @@ def says(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: s
         thought = bool(thinking) and text.endswith(answer) and thinking in before
         return thought and not _has_header(text, message, tokenizer)
     names = [str((call.get("function") or call).get("name", "")) for call in message["tool_calls"]]
-    written = content in text or answer in text
-    return written and all(name in text for name in names) and not _has_header(text, message, tokenizer)
+    said = next((part for part in (content, answer) if part in text), None)
+    if said is None or _has_header(text, message, tokenizer):
+        return False
+    calls = text.replace(said, "", 1) if said else text  # a call named in the content is not yet a call
+    return all(calls.count(name) >= names.count(name) for name in names)
 
 
 def _has_header(text: str, message: Message, tokenizer: FolderTokenizer) -> bool:

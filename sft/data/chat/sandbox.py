@@ -26,6 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from sft.errors import DataError
 
@@ -33,6 +34,7 @@ MAX_SECONDS = 20.0
 MAX_CHARACTERS = 100_000_000  # some 25 million tokens: more than any sample, less than any memory
 _OF_DICTS = frozenset(dir(dict))
 _MAX_BITS = 100_000  # of an integer
+_ITEM = 8  # what an item of a list or mapping counts, in characters
 # Methods of text and filters whose result can be much longer than what they are given.
 _LONGER = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "indent", "wordwrap"}
 _WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or one that is given by an argument
@@ -97,6 +99,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def write(self, value: object) -> str:
         """What is written for the value of an expression."""
+        if not isinstance(value, str):
+            self.kept(value)
         text = str(value)
         self.characters += len(text)
         if self.characters > self.max_characters:
@@ -105,8 +109,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def kept(self, value: Any) -> Any:
         """A value that is given a name, so that it can be doubled again and again."""
-        if isinstance(value, str | list | tuple):
+        if isinstance(value, str):
             self.check(len(value))
+        elif isinstance(value, list | tuple | dict | Namespace):
+            self.check(_extent(value, self.max_characters))
         return value
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -139,7 +145,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call of a method or function by the template."""
         self.tick()
-        for value in args:
+        for value in (*args, *kwargs.values()):
             self.kept(value)
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str):
@@ -194,7 +200,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if _WIDE.search(template):
             raise TooMuch("formats text to a width that is not written in up to five digits")
         longest = max((len(str(arg)) for arg in args), default=0)
-        self.check(len(template) + (template.count("%") + template.count("{")) * longest)
+        widest = max(map(int, re.findall(r"\d+", template)), default=0)
+        self.check(len(template) + (template.count("%") + template.count("{")) * max(longest, widest))
+
+
+def _extent(value: Any, most: int) -> int:
+    """Characters of all texts within a value, however deep, and something for all that holds them; counted no further
+    than `most`, since a list may hold another many times over."""
+    total, left = 0, [value]
+    while left and total <= most:
+        item = left.pop()
+        if isinstance(item, str):
+            total += len(item)
+            continue
+        total += _ITEM
+        if isinstance(item, list | tuple):
+            left += item
+        elif isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, Namespace):
+            left += item._Namespace__attrs.values()  # there is no other way in
+    return total
 
 
 class _Generation(Extension):

@@ -23,6 +23,7 @@ Tools = list[dict[str, Any]] | None
 
 # Names of an assistant's thinking; the first is what templates read.
 THINKING = ("reasoning_content", "thinking", "reasoning")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -44,7 +45,7 @@ class ChatTemplate:
     @property
     def has_markers(self) -> bool:
         """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
-        return bool(_GENERATION.search(self.source))
+        return bool(_GENERATION.search(_COMMENT.sub("", self.source)))
 
     def render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> str:
         """The chat as the template writes it; with `prompt` also what asks for the next answer.

@@ -134,6 +134,11 @@ class FolderTokenizer:
         """What `count` has found; a count that proved to be right is kept."""
         return {}
 
+    @cached_property
+    def normalizes(self) -> bool:
+        """Whether text is changed before it is tokenised."""
+        return self.hf.backend_tokenizer.normalizer is not None
+
     def normalize(self, text: str) -> str:
         """`text` after the tokenizer's own normaliser (Qwen's composes accents, for instance)."""
         normalizer = self.hf.backend_tokenizer.normalizer

@@ -10,7 +10,7 @@
 
 A turn is the content, tool calls and thinking as the template writes them, and the token that ends the turn.  What
 the template inserts by itself is not part of it: header, the newline after the turn, an empty <think></think>.
-Every rung compares characters; that the tokens say the same is proven in `chat.py`.
+Every rung compares characters; that the tokens say the same is proven in `cover.py`.
 
 The chats given here hold no control string in any message (`typed.py`), so that each one found is the template's.
 """
@@ -65,7 +65,7 @@ def find_turns(chat: Rendered, wanted: list[int]) -> list[Turn]:
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n", [1]  ->  the characters of b<|im_end|>
     """
     if chat.tokenizer.template.has_markers:
-        turns = [turn for turn in _marked(chat) if turn.message in wanted]
+        turns = _marked(chat, wanted) if wanted else []
     else:
         at_once = len(wanted) > MANY_TURNS or chat.tokenizer.frame.lead.strip()
         together = _all_blanked(chat, wanted) if at_once else None
@@ -76,8 +76,9 @@ def find_turns(chat: Rendered, wanted: list[int]) -> list[Turn]:
     return turns
 
 
-def _marked(chat: Rendered) -> list[Turn]:
-    """Rung 1: one {% generation %} block per assistant turn; its end of turn stands in it or right after."""
+def _marked(chat: Rendered, wanted: list[int]) -> list[Turn]:
+    """Rung 1: one {% generation %} block per assistant turn; its end of turn stands in it or right after, and nothing
+    that the assistant said before or behind it."""
     template, frame, text = chat.tokenizer.template, chat.tokenizer.frame, chat.text
     written = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(chat.marks) != len(written):
@@ -87,12 +88,19 @@ def _marked(chat: Rendered) -> list[Turn]:
         )
     inserted = frame.lead.strip() if frame.header and not chat.tokenizer.control.search(frame.lead) else ""
     turns = []
+    before = 0  # the end of the block before
     for i, (start, stop) in zip(written, chat.marks, strict=True):
+        ahead, before = text[max(before, text.rfind(frame.header, 0, start) if frame.header else 0) : start], stop
+        if i not in wanted:
+            continue
         end = frame.first_end(text, start)
         after = _after_spaces(text, stop)
         inside = end is not None and (end[1] <= stop or end[0] == after)
         said = end is not None and says(chat.messages[i], text[start : end[0]], chat.tokenizer, inserted=inserted)
-        if end is None or not inside or not said:
+        thinking = thinking_of(chat.messages[i])
+        outside = bool(thinking) and thinking in ahead
+        rest = "" if end is None else chat.tokenizer.control.sub("", text[end[1] : stop]).strip()
+        if end is None or not inside or not said or outside or rest:
             raise _error(chat, i, "marks as the assistant's", text[start:stop])
         turns.append(Turn(i, start, end[1], "marks"))
     return turns

@@ -73,9 +73,14 @@ def encode_typed(masked: str, typed: Typed, tokenizer: FolderTokenizer) -> Encod
     """Tokens of the real text, where `masked` has stand-ins: what lies between two control tokens of the template is
     tokenised as plain text.  Raises DataError where the tokenizer cannot be shown to do that."""
     whole = tokenizer.encode(masked)
+    is_control = tokenizer.is_control[whole.ids]
+    if tokenizer.normalizes and np.count_nonzero(is_control) > len(tokenizer.control.findall(masked)):
+        raise DataError(
+            f"the tokenizer of {tokenizer.name} reads a control token out of characters that only resemble one.  "
+            "Remove them or write them differently."
+        )
     if not typed.tokens:
         return whole
-    is_control = tokenizer.is_control[whole.ids]
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
     stand_in = re.compile("[" + "".join(typed.tokens) + "]")

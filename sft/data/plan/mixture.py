@@ -20,6 +20,7 @@ from sft.errors import DataError
 
 # The order in which a source's samples take turns at being seen once more; epochs are drawn with turns from 0 on.
 _FIRST_TURN = 2**32
+MOST_ROUNDS = 1000  # of all files, in an epoch: beyond that a number is mistyped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Mixture:
     def of(configs: Mapping[str, SourceConfig], sources: np.ndarray, lengths: np.ndarray) -> "Mixture | None":
         """As the recipe's named sources ask for; None where every sample is seen once per epoch.
 
-        Raises DataError where a source has no sample.
+        Raises DataError where a source has no sample, or an epoch would have none or far too many.
         """
         tokens = [int(lengths[sources == source].sum()) for source in range(len(configs))]
         if empty := [name for name, have in zip(configs, tokens) if not have]:
@@ -43,7 +44,16 @@ class Mixture:
         if not epochs and not weights:
             return None
         times = [round(times * have) for times, have in zip(epochs, tokens, strict=True)] if epochs else []
-        return Mixture(sources=sources, wanted=tuple(times or wanted_tokens(tokens, weights)))
+        wanted = tuple(times or wanted_tokens(tokens, weights))
+        longest = [int(lengths[sources == source].max()) for source in range(len(configs))]
+        if all(want < most for want, most in zip(wanted, longest, strict=True)):
+            raise DataError("data.train asks for less than a sample: some epochs would have none.  Raise its epochs.")
+        if sum(wanted) > MOST_ROUNDS * sum(tokens):
+            raise DataError(
+                f"data.train asks for epochs of {sum(wanted):,} tokens, over {MOST_ROUNDS:,} times what the files "
+                "hold.  Bring weights or epochs nearer to each other."
+            )
+        return Mixture(sources=sources, wanted=wanted)
 
     def samples(self, lengths: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
         """Ids of an epoch's samples, with repetitions, source by source; whose tokens are those wanted, to less than

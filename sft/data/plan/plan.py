@@ -16,6 +16,9 @@ from sft.data.plan.mixture import Mixture
 from sft.data.plan.shuffle import shuffled
 from sft.errors import DataError
 
+# Of what lengths become here, in mixture.py and in shuffle.py.  Raise it whenever the same data give another plan: a
+# run must not go on with other batches than it began with.
+VERSION = 2
 OPEN_PACKS = 64
 # Where a pack holds 16 samples or more on average, a 200th of it stays free as long as another pack has room: enough
 # for ranks to be levelled (`balance.py`).  Longer samples leave as much anyway.

@@ -22,7 +22,7 @@ import numpy as np
 from sft.config import Config
 from sft.data.align import aligned
 from sft.data.corpus import Corpus
-from sft.data.plan.plan import Plan, plan_of
+from sft.data.plan.plan import VERSION, Plan, plan_of
 from sft.errors import ConfigError, DataError
 
 FORMAT = "sft plan 1"
@@ -46,6 +46,7 @@ def follows_from(config: Config, corpus: Corpus) -> dict[str, Any]:
         "train.global_batch_size": config.train.global_batch_size,
         "data.train": shares or None,
         "data.plan": _digest(file) if file else None,
+        "planner": VERSION,
     }
 
 
@@ -126,6 +127,8 @@ def compare_plans(first: Path, second: Path) -> list[str]:
     none: Counter[int] = Counter()
     places = sorted({*mine, *theirs})
     differ = [place for place in places if mine.get(place, none) != theirs.get(place, none)]
+    if header.get("data") != other.get("data"):  # sample 7 of one is not sample 7 of the other
+        return [f"made from other data: {header.get('data')} and {other.get('data')}"]
     if not differ:
         return []
     moved = sum((mine.get(place, none) - theirs.get(place, none)).total() for place in differ)
@@ -157,10 +160,11 @@ def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[in
     _, header = next(rows, ("", {}))
     if header.get("format") != FORMAT:
         raise DataError(f"{path} is not a plan: its first line has no format {FORMAT}.")
-    batches = []
+    batches: list[tuple[str, int, list[list[int]]]] = []
     for place, row in rows:
-        epoch, packs = row.get("epoch"), row.get("packs")
-        if type(epoch) is not int or not isinstance(packs, list) or not packs:
+        epoch: Any = row.get("epoch")
+        packs: Any = row.get("packs")
+        if type(epoch) is not int or epoch < 0 or not _are_packs(packs):
             raise DataError(
                 f'{place}: expected a global batch, as in {{"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}}.'
             )
@@ -182,6 +186,15 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"the plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise DataError(f"{path} is not a plan: a line is no JSON object ({error}).") from error
+
+
+def _are_packs(packs: object) -> bool:
+    """At least one list of numbers."""
+    return (
+        isinstance(packs, list)
+        and bool(packs)
+        and all(isinstance(pack, list) and all(type(i) is int for i in pack) for pack in packs)
+    )
 
 
 def _check(place: str, pack: object, lengths: np.ndarray, capacity: int, multiple: int) -> None:

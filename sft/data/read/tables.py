@@ -81,6 +81,8 @@ def _guarded(file: Path, parts: Iterable[Any]) -> Iterator[Any]:
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
     """The rows of a batch; where one cannot be converted, it alone is unreadable."""
+    if len(set(batch.schema.names)) < len(batch.schema.names):
+        raise DataError(f"the table has two columns of one name among {', '.join(batch.schema.names)}.  Rename one.")
     convert = _struct(batch.schema)
     try:
         yield from [convert(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
@@ -106,6 +108,9 @@ def _convert(kind: Any) -> Convert:
         return parse_json if kind.extension_name == "arrow.json" else _convert(kind.storage_type)
     if pyarrow.types.is_struct(kind):
         return _struct(kind)
+    if pyarrow.types.is_map(kind):
+        item = _convert(kind.item_type)
+        return lambda pairs: {key: None if v is None else item(v) for key, v in pairs.items()}
     if hasattr(kind, "value_field"):  # the kinds of lists
         convert = _convert(kind.value_type)
         return _same if convert is _same else lambda items: [None if v is None else convert(v) for v in items]

@@ -1,7 +1,7 @@
 """Data files as numbers: how many rows and tokens, how long, what is cut, windowed, dropped and skipped.
 
 Decides that a survey goes on where the trainer stops because of lengths, and that a length is a whole row's, counted
-once however many windows the row makes.  What became of rows is the ledgers' (`data/ledger.py`).
+once however many windows the row makes.  What became of rows is the ledgers' (`data/store/ledger.py`).
 """
 
 from collections import Counter

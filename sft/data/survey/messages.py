@@ -16,7 +16,8 @@ import numpy as np
 
 from sft.console import Console
 from sft.data.chat.chat import Supervise
-from sft.data.chat.formats import ROLES, Chat, Tokenized, read_row, text_of
+from sft.data.chat.formats import Chat, Tokenized, read_row
+from sft.data.chat.messages import ROLES, text_of
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, Message
 from sft.data.read.rows import parse, read_rows, row_name
 from sft.data.survey.counts import whole_rows

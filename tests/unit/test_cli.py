@@ -1,5 +1,6 @@
 """The commands: what they print, how they end, and what they do not import on the way."""
 
+import os
 import re
 import subprocess
 import sys
@@ -297,6 +298,26 @@ def test_rank_0_tells_and_the_others_are_quiet(
         printed = capsys.readouterr()
         assert printed.out == ""
         assert printed.err == ("" if rank != "0" else MISTAKES["missing recipe"][1])
+
+
+def test_verbs_of_one_process_speak_whatever_rank_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert main(["check", "b.yaml"]) == 2
+    assert capsys.readouterr().err == MISTAKES["missing recipe"][1]
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m sft check a.yaml --explain optim | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    assert done.stdout.startswith("optim.lr = ") and done.stderr == ""
 
 
 def test_a_world_size_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,12 @@ def test_a_plan_that_ends_too_early_is_refused() -> None:
         replayed.locate(5)
 
 
+def test_a_plan_that_ends_too_early_is_found_by_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "plan", "a.yaml", "--write", "p", "train.num_steps=5"]) == 0
+    assert main(["check", "a.yaml", "data.plan=p"]) == 2
+    assert "data.plan = p ends after epoch 1" in capsys.readouterr().err
+
+
 def test_changed_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
     Path("code.jsonl").write_text(row(128) * 11)

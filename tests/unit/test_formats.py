@@ -1,6 +1,7 @@
 """What rows say: each shape with the chat it gives, and each fault with the words it is refused in."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def said(*texts: str) -> list[Message]:
 
 
 SHAPES: dict[str, tuple[object, Chat]] = {
+    "other keys of a ShareGPT message": (
+        {"conversations": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a", "thinking": "so"}]},
+        Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "so"}], None),
+    ),
     "messages": (
         {"messages": [SYSTEM, USER, ANSWER], "id": 7},
         Chat([SYSTEM, USER, ANSWER], None),
@@ -258,6 +263,10 @@ KNOWN = (
 TWICE = " so which is meant cannot be told.  Keep one of them."
 
 BAD_ROWS: list[tuple[object, str]] = [
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "content": "b"}]},
+     "message 2 has a value and content, which say the same.  Keep one of them."),
+    ({"system": "A", "messages": [USER, {"role": "system", "content": "B"}, ANSWER]},
+     "the row has a system text and another system message.  Keep one of them."),
     ([], "a row is an object; got an empty list."),
     ("hi", "a row is an object; got a string."),
     # Shapes
@@ -369,6 +378,19 @@ BAD_ROWS: list[tuple[object, str]] = [
      "label 2 is 3, but token 2 is 2: a label is its own token, not shifted, or -100."),
     ({"tokens": [1, 2], "labels": [-100, 2.0]}, "labels has 2.0 at 2; labels are integers."),
 ]  # fmt: skip
+
+
+def test_values_that_only_a_table_can_hold() -> None:
+    """A template would write them in a way of its own, and their text in the data cannot be had back."""
+    calls = [{"name": "f", "arguments": {"at": date(2024, 1, 2)}}]
+    for row, what in (
+        ({"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": calls}]}, "message 2 holds a date"),
+        ({"messages": [USER, {**ANSWER, "logprob": float("nan")}]}, "message 2 holds a number that is none"),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "f", "default": b"x"}]}, "tools holds a bytes"),
+    ):
+        with pytest.raises(DataError, match=f"{what}, which JSON does not have.  Store the column as text."):
+            read_row(row)
+    assert read_row({"messages": [USER, ANSWER], "created_at": date(2024, 1, 2)}) == Chat([USER, ANSWER], None)
 
 
 @pytest.mark.parametrize(("row", "complaint"), BAD_ROWS, ids=range(len(BAD_ROWS)))

@@ -50,6 +50,14 @@ def test_a_source_without_samples_is_refused() -> None:
         mixture([0, 0], [5, 5], source(weight=1), source(weight=1))
 
 
+def test_epochs_of_next_to_nothing_or_far_too_much_are_refused() -> None:
+    with pytest.raises(DataError, match="asks for less than a sample: some epochs would have none.  Raise its epochs."):
+        mixture([0, 0], [422, 27], source(epochs=0.2))
+    for one, other in ((source(epochs=1e300), source(epochs=1)), (source(weight=1), source(weight=1e-9))):
+        with pytest.raises(DataError, match="over 1,000 times what the files hold"):
+            mixture([0, 1], [50, 50], one, other)
+
+
 def test_samples_in_numbers() -> None:
     """Four samples of 10 tokens, 25 wanted each epoch of 40: two or three at a time, all five times in eight epochs."""
     made = Mixture(sources=np.zeros(4, dtype=int), wanted=(25,))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.data.plan.mixture import Mixture
-from sft.data.plan.plan import Plan, plan_epoch
+from sft.data.plan.plan import VERSION, Plan, plan_epoch
 from sft.data.plan.shuffle import mix
 from sft.errors import DataError
 
@@ -121,7 +121,8 @@ def test_processes_agree() -> None:
 
 
 def test_the_plan_is_pinned() -> None:
-    """Digests of release 0.1: a run goes on with the plan it began with."""
+    """A run goes on with the plan it began with: where this digest changes, VERSION has to."""
+    assert VERSION == 2
     lengths = np.arange(1, 2000) * 7919 % 500 + 1
     made = plan_epoch(lengths, capacity=1024, doc_multiple=32, seed=3, epoch=2, shuffle=True)
     assert made.digest == "d5b18ba1e35c0e3ae0e95523239695281b385c1ff545bd253a902181de1730ab"

@@ -134,6 +134,7 @@ def test_held_out_sets_have_names() -> None:
             "{a/b: c}",
             '= {"a/b": "c"} (command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping',
         ),
+        ("{train: b}", "names a set train, which is what the training data are called; choose another name."),
         ("{chat: {files: b}}", "; expected a path or a list of paths or a mapping of names to such."),
         ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such."),
     ],

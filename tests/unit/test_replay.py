@@ -82,6 +82,8 @@ def test_the_seed_is_the_plans_own(tmp_path: Path) -> None:
         (1, {"packs": [[0]]}, "p:3: the batch before is not full, and only the last of an epoch may be."),
         (1, {"epoch": 1}, "p:2: epoch 1 after 0 epochs; they come in order, from 0."),
         (1, {"packs": 5}, 'p:2: expected a global batch, as in {"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}.'),
+        (1, {"packs": [1, 2]}, 'p:2: expected a global batch, as in {"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}.'),
+        (1, {"epoch": -1}, 'p:2: expected a global batch, as in {"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}.'),
         (0, {"format": "x"}, "p is not a plan: its first line has no format sft plan 1."),
     ],
 )
@@ -117,6 +119,13 @@ def test_what_differs_is_found(tmp_path: Path) -> None:
         f"2 of 3 batches differ; 2 samples of {tmp_path}/a are elsewhere in {tmp_path}/b",
         "made from run.seed 1 and 2",
     ]
+
+
+def test_plans_of_other_data_differ(tmp_path: Path) -> None:
+    """Though their numbers are the same: sample 7 of one is not sample 7 of the other."""
+    write(tmp_path / "a", plan(3))
+    write(tmp_path / "b", plan(3), data="xyz")
+    assert compare_plans(tmp_path / "a", tmp_path / "b") == ["made from other data: abc and xyz"]
 
 
 def test_packs_of_a_batch_do_not_count(tmp_path: Path) -> None:

@@ -589,3 +589,24 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
         tracemalloc.stop()
     assert count == index.num_rows == 25_000
     assert peak < MEMORY, f"{peak / 2**20:.1f} MiB"
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import ipc
+
+    table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    with ipc.new_file(str(tmp_path / "t.arrow"), table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(DataError, match="two columns of one name among a, a"):
+        list(read_rows(tmp_path / "t.arrow"))
+
+
+def test_nulls_of_structs_inside_maps_are_left_out(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.struct([("a", pyarrow.int64()), ("b", pyarrow.int64())]))
+    rows = pyarrow.array([[("k", {"a": 1, "b": None})]], type=kind)
+    parquet.write_table(pyarrow.table({"m": rows}), tmp_path / "t.parquet")
+    assert list(read_rows(tmp_path / "t.parquet")) == [(1, {"m": {"k": {"a": 1}}})]

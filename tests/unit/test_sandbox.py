@@ -60,10 +60,8 @@ def test_what_leads_out_is_nothing() -> None:
     ],
 )  # fmt: skip
 def test_endless(source: str) -> None:
-    started = time.monotonic()
     with pytest.raises(DataError, match=r"chat template chat\.jinja takes longer than 0\.3 s"):
         render(source)
-    assert time.monotonic() - started < 10 * SECONDS
 
 
 @pytest.mark.parametrize(
@@ -88,6 +86,12 @@ def test_endless(source: str) -> None:
         "{{ (['a'] * 10000) | join('x' * 10000) }}",
         "{{ 'x\ny' | indent(10**9) }}",
         "{{ '%(a)s%(a)s' | format(a='x' * 900000) }}",
+        "{% set ns = namespace(x=['xy']) %}" + LOOP + "{% set ns.x = [ns.x[0] ~ ns.x[0]] %}{% endfor %}",
+        "{% set ns = namespace(x={'a': 'xy'}) %}" + LOOP + "{% set ns.x = {'a': ns.x.a ~ ns.x.a} %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}" + LOOP + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+        "{% macro f(x) %}{{ f(x=x + x) }}{% endmacro %}{{ f(x='xy') }}",
+        "{% set t = '{0:99999}' * 1000 %}{{ t.format(1) }}",
+        "{% set t = '%99999d' * 1000 %}{{ t | format(*range(1000)) }}",
     ],
 )  # fmt: skip
 def test_too_much_text(source: str) -> None:

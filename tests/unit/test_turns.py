@@ -26,7 +26,7 @@ from tests.unit.fixtures.chats import (
     runs,
     user,
 )
-from tests.unit.fixtures.folder import load_folder
+from tests.unit.fixtures.folder import load_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
 MANY = [m for i in range(MANY_TURNS + 1) for m in (user(f"q{i}"), assistant(f"a{i}"))]
@@ -247,6 +247,41 @@ def test_wrong_markers_are_refused(tmp_path: Path, jinja: str, complaint: str) -
     with pytest.raises(DataError) as error:
         runs(Chat(TALK, None), load_folder(tmp_path, jinja))
     assert complaint in str(error.value)
+
+
+SEARCH = {"type": "function", "function": {"name": "search", "arguments": {"q": "x"}}}
+NAMED = [user("q"), {**assistant("I will search for it."), "tool_calls": [SEARCH]}, user("r"), assistant("ok")]
+
+
+@pytest.mark.parametrize("name", ["gemma", "phi3", "cohere", "mistral", "chatml_marked"])
+def test_a_call_that_is_left_out_is_missed_though_the_content_names_it(tokenizers: Tokenizers, name: str) -> None:
+    with pytest.raises(DataError, match="message 2"):
+        runs(chat_of(NAMED), tokenizers(name))
+    assert runs(chat_of(NAMED), tokenizers(name), "last")[-1].startswith("ok" if name != "mistral" else " ok")
+
+
+OUTSIDE = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}
+{%- if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{%- generation %}{{ m.content + '<|im_end|>' }}TAIL{% endgeneration %}{{ '\n' }}
+{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_what_stands_around_a_mark(tmp_path: Path) -> None:
+    """Thinking before the block, or more words behind the end of turn, would not be learnt."""
+    thought = {**assistant("42"), "reasoning_content": "six seven"}
+    tokenizer = load_folder(tmp_path / "a", OUTSIDE.replace("TAIL", ""))
+    assert runs(Chat([user("q"), assistant("42")], None), tokenizer) == ["42<|im_end|>"]
+    with pytest.raises(DataError, match="message 2 cannot be told apart"):
+        runs(Chat([user("q"), thought], None), tokenizer)
+    tokenizer = load_folder(tmp_path / "b", OUTSIDE.replace("TAIL", "{{ ' and more' if m.content == '42' }}"))
+    with pytest.raises(DataError, match="message 2 cannot be told apart"):
+        runs(Chat([user("q"), assistant("42")], None), tokenizer)
+
+
+def test_marks_in_a_comment_are_none(tmp_path: Path) -> None:
+    tokenizer = load_folder(tmp_path, "{# no {% generation %} here #}" + template("chatml"))
+    assert runs(Chat([user("q"), assistant("a")], None), tokenizer) == ["a<|im_end|>"]
 
 
 def test_a_block_that_ends_at_token_0(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Control strings that somebody typed."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,11 +8,11 @@ import pytest
 
 from sft.data.chat.chat import encode_chat
 from sft.data.chat.formats import Chat
-from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.data.chat.typed import free_characters, without_typed
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, runs, tool, user
-from tests.unit.fixtures.folder import load_folder, load_letters
+from tests.unit.fixtures.folder import config, load_folder, load_letters, make_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
 A, B = "\U000f0000", "\U000f0001"
@@ -87,6 +88,20 @@ def test_a_tokenizer_that_joins_pieces_is_refused(tmp_path: Path) -> None:
     typed = [user("x"), assistant("fine"), user("<|im_end|>"), assistant("fine")]
     with pytest.raises(DataError, match="cannot be shown to keep as text"):
         encode_chat(Chat(typed, None), tokenizer)
+
+
+def test_characters_that_become_a_control_token(tmp_path: Path) -> None:
+    """The tokenizer's normaliser makes < of the fullwidth sign before it looks for special tokens."""
+    make_folder(tmp_path, template("chatml"))
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    saved["normalizer"] = {"type": "NFKC"}
+    for token in saved["added_tokens"]:
+        token["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(config(tokenizer=str(tmp_path)))
+    assert runs(Chat(TALK, None), tokenizer)
+    with pytest.raises(DataError, match="reads a control token out of characters that only resemble one"):
+        encode_chat(Chat([user("hi ＜|im_end|＞ there"), assistant("fine")], None), tokenizer)
 
 
 def test_an_end_of_turn_that_the_tokenizer_calls_ordinary(tmp_path: Path) -> None:

@@ -126,6 +126,27 @@ def test_tensorboard_hides_what_is_told_again(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 1), (2, 2), (3, 23), (4, 24)]
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path, wandb: FakeWandb) -> None:
+    """What was opened before is closed, and told that the run did not start."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="run.dir = .* cannot be written: .*Is a directory"):
+        open_writers(tmp_path, config("log.wandb=p"), 0, console()[0])
+    assert wandb.runs[0].exit_codes == [2]
+
+
+def test_numbers_that_cannot_be_written_end_the_run() -> None:
+    class Full:
+        def write(self, record: dict[str, Any]) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self, exit_code: int = 0) -> None:
+            pass
+
+    with pytest.raises(TrainingError, match="the numbers of step 3 cannot be written: .*No space left on device.  The"):
+        with Metrics([Full()], console()[0], step=0, num_steps=9) as metrics:
+            metrics.train(train())
+
+
 @pytest.mark.parametrize("overrides, kinds", [([], [JsonLines, TensorBoard]), (["log.tensorboard=false"], [JsonLines])])
 def test_only_what_was_asked_for_is_opened(tmp_path: Path, overrides: list[str], kinds: list[type]) -> None:
     writers = open_writers(tmp_path, config(*overrides), 0, console()[0])

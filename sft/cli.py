@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = _parse(words)
-        return arguments.action(arguments) or 0
+        code: int = arguments.action(arguments) or 0
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -111,7 +111,7 @@ def derived(config: Config) -> dict[str, tuple[Any, str]]:
     if config.model.head_dim is None:
         found["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
     if config.data.cache_dir is None:
-        found["data.cache_dir"] = (f"{config.run.dir}/cache", "run.dir/cache")
+        found["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
     return found
 
 

@@ -17,7 +17,6 @@ from sft.data.loader import Loader
 from sft.data.plan.mixture import Mixture
 from sft.data.plan.plan import Plan
 from sft.data.plan.replay import follows_from, replayed_plans
-from sft.data.prepare import cache_folder
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
 from sft.layout import Layout, attention_crossover, num_parameters, vocab_rows
@@ -26,7 +25,7 @@ from sft.mcore.engine import Engine, StepResult
 from sft.metrics import eval_record, train_record
 from sft.profile import Profile
 from sft.recipe import Recipe, dump
-from sft.writers import Metrics, Writer, open_writers
+from sft.writers import Metrics, Writer, open_writers, replace_text
 
 
 def main(recipe: Recipe) -> None:
@@ -95,8 +94,11 @@ class Run:
 
     def _note(self) -> None:
         """What trained here on what.  Only once it is sure that it does: a refused recipe replaces nothing."""
-        _replace(self.folder / "recipe.yaml", dump(self.recipe))
-        _replace(self.folder / "data.json", json.dumps(self.ledgers, indent=1) + "\n")
+        try:
+            replace_text(self.folder / "recipe.yaml", dump(self.recipe))
+            replace_text(self.folder / "data.json", json.dumps(self.ledgers, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"run.dir = {self.folder} cannot be written: {error}.") from error
 
     def _step(self, state: RunState, metrics: Metrics) -> RunState:
         """One update, and its record."""
@@ -128,7 +130,7 @@ class Run:
     def _corpus(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
         data, how = self.config.data, f"sft data prepare {self.recipe.arguments}"
-        folders = groups.agree(lambda: find_prepared(paths, data, tokenizer, cache_folder(self.config), how=how))
+        folders = groups.agree(lambda: find_prepared(paths, data, tokenizer, Path(self.config.cache_dir), how=how))
         corpus = map_prepared(paths, folders, data, names, how=how)
         self.console.say(corpus.summary())
         return corpus
@@ -215,15 +217,6 @@ def _open_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.dir = {folder} cannot be made: {error}.") from error
-
-
-def _replace(path: Path, content: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(f"run.dir = {path.parent} cannot be written: {error}.") from error
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -84,7 +84,7 @@ def prepare(arguments: Namespace) -> None:
     recipe = _recipe(arguments)
     _require_data(recipe)
 
-    from sft.data.prepare import cache_folder, prepare_recipe, sweep_recipe
+    from sft.data.prepare import prepare_recipe, sweep_recipe
 
     tokenizer = _tokenizer(recipe)
     prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
@@ -92,7 +92,7 @@ def prepare(arguments: Namespace) -> None:
         stale = sweep_recipe(recipe.config, tokenizer)
         freed = sum(folder.num_bytes for folder in stale)
         lines = [f"removed {folder.folder} ({size(folder.num_bytes)})" for folder in stale]
-        _print_group("sweep", [*lines, f"{cache_folder(recipe.config)}: {size(freed)} freed"])
+        _print_group("sweep", [*lines, f"{Path(recipe.config.cache_dir)}: {size(freed)} freed"])
 
 
 def inspect(arguments: Namespace) -> None:

@@ -234,7 +234,7 @@ def _forget_after(path: Path, step: int) -> None:
         again = step == 0 and record["kind"] == "eval"  # before the first step, told anew by a run that starts over
         if record["step"] <= step and not again:
             kept.append(line + "\n")
-    _replace(path, "".join(kept))
+    replace_text(path, "".join(kept))
 
 
 def _kept_id(path: Path) -> str:
@@ -242,11 +242,11 @@ def _kept_id(path: Path) -> str:
     if path.exists():
         return path.read_text(encoding="ascii").strip()
     made_up = uuid.uuid4().hex[:12]
-    _replace(path, made_up + "\n")
+    replace_text(path, made_up + "\n")
     return made_up
 
 
-def _replace(path: Path, content: str) -> None:
+def replace_text(path: Path, content: str) -> None:
     """The file is whole at any time: the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(content, encoding="utf-8")

@@ -78,6 +78,11 @@ class Config(Section):
     profile: ProfileConfig = ProfileConfig()
     """Where memory and time go, in chosen steps of a run; nothing is recorded unless asked for."""
 
+    @property
+    def cache_dir(self) -> str:
+        """Where tokenised data are kept: data.cache_dir, or run.dir/cache."""
+        return self.data.cache_dir or f"{self.run.dir}/cache"
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":
         steps, warmup = self.train.num_steps, self.optim.warmup_steps

@@ -87,7 +87,7 @@ def prepare_recipe(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
     """The corpora of a recipe: `train`, then every held-out set by its name."""
-    data, cache_dir = config.data, cache_folder(config)
+    data, cache_dir = config.data, Path(config.cache_dir)
     train = prepare_train(config, tokenizer, console, verify=verify)
     held_out = {
         name: prepare(files, data, tokenizer, cache_dir, console, verify=verify)
@@ -98,20 +98,15 @@ def prepare_recipe(
 
 def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False) -> Corpus:
     """The corpus that a recipe trains on."""
-    data, cache_dir = config.data, cache_folder(config)
+    data, cache_dir = config.data, Path(config.cache_dir)
     return prepare(data.train_files, data, tokenizer, cache_dir, console, data.train_names, verify=verify)
 
 
 def sweep_recipe(config: Config, tokenizer: ChatTokenizer) -> list[Stale]:
     """Removes what the recipe's cache holds for other files, settings, tokenizers or versions of sft."""
-    data, cache_dir = config.data, cache_folder(config)
+    data, cache_dir = config.data, Path(config.cache_dir)
     files = [Path(file) for listed in (data.train_files, *data.eval_sets.values()) for file in listed]
     return sweep(cache_dir, {store_folder(cache_dir, file, data, tokenizer) for file in files})
-
-
-def cache_folder(config: Config) -> Path:
-    """data.cache_dir, or run.dir/cache."""
-    return Path(config.data.cache_dir or f"{config.run.dir}/cache")
 
 
 def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> Store | None:

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.chat import encode_chat, spans
+from sft.data.chat.chat import encode_chat
 from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import (
-    CALLING,
     CALLING_TWICE,
     SYSTEM,
     TALK,
@@ -263,27 +262,3 @@ def test_only_turns_that_are_supervised_need_a_proof(tokenizers: Tokenizers) -> 
     assert runs(chat, tokenizers("mistral_tools"), "last") == [" 3 and 4.</s>"]
     assert runs(Chat(chat.messages, chat.tools, (1, 0, 1, 1, 1)), tokenizers("mistral_tools")) == [" 3 and 4.</s>"]
     assert encode_chat(chat, tokenizers("mistral_tools"), "all")[1].all() == False  # noqa: E712  # the first token
-
-
-@EITHER
-def test_spans(tokenizers: Tokenizers, name: str) -> None:
-    """Which tokens come from which message."""
-    tokenizer = either(name, tokenizers)
-    found = spans(Chat([SYSTEM, *TALK], None), tokenizer)
-    assert [span.message for span in found.messages] == [0, 1, 2, 3, 4]
-    assert [tokenizer.decode(found.ids[span.start : span.end]) for span in found.messages] == [
-        "Be brief.",
-        "Hello there",
-        FIRST,
-        "The answer?",
-        LAST,
-    ]
-    assert found.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-    assert found.weights.sum() == sum(s.end - s.start for s in found.messages if s.message in (2, 4))
-
-
-def test_spans_as_far_as_they_can_be_found(tokenizers: Tokenizers) -> None:
-    """The tool's result stands inside JSON, and the first turn is not proven."""
-    found = spans(chat_of(CALLING_TWICE), tokenizers("mistral_tools"), "last")
-    assert [span.message for span in found.messages] == [0, 2, 3, 4]
-    assert len(spans(chat_of(CALLING), tokenizers("qwen25")).messages) == 4

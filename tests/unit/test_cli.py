@@ -308,16 +308,24 @@ def test_verbs_of_one_process_speak_whatever_rank_says(
     assert capsys.readouterr().err == MISTAKES["missing recipe"][1]
 
 
-def test_a_reader_that_has_seen_enough() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m sft check a.yaml --explain optim | head -1",
-        shell=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
-        timeout=60,
-    )
-    assert done.stdout.startswith("optim.lr = ") and done.stderr == ""
+@pytest.mark.parametrize("arguments", [["--no-data"], ["--explain", "optim"]])
+def test_a_reader_that_has_seen_enough(arguments: list[str]) -> None:
+    """As with `| head -1`, but surely gone before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sft", "check", "a.yaml", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_lacks_a_character() -> None:
+    command = [sys.executable, "-m", "sft", "check", "a.yaml", "data.train=café.jsonl", "--explain", "data.train"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith('data.train = ["caf\\xe9.jsonl"]\n')
 
 
 def test_a_world_size_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

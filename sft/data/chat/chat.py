@@ -22,7 +22,7 @@ from sft.data.chat.cover import tokens_of
 from sft.data.chat.formats import Chat
 from sft.data.chat.template import THINKING, plain, prepared
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, Encoded, FolderTokenizer
-from sft.data.chat.turns import Rendered, find_turns, locate
+from sft.data.chat.turns import Rendered, find_turns
 from sft.data.chat.typed import Typed, encode_typed, without_typed
 from sft.errors import DataError
 
@@ -35,15 +35,6 @@ class Span(NamedTuple):
     message: int
     start: int
     end: int
-
-
-class Spans(NamedTuple):
-    """A tokenised chat, as a person may want to look at it."""
-
-    text: str
-    ids: np.ndarray  # int32 [n]
-    weights: np.ndarray  # float32 [n]
-    messages: list[Span]
 
 
 def encode_chat(
@@ -66,29 +57,6 @@ def encode_chat(
         needed = [i for i, weight in weigh.items() if weight != (supervise == "all")]
         ids, turns = encoded.ids, _prove(encoded, typed, rendered, needed)
     return ids, _spread(len(ids), turns, weigh, supervise)
-
-
-def spans(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Spans:
-    """Which tokens come from which message: proven for assistants, whose span holds the end of turn as well; for
-    others their content, as far as it can be found.
-
-    user "a", assistant "b", byte tokenizer:  messages [(0, 6, 7), (1, 19, 21)]: a; b and <|im_end|>
-    """
-    ids, weights = encode_chat(chat, tokenizer, supervise)
-    if isinstance(tokenizer, ByteTokenizer):
-        return Spans(tokenizer.decode(ids), ids, weights, _encode_bytes(chat)[1])
-    encoded, typed, rendered = _render(chat, tokenizer)
-    written = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    found = []
-    for i in written:
-        try:
-            found += _prove(encoded, typed, rendered, [i])
-        except DataError:  # not supervised, or encode_chat would have raised it
-            continue
-    others = [i for i, message in enumerate(rendered.messages) if i not in written and message.get("content")]
-    for i, (start, end) in locate(rendered, others).items():
-        found.append(Span(i, *encoded.cover(start, end)))
-    return Spans(typed.restore(rendered.text), ids, weights, sorted(found, key=lambda span: span.start))
 
 
 def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:

@@ -12,7 +12,7 @@ by characters  the tokenizer tells which characters each token covers.  Slower, 
 import numpy as np
 
 from sft.data.chat.tokenizer import Encoded, FolderTokenizer
-from sft.data.chat.turns import Turn, short
+from sft.data.chat.turns import Turn, quoted
 from sft.data.chat.typed import Typed
 from sft.errors import DataError
 
@@ -79,6 +79,6 @@ def _verify(text: str, ids: np.ndarray, tokenizer: FolderTokenizer) -> None:
     decoded = tokenizer.decode(ids).strip()
     if decoded != text.strip() and decoded != tokenizer.normalize(text).strip():
         raise DataError(
-            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {short(text)} "
-            f"became {short(decoded)}.  It cannot express this turn, or joins it with the text around it."
+            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(text)} "
+            f"became {quoted(decoded)}.  It cannot express this turn, or joins it with the text around it."
         )

@@ -193,7 +193,7 @@ def _all_blanked(chat: Rendered, wanted: list[int]) -> list[Turn] | None:
     frame, text = chat.tokenizer.frame, chat.text
     if not all(is_plain(chat.messages[i]) for i in wanted):
         return None
-    spans = locate(chat, wanted)
+    spans = _locate(chat, wanted)
     lead = "" if frame.lead.strip() else frame.lead
     turns = []
     for i in wanted:
@@ -209,7 +209,7 @@ def _all_blanked(chat: Rendered, wanted: list[int]) -> list[Turn] | None:
     return turns
 
 
-def locate(chat: Rendered, wanted: list[int]) -> dict[int, tuple[int, int]]:
+def _locate(chat: Rendered, wanted: list[int]) -> dict[int, tuple[int, int]]:
     """Where the contents of some messages stand, by one rendering with a private character for each; {} where the
     template writes something else then."""
     marks = dict(zip(free_characters(chat.everything, len(wanted)), wanted, strict=True))
@@ -251,7 +251,7 @@ def _unproven(chat: Rendered, i: int, blanked: str) -> DataError:
     differs = next((k for k, (a, b) in enumerate(zip(text, blanked, strict=False)) if a != b), len(blanked))
     begin = max(0, differs - 40)
     other = (
-        f"With ... in place of what the assistant said it writes {short(blanked[begin:], 120)}.  "
+        f"With ... in place of what the assistant said it writes {quoted(blanked[begin:], 120)}.  "
         if blanked
         else "With another text in place of what the assistant said it refuses the chat, or leaves the text out.  "
     )
@@ -259,15 +259,15 @@ def _unproven(chat: Rendered, i: int, blanked: str) -> DataError:
 
 
 def _error(chat: Rendered, i: int, does: str, wrote: str, other: str = "") -> DataError:
-    tokenizer, content = chat.tokenizer, short(str(chat.messages[i].get("content") or ""))
+    tokenizer, content = chat.tokenizer, quoted(str(chat.messages[i].get("content") or ""))
     return DataError(
         f"chat template {tokenizer.template.name}: what the assistant wrote in message {i + 1} cannot be told apart.  "
-        f"The template {does} {short(wrote, 120)}.  {other}The content is {content} and a turn ends with "
+        f"The template {does} {quoted(wrote, 120)}.  {other}The content is {content} and a turn ends with "
         f"{' or '.join(tokenizer.frame.ends)}.  "
         "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
     )
 
 
-def short(text: str, limit: int = 80) -> str:
+def quoted(text: str, limit: int = 80) -> str:
     """`text` for an error: quoted, its end left out where it is long."""
     return json.dumps(text if len(text) <= limit else text[: limit - 3] + "...", ensure_ascii=False)

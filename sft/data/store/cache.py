@@ -20,10 +20,9 @@ from sft.config import DataConfig
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
 
-# Folders of sft.data that samples are made by, but for these files.  A change in any other file of them makes caches
+# Folders of sft.data that samples are made by, but for this file.  A change in any other file of them makes caches
 # of the older code unused, so that a file nobody thought of here costs time and never hands on stale samples.
 _MAKERS = ("chat", "read", "store")
-_UNRELATED = ("cache.py",)
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 
@@ -55,7 +54,7 @@ def code_files() -> list[Path]:
     """The files of sft that samples are made by."""
     data = Path(__file__).parents[1]
     files = [path for folder in _MAKERS for path in sorted((data / folder).glob("*.py"))]
-    return [data / "align.py", *(path for path in files if path.name not in _UNRELATED)]
+    return [data / "align.py", *(path for path in files if path != Path(__file__))]
 
 
 def work_folder(folder: Path) -> Path:

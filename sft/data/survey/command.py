@@ -8,7 +8,6 @@ from pathlib import Path
 
 from sft.console import Console
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.prepare import cache_folder
 from sft.data.survey.survey import take_survey
 from sft.data.survey.text import survey_lines
 from sft.errors import ConfigError
@@ -27,7 +26,7 @@ def inspect(
     if picture is not None:
         _require_picture(picture)
     data = recipe.config.data
-    cache_dir = cache_folder(recipe.config)
+    cache_dir = Path(recipe.config.cache_dir)
     survey = take_survey(recipe.path, data, load_tokenizer(data), cache_dir, num_previews, console)
     if picture is not None:
         from sft.data.survey.picture import draw

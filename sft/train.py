@@ -17,6 +17,7 @@ from sft.data.loader import Loader
 from sft.data.plan.mixture import Mixture
 from sft.data.plan.plan import Plan
 from sft.data.plan.replay import follows_from, replayed_plans
+from sft.durable import replace_text
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
 from sft.layout import Layout, attention_crossover, num_parameters, vocab_rows
@@ -25,7 +26,7 @@ from sft.mcore.engine import Engine, StepResult
 from sft.metrics import eval_record, train_record
 from sft.profile import Profile
 from sft.recipe import Recipe, dump
-from sft.writers import Metrics, Writer, open_writers, replace_text
+from sft.writers import Metrics, Writer, open_writers
 
 
 def main(recipe: Recipe) -> None:

@@ -5,7 +5,6 @@ are made is `metrics.py`'s business.  Only rank 0 has writers.
 """
 
 import json
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from sft.config import Config
 from sft.console import Console, duration
+from sft.durable import replace_text
 from sft.errors import ConfigError, TrainingError
 from sft.keys import values
 from sft.metrics import SCHEMA, Record, flat
@@ -244,13 +244,6 @@ def _kept_id(path: Path) -> str:
     made_up = uuid.uuid4().hex[:12]
     replace_text(path, made_up + "\n")
     return made_up
-
-
-def replace_text(path: Path, content: str) -> None:
-    """The file is whole at any time: the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `sft train`, `sft check` and `sft data`.
+"""The command line: `sft train`, `sft check`, `sft status` and `sft data`.
 
 Decides which arguments there are, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
 What the verbs do is `verbs.py`.
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,11 @@ def run() -> NoReturn:
     The threads of a process group drop the tensors of its last collective after that has returned.  One that does
     so while the interpreter is being taken down aborts the process: exit code -6 in place of ours.
     """
-    code = main()
+    try:
+        code = main()
+    except Exception:  # a bug of ours, or a peer that is gone; threads of the group must not keep this process
+        traceback.print_exc()
+        code = 1
     atexit._run_exitfuncs()  # ends the helpers that saved checkpoints, among others
     sys.stdout.flush()
     sys.stderr.flush()
@@ -36,8 +41,8 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 1 where plans differ, 2 for a mistake of the user, 130 when
-    interrupted."""
+    """Run one verb and return the exit code: 0, 1 where plans differ, 2 for a mistake of the user, 75 for a run that
+    is to be started again, 130 when interrupted."""
     for stream in (sys.stdout, sys.stderr):  # data hold any character; one that a terminal lacks is escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -82,6 +87,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     names = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     train = names.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
     check = names.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
+    status = names.add_parser("status", help="how a run ended, and whether to start it again (exit code 0, 75 or 2)")
     data = names.add_parser("data", help="work on a recipe's data, without a model or a GPU")
     tasks = data.add_subparsers(dest="task", required=True, metavar="TASK")
     prepare = tasks.add_parser("prepare", help="tokenise the data once; continues where it was killed")
@@ -90,6 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     actions = {
         train: verbs.train,
         check: verbs.check,
+        status: verbs.status,
         prepare: verbs.prepare,
         inspect: verbs.inspect,
         plan: verbs.plan,

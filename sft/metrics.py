@@ -13,7 +13,7 @@ from sft.layout import Layout, train_flops
 from sft.mcore.engine import StepResult
 from sft.tally import Ratio, Schema, Totals
 
-SCHEMA = 3  # of metrics.jsonl: docs/metrics.schema.json
+SCHEMA = 4  # of metrics.jsonl: docs/metrics.schema.json
 Record = dict[str, Any]
 
 
@@ -34,9 +34,10 @@ def train_record(
         "kind": "train",
         "step": step,
         **_losses(totals, config.loss, schema),
-        "grad-norm": result.grad_norm,
+        "grad-norm": _finite(result.grad_norm),
         "learning-rate": result.learning_rate,
         "skipped": result.skipped,
+        "bad": result.is_bad,
         **_counts(totals),
         "tokens/capacity": capacity,
         "padding/alignment": totals.num_aligned_tokens - totals.num_real_tokens,
@@ -75,13 +76,13 @@ def eval_record(step: int, totals: Totals, config: Config, *, set_name: str, sch
 
 
 def _losses(totals: Totals, loss: LossConfig, schema: Schema) -> Record:
-    """None (null in JSON) where no token was supervised, or a perplexity is beyond what a float holds."""
+    """None (null in JSON) where no token was supervised, or a number is none that a float holds."""
     count = totals.num_tokens
-    found: Record = {"lm loss": totals.loss / totals.denominator if count else None}
+    found: Record = {"lm loss": _finite(totals.loss / totals.denominator) if count else None}
     if loss.reduction != "token" or loss.z_loss_coef or loss.entropy_coef:
-        found["nll"] = totals.nll / count if count else None
+        found["nll"] = _finite(totals.nll / count) if count else None
     if loss.measures_entropy:
-        found["entropy"] = totals.entropy / count if count else None
+        found["entropy"] = _finite(totals.entropy / count) if count else None
     found["token accuracy"] = totals.num_correct / count if count else None
     found["perplexity/avg"] = _finite(totals.perplexity.value)
     found["perplexity/min"] = _finite(totals.perplexity_min)
@@ -92,7 +93,7 @@ def _losses(totals: Totals, loss: LossConfig, schema: Schema) -> Record:
 
 
 def _apart(names: Sequence[str], ratios: Sequence[Ratio]) -> Record:
-    return {n: {"loss": r.value, "tokens": int(r.count)} for n, r in zip(names, ratios, strict=True)}
+    return {n: {"loss": _finite(r.value), "tokens": int(r.count)} for n, r in zip(names, ratios, strict=True)}
 
 
 def _counts(totals: Totals) -> Record:

@@ -4,33 +4,36 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from sft import cp
-from sft.checkpoint import Checkpoints, RunState, weights_of
+from sft import bad_step
+from sft.checkpoint import names, resume
+from sft.checkpoint.save import Saver
+from sft.checkpoint.state import Conditions, RunState, installed
+from sft.config.train import LOWER_IS_BETTER
 from sft.console import Console
-from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from sft.data.corpus import Corpus, find_prepared, map_prepared
-from sft.data.loader import Loader
-from sft.data.plan.mixture import Mixture
-from sft.data.plan.plan import Plan
-from sft.data.plan.replay import follows_from, replayed_plans
 from sft.durable import replace_text
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
-from sft.layout import Layout, attention_crossover, num_parameters, vocab_rows
-from sft.mcore import device, groups, shards
+from sft.feed import Feed
+from sft.keys import values
+from sft.layout import Layout, num_parameters
+from sft.lifecycle.status import Kind
+from sft.mcore import device, groups
 from sft.mcore.engine import Engine, StepResult
-from sft.metrics import eval_record, train_record
+from sft.metrics import Record, eval_record, train_record
 from sft.profile import Profile
 from sft.recipe import Recipe, dump
+from sft.seen import Seen, link
+from sft.spike import Spikes
+from sft.start import Start
 from sft.writers import Metrics, Writer, open_writers
 
+STOPPED = 75  # the exit code of a run that was asked to stop and has saved: start it again (EX_TEMPFAIL)
 
-def main(recipe: Recipe) -> None:
-    """Train as the recipe says, as one of the processes that torchrun started (or as the only one)."""
+
+def main(recipe: Recipe) -> int:
+    """Train as the recipe says, as one of the processes that torchrun started (or as the only one); the exit code."""
     config = recipe.config
     layout = Layout.resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
     here = device.start(device.choose(config.run.device))
@@ -38,132 +41,161 @@ def main(recipe: Recipe) -> None:
     console = Console(place.rank)
     console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))
     folder = Path(config.run.dir)
-    with Profile(config.profile, folder, place, console) as profile:
-        Run(recipe, layout, place, console, profile).train()
+    with Start(config.run, folder, place, console) as start, Profile(config.profile, folder, place, console) as profile:
+        is_done = Run(recipe, layout, place, console, start, profile).train()
     groups.stop()
+    return 0 if is_done else STOPPED
 
 
 class Run:
     """Everything one rank needs to train."""
 
     def __init__(
-        self, recipe: Recipe, layout: Layout, place: groups.Groups, console: Console, profile: Profile
+        self, recipe: Recipe, layout: Layout, place: groups.Groups, console: Console, start: Start, profile: Profile
     ) -> None:
-        self.config, self.layout, self.place, self.console = recipe.config, layout, place, console
-        self.profile = profile
+        self.recipe, self.config, self.layout, self.place = recipe, recipe.config, layout, place
+        self.console, self.start, self.profile = console, start, profile
         self.folder = Path(self.config.run.dir)
-        self.recipe = recipe
+        self.checkpoints = self.folder / "checkpoints"
+        start.begin(groups.agree(lambda: _last_step(self.checkpoints), place.control))
+        self.feed = Feed(recipe, layout, place, console)
+        self.num_steps = self.feed.num_steps
+        self.engine = Engine(self.config, layout, place, vocab_size=self.feed.vocab_size, num_steps=self.num_steps)
+        now = Conditions(plan=self.feed.plan, recipe=values(self.config), layout=_sizes(layout), versions=installed())
+        self.conditions = now
+        self.saver = Saver(self.config.checkpoint, self.checkpoints, now, place, console, start.is_ours)
         self._epoch: int | None = None  # the newest whose packing was told
-        groups.agree(lambda: _open_folder(self.folder))
-        tokenizer = load_tokenizer(self.config.data)
-        vocab_size = vocab_rows(self.config.model, tokenizer.vocab_size)
-        data = self.config.data
-        corpus = self._corpus(data.train_files, tokenizer, data.train_names)
-        held_out = {name: self._corpus(files, tokenizer) for name, files in data.eval_sets.items()}
-        self.ledgers = {"train": corpus.report(), **{name: found.report() for name, found in held_out.items()}}
-        mixture = Mixture.of(data.sources, corpus.source_ids, corpus.lengths)
-        self.loader = self._loader(corpus, tokenizer, mixture, replayed_plans(self.config, corpus))
-        self.held_out = {name: self._loader(found, tokenizer) for name, found in held_out.items()}
-        self.num_steps = self.config.train.num_steps or self.loader.total_steps(self.config.train.num_epochs or 1)
-        if self.config.data.plan is not None:
-            self.loader.locate(self.num_steps - 1)  # a plan that ends too early is refused now
-        self.engine = Engine(self.config, layout, place, vocab_size=vocab_size, num_steps=self.num_steps)
-        self.checkpoints = Checkpoints(
-            self.config.checkpoint, self.folder / "checkpoints", follows_from(self.config, corpus), console
-        )
+        self._step_s = 0.0  # what the last step took
+        self._saved_at = time.monotonic()
+        self._told_save: int | None = None
+        self._spikes = Spikes()
 
-    def train(self) -> None:
-        """Step until the last step is done; evaluate and save when due, at the end in any case."""
-        state = self.checkpoints.resume(self.engine) or self._fresh()
+    def train(self) -> bool:
+        """Step until the last step is done or somebody asks to stop; evaluate and save when due; whether it is done."""
+        state = self._resumed() or self._fresh()
+        self.start.step = state.step
         if state.step >= self.num_steps:
             self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
-            return
+            self.start.end("done", state.step, self.num_steps, None)
+            return True
         groups.agree(self._note)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._metrics(state) as metrics, bar as progress:
+            seen = Seen(self.folder / "seen.jsonl", state.step, state.chain) if self.place.rank == 0 else None
             if state.step == 0:
                 self._evaluate(state, metrics)
-            while state.step < self.num_steps:
+            reason = self.start.agreed()[0]
+            while state.step < self.num_steps and reason is None:
                 with self.profile.step(state.step + 1):
-                    state = self._step(state, metrics)
+                    state = self._step(state, metrics, seen)
                     progress.advance(1)
-                    self._finish_step(state, metrics)
+                    state, reason = self._finish_step(state, metrics, seen)
+            self._leave(state, reason)
             metrics.summarise()
-        self.console.say(
-            f"done: {self.folder}/ holds checkpoints/, tensorboard/, metrics.jsonl, recipe.yaml and data.json"
-        )
+        is_done = state.step >= self.num_steps
+        kept = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
+        self.console.say(f"done: {self.folder}/ holds {kept}" if is_done else self._goodbye(state, reason))
+        return is_done
 
     def _note(self) -> None:
         """What trained here on what.  Only once it is sure that it does: a refused recipe replaces nothing."""
         try:
             replace_text(self.folder / "recipe.yaml", dump(self.recipe))
-            replace_text(self.folder / "data.json", json.dumps(self.ledgers, indent=1) + "\n")
+            replace_text(self.folder / "data.json", json.dumps(self.feed.ledgers, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(f"run.dir = {self.folder} cannot be written: {error}.") from error
 
-    def _step(self, state: RunState, metrics: Metrics) -> RunState:
+    def _step(self, state: RunState, metrics: Metrics, seen: Seen | None) -> RunState:
         """One update, and its record."""
         started = time.monotonic()
+        self.start.phase(f"step {state.step + 1}: data")
         self._tell_packing(state.step)
-        microbatches = self.loader.microbatches(state.step)
+        position, samples = self.feed.train.locate(state.step), self.feed.samples(state.step)
+        microbatches = self.feed.train.microbatches(state.step)
         waited = time.monotonic() - started
-        result = self.engine.train_step(microbatches, sources=self.loader.sources, data_wait_s=waited)
-        self._check(result, state.step)
-        state = state.after(result)
-        metrics.train(self._record(state, result, time.monotonic() - started))
+        self.start.phase(f"step {state.step + 1}: forward, backward and update")
+        result = self.engine.train_step(microbatches, sources=self.feed.train.sources, data_wait_s=waited)
+        assert result.totals.num_documents == len(samples), (result.totals.num_documents, samples)
+        state = state.after(result, position, link(state.chain, *position, samples))
+        self._step_s = time.monotonic() - started
+        self.start.step = state.step
+        if seen:
+            seen.write(state.step, *position, samples, state.chain)
+        metrics.train(self._record(state, result))
+        self._look_at(result, state)
         return state
 
-    def _finish_step(self, state: RunState, metrics: Metrics) -> None:
-        """What is due after a step."""
+    def _finish_step(self, state: RunState, metrics: Metrics, seen: Seen | None) -> tuple[RunState, str | None]:
+        """What is due after a step; and why the run is to stop, or None."""
         last = state.step == self.num_steps
         if _due(state.step, self.config.train.eval_every) or last:
-            self._evaluate(state, metrics)
-        if _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
-            self.checkpoints.save(self.engine, state)
+            found = self._evaluate(state, metrics)
+            state = self._judged(state, found)
+        every = self.config.checkpoint.save_every_minutes
+        is_late = every is not None and self.place.rank == 0 and time.monotonic() - self._saved_at >= 60 * every
+        reason, (late,) = self.start.agreed(is_late)
+        if late or _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
+            self._save(state, seen, wait=last)
+        elif reason is not None and not last:
+            self._save(state, seen, wait=True)
+        self._tell_saved()
+        return state, reason
+
+    def _save(self, state: RunState, seen: Seen | None, *, wait: bool) -> None:
+        self.start.phase(f"saving step {state.step}")
+        if seen:
+            seen.sync()
+        self.saver.save(self.engine, state, wait=wait)
+        self._saved_at = time.monotonic()
+
+    def _tell_saved(self) -> None:
+        """A save in the background may have ended at any time."""
+        done = self.saver.published
+        if self.place.rank == 0 and done is not None and done != self._told_save:
+            if self._told_save is None:
+                self.start.tell_grace(self._step_s, self.saver.took_s)
+            self._told_save = done
+            self.start.saved(done, step_s=self._step_s, save_s=self.saver.took_s)
+
+    def _leave(self, state: RunState, reason: str | None) -> None:
+        """Nothing is in flight, and everybody knows how it ended, before the first rank is gone."""
+        self.start.phase(f"saving step {state.step}")
+        self.saver.drain(must=True)
+        self._tell_saved()
+        kind: Kind = "done" if state.step >= self.num_steps else "preempted"
+        self.start.end(kind, state.step, self.num_steps, None if kind == "done" else reason)
+
+    def _goodbye(self, state: RunState, reason: str | None) -> str:
+        return (
+            f"stopped after step {state.step} of {self.num_steps} ({reason}); the same command goes on from there.  "
+            f"Exit code {STOPPED}"
+        )
 
     def _tell_packing(self, step: int) -> None:
         """Once an epoch; packing takes about a second a million samples, too little for a bar."""
-        epoch, _ = self.loader.locate(step)
+        epoch, _ = self.feed.train.locate(step)
         if epoch != self._epoch:
-            self._epoch, plan = epoch, self.loader.plan(epoch)
+            self._epoch, plan = epoch, self.feed.train.plan(epoch)
             self.console.say(f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full")
 
-    def _corpus(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
-        """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
-        data, how = self.config.data, f"sft data prepare {self.recipe.arguments}"
-        folders = groups.agree(lambda: find_prepared(paths, data, tokenizer, Path(self.config.cache_dir), how=how))
-        corpus = map_prepared(paths, folders, data, names, how=how)
-        self.console.say(corpus.summary())
-        return corpus
-
-    def _loader(
-        self,
-        corpus: Corpus,
-        tokenizer: ChatTokenizer,
-        mixture: Mixture | None = None,
-        replayed: Sequence[Plan] | None = None,
-    ) -> Loader:
-        return Loader(
-            corpus,
-            data=self.config.data,
-            layout=self.layout,
-            seed=self.config.run.seed,
-            dp_rank=self.place.dp_rank,
-            pad_id=tokenizer.pad_id,
-            reduction=self.config.loss.reduction,
-            crossover=attention_crossover(self.config.model),
-            mixture=mixture,
-            replayed=replayed,
-            local_indices=partial(cp.local_indices, cp_size=self.layout.cp, cp_rank=self.place.cp_rank),
-        )
+    def _resumed(self) -> RunState | None:
+        """What checkpoint.resume asks for, in the engine; None when a new run is to start."""
+        config = self.config.checkpoint
+        found = resume.find(config, self.checkpoints, self.place, self.console)
+        for left in groups.agree(lambda: names.sweep(self.checkpoints), self.place.control):
+            self.console.say(f"removed {left}, left by a save that was cut off")
+        if found is None:
+            return None
+        state = resume.load(self.engine, found, config, self.conditions, self.console)
+        if found.path.parent.resolve() == self.checkpoints.resolve():
+            self.saver.resumed(state.step)
+        return state
 
     def _fresh(self) -> RunState:
         """A new run: from random weights, or from those that model.init_from names."""
         source = self.config.model.init_from
         if source:
-            folder = weights_of(source)
-            shards.load_weights(self.engine, folder)
-            self.console.say(f"started from the weights of {folder}")
+            resume.start_from(self.engine, source, self.config.checkpoint.verify, self.console)
         else:
             self.console.say(f"started from random weights (seed {self.config.run.seed})")
         return RunState()
@@ -175,49 +207,78 @@ class Run:
         metrics = Metrics(writers, self.console, step=state.step, num_steps=self.num_steps, every=every)
         parameters = num_parameters(self.config.model, self.engine.vocab_size)
         self.console.say(f"parameters {parameters:,} | attention {self.engine.backend} | steps {self.num_steps:,}")
-        sizes = {name: getattr(self.layout, name) for name in ("world_size", "tp", "cp", "pp", "dp")}
-        metrics.start({"parameters": parameters, "num-steps": self.num_steps, "layout": sizes})
+        metrics.start({"parameters": parameters, "num-steps": self.num_steps, "layout": _sizes(self.layout)})
         return metrics
 
-    def _record(self, state: RunState, result: StepResult, seconds: float) -> dict[str, object]:
+    def _record(self, state: RunState, result: StepResult) -> Record:
         return train_record(
             state.step,
             result,
             self.layout,
             self.config,
-            schema=self.engine.schema(self.loader.sources),
+            schema=self.engine.schema(self.feed.train.sources),
             vocab_size=self.engine.vocab_size,
-            seconds=seconds,
+            seconds=self._step_s,
         )
 
-    def _evaluate(self, state: RunState, metrics: Metrics) -> None:
-        for name, loader in self.held_out.items():
+    def _evaluate(self, state: RunState, metrics: Metrics) -> dict[str, Record]:
+        """The record of each held-out set."""
+        records = {}
+        for name, loader in self.feed.held_out.items():
             started = time.monotonic()
-            totals = evaluate(self.engine, loader)
+            totals = evaluate(self.engine, loader, lambda: self.start.phase(f"held-out {name} after step {state.step}"))
             if not math.isfinite(totals.loss):
                 raise TrainingError(
                     f"the held-out loss of {name} after step {state.step} is {totals.loss}; nothing was saved."
                 )
             seconds, schema = time.monotonic() - started, self.engine.schema(loader.sources)
-            record = eval_record(state.step, totals, self.config, set_name=name, schema=schema, seconds=seconds)
-            metrics.eval(record)
+            records[name] = eval_record(state.step, totals, self.config, set_name=name, schema=schema, seconds=seconds)
+            metrics.eval(records[name])
+        return records
 
-    def _check(self, result: StepResult, step: int) -> None:
-        """Loss and norm are the same on all ranks, so all stop together, and nothing is saved."""
-        if math.isfinite(result.totals.loss) and math.isfinite(result.grad_norm):
+    def _judged(self, state: RunState, found: dict[str, Record]) -> RunState:
+        """Whether this is the best so far by checkpoint.keep_best."""
+        best = self.config.checkpoint.best
+        value = found[best[0]][best[1]] if best else None
+        return state if best is None or value is None else state.judged(value, lower=LOWER_IS_BETTER[best[1]])
+
+    def _look_at(self, result: StepResult, state: RunState) -> None:
+        """Loss and norm are the same on all ranks, so all stop together."""
+        if not result.is_bad:
+            loss = result.totals.loss / result.totals.denominator if result.totals.num_tokens else None
+            if loss is not None and (told := self._spikes.look(loss)):
+                self.console.say(f"WARNING: loss spike in step {state.step}: {told}")
             return
-        samples = sorted(i for pack in self.loader.global_batch(step) for i in pack)
+        what = f"step {state.step}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
+        if state.bad_in_a_row <= self.config.train.max_bad_steps:
+            in_a_row = f"{state.bad_in_a_row} in a row of at most {self.config.train.max_bad_steps}"
+            self.console.say(f"WARNING: {what}: nothing was updated, the step is skipped ({in_a_row})")
+            return
+        kept = self._keep_bad(state)
         raise TrainingError(
-            f"step {step + 1}: loss {result.totals.loss}, gradient norm {result.grad_norm}.  The step was not saved; "
-            f"the last checkpoint is whole.  Its samples, by number: {samples}."
+            f"{what}, after {state.bad_in_a_row - 1} such steps before it (train.max_bad_steps).  Nothing of it was "
+            f"saved; the last checkpoint is whole.  Its samples and every rank's losses are in {kept}."
+        )
+
+    def _keep_bad(self, state: RunState) -> Path:
+        mine = {"rank": self.place.rank, "microbatch losses": [repr(loss) for loss in self.engine.local_losses]}
+        mine |= {f"{kind}_rank": getattr(self.place, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp")}
+        ranks = groups.exchange(lambda: mine, self.place.control)
+        samples = [{"sample": i, "row": self.feed.name(i)} for i in sorted(self.feed.samples(state.step - 1))]
+        return groups.agree(
+            lambda: bad_step.keep(self.folder, state.step, samples=samples, ranks=ranks, recipe=dump(self.recipe)),
+            self.place.control,
         )
 
 
-def _open_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir = {folder} cannot be made: {error}.") from error
+def _last_step(checkpoints: Path) -> int:
+    """Where the run would go on, by the names alone."""
+    found = names.candidates(checkpoints)
+    return int(found[0].name[5:]) if found else 0
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("world_size", "tp", "cp", "pp", "dp")}
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sft.recipe import Recipe
 
 
-def train(arguments: Namespace) -> None:
-    """`sft train`"""
+def train(arguments: Namespace) -> int:
+    """`sft train`; 75 where the run was asked to stop before its end, and has saved"""
     recipe = _recipe(arguments)
     _layout(recipe, _launched_world_size() or 1)
     _require_wandb(recipe)
@@ -29,7 +29,19 @@ def train(arguments: Namespace) -> None:
 
     from sft.train import main
 
-    main(recipe)
+    return main(recipe)
+
+
+def status(arguments: Namespace) -> int:
+    """`sft status`: 0 where the run is done, 75 where another start makes sense, 2 where it does not"""
+    from sft.lifecycle.status import describe, read, verdict
+
+    folder = Path(_recipe(arguments).config.run.dir)
+    found = read(folder)
+    what = verdict(found)
+    print(f"{folder}: no start yet" if found is None else f"{folder}: {describe(found)}")
+    print({"done": "done", "go on": "start it again", "stop": "do not start it again before it is looked at"}[what])
+    return {"done": 0, "go on": 75, "stop": 2}[what]
 
 
 def check(arguments: Namespace) -> None:

@@ -184,10 +184,11 @@ class Metrics:
     def _line(self, record: Record) -> str:
         step, width = record["step"], len(str(self._num_steps))
         left = self._busy_s / (step - self._first) * (self._num_steps - step)  # evaluation and saving not counted
-        note = " | skipped: no supervised token" if record["skipped"] else ""
+        why = "not a number" if record["bad"] else "no supervised token"
+        note = f" | skipped: {why}" if record["skipped"] else ""
         return (
             f"step {step:>{width}}/{self._num_steps} | lm loss {_number(record['lm loss'])} | "
-            f"grad-norm {record['grad-norm']:9.3f} | lr {record['learning-rate']:.2e} | "
+            f"grad-norm {_norm(record['grad-norm'])} | lr {record['learning-rate']:.2e} | "
             f"supervised {record['tokens/supervised']:>9,} of {record['tokens/real']:>11,} tokens | "
             f"{record['tokens-per-second']:>9,.0f} tok/s | {record['step-time-s']:6.2f} s | left {duration(left)}{note}"
         )
@@ -252,3 +253,7 @@ def _one_line(error: Exception) -> str:
 
 def _number(loss: float | None) -> str:
     return "      -" if loss is None else f"{loss:7.4f}"
+
+
+def _norm(norm: float | None) -> str:
+    return "        -" if norm is None else f"{norm:9.3f}"

@@ -50,6 +50,12 @@ class RunConfig(Section):
     """Seeds initial weights and the order of the data."""
     timeout_s: Positive = 1800
     """Seconds a rank may wait for another, also while rank 0 reads the data files once to find what was prepared."""
+    step_timeout_s: Positive | None = 1800
+    """A step, evaluation or save that takes longer hangs: every rank's stack is written down, and the run ends."""
+    exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = None
+    """Save and leave after this long; under SLURM always run.grace_s before the job's end."""
+    grace_s: Positive = 120
+    """Seconds between a signal to stop and the moment this process is ended, which a step and a save must fit in."""
 
 
 class Config(Section):
@@ -88,7 +94,14 @@ class Config(Section):
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
         no_peak = steps is not None and warmup is not None and warmup >= steps
         no_cuda = self.run.device == "cpu" and self.attention.backend == "te"
+        best, sets = self.checkpoint.best, self.data.eval_sets
+        no_set = best is not None and best[0] not in sets
         refuse(
+            (
+                no_set,
+                "checkpoint.keep_best",
+                f"names no held-out set; data.eval has {', '.join(sets) or 'none'}",
+            ),
             (
                 no_peak,
                 "optim.warmup_steps",

@@ -4,6 +4,7 @@ The normalisation rule, in one place: the loss function returns a local sum and 
 `_finalize` reduces that over dp x cp and divides the gradients by it, once.  Nothing else divides.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,12 @@ class StepResult:
     totals: Totals
     grad_norm: float  # before clipping, of the mean loss
     learning_rate: float
-    skipped: bool  # no supervised token in the whole global batch: nothing was updated
+    skipped: bool  # nothing was updated: no supervised token in the whole global batch, or is_bad
+
+    @property
+    def is_bad(self) -> bool:
+        """The loss or a gradient is not a number.  The same on all ranks."""
+        return not (math.isfinite(self.totals.loss) and math.isfinite(self.grad_norm))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,7 @@ class Engine:
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
         self._denominator = torch.zeros((), dtype=torch.float64, device=groups.device)  # of this rank and step
+        self.local_losses: list[float] = []  # sums of this rank's last microbatches; for looking into a bad step
 
     def train_step(
         self,
@@ -86,8 +93,11 @@ class Engine:
         self.optimizer.zero_grad()
         totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
         self.scheduler.step(1)
-        skipped = totals.num_tokens == 0
-        grad_norm = 0.0 if skipped else float(self.optimizer.step()[1])
+        if totals.num_tokens == 0:
+            grad_norm = 0.0
+        else:
+            grad_norm = optim.update(self.optimizer) if math.isfinite(totals.loss) else math.nan
+        skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
         return StepResult(totals=totals, grad_norm=grad_norm, learning_rate=self._learning_rate(), skipped=skipped)
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
@@ -132,8 +142,10 @@ class Engine:
         per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
         tally = Tally(self.schema(sources), (per_token, per_square))
         tally.packs(microbatches)
-        for index, seen in enumerate(local):  # none on other stages than the last
-            tally.tokens(microbatches, index, **seen.on_cpu())
+        seen_here = [seen.on_cpu() for seen in local]  # none on other stages than the last
+        self.local_losses = [one["objective"] for one in seen_here]
+        for index, one in enumerate(seen_here):
+            tally.tokens(microbatches, index, **one)
         return tally.reduce(self._place(), {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)})
 
     def _place(self) -> Place:

@@ -6,7 +6,7 @@ they are initialised from the same Layout and the two can never disagree.
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,6 +33,8 @@ class Groups:
     cp_rank: int
     tp_rank: int
     pp_rank: int
+    control: dist.ProcessGroup  # all ranks, by way of the CPU: small questions, which do not queue behind a GPU's work
+    saving: dist.ProcessGroup  # the same for the thread that saves, which talks while the main thread does
 
     @property
     def cp(self) -> dist.ProcessGroup:
@@ -82,6 +84,8 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         cp_rank=parallel_state.get_context_parallel_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
+        saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
     )
 
 
@@ -91,10 +95,10 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def agree(decide: Callable[[], T]) -> T:
+def agree(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What `decide()` returns on rank 0, on every rank; what it raises there, every rank raises.  Collective.
 
-    For decisions about files, which other nodes may see later than rank 0.
+    For decisions about files, which other nodes may see later than rank 0.  `group`: another one of all ranks.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -102,8 +106,32 @@ def agree(decide: Callable[[], T]) -> T:
             answer[0] = decide()
         except (SftError, OSError) as error:
             answer[1] = error
-    dist.broadcast_object_list(answer)
+    dist.broadcast_object_list(answer, group=group)
     if answer[1] is not None:
         raise answer[1]
     result: T = answer[0]
     return result
+
+
+def exchange(tell: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `tell()` returns on each rank, in order of rank, on every rank.  Collective over all ranks (`group`).
+
+    What it raises on one rank, every rank raises: nobody waits for one that has given up.
+    """
+    mine: tuple[T | None, Exception | None]
+    try:
+        mine = tell(), None
+    except (SftError, OSError) as error:
+        mine = None, error
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine, group=group)
+    if failed := [error for _, error in answers if error is not None]:
+        raise failed[0]
+    return [value for value, _ in answers]
+
+
+def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The largest over all ranks at each place.  Collective; a third of a millisecond."""
+    found = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found.tolist()

@@ -42,6 +42,19 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     )
 
 
+def update(optimizer: MegatronOptimizer) -> float:
+    """Clip and step, unless the norm of the gradient is not finite; the norm before clipping.  Collective.
+
+    Core would divide all gradients by that norm, and so make every weight a NaN.  It is asked twice for the norm,
+    once here and once inside `step`: a pass over the gradients, a thousandth of a step.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        optimizer.step()
+    return norm
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Steps of warm-up, of final decay (wsd) and in all."""

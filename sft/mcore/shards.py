@@ -1,169 +1,245 @@
-"""Sharded tensors <-> disk, in Megatron's torch_dist format.
+"""The trainer's state <-> a checkpoint in Megatron's torch_dist format.
 
-A folder written here holds the model under Megatron-LM's own keys, the optimizer in the fully reshardable form (so
-any tp, cp, pp, dp can read it) and one small dictionary of plain values.  Which folder, when, and which is the
-latest is `checkpoint.py`'s business.
+A folder written here holds the model under Megatron-LM's own keys, the optimizer's tensors under those of its fully
+reshardable form (so any tp, cp, pp, dp, and either optimizer, can read them), generators, and one dictionary of plain
+values.  Decides what is in it; how bytes get there is `torch_dist.py`, how an optimizer's tensors are cut
+`moments.py`; which folder, when, and which is the latest is the business of `sft.checkpoint`.
 """
 
+import json
+from argparse import Namespace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer import MegatronOptimizer
-from torch.optim import AdamW
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from sft.durable import flush
 from sft.errors import CheckpointError
+from sft.mcore import moments, rng, safe, torch_dist
 from sft.mcore.engine import Engine
-from sft.mcore.model import sharded_tensors
+from sft.mcore.groups import agree
+from sft.mcore.model import padded_vocab_size, sharded_tensors
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
+COMMON = "common.pt"  # where every core up to 0.18 keeps plain values; later ones look there first
 
 
-def _metadata(engine: Engine) -> dict[str, Any]:
-    """How the state is to be described; a new dictionary each time, because core writes groups into it."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": engine.groups.collection.dp_cp,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank's part of a checkpoint, and the plain values that rank 0 writes.
+
+    It refers to the living tensors: write it before the next step, or take copies.
+    """
+
+    part: torch_dist.Part
+    common: dict[str, Any]
+
+    def copied(self, copies: torch_dist.Copies) -> "Snapshot":
+        return replace(self, part=replace(self.part, shards=copies.of(self.part.shards)))
+
+
+def snapshot(engine: Engine, plain: dict[str, Any]) -> Snapshot:
+    """What this rank is to write: all of the engine's state, and `plain` (JSON-like values).  Collective."""
+    model = _model_state(engine)
+    held = list(moments.held(engine.optimizer))
+    main = moments.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
+    tensors = [*sharded_tensors(model), *moments.sharded(held, model, main=main)]
+    objects = [*_objects(model), rng.describe(engine.groups)]
+    part = torch_dist.part_of_rank(tensors, objects, engine.groups.collection.dp_cp)
+    return Snapshot(part=part, common=_common(engine, plain))
+
+
+def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
+
+    The files are complete, and on the disk, when it returns, but nothing says so yet.  Raises CheckpointError or
+    OSError, on all ranks.
+    """
+    torch_dist.write(taken.part, folder, group)
+    agree(lambda: _write_common(taken.common, folder), group)
 
 
 def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
-    """Write model, optimizer, schedule and `plain` (JSON-like values) into the existing, empty `folder`.
-
-    Collective: every rank calls it.  The files are complete when it returns, but nothing says so yet.
-    """
-    _materialise(engine.optimizer)
-    model = _model_state(engine)
-    state: dict[str, Any] = {
-        "checkpoint_version": CHECKPOINT_VERSION,
-        "distributed_optimizer": engine.config.parallel.distributed_optimizer,
-        **plain,
-        **model,
-        "optimizer": engine.optimizer.sharded_state_dict(model, metadata=_metadata(engine)),
-        "opt_param_scheduler": engine.scheduler.state_dict(),
-    }
-    dist_checkpointing.save(state, str(folder))
+    """Both at once."""
+    write(snapshot(engine, plain), folder)
 
 
 def load(engine: Engine, folder: Path) -> dict[str, Any]:
-    """Read model, optimizer and schedule into `engine`; return the plain values.  Collective.
+    """Read model, optimizer, schedule and generators into `engine`; return the plain values.  Collective.
 
+    Generators are left as they are where the checkpoint is of another layout, or has none.
     Raises CheckpointError where the folder does not hold what this model needs.
     """
-    _check_optimizer(engine, folder)
-    _materialise(engine.optimizer)
+    common, there = safe.common_state(folder), safe.tensors(folder)
     model = _model_state(engine)
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata(engine))
-    wanted = {**model, "optimizer": optimizer}
-    state = _read(wanted, folder)
-    _load_model(engine, state)
-    _load_optimizer(engine.optimizer, state["optimizer"])
-    engine.scheduler.num_steps = 0
-    engine.scheduler.step(state["opt_param_scheduler"]["num_steps"])
-    return {key: value for key, value in state.items() if key not in wanted and key != "opt_param_scheduler"}
+    held = list(moments.held(engine.optimizer))
+    # An fp32 run without the distributed optimizer has no weights but the model's own.
+    main = next((p for p in moments.MAIN_PREFIX.values() if any(key.startswith(p) for key in there)), "")
+    wanted = moments.sharded(held, model, main=main)
+    step = _stored_step(common, folder)
+    _check_shapes([*sharded_tensors(model), *wanted], there, folder)
+    _read_model(engine, model, folder)
+    torch_dist.read(wanted, folder)
+    moments.set_step(engine.optimizer, step)
+    _set_schedule(engine, int(common["iteration"]))
+    key = rng.key_of(engine.groups)
+    if is_same_layout(engine, common) and key in safe.objects(folder):
+        stored: dict[str, Any] = {key: None}
+        safe.load(stored, folder)
+        rng.restore(engine.groups, stored[key][0])
+    return common
+
+
+def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
+    """Whether every rank stands where one stood that wrote the checkpoint with these plain values."""
+    before, now = common.get("args"), _arguments(engine, 0)
+    sizes = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "data")]
+    return all(getattr(before, size, None) == getattr(now, size) for size in sizes)
 
 
 def load_weights(engine: Engine, folder: Path) -> None:
     """Read the model only; moments, schedule and step stay those of a new run.  Collective."""
-    _load_model(engine, _read(_model_state(engine), folder))
+    model = _model_state(engine)
+    _check_shapes(list(sharded_tensors(model)), safe.tensors(folder), folder)
+    _read_model(engine, model, folder)
     engine.optimizer.reload_model_params()
 
 
-def _check_optimizer(engine: Engine, folder: Path) -> None:
-    """The two optimizers store moments under the same keys but describe them differently."""
-    here = engine.config.parallel.distributed_optimizer
-    there = dist_checkpointing.load_common_state_dict(str(folder)).get("distributed_optimizer", here)
-    if there != here:
-        raise CheckpointError(
-            f"{folder} was written with parallel.distributed_optimizer = {str(there).lower()} and cannot be resumed "
-            f"with {str(here).lower()}.  Set it as it was, or start from the weights alone with model.init_from."
-        )
+def is_finite(engine: Engine) -> bool:
+    """Whether every weight of this rank is a number."""
+    return all(bool(torch.isfinite(param).all()) for chunk in engine.chunks for param in chunk.parameters())
 
 
-def _check_shapes(wanted: dict[str, Any], folder: Path) -> None:
-    """Name what is missing or of another shape, which a failed read does not."""
+def _model_state(engine: Engine) -> dict[str, Any]:
+    """One entry per model chunk, named as Megatron-LM names them."""
+    names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
+    form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it
+    return {n: chunk.module.sharded_state_dict(metadata=dict(form)) for n, chunk in zip(names, engine.chunks)}
+
+
+def _form(engine: Engine) -> dict[str, Any]:
+    """How tensors are described, by the names under which core looks for it in a checkpoint."""
+    form: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if engine.config.parallel.distributed_optimizer:
+        form["distrib_optim_sharding_type"] = "fully_reshardable"
+    return form
+
+
+def _objects(state: Any) -> list[ShardedObject]:
+    """What modules keep beside their tensors (Transformer Engine's scaling factors)."""
+    if isinstance(state, ShardedObject):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [found for value in values for found in _objects(value)]
+
+
+def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
+    """The plain values, as Megatron-LM looks for them."""
+    return {
+        "args": _arguments(engine, plain.get("iteration", 0)),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "content_metadata": _form(engine),
+        "optimizer": moments.plain_form(engine.optimizer),
+        "opt_param_scheduler": _schedule(engine),
+        **plain,
+    }
+
+
+def _arguments(engine: Engine, step: int) -> Namespace:
+    """The command line that Megatron-LM compares with its own before it goes on from a checkpoint."""
+    config, layout = engine.config, engine.layout
+    model = config.model
+    return Namespace(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.resolved_query_groups,
+        group_query_attention=model.resolved_query_groups != model.num_attention_heads,
+        kv_channels=model.resolved_head_dim,
+        qk_layernorm=model.qk_norm,
+        add_qkv_bias=model.qkv_bias,
+        add_bias_linear=False,
+        add_position_embedding=True,  # Megatron-LM's default, which it leaves as it is for rotary positions
+        position_embedding_type="rope",
+        swiglu=True,
+        normalization="RMSNorm",
+        untie_embeddings_and_output_weights=not model.tie_embeddings,
+        padded_vocab_size=padded_vocab_size(engine.vocab_size, layout.tp),
+        seq_length=config.data.seq_length,
+        max_position_embeddings=config.data.seq_length,
+        bf16=config.run.precision == "bf16",
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        data_parallel_size=layout.dp,
+        world_size=layout.world_size,
+        sequence_parallel=layout.sequence_parallel,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        data_parallel_random_init=False,
+        ckpt_format="torch_dist",
+        no_save_optim=False,
+        no_save_rng=False,
+        micro_batch_size=1,
+        global_batch_size=layout.global_batch_size,
+        consumed_train_samples=step * layout.global_batch_size,
+    )
+
+
+def _schedule(engine: Engine) -> dict[str, Any]:
+    """Megatron-LM counts its schedule in samples, which here are packs."""
+    counted = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "wsd_decay_steps")
+    packs = engine.layout.global_batch_size
+    stored: dict[str, Any] = engine.scheduler.state_dict()
+    return {key: value * packs if key in counted and value is not None else value for key, value in stored.items()}
+
+
+def _set_schedule(engine: Engine, step: int) -> None:
+    engine.scheduler.num_steps = 0
+    engine.scheduler.step(step)
+
+
+def _stored_step(common: dict[str, Any], folder: Path) -> int:
+    """Adam's step.  Megatron-LM's default form keeps an optimizer by rank, which no other layout can read."""
+    plain = common.get("optimizer")
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "fully_reshardable")
     try:
-        there = dist_checkpointing.load_tensors_metadata(str(folder))
-    except (CheckpointingException, OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a whole torch_dist checkpoint: {error}") from error
+        if plain is None or form != "fully_reshardable":
+            raise KeyError(form)
+        return moments.stored_step(plain)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} holds no optimizer that can be continued here (found {form if plain else 'none'}).  Megatron-LM "
+            f"writes one with --dist-ckpt-optim-fully-reshardable; model.init_from={folder} takes the weights alone."
+        ) from error
+
+
+def _check_shapes(wanted: list[Any], there: dict[str, Any], folder: Path) -> None:
+    """Name what is missing or of another shape, which a failed read does not."""
     problems = {}
-    for shard in sharded_tensors(wanted):
+    for shard in wanted:
         if shard.key not in there:
             problems[shard.key] = "not there"
-        elif tuple(there[shard.key].global_shape) != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
-            problems[shard.key] = f"{tuple(there[shard.key].global_shape)} there, {tuple(shard.global_shape)} here"
+        elif there[shard.key][0] != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
+            problems[shard.key] = f"{there[shard.key][0]} there, {tuple(shard.global_shape)} here"
     if problems:
         shown = [f"{key}: {what}" for key, what in sorted(problems.items())[:5]]
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(shown)}{more}.")
 
 
-def _read(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    _check_shapes(wanted, folder)
-    try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
-    except (
-        CheckpointingException,
-        torch.distributed.checkpoint.CheckpointException,
-        OSError,
-        ValueError,
-    ) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{folder} cannot be loaded into this model: {first}") from error
-    return state
+def _read_model(engine: Engine, model: dict[str, Any], folder: Path) -> None:
+    """In place.  Objects of modules stay as they are: without fp8 they say nothing."""
+    torch_dist.read_shared(list(sharded_tensors(model)), folder, engine.groups.collection.dp_cp)
 
 
-def _model_state(engine: Engine) -> dict[str, Any]:
-    """One entry per model chunk, named as Megatron-LM names them."""
-    names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
-    return {n: chunk.module.sharded_state_dict(metadata=_metadata(engine)) for n, chunk in zip(names, engine.chunks)}
-
-
-def _load_model(engine: Engine, state: dict[str, Any]) -> None:
-    if len(engine.chunks) == 1:
-        engine.chunks[0].module.load_state_dict(state["model"])
-        return
-    for i, chunk in enumerate(engine.chunks):
-        chunk.module.load_state_dict(state[f"model{i}"])
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _materialise(optimizer: MegatronOptimizer) -> None:
-    """Give torch's AdamW its state before the first step: core describes only states that exist."""
-    for part in _parts(optimizer):
-        inner = part.optimizer
-        if not isinstance(inner, AdamW):
-            continue
-        for group in inner.param_groups:
-            for param in group["params"]:
-                if not inner.state[param]:
-                    inner.state[param]["step"] = torch.zeros((), dtype=torch.float32)
-                    inner.state[param]["exp_avg"] = torch.zeros_like(param.data)
-                    inner.state[param]["exp_avg_sq"] = torch.zeros_like(param.data)
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load, working around three traps of core with torch's AdamW, which keeps `step` beside the moments of each
-    parameter: a step of 0 is not stored; the distributed optimizer looks for a stored tensor of that name; and
-    afterwards all parameters share one `step`, which then advances once per parameter."""
-    parts = _parts(optimizer)
-    states: list[dict[str, Any]] = [state] if len(parts) == 1 else list(state.values())
-    for part, stored in zip(parts, states):
-        moments = stored.pop("param_state", None)
-        plain = stored.get("optimizer", stored).get("state")  # not of the distributed optimizer
-        if plain and isinstance(part.optimizer, AdamW):
-            plain.setdefault("common_step", torch.zeros((), dtype=torch.float32))
-        part.load_state_dict(stored)
-        inner = part.optimizer
-        steps = {p: s.pop("step") for p, s in inner.state.items() if "step" in s}
-        if moments is not None:
-            part.load_parameter_state_from_fully_reshardable(moments)
-        for param, step in steps.items():
-            inner.state[param]["step"] = step.detach().clone()
+def _write_common(common: dict[str, Any], folder: Path) -> None:
+    torch.save(common, folder / COMMON)
+    config = {**asdict(CheckpointingConfig("torch_dist")), "common_backend": "torch", "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(config), encoding="ascii")
+    for name in (COMMON, "metadata.json"):
+        flush(folder / name)

@@ -1,45 +1,52 @@
 """A run cut in two is the run: 5 steps = 2 steps, save, load into new weights, 3 steps."""
 
+import hashlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from sft.mcore import shards
+from sft.mcore import moments, shards
+from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 CUT = 2
-# Another layout takes fp32 sums in another order.
-TOLERANCE = 1e-6
+# Another layout takes sums in another order: in fp32 that is the last bits of a loss, in bf16 those of every activation.
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
+# The norm adds up the squares of all gradients, whose own error is some ten times that of a loss.
+NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
+SHARDED, WHOLE = "parallel.distributed_optimizer=true", "parallel.distributed_optimizer=false"
 SAME = [
     (1, []),
-    (1, ["parallel.distributed_optimizer=true"]),
+    (1, [SHARDED]),
     (1, ["run.precision=bf16"]),
-    (1, ["run.precision=bf16", "parallel.distributed_optimizer=true"]),
-    (2, ["parallel.cp=2", "parallel.distributed_optimizer=true"]),
+    (1, ["run.precision=bf16", SHARDED]),
+    (2, ["parallel.cp=2", SHARDED]),
+    (2, [SHARDED, "run.precision=bf16"]),
     (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
-    (
-        4,
-        [
-            "parallel.tp=2",
-            "parallel.cp=2",
-            "parallel.sequence_parallel=true",
-            "parallel.distributed_optimizer=true",
-        ],
-    ),
+    (4, ["parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true", SHARDED]),
 ]
-SHARDED = ["parallel.distributed_optimizer=true", "parallel.sequence_parallel=true"]
-OTHER = [
-    ((2, ["parallel.cp=2"]), (2, ["parallel.tp=2"])),
-    ((2, ["parallel.tp=2"]), (2, ["parallel.pp=2"])),
-    ((4, ["parallel.cp=2", "parallel.tp=2"]), (1, [])),
-    ((1, []), (4, ["parallel.pp=2", "parallel.cp=2"])),
-]
+LAYOUTS = {
+    "1": (1, [WHOLE]),
+    "dp2": (2, [WHOLE]),
+    "dp2 sharded": (2, [SHARDED]),
+    "cp2 sharded": (2, ["parallel.cp=2", SHARDED]),
+    "tp2 sp": (2, ["parallel.tp=2", "parallel.sequence_parallel=true", WHOLE]),
+    "pp2 sharded": (2, ["parallel.pp=2", SHARDED]),
+    "dp4 sharded": (4, [SHARDED]),
+    "cp4": (4, ["parallel.cp=4", WHOLE]),
+    "tp2 cp2 sp sharded": (4, ["parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true", SHARDED]),
+    "tp2 pp2": (4, ["parallel.tp=2", "parallel.pp=2", WHOLE]),
+    "pp2 cp2 sharded": (4, ["parallel.pp=2", "parallel.cp=2", SHARDED]),
+}
+BF16 = [("cp2 sharded", "tp2 sp"), ("tp2 sp", "pp2 sharded"), ("tp2 cp2 sp sharded", "1"), ("1", "dp4 sharded")]
 
 
 def part(overrides: list[str], steps: list[int], load: str | None, save: str | None) -> dict[str, Any]:
@@ -50,20 +57,33 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
             assert plain["iteration"] == steps[0]
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in steps]
+        random.random(), np.random.random(), torch.rand(1)  # something to restore
         if save:
+            Path(save).mkdir(exist_ok=True)
             shards.save(engine, Path(save), {"iteration": steps[-1] + 1})
-        adam_steps = {
-            float(state["step"])
-            for optimizer in shards._parts(engine.optimizer)
-            for state in optimizer.optimizer.state.values()
-        }
         return {
             "loss": [r.totals.loss / r.totals.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
             "learning_rate": [r.learning_rate for r in results],
-            "hash": scenarios.parameter_hash(engine),
-            "adam_steps": adam_steps,
+            "parameters": scenarios.parameter_hash(engine),
+            "optimizer": optimizer_hash(engine),
+            "adam_steps": adam_steps(engine),
         }
+
+
+def optimizer_hash(engine: Engine) -> str:
+    """Of the moments and fp32 weights of this rank, in the order of the optimizer."""
+    digest = hashlib.sha256()
+    for one in moments.held(engine.optimizer):
+        for name, flat in sorted(one.tensors.items()):
+            digest.update(name.encode() + flat.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adam_steps(engine: Engine) -> set[float]:
+    states = [s for o in moments.parts(engine.optimizer) for s in o.optimizer.state.values()]
+    assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
+    return {float(s["step"]) for s in states}
 
 
 @pytest.mark.parametrize("world_size,overrides", SAME, ids=str)
@@ -77,23 +97,73 @@ def test_resuming_on_the_same_layout_is_bitwise(
     for w, f, s in zip(whole, first, second):
         for name in ("loss", "grad_norm", "learning_rate"):
             assert f[name] + s[name] == w[name]
-        assert s["hash"] == w["hash"]
+        assert s["parameters"] == w["parameters"] and s["optimizer"] == w["optimizer"]
         assert f["adam_steps"] == {2.0} and s["adam_steps"] == w["adam_steps"] == {5.0}
 
 
-@pytest.mark.parametrize("before,after", OTHER, ids=str)
-def test_resuming_on_another_layout_continues_the_curve(ranks: Ranks, tmp_path: Path, before: Any, after: Any) -> None:
-    (reference,) = ranks(1).run(part, SHARDED, [0, 1, 2, 3, 4], None, None)
-    ranks(before[0]).run(part, before[1] + SHARDED, [0, 1], None, str(tmp_path))
-    for result in ranks(after[0]).run(part, after[1] + SHARDED, [2, 3, 4], str(tmp_path), None):
-        np.testing.assert_allclose(result["loss"], reference["loss"][CUT:], rtol=TOLERANCE)
-        np.testing.assert_allclose(result["grad_norm"], reference["grad_norm"][CUT:], rtol=10 * TOLERANCE)
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, dict[str, Any]]]:
+    """Two steps done on a layout, in a folder; and all five on one rank, in the same precision."""
+    made: dict[tuple[str, str], Path] = {}
+    whole: dict[str, dict[str, Any]] = {}
+
+    def make(layout: str, precision: str) -> tuple[Path, dict[str, Any]]:
+        kept = [f"run.precision={precision}"]
+        if precision not in whole:
+            (whole[precision],) = ranks(1).run(part, [*LAYOUTS["1"][1], *kept], [0, 1, 2, 3, 4], None, None)
+        if (layout, precision) not in made:
+            folder = made[layout, precision] = tmp_path_factory.mktemp("saved")
+            world_size, overrides = LAYOUTS[layout]
+            ranks(world_size).run(part, [*overrides, *kept], [0, 1], None, str(folder))
+        return made[layout, precision], whole[precision]
+
+    return make
+
+
+PAIRS = [(b, a, "fp32") for b in LAYOUTS for a in LAYOUTS if a != b] + [(b, a, "bf16") for b, a in BF16]
+
+
+@pytest.mark.parametrize("before,after,precision", PAIRS, ids=lambda name: name.replace(" ", "-"))
+def test_resuming_on_another_layout_continues_the_curve(
+    ranks: Ranks, saved: Any, before: str, after: str, precision: str
+) -> None:
+    folder, reference = saved(before, precision)
+    world_size, overrides = LAYOUTS[after]
+    for result in ranks(world_size).run(part, [*overrides, f"run.precision={precision}"], [2, 3, 4], str(folder), None):
+        np.testing.assert_allclose(result["loss"], reference["loss"][CUT:], rtol=TOLERANCE[precision])
+        np.testing.assert_allclose(result["grad_norm"], reference["grad_norm"][CUT:], rtol=NORM_TOLERANCE[precision])
         assert result["learning_rate"] == reference["learning_rate"][CUT:]
         assert result["adam_steps"] == {5.0}
 
 
+def test_generators_go_on_where_they_were_on_the_same_layout_only(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks(2).run(draw_and_save, ["parallel.cp=2"], str(tmp_path))
+    assert before[0] != before[1]  # each rank has a stream of its own
+    assert ranks(2).run(load_and_draw, ["parallel.cp=2"], str(tmp_path)) == before
+    for other in (["parallel.tp=2"], ["parallel.pp=2"]):
+        assert ranks(2).run(load_and_draw, other, str(tmp_path)) != before
+
+
+def draw_and_save(overrides: list[str], folder: str) -> list[float]:
+    with scenarios.running(overrides) as engine:
+        seed = 100 + engine.groups.rank
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        shards.save(engine, Path(folder), {"iteration": 0})
+        return draws()
+
+
+def load_and_draw(overrides: list[str], folder: str) -> list[float]:
+    with scenarios.running(overrides) as engine:
+        shards.load(engine, Path(folder))
+        return draws()
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(1))]
+
+
 def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    for name, overrides in (("plain", []), ("sharded", SHARDED)):
+    for name, overrides in (("plain", [WHOLE]), ("sharded", [SHARDED])):
         folder = tmp_path / name
         folder.mkdir()
         (whole,) = ranks(1).run(part, overrides, [0, 1], None, None)
@@ -118,8 +188,6 @@ def test_weights_of_another_shape_are_refused_in_our_words(ranks: Ranks, tmp_pat
         "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) there, (4, 192, 32) here; "
         "and 1 more."
     )
-    (message,) = ranks(1).run(refusal, ["parallel.distributed_optimizer=true"], str(tmp_path))
-    assert "written with parallel.distributed_optimizer = false and cannot be resumed with true" in message
 
 
 def refusal(overrides: list[str], folder: str) -> str:

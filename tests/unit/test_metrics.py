@@ -71,7 +71,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 START: dict[str, Any] = {
-    "schema": 3,
+    "schema": 4,
     "kind": "start",
     "step": 0,
     "time": 1795267288.03,
@@ -143,7 +143,7 @@ def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
     refused = [{**record, "loss": 1.0}] + [
         {k: v for k, v in record.items() if k != name} for name in record if name not in OPTIONAL
     ]
-    assert len(refused) == {"start": 8, "train": 30, "eval": 19}[kind]
+    assert len(refused) == {"start": 8, "train": 31, "eval": 19}[kind]
     assert not any(validator().is_valid(wrong) for wrong in refused)
 
 
@@ -161,7 +161,8 @@ OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-r
         ("train", {"step": 3.0}),
         ("train", {"skipped": 0}),
         ("train", {"documents": True}),
-        ("train", {"grad-norm": None}),
+        ("train", {"grad-norm": -0.5}),
+        ("train", {"bad": None}),
         ("train", {"lm loss": "1.5"}),
         ("train", {"token accuracy": 1.25}),
         ("train", {"padding/tail": -1}),

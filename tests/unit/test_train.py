@@ -1,9 +1,11 @@
 """What ends a run.  The whole loop is tested in tests/ranks/test_run.py."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from sft import train
-from sft.checkpoint import RunState
+from sft.checkpoint.state import RunState
 from sft.errors import TrainingError
 from tests.unit.test_metrics import totals
 
@@ -15,8 +17,8 @@ class Untouched:
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_held_out_loss_that_is_no_number_ends_the_run(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have the same totals, so all end together."""
-    monkeypatch.setattr(train, "evaluate", lambda engine, loader: totals(loss=loss))
+    monkeypatch.setattr(train, "evaluate", lambda engine, loader, on_batch: totals(loss=loss))
     run = train.Run.__new__(train.Run)
-    run.held_out, run.engine = {"chat": "a loader"}, "an engine"  # type: ignore[dict-item, assignment]
+    run.feed, run.engine = SimpleNamespace(held_out={"chat": "a loader"}), "an engine"  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=f"held-out loss of chat after step 0 is {loss}; nothing was saved"):
         run._evaluate(RunState(), Untouched())  # type: ignore[arg-type]

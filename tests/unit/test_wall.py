@@ -20,22 +20,49 @@ CORE = "megatron.core"
 
 # Imported name -> parameters it must have (of a class: of its constructor).
 NAMES: dict[str, list[str]] = {
-    "dist_checkpointing": [],
-    "dist_checkpointing.save": ["sharded_state_dict", "checkpoint_dir"],
-    "dist_checkpointing.load": ["sharded_state_dict", "checkpoint_dir", "strict"],
-    "dist_checkpointing.load_common_state_dict": ["checkpoint_dir"],
-    "dist_checkpointing.load_tensors_metadata": ["checkpoint_dir"],
-    "dist_checkpointing.core.CheckpointingException": [],
+    "dist_checkpointing.core.CheckpointingConfig": ["sharded_backend"],
+    "dist_checkpointing.mapping.ShardedObject": ["key", "data", "global_shape", "global_offset", "replica_id"],
     "dist_checkpointing.mapping.ShardedTensor": [
         "key",
         "data",
+        "dtype",
+        "local_shape",
         "global_shape",
         "global_offset",
+        "axis_fragmentations",
+        "replica_id",
         "prepend_axis_num",
+        "allow_shape_mismatch",
     ],
     "dist_checkpointing.mapping.ShardedTensorFactory": [],
     "dist_checkpointing.mapping.ShardedTensorFactory.build": ["self"],
-    "dist_checkpointing.validation.StrictHandling": [],
+    "dist_checkpointing.mapping.is_main_replica": ["replica_id"],
+    "dist_checkpointing.strategies.checkpointable.CheckpointableShardedTensor": [],
+    "dist_checkpointing.strategies.checkpointable.CheckpointableShardedTensor.from_sh_ten": ["sh_ten"],
+    "dist_checkpointing.strategies.checkpointable.LocalShardsContainer": [],
+    "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper": [
+        "strategy",
+        "parallelization_group",
+    ],
+    "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.load": [
+        "sharded_state_dict",
+        "checkpoint_dir",
+    ],
+    "dist_checkpointing.strategies.fully_parallel.determine_main_replica_uniform_distribution": [
+        "sharded_state_dict",
+        "parallelization_group",
+    ],
+    "dist_checkpointing.strategies.fully_parallel.distribute_main_replicas_with_precomputed_distribution": [
+        "sharded_state_dict",
+        "parallelization_group",
+        "precomputed_distribution",
+    ],
+    "dist_checkpointing.strategies.torch.MCoreLoadPlanner": [
+        "shapes_validation_sharded_tensors",
+        "allow_shape_mismatch_sharded_tensors",
+    ],
+    "dist_checkpointing.strategies.torch.MCoreSavePlanner": [],
+    "dist_checkpointing.strategies.torch.TorchDistLoadShardedStrategy": [],
     "distributed.DistributedDataParallel": [
         "config",
         "ddp_config",
@@ -80,15 +107,10 @@ NAMES: dict[str, list[str]] = {
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": [],
     "models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec": [],
     "optimizer.MegatronOptimizer": [],
-    "optimizer.MegatronOptimizer.load_state_dict": ["self", "state_dict"],
+    "optimizer.MegatronOptimizer.get_grad_norm": ["self"],
+    "optimizer.MegatronOptimizer.prepare_grads": ["self"],
     "optimizer.MegatronOptimizer.reload_model_params": ["self"],
     "optimizer.MegatronOptimizer.scale_loss": ["self", "loss"],
-    "optimizer.MegatronOptimizer.sharded_state_dict": [
-        "self",
-        "model_sharded_state_dict",
-        "is_loading",
-        "metadata",
-    ],
     "optimizer.MegatronOptimizer.step": ["self"],
     "optimizer.MegatronOptimizer.zero_grad": ["self"],
     "optimizer.OptimizerConfig": [
@@ -105,7 +127,8 @@ NAMES: dict[str, list[str]] = {
         "use_distributed_optimizer",
         "overlap_param_gather",
     ],
-    "optimizer.distrib_optimizer.DistributedOptimizer.load_parameter_state_from_fully_reshardable": ["self"],
+    "optimizer.distrib_optimizer.DistributedOptimizer": [],
+    "optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map": ["param"],
     "optimizer.get_megatron_optimizer": [
         "config",
         "model_chunks",
@@ -158,6 +181,7 @@ NAMES: dict[str, list[str]] = {
     "process_groups_config.ProcessGroupCollection.use_mpu_process_groups": [],
     "tensor_parallel": [],
     "tensor_parallel.copy_to_tensor_model_parallel_region": ["input_", "group"],
+    "tensor_parallel.get_cuda_rng_tracker": [],
     "tensor_parallel.gather_from_sequence_parallel_region": ["input_", "group"],
     "tensor_parallel.model_parallel_cuda_manual_seed": ["seed"],
     "tensor_parallel.random": [],
@@ -256,7 +280,7 @@ def test_the_list_is_complete() -> None:
 def test_every_attribute_of_an_imported_module_is_listed() -> None:
     """`parallel_state.x` and the like."""
     modules = {local: name for name, local in imported().items() if inspect.ismodule(find(name))}
-    assert {"dist_checkpointing", "parallel_state", "tensor_parallel", "core_random"} <= modules.keys()
+    assert {"parallel_state", "tensor_parallel", "core_random"} <= modules.keys()
     for path in MCORE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
@@ -321,8 +345,24 @@ def test_groups_of_the_collection() -> None:
     assert {"tp", "cp", "pp", "mp", "dp_cp"} <= {f.name for f in dataclasses.fields(collection)}
 
 
-def test_strict_handling_can_refuse_what_is_missing() -> None:
-    assert find("dist_checkpointing.validation.StrictHandling").RAISE_UNEXPECTED.value == "raise_unexpected"
+def test_optimizers_keep_their_parameters_where_we_look() -> None:
+    distributed = text("optimizer.distrib_optimizer.DistributedOptimizer")
+    assert "self.model_param_group_index_map" in distributed
+    assert 'param_range_map["param"]' in distributed or "param_range_map['param']" in distributed
+    mixed = text("optimizer.optimizer.Float16OptimizerWithFloat16Params")
+    assert {"float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups"} <= set(
+        re.findall(r"self\.(\w+_groups)=", mixed)
+    )
+
+
+def test_tensors_of_the_optimizer_are_called_as_core_calls_them() -> None:
+    """`moments.py` writes them itself, for core to read."""
+    distributed = text("optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable")
+    assert "prefix='optimizer.state'" in distributed
+    assert "key=f'{prefix}.{state_key}.{sharded_metadata.key}'" in distributed
+    assert '"param"' in text("optimizer.distrib_optimizer.DistributedOptimizer.get_parameter_state_dp_zero")
+    mixed = text("optimizer.optimizer.Float16OptimizerWithFloat16Params.sharded_state_dict")
+    assert "optimizer.state.fp32_param" in mixed
 
 
 # --- how core calls us -------------------------------------------------------------------------------------

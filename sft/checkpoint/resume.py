@@ -1,0 +1,196 @@
+"""Going on: which checkpoint, whether it is what was written, and what has changed since.
+
+Decides that a damaged checkpoint of the run's own folder is put aside, loudly, and the next older one taken; that
+nothing starts from random weights where something was to be continued; and that a change which would silently make
+another run of this one is refused.  Rank 0 looks, and every rank follows.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sft.checkpoint import manifest, names
+from sft.checkpoint.manifest import Manifest, Verify
+from sft.checkpoint.state import Conditions, RunState, changes
+from sft.config import CheckpointConfig
+from sft.console import Console, size
+from sft.errors import CheckpointError
+from sft.mcore import safe, shards
+from sft.mcore.engine import Engine
+from sft.mcore.groups import Groups, agree, exchange
+
+_PATIENCE_S = 120.0  # how long another node may take to show what rank 0 sees (NFS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint to go on from; without a manifest it was written by Megatron-LM, and nobody knows what it was."""
+
+    path: Path
+    manifest: Manifest | None
+    told: str  # how it was verified
+
+
+def find(config: CheckpointConfig, folder: Path, groups: Groups, console: Console) -> Found | None:
+    """What `checkpoint.resume` asks for; None: a new run is to start.  Collective.
+
+    Raises CheckpointError where it asks for something that is not there, or not whole.
+    """
+    wanted = config.resume
+    own = wanted in ("auto", "must", "never")
+    paths = agree(lambda: _paths(config, folder), groups.control)
+    bad: list[str] = []
+    for path in paths:
+        try:
+            return verified(path, config.verify, groups)
+        except CheckpointError as error:
+            if not own:
+                raise
+            bad.append(str(error))
+            agree(partial(_put_aside, path, str(error), console), groups.control)
+    if bad:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint that is whole, and a run is not started over by itself.\n  "
+            + "\n  ".join(bad)
+            + "\n  To start over all the same, choose another run.dir."
+        )
+    return None
+
+
+def verified(path: Path, verify: Verify, groups: Groups) -> Found:
+    """The checkpoint in `path`, after a look at its files as `checkpoint.verify` says.  Collective.
+
+    Raises CheckpointError naming every file that is not as it was written.
+    """
+    written = agree(lambda: _manifest_of(path), groups.control)
+    if written is None:
+        return Found(path=path, manifest=None, told="unverified: it has no manifest, so nobody can tell if it is whole")
+    share = (groups.rank, len(exchange(lambda: 0, groups.control)))
+    agree(
+        lambda: _refuse(path, manifest.damage(path, written, verify="size" if verify == "full" else verify)),
+        groups.control,
+    )
+    found = exchange(
+        lambda: _patiently(lambda: manifest.damage(path, written, verify=verify, share=share)), groups.control
+    )
+    _refuse(path, [line for lines in found for line in lines])
+    how = {"off": "not verified", "size": "sizes verified", "full": "SHA-256 verified"}[verify]
+    return Found(path=path, manifest=written, told=f"{how}: {len(written.files)} files, {size(written.num_bytes)}")
+
+
+def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions, console: Console) -> RunState:
+    """Everything in `found` -> `engine`; tells what was restored and what has changed.  Collective.
+
+    Raises CheckpointError where this recipe would not continue the run that wrote it.
+    """
+    before = safe.common_state(found.path)
+    ours = before.get("sft")
+    if ours is None and config.resume in ("auto", "must"):
+        raise CheckpointError(
+            f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
+            f"weights with model.init_from={found.path}, or go on from it as it is, moments, schedule and step, with "
+            f"checkpoint.resume={found.path}."
+        )
+    lines = []
+    if ours is not None:
+        changed = changes(ours, now, config.allow_changes)
+        if changed.refused:
+            raise CheckpointError(
+                f"{found.path} cannot be continued with this recipe, which would make another run of it: "
+                f"{'; '.join(f'{key} {how}' for key, how in changed.refused.items())}.  Undo the change; or accept it: "
+                f"checkpoint.allow_changes=[{', '.join(changed.refused)}]; or start a new run from its weights: "
+                f"model.init_from={found.path} with another run.dir."
+            )
+        lines = [f"  changed    {line}" for line in changed.told]
+    plain = shards.load(engine, found.path)
+    state = RunState(**ours["state"]) if ours else RunState(step=int(plain["iteration"]))
+    same = shards.is_same_layout(engine, plain)
+    console.say(
+        "\n".join(
+            [
+                f"resumed step {state.step} from {found.path}",
+                f"  files      {found.told}",
+                f"  restored   weights, moments, Adam's step, schedule{', random generators' if same else ''}",
+                *([] if same else ["  not        random generators: another layout; nothing random happens in a step"]),
+                _position(state, ours is not None),
+                *lines,
+            ]
+        )
+    )
+    return state
+
+
+def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
+    """The weights that model.init_from names -> `engine`.  Collective; raises CheckpointError where there are none."""
+    path = agree(lambda: _there(Path(source), f"model.init_from = {source}"), engine.groups.control)
+    found = verified(path, verify, engine.groups)
+    shards.load_weights(engine, found.path)
+    console.say(f"started from the weights of {found.path} ({found.told})")
+
+
+def _position(state: RunState, is_known: bool) -> str:
+    if not is_known:
+        return f"  position   step {state.step} of this recipe's plan; which samples were seen is not known"
+    return (
+        f"  position   after global batch {state.batch} of epoch {state.epoch}, {state.num_tokens:,} supervised tokens"
+    )
+
+
+def _paths(config: CheckpointConfig, folder: Path) -> list[Path]:
+    """Best first."""
+    found = names.candidates(folder)
+    if config.resume == "never":
+        if found:
+            raise CheckpointError(
+                f"checkpoint.resume = never, but {folder} holds checkpoints of an earlier run, which this one would "
+                f"mix with its own.  Choose another run.dir, or resume with checkpoint.resume=auto."
+            )
+    elif config.resume == "must" and not found:
+        raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
+    elif config.resume not in ("auto", "must"):
+        return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")]
+    return found
+
+
+_LOOKS = f"a folder iter_XXXXXXX with {names.MARKER}, or one that holds such folders"
+
+
+def _there(path: Path, what: str) -> Path:
+    """The checkpoint at `path`, or the best one in it."""
+    found = [path] if names.is_one(path) else names.candidates(path)
+    if not found:
+        raise CheckpointError(f"{what}: no checkpoint there ({_LOOKS}).")
+    return found[0]
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    """None only where there should be none."""
+    written = manifest.read(path)
+    if written is None and "sft" in safe.common_state(path):
+        raise CheckpointError(f"{path / manifest.NAME} is missing, and this trainer writes one.")
+    return written
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
+
+
+def _put_aside(path: Path, why: str, console: Console) -> None:
+    away = names.quarantine(path)
+    older = names.candidates(path.parent)
+    if older:
+        names.point(path.parent, int(older[0].name[5:]))
+    console.say(
+        f"WARNING: {why}\n  It is {away} now; going on from {older[0] if older else 'nothing: it was the last one'}."
+    )
+
+
+def _patiently(look: Callable[[], list[str]]) -> list[str]:
+    """What is wrong, asked again while something is: rank 0 has seen the files, this node may not yet."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (problems := look()) and all(" is missing" in line for line in problems) and time.monotonic() < deadline:
+        time.sleep(1.0)
+    return problems

@@ -1,0 +1,243 @@
+"""When a run is to stop before its end: a signal, or the time it was given.
+
+Decides what a signal means (the first: finish the step and save; the second: leave at once) and when the time is up.
+Does not decide what is saved or how ranks agree: the trainer asks `reason` between steps.
+
+The main thread may sit in a collective for minutes, where no Python handler runs.  So a thread hears of each signal
+through Python's wakeup file, which is written by the C handler itself.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from sft.errors import ConfigError
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# SLURM signals every process of a job, and torchrun passes on what it got: the same signal twice, at almost one time.
+SECONDS_OF_ECHO = 1.0
+SECONDS_FOR_WORDS = 2.0  # to say a line or flush, while whoever holds the stream may be stuck
+
+_END = 0  # a byte that is no signal: the thread ends
+_ASKED = 255  # by a child, whether anybody listens
+_PR_SET_PDEATHSIG = 1
+
+_active: "Stop | None" = None
+_forking = threading.local()  # the signals that the thread which forks had blocked before
+
+
+class Stop:
+    """Notes that the run is to stop.  A context for the main thread; one at a time.
+
+        with Stop(grace_s=120, deadline=deadline(...), tell=console.say) as stop:
+            for step in steps:
+                train(step)
+                if agreed(stop.reason):
+                    stop.settle()
+                    save()
+
+    `grace_s`: seconds after the first signal, when the process leaves as it is, with exit code 1.  `deadline`: the
+    monotonic time at which to stop, and why.  After a second signal the exit code is 128 + its number.
+
+    Forked children live on through the signals, since torchrun sends them to all processes of a rank and those that
+    write a checkpoint are among them; once the context is left, or the parent is gone, they end by them as usual.
+    """
+
+    def __init__(
+        self,
+        *,
+        grace_s: float,
+        deadline: tuple[float, str] | None,
+        tell: Callable[[str], None],
+        leave: Callable[[int], NoReturn] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._grace_s, self._deadline, self._tell, self._leave, self._clock = grace_s, deadline, tell, leave, clock
+        self._pid = os.getpid()
+        self._reason: str | None = None
+        self._is_settled = False
+
+    def __enter__(self) -> "Stop":
+        global _active
+        self._ears, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._handlers_before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _active
+        if os.getpid() != self._pid:  # a fork that ends by an exception
+            return
+        _active = None
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._mouth.setblocking(True)
+        self._mouth.send(bytes([_END]))
+        self._thread.join()
+        self._ears.close()
+        self._mouth.close()
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, in a word or two; None: go on."""
+        is_late = self._deadline is not None and not self._is_settled and self._clock() >= self._deadline[0]
+        if self._reason is None and self._deadline is not None and is_late:
+            self._reason = self._deadline[1]
+        return self._reason
+
+    def settle(self) -> None:
+        """The run is leaving by itself: signals mean nothing any more, and no timer runs."""
+        self._is_settled = True
+
+    def _listen(self) -> None:
+        first, heard_at = 0, 0.0
+        while True:
+            is_timed = first and not self._is_settled
+            self._ears.settimeout(max(0.001, heard_at + self._grace_s - time.monotonic()) if is_timed else None)
+            try:
+                heard = self._ears.recv(64)
+            except TimeoutError:
+                if not self._is_settled:
+                    line = f"{_name(first)}: not done within {self._grace_s:g} s, leaving without a save"
+                    return self._leave_now(1, line)
+                continue
+            for number in heard:
+                if number == _END:
+                    return
+                if number not in SIGNALS or self._is_settled:
+                    continue
+                if not first:
+                    first, heard_at = number, time.monotonic()
+                    self._reason = self._reason or _name(number)
+                    line = "finishing the step, then saving; a second signal leaves at once"
+                    _bounded(lambda: self._tell(f"{_name(first)}: {line}"))
+                elif number != first or time.monotonic() - heard_at > SECONDS_OF_ECHO:
+                    return self._leave_now(128 + number, f"{_name(number)}: leaving at once")
+
+    def _leave_now(self, code: int, line: str) -> None:
+        for action in (lambda: self._tell(line), lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+            _bounded(action)
+        self._leave(code)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the parent the thread does it all.  In a forked child: die, unless the parent still listens."""
+        if os.getpid() == self._pid:
+            return
+        try:
+            self._mouth.send(bytes([_ASKED]))
+        except BlockingIOError:  # more than the buffer holds was said to it
+            pass
+        except OSError:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _keep_child_out(self) -> None:
+        """In a forked child: its signals are not ours to hear, and only the parent keeps the listening end open."""
+        signal.set_wakeup_fd(-1)
+        self._ears.close()
+
+
+def _before_fork() -> None:
+    """A signal to the child that came before `_in_child` would be heard by the parent."""
+    if _active is not None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _in_parent() -> None:
+    if (mask := _forking.__dict__.pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_child() -> None:
+    global _active
+    if _active is not None:
+        _active._keep_child_out()
+        _active = None
+    _in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+def deadline(
+    exit_after_minutes: float | None,
+    grace_s: float,
+    environ: Mapping[str, str],
+    *,
+    monotonic: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> tuple[float, str] | None:
+    """The monotonic time at which to stop, and why; None where nothing limits the run.
+
+    The earlier one of `exit_after_minutes` from now, and of `grace_s` before the end of the SLURM job.
+    """
+    found = []
+    if exit_after_minutes is not None:
+        found.append((monotonic() + 60 * exit_after_minutes, "run.exit_after_minutes"))
+    if (text := environ.get("SLURM_JOB_END_TIME")) is not None:
+        now = wall()
+        if not text.strip().isdecimal() or int(text) <= now:
+            raise ConfigError(
+                f"SLURM_JOB_END_TIME = {text!r} is not when a running job ends: it must be seconds since 1970 that "
+                f"are still to come (it is {int(now)}).  Unset it where this is not the job it was set for."
+            )
+        found.append((monotonic() + int(text) - now - grace_s, "end of the job"))
+    return min(found, default=None)
+
+
+def leave_with_parent() -> None:
+    """Under torchrun: have the kernel end this process when its launcher is gone.  On Linux; elsewhere nothing.
+
+    Without it, ranks whose launcher was killed train on, and the next start meets them in its folder.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # It may have gone before the kernel knew; then init is the parent, unless the launcher itself is a container's.
+    if os.getppid() != parent or (parent == 1 and not _is_launcher(1)):
+        print("the launcher is gone: leaving", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(b"torchrun" in word or b"torch.distributed" in word or b"torch/distributed" in word for word in words)
+
+
+def _bounded(action: Callable[[], object]) -> None:
+    """A line that cannot be said must not keep the process from leaving."""
+
+    def attempt() -> None:
+        try:
+            action()
+        except Exception:  # a closed stream, a full disk
+            pass
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(SECONDS_FOR_WORDS)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

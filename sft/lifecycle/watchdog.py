@@ -1,0 +1,162 @@
+"""A rank that stands still says where, and ends, so that its launcher can end the others.
+
+Decides when a phase has lasted too long and what is left behind: the stacks of all threads, in a file per rank and on
+stderr.  Does not decide what the phases are, nor how the run is marked as failed: the trainer's `on_hang` does that.
+
+Two watch.  A Python thread does all of the above.  It cannot run where the main thread holds the interpreter in C
+code; for that a thread of `faulthandler`, which needs no interpreter, writes the stacks and ends the process.
+"""
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback as traces
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TextIO
+
+from sft.errors import ConfigError
+
+SECONDS_BETWEEN_LOOKS = 1.0  # or a tenth of the timeout, if that is less
+SECONDS_MORE_FOR_C = 10.0  # after the timeout and the lingering: for `on_hang`, which may hang as well
+
+_active: "Watchdog | None" = None
+
+
+class Watchdog:
+    """Ends this process with exit code 1 when a phase lasts longer than `timeout_s` (None: never).
+
+        with Watchdog(600, folder, rank, on_hang=...) as watchdog:
+            watchdog.phase("step 12: forward and backward")
+            ...
+            watchdog.idle()
+
+    The stacks go to `folder`/stacks/rank_00003.txt, after those of earlier starts, and to stderr.  `on_hang` gets the
+    same text, whose first line says rank, phase, seconds and time.  Then `linger_s` pass, in which other ranks, which
+    hang for the same reason, write theirs.  Raises ConfigError where the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float | None,
+        folder: Path,
+        rank: int,
+        *,
+        on_hang: Callable[[str], None],
+        leave: Callable[[int], NoReturn] = os._exit,
+        linger_s: float = 5.0,
+    ) -> None:
+        self._timeout_s, self._rank, self._linger_s = timeout_s, rank, linger_s
+        self._path = folder / "stacks" / f"rank_{rank:05d}.txt"
+        self._on_hang, self._leave = on_hang, leave
+        self._pid = os.getpid()
+        self._phase: tuple[str, float] | None = None  # and when it began
+        self._file: TextIO | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        global _active
+        if self._timeout_s is not None:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"run.dir: {self._path} cannot be written: {error}.") from error
+            self._thread.start()
+            _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _active
+        if self._file is None or os.getpid() != self._pid:
+            return
+        _active = None
+        self.idle()
+        self._is_over.set()
+        self._thread.join()
+        self._file.close()
+        try:
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+                self._path.parent.rmdir()
+        except OSError:  # other ranks' files are still there
+            pass
+
+    def phase(self, name: str) -> None:
+        """Something else begins: it has the whole timeout."""
+        if self._timeout_s is not None and os.getpid() == self._pid:
+            self._phase = name, time.monotonic()
+            self._arm()
+
+    def idle(self) -> None:
+        """Nothing is watched until the next phase."""
+        if self._timeout_s is not None and os.getpid() == self._pid:
+            self._phase = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self) -> None:
+        """Have faulthandler leave, some time after we should have."""
+        if self._phase is not None and self._timeout_s is not None and self._file is not None:
+            until = self._phase[1] + self._timeout_s + self._linger_s + SECONDS_MORE_FOR_C
+            seconds = max(0.001, until - time.monotonic())
+            faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
+
+    def _watch(self) -> None:
+        assert self._timeout_s is not None
+        while not self._is_over.wait(min(SECONDS_BETWEEN_LOOKS, self._timeout_s / 10)):
+            phase = self._phase
+            if phase is not None and time.monotonic() - phase[1] > self._timeout_s:
+                return self._end(*phase)
+
+    def _end(self, phase: str, since: float) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        text = f"rank {self._rank}: no end of '{phase}' after {time.monotonic() - since:.0f} s, {now}\n{_stacks()}"
+        for act in (self._to_stderr, self._to_file, self._on_hang):
+            try:
+                act(text)
+            except Exception:  # a full disk, a closed stream: the process ends all the same
+                with suppress(Exception):
+                    traces.print_exc()
+        time.sleep(self._linger_s)
+        self._leave(1)
+
+    def _to_stderr(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _to_file(self, text: str) -> None:
+        assert self._file is not None
+        self._file.write(text + "\n")
+        self._file.flush()
+
+
+def _stacks() -> str:
+    """Of all threads."""
+    try:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            return file.read()
+    except OSError as error:
+        return f"no stacks: {error}"
+
+
+def _before_fork() -> None:
+    """faulthandler's thread is not in a child, which would wait for its end when it ends itself."""
+    if _active is not None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _in_parent() -> None:
+    if _active is not None:
+        _active._arm()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent)

@@ -1,0 +1,404 @@
+"""What a torch_dist checkpoint holds, read without running any of it.
+
+Stock readers run code that a file names in three places: the index `.metadata` (plain pickle), every byte object inside
+the shards (random states, extra states, since core 0.19 the plain values) and, one step later, Transformer Engine,
+which unpickles the extra states it is handed.  Here the index is taken apart by an unpickler that knows no class of
+torch at all, only records that stand in for them; byte objects go through torch's weights-only unpickler with a short
+list of classes; extra states come out as None.
+
+Decides what may be read.  What a checkpoint must hold to suit a model is `shards.py`'s business.
+"""
+
+import argparse
+import functools
+import importlib
+import io
+import pathlib
+import pickle
+import re
+import signal
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as md
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from sft.errors import CheckpointError
+
+INDEX = ".metadata"
+COMMON_FILE = "common.pt"  # the plain values up to core 0.18
+COMMON_OBJECT = "common_state/shard_0_1"  # and from 0.19 on
+EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
+
+
+# --- the index -----------------------------------------------------------------------------------------------------
+
+
+class _Record:
+    """Stands in for each class that an index names: keeps what it is given, does nothing with it.
+
+    That __setstate__ is here matters: without it, a pickle can set attributes of the class itself.
+    """
+
+    given: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _records(module: str, names: str) -> dict[tuple[str, str], type]:
+    return {(module, name): type(name, (_Record,), {}) for name in names.split()}
+
+
+# Written by torch 2.13 under core 0.16.1 and 0.19.2; the plans of all ranks are in it, and passed over.  Core up to
+# 0.15 had classes of its own for two of them.
+_DCP = "torch.distributed.checkpoint"
+_INDEX_NAMES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Record,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **_records(f"{_DCP}.metadata", "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"),
+    **_records(f"{_DCP}.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
+    **_records(f"{_DCP}.filesystem", "_StorageInfo"),
+    **_records(f"{_DCP}.planner", "SavePlan WriteItem WriteItemType TensorWriteData"),
+    **_records("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
+    **_records("pathlib", "PosixPath"),
+    **_records("pathlib._local", "PosixPath"),  # Python 3.13
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _INDEX_NAMES[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint needs") from None
+
+
+def _sizes(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{value!r} is not a shape")
+    return torch.Size(value)
+
+
+def _kind(record: Any) -> str:
+    return type(record).__name__ if isinstance(record, _Record) else ""
+
+
+def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
+    if _kind(record) == "BytesStorageMetadata":
+        return md.BytesStorageMetadata()
+    if _kind(record) != "TensorStorageMetadata":
+        raise ValueError(f"an entry is a {type(record).__name__}")
+    dtype = record.state["properties"].state[0]  # the rest is deprecated, and read by nothing
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype")
+    chunks = [
+        md.ChunkStorageMetadata(_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in record.state["chunks"]
+    ]
+    return md.TensorStorageMetadata(md.TensorProperties(dtype=dtype), _sizes(record.state["size"]), chunks)
+
+
+def _place(record: Any) -> _StorageInfo:
+    name, offset, length = (record.state[field] for field in ("relative_path", "offset", "length"))
+    if type(name) is not str or type(offset) is not int or type(length) is not int:
+        raise ValueError(f"a part is at {name!r}, {offset!r}, {length!r}")
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"it places a part of the checkpoint at {name!r}, not directly in the folder")
+    if offset < 0 or length < 0:
+        raise ValueError(f"it places a part of {name} at offset {offset}, length {length}")
+    if record.state.get("transform_descriptors"):
+        raise ValueError(f"parts of {name} are compressed or encoded, which Megatron does not do")
+    return _StorageInfo(name, offset, length)
+
+
+def _index(record: Any) -> md.MetadataIndex:
+    name, offset = record.state["fqn"], record.state.get("offset")
+    if type(name) is not str:
+        raise ValueError(f"{name!r} is not a key")
+    return md.MetadataIndex(name, None if offset is None else _sizes(offset))
+
+
+def _metadata(folder: Path) -> md.Metadata:
+    """The index of a checkpoint, made anew from plain values."""
+    path = _regular_file(folder, INDEX)
+    try:
+        with path.open("rb") as stream:
+            record = _IndexUnpickler(stream).load()
+        if _kind(record) not in ("Metadata", "MCoreMetadata"):
+            raise ValueError(f"it holds a {type(record).__name__}")
+        entries = {str(key): _entry(entry) for key, entry in record.state["state_dict_metadata"].items()}
+        places = {_index(key): _place(place) for key, place in record.state["storage_data"].items()}
+    except Exception as error:  # whatever a broken or hostile file can provoke
+        raise CheckpointError(
+            f"{path} is not the index of a torch_dist checkpoint, or not a harmless one: {_first_line(error)}.  "
+            f"Nothing of it was run.  Take the checkpoint from a source you trust, or save it again."
+        ) from error
+    return md.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=md.StorageMeta())
+
+
+def _check_files(folder: Path, places: dict[md.MetadataIndex, _StorageInfo]) -> None:
+    num_bytes: dict[str, int] = {}
+    for place in places.values():
+        name = place.relative_path
+        if name not in num_bytes:
+            num_bytes[name] = _regular_file(folder, name).stat().st_size
+        if place.offset + place.length > num_bytes[name]:
+            raise CheckpointError(
+                f"{folder / name} is cut short: {num_bytes[name]} bytes, and {INDEX} names parts of it up to byte "
+                f"{place.offset + place.length}.  The copy or the disk lost the rest: copy it again, or use another "
+                f"checkpoint."
+            )
+
+
+def _regular_file(folder: Path, name: str) -> Path:
+    """The file of that name in the folder.  A pipe would block for ever, and a link could lead anywhere."""
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        inside = real.parent == folder.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(
+            f"{path} is missing or unreadable ({_first_line(error)}), so {folder} is not a whole torch_dist checkpoint."
+        ) from error
+    if not inside or not real.is_file():
+        raise CheckpointError(
+            f"{path} is {'a link out of the folder' if not inside else 'not a regular file'}, which no checkpoint "
+            f"needs; it was not opened.  Put a copy of the file itself in its place."
+        )
+    return path
+
+
+# --- plain values --------------------------------------------------------------------------------------------------
+
+
+class _Dtype:
+    """numpy.dtype, but of numbers and text alone: one of objects has numpy take bytes of the file for pointers."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self._code, self._order = str(code), "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._order = state[1]
+
+    def numpy(self) -> np.dtype[Any]:
+        if not re.fullmatch(r"[biufcSU]\d{1,6}", self._code) or self._order not in ("<", ">", "|", "="):
+            raise pickle.UnpicklingError(f"numpy array of type {self._code!r}")
+        return np.dtype(self._order + self._code)
+
+
+class _Array(np.ndarray[Any, Any]):
+    """numpy.ndarray, filled by its own __setstate__ from a _Dtype and bytes, and made in no other way."""
+
+    def __new__(cls, *_: Any) -> "_Array":
+        return super().__new__(cls, 0)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, fortran, data = state
+        if type(dtype) is not _Dtype or type(data) is not bytes:
+            raise pickle.UnpicklingError("numpy array of other than plain bytes")
+        super().__setstate__((1, shape, dtype.numpy(), bool(fortran), data))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> Any:
+        return np.asarray(self).__reduce__()  # saved again, it is an array like any other
+
+
+# Megatron-LM's own list (megatron.core.safe_globals), of all supported versions.
+_MEGATRON = (
+    "megatron.core.enums:ModelType",
+    "megatron.core.optimizer:OptimizerConfig",
+    "megatron.core.rerun_state_machine:RerunDiagnostic",
+    "megatron.core.rerun_state_machine:RerunMode",
+    "megatron.core.rerun_state_machine:RerunState",
+    "megatron.core.transformer.enums:AttnBackend",
+    "megatron.core.transformer.enums:CudaGraphModule",
+    "megatron.core.transformer.enums:CudaGraphScope",
+    "megatron.core.transformer.enums:InferenceCudaGraphScope",
+)
+
+
+@functools.cache
+def _allowed() -> list[tuple[Any, str]]:
+    """What a byte object may name, and under which name."""
+    classes = [
+        argparse.Namespace,
+        types.SimpleNamespace,
+        pathlib.PosixPath,
+        io.BytesIO,
+        signal.Signals,
+        torch.Generator,
+    ]
+    for module, _, name in (entry.partition(":") for entry in _MEGATRON):
+        found = getattr(importlib.import_module(module), name, None)
+        classes += [found] if found is not None else []
+    numpy = [(_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray")]
+    numpy += [(_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
+    return [(found, f"{found.__module__}.{found.__qualname__}") for found in classes] + numpy
+
+
+@contextmanager
+def _only(classes: list[tuple[Any, str]]) -> Iterator[None]:
+    """Have torch.load know these classes and no others.
+
+    torch's own context manager adds to what was registered before; core registers numpy's own types as it is imported,
+    and of two objects under one name torch takes either.
+    """
+    registered = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(classes)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(registered)
+
+
+def _values(stream: io.BytesIO, what: str) -> Any:
+    """The plain values and tensors that torch.save wrote.  what: for the error, e.g. the file."""
+    try:
+        with _only(_allowed()):
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a broken or hostile file can provoke
+        raise CheckpointError(
+            f"{what} does not hold plain values: {_refusal(error)}.  Nothing of it was run.  Take the checkpoint from "
+            f"a source you trust, or save it again without that object."
+        ) from error
+
+
+def _refusal(error: Exception) -> str:
+    """What torch.load says, without its advice to load unsafely."""
+    named = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
+    if named:
+        return f"it names {named[1]}, which is not on the list of harmless classes"
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(". ")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+# --- what others use -----------------------------------------------------------------------------------------------
+
+
+class Reader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint folder, which trusts nothing in it.
+
+    Its errors are CheckpointError; through torch's own `load` they get out as such inside `unwrapped`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = Path(folder)
+        self._index: md.Metadata | None = None
+        self._reading: _StorageInfo | None = None
+
+    def read_metadata(self) -> md.Metadata:  # without **kwargs torch asks for no other index
+        """The checked index; read once.  Every file it names is there, and long enough."""
+        if self._index is None:
+            index = _metadata(self._folder)
+            _check_files(self._folder, index.storage_data)
+            self._index = index
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        try:
+            with _only([]):  # tensors need none
+                return super().read_data(plan, planner)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a broken or hostile file can provoke
+            raise CheckpointError(f"{self._where()} cannot be read: {_refusal(error)}.") from error
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        self._reading = sinfo
+        return super()._slice_file(file, sinfo)
+
+    def _where(self) -> str:
+        keys = [key.fqn for key, place in self.storage_data.items() if place is self._reading]
+        return f"{keys[0]} in {self._folder / self._reading.relative_path}" if self._reading else str(self._folder)
+
+
+class Planner(MCoreLoadPlanner):
+    """Core's planner (shapes checked, FP8 targets), with byte objects read as plain values."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **arguments)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        found = _values(value, f"The object {key} of the checkpoint")
+        if EXTRA_STATE.search(key):
+            # FP8 scales, as a pickle inside: Transformer Engine would run it.  None means that there are none.
+            found = [None] * len(found) if isinstance(found, list) else None
+        self.state_dict[key] = found
+
+
+@contextmanager
+def unwrapped(folder: Path) -> Iterator[None]:
+    """torch's CheckpointException, which is no Exception and wraps the real one, as a CheckpointError."""
+    try:
+        yield
+    except dcp.CheckpointException as failure:
+        causes = [cause for cause, _ in failure.failures.values()]
+        ours = [cause for cause in causes if isinstance(cause, CheckpointError)]
+        if ours:
+            raise ours[0] from failure
+        if not isinstance(causes[0], Exception):  # an interrupt
+            raise causes[0] from failure
+        raise CheckpointError(f"{folder} cannot be loaded: {_first_line(causes[0])}.") from failure
+
+
+def load(wanted: dict[str, Any], folder: Path, planner: Planner | None = None) -> None:
+    """Replace the values of `wanted`, {key: tensor or anything in the place of an object}, by what the folder holds.
+
+    Not collective: every process reads for itself, with or without a process group.
+    """
+    reader = Reader(folder)
+    reader.read_metadata()  # torch would swallow its error
+    with unwrapped(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(wanted, storage_reader=reader, planner=planner or Planner(), no_dist=True)
+
+
+def common_state(folder: Path) -> dict[str, Any]:
+    """The plain values of a checkpoint, wherever its version of core put them.  Not collective."""
+    if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():
+        what = str(folder / COMMON_FILE)
+        # From memory: of a file, torch also tries a tar format of long ago, and unpacks it before it looks inside.
+        found = _values(io.BytesIO(_regular_file(folder, COMMON_FILE).read_bytes()), what)
+    elif COMMON_OBJECT in objects(folder):
+        what, wanted = f"The object {COMMON_OBJECT} of {folder}", {COMMON_OBJECT: io.BytesIO()}
+        load(wanted, folder)
+        stored: Any = wanted[COMMON_OBJECT]
+        found = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+    else:
+        raise CheckpointError(f"{folder} has no plain values: neither {COMMON_FILE} nor an object {COMMON_OBJECT}.")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is a {type(found).__name__}, not the plain values of a checkpoint by name.")
+    return found
+
+
+def tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Global shape and type of each stored tensor, by key."""
+    entries = Reader(folder).read_metadata().state_dict_metadata.items()
+    return {k: (tuple(e.size), e.properties.dtype) for k, e in entries if isinstance(e, md.TensorStorageMetadata)}
+
+
+def objects(folder: Path) -> set[str]:
+    """Keys of what is stored beside tensors."""
+    entries = Reader(folder).read_metadata().state_dict_metadata.items()
+    return {key for key, entry in entries if isinstance(entry, md.BytesStorageMetadata)}

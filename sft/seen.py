@@ -1,0 +1,66 @@
+"""seen.jsonl: which samples each optimizer step trained on, so that "every sample once" can be checked by anybody.
+
+    {"step": 3, "epoch": 0, "batch": 2, "samples": [4, 17, 23], "chain": "9f2c..."}
+
+`chain` is the SHA-256 of the chain before and of this line's other values: two runs with the same last chain have
+seen the same samples in the same steps.  It is a value of the run's state, so checkpoints carry it; the layout does
+not enter into it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sft.durable import replace_text
+
+
+def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
+    """The chain after a global batch (both counted from 0) of these samples.
+
+    The ends of packs do not enter: how a batch is shared out among ranks is not which samples it has.
+    """
+    told = json.dumps([chain, epoch, batch, sorted(samples)], separators=(",", ":"))
+    return hashlib.sha256(told.encode("ascii")).hexdigest()
+
+
+class Seen:
+    """The file of one run.  For rank 0.
+
+    step and chain are those of the last step done: lines of later steps are of a run that was cut off, and are removed.
+    Where the file does not lead up to there (another folder's checkpoint, a machine that lost its last writes), a line
+    says so.
+    """
+
+    def __init__(self, path: Path, step: int, chain: str) -> None:
+        kept = [row for row in _rows(path) if row["step"] <= step]
+        if (kept[-1]["chain"] if kept else "") != chain:
+            kept.append({"step": step, "gap": "the lines before do not lead up to this step", "chain": chain})
+        replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a", encoding="ascii")
+
+    def write(self, step: int, epoch: int, batch: int, samples: Iterable[int], chain: str) -> None:
+        row = {"step": step, "epoch": epoch, "batch": batch, "samples": sorted(samples), "chain": chain}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """On the disk: before a checkpoint that leads on from here."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Whole lines; one that a kill has cut short is left out."""
+    found = []
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+            found += [row] if isinstance(row["step"], int) and isinstance(row["chain"], str) else []
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

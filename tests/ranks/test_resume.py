@@ -17,7 +17,7 @@ from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 CUT = 2
-# Another layout takes sums in another order: in fp32 that is the last bits of a loss, in bf16 those of every activation.
+# Another layout takes sums in another order: the last bits of a loss in fp32, those of every activation in bf16.
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
 # The norm adds up the squares of all gradients, whose own error is some ten times that of a loss.
 NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}

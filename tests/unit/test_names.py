@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what publishing one more does to the others.  No process group, no shards."""
+"""Which checkpoint a run goes on from, and what publishing one more does to the others."""
 
 from pathlib import Path
 

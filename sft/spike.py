@@ -22,7 +22,7 @@ class Spikes:
     def look(self, loss: float) -> str | None:
         """What to say of the next loss; None where it is as usual.
 
-        63 losses of 2.0 to 2.1, then 4.0 -> "4.0000, usual is 2.0500 +- 0.0371"
+        63 losses of 2.0 to 2.1, then 4.0 -> "4.0000, usual is 2.0500 +- 0.0383"
         """
         usual = list(self._losses)
         self._losses.append(loss)

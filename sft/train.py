@@ -19,6 +19,7 @@ from sft.feed import Feed
 from sft.keys import values
 from sft.layout import Layout, num_parameters
 from sft.lifecycle.status import Kind
+from sft.lifecycle.stop import leave_with_parent
 from sft.mcore import device, groups
 from sft.mcore.engine import Engine, StepResult
 from sft.metrics import Record, eval_record, train_record
@@ -35,6 +36,7 @@ STOPPED = 75  # the exit code of a run that was asked to stop and has saved: sta
 def main(recipe: Recipe) -> int:
     """Train as the recipe says, as one of the processes that torchrun started (or as the only one); the exit code."""
     config = recipe.config
+    leave_with_parent()
     layout = Layout.resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
     here = device.start(device.choose(config.run.device))
     place = groups.start(layout, here, seed=config.run.seed, timeout_s=config.run.timeout_s)

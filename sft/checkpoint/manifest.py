@@ -67,7 +67,7 @@ def read(folder: Path) -> Manifest | None:
             for name, told in content.pop("files").items()
         }
         known = content.pop("format") == FORMAT
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever a damaged file can provoke
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
     if not known:
         raise CheckpointError(f"{path} is not of the format {FORMAT}: written by another version of this trainer.")
@@ -99,6 +99,8 @@ def _wrong_size(path: Path, entry: Entry) -> str | None:
         status = os.lstat(path)
     except FileNotFoundError:
         return f"{path} is missing"
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return f"{path} cannot be looked at: {error}"
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a plain file"
     if status.st_size != entry.num_bytes:

@@ -73,6 +73,11 @@ def candidates(folder: Path) -> list[Path]:
     return [path for path in newest_first if step is not None and int(path.name[5:]) <= step] or newest_first
 
 
+def was_used(folder: Path) -> bool:
+    """Whether a run has saved here, even if nothing whole is left of it."""
+    return (folder / POINTER).exists() or any(folder.glob("iter_*.corrupt-*"))
+
+
 def temporary(folder: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into, under a name that nothing else has."""
     path = folder / f"{name_of(step)}.tmp-{secrets.token_hex(4)}"

@@ -151,6 +151,11 @@ def _paths(config: CheckpointConfig, folder: Path) -> list[Path]:
         raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
     elif config.resume not in ("auto", "must"):
         return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")]
+    elif not found and names.was_used(folder):
+        raise CheckpointError(
+            f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
+            f"by itself.  Put one back, name another one with checkpoint.resume=PATH, or choose another run.dir."
+        )
     return found
 
 

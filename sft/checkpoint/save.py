@@ -74,11 +74,11 @@ class Saver:
         background = self._config.async_save and not wait
         if background:
             taken = taken.copied(self._copies)
-            self._console.say(f"saving step {state.step} in the background ({size(taken.part.num_bytes)} on this rank)")
         self._job = _Job(partial(self._write, taken, written, state, started), state.step)
         if background:
             self._job.start()
             self.stall_s = time.monotonic() - started
+            self._console.say(f"saving step {state.step} in the background; training waited {self.stall_s:.1f} s")
         else:
             measure = partial(_bytes_in, written)
             with self._console.watch(f"saving step {state.step}", taken.part.num_bytes, "bytes", measure):

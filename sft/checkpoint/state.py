@@ -16,8 +16,6 @@ _PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformer
 # Keys that change no number of a run, and that of a run's own folder.
 _SILENT = ("run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes")
 _SILENT_GROUPS = ("log.", "profile.", "checkpoint.")
-# What the model computes; the shapes of its tensors need not tell.
-_REFUSED_GROUPS = ("model.",)
 _START_ONLY = ("model.init_from", "model.init_std")
 
 
@@ -96,10 +94,13 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     """
     refused = dict(_differences(before["plan"], now.plan))
     recipe = dict(_differences(before["recipe"], now.recipe))
-    for key in recipe:
-        if key.startswith(_REFUSED_GROUPS) and key not in _START_ONLY:
-            refused[key] = recipe[key]
-    _check_allowed(allowed, now)
+    refused |= {key: how for key, how in recipe.items() if _is_of_the_model(key)}
+    known = {*before["plan"], *now.plan, *filter(_is_of_the_model, [*before["recipe"], *now.recipe])}
+    if unknown := [key for key in allowed if key not in known]:
+        raise ConfigError(
+            f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "
+            f"{', '.join(sorted(known))}."
+        )
     told = [f"{key} {how}" for key, how in recipe.items() if key not in refused and not _is_silent(key)]
     told += [f"{key} {how}, as allowed" for key, how in refused.items() if key in allowed]
     told += [f"{name} {how}" for name, how in _differences(before["layout"], now.layout)]
@@ -107,12 +108,9 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     return Changes(told=told, refused={key: how for key, how in refused.items() if key not in allowed})
 
 
-def _check_allowed(allowed: Sequence[str], now: Conditions) -> None:
-    known = [*now.plan, *(key for key in now.recipe if key.startswith(_REFUSED_GROUPS))]
-    if unknown := [key for key in allowed if key not in known]:
-        raise ConfigError(
-            f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: {', '.join(known)}."
-        )
+def _is_of_the_model(key: str) -> bool:
+    """Says what the model computes; the shapes of its tensors need not tell."""
+    return key.startswith("model.") and key not in _START_ONLY
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -117,11 +117,15 @@ def stored_step(plain: Any) -> int:
 
 def _plain_form(part: MegatronOptimizer) -> dict[str, Any]:
     step = step_of(part)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+    # Transformer Engine's Adam takes its step from a group, and asks for bias_correction, which torch's has not.
+    groups = [
+        {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}, "step": step}
+        for group in part.optimizer.param_groups
+    ]
     if isinstance(part, DistributedOptimizer):
-        told = [{**group, "step": float(step)} for group in groups]
-        return {"optimizer": {"param_groups": told}, "param_state_sharding_type": "fully_reshardable"}
-    inner = {"state": {"common_step": torch.tensor(float(step))} if step else {}, "param_groups": groups}
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    has_common = step and _counts_by_parameter(part)
+    inner = {"state": {"common_step": torch.tensor(float(step))} if has_common else {}, "param_groups": groups}
     return {"optimizer": inner} if hasattr(part, "fp32_from_float16_groups") else inner
 
 

@@ -2,9 +2,8 @@
 
 Stock readers run code that a file names in three places: the index `.metadata` (plain pickle), every byte object inside
 the shards (random states, extra states, since core 0.19 the plain values) and, one step later, Transformer Engine,
-which unpickles the extra states it is handed.  Here the index is taken apart by an unpickler that knows no class of
-torch at all, only records that stand in for them; byte objects go through torch's weights-only unpickler with a short
-list of classes; extra states come out as None.
+which unpickles the extra states it is handed.  Here the index is taken apart by `index.py`; byte objects go through
+torch's weights-only unpickler with a short list of classes; extra states come out as None.
 
 Decides what may be read.  What a checkpoint must hold to suit a model is `shards.py`'s business.
 """
@@ -33,156 +32,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from sft.errors import CheckpointError
+from sft.mcore.index import check_files, first_line, read_index, regular_file
 
-INDEX = ".metadata"
 COMMON_FILE = "common.pt"  # the plain values up to core 0.18
 COMMON_OBJECT = "common_state/shard_0_1"  # and from 0.19 on
 EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
-
-
-# --- the index -----------------------------------------------------------------------------------------------------
-
-
-class _Record:
-    """Stands in for each class that an index names: keeps what it is given, does nothing with it.
-
-    That __setstate__ is here matters: without it, a pickle can set attributes of the class itself.
-    """
-
-    given: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __init__(self, *given: Any) -> None:
-        self.given = given
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _records(module: str, names: str) -> dict[tuple[str, str], type]:
-    return {(module, name): type(name, (_Record,), {}) for name in names.split()}
-
-
-# Written by torch 2.13 under core 0.16.1 and 0.19.2; the plans of all ranks are in it, and passed over.  Core up to
-# 0.15 had classes of its own for two of them.
-_DCP = "torch.distributed.checkpoint"
-_INDEX_NAMES: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Record,
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    **_records(f"{_DCP}.metadata", "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"),
-    **_records(f"{_DCP}.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
-    **_records(f"{_DCP}.filesystem", "_StorageInfo"),
-    **_records(f"{_DCP}.planner", "SavePlan WriteItem WriteItemType TensorWriteData"),
-    **_records("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
-    **_records("pathlib", "PosixPath"),
-    **_records("pathlib._local", "PosixPath"),  # Python 3.13
-}
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _INDEX_NAMES[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint needs") from None
-
-
-def _sizes(value: Any) -> torch.Size:
-    if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{value!r} is not a shape")
-    return torch.Size(value)
-
-
-def _kind(record: Any) -> str:
-    return type(record).__name__ if isinstance(record, _Record) else ""
-
-
-def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
-    if _kind(record) == "BytesStorageMetadata":
-        return md.BytesStorageMetadata()
-    if _kind(record) != "TensorStorageMetadata":
-        raise ValueError(f"an entry is a {type(record).__name__}")
-    dtype = record.state["properties"].state[0]  # the rest is deprecated, and read by nothing
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype")
-    chunks = [
-        md.ChunkStorageMetadata(_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in record.state["chunks"]
-    ]
-    return md.TensorStorageMetadata(md.TensorProperties(dtype=dtype), _sizes(record.state["size"]), chunks)
-
-
-def _place(record: Any) -> _StorageInfo:
-    name, offset, length = (record.state[field] for field in ("relative_path", "offset", "length"))
-    if type(name) is not str or type(offset) is not int or type(length) is not int:
-        raise ValueError(f"a part is at {name!r}, {offset!r}, {length!r}")
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"it places a part of the checkpoint at {name!r}, not directly in the folder")
-    if offset < 0 or length < 0:
-        raise ValueError(f"it places a part of {name} at offset {offset}, length {length}")
-    if record.state.get("transform_descriptors"):
-        raise ValueError(f"parts of {name} are compressed or encoded, which Megatron does not do")
-    return _StorageInfo(name, offset, length)
-
-
-def _index(record: Any) -> md.MetadataIndex:
-    name, offset = record.state["fqn"], record.state.get("offset")
-    if type(name) is not str:
-        raise ValueError(f"{name!r} is not a key")
-    return md.MetadataIndex(name, None if offset is None else _sizes(offset))
-
-
-def _metadata(folder: Path) -> md.Metadata:
-    """The index of a checkpoint, made anew from plain values."""
-    path = _regular_file(folder, INDEX)
-    try:
-        with path.open("rb") as stream:
-            record = _IndexUnpickler(stream).load()
-        if _kind(record) not in ("Metadata", "MCoreMetadata"):
-            raise ValueError(f"it holds a {type(record).__name__}")
-        entries = {str(key): _entry(entry) for key, entry in record.state["state_dict_metadata"].items()}
-        places = {_index(key): _place(place) for key, place in record.state["storage_data"].items()}
-    except Exception as error:  # whatever a broken or hostile file can provoke
-        raise CheckpointError(
-            f"{path} is not the index of a torch_dist checkpoint, or not a harmless one: {_first_line(error)}.  "
-            f"Nothing of it was run.  Take the checkpoint from a source you trust, or save it again."
-        ) from error
-    return md.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=md.StorageMeta())
-
-
-def _check_files(folder: Path, places: dict[md.MetadataIndex, _StorageInfo]) -> None:
-    num_bytes: dict[str, int] = {}
-    for place in places.values():
-        name = place.relative_path
-        if name not in num_bytes:
-            num_bytes[name] = _regular_file(folder, name).stat().st_size
-        if place.offset + place.length > num_bytes[name]:
-            raise CheckpointError(
-                f"{folder / name} is cut short: {num_bytes[name]} bytes, and {INDEX} names parts of it up to byte "
-                f"{place.offset + place.length}.  The copy or the disk lost the rest: copy it again, or use another "
-                f"checkpoint."
-            )
-
-
-def _regular_file(folder: Path, name: str) -> Path:
-    """The file of that name in the folder.  A pipe would block for ever, and a link could lead anywhere."""
-    path = folder / name
-    try:
-        real = path.resolve(strict=True)
-        inside = real.parent == folder.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise CheckpointError(
-            f"{path} is missing or unreadable ({_first_line(error)}), so {folder} is not a whole torch_dist checkpoint."
-        ) from error
-    if not inside or not real.is_file():
-        raise CheckpointError(
-            f"{path} is {'a link out of the folder' if not inside else 'not a regular file'}, which no checkpoint "
-            f"needs; it was not opened.  Put a copy of the file itself in its place."
-        )
-    return path
-
-
-# --- plain values --------------------------------------------------------------------------------------------------
 
 
 class _Dtype:
@@ -287,13 +141,6 @@ def _refusal(error: Exception) -> str:
     return text.splitlines()[0].rstrip(". ")
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-# --- what others use -----------------------------------------------------------------------------------------------
-
-
 class Reader(dcp.FileSystemReader):
     """torch's reader of a checkpoint folder, which trusts nothing in it.
 
@@ -309,8 +156,8 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self) -> md.Metadata:  # without **kwargs torch asks for no other index
         """The checked index; read once.  Every file it names is there, and long enough."""
         if self._index is None:
-            index = _metadata(self._folder)
-            _check_files(self._folder, index.storage_data)
+            index = read_index(self._folder)
+            check_files(self._folder, index.storage_data)
             self._index = index
         return self._index
 
@@ -359,7 +206,7 @@ def unwrapped(folder: Path) -> Iterator[None]:
             raise ours[0] from failure
         if not isinstance(causes[0], Exception):  # an interrupt
             raise causes[0] from failure
-        raise CheckpointError(f"{folder} cannot be loaded: {_first_line(causes[0])}.") from failure
+        raise CheckpointError(f"{folder} cannot be loaded: {first_line(causes[0])}.") from failure
 
 
 def load(wanted: dict[str, Any], folder: Path, planner: Planner | None = None) -> None:
@@ -379,7 +226,7 @@ def common_state(folder: Path) -> dict[str, Any]:
     if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():
         what = str(folder / COMMON_FILE)
         # From memory: of a file, torch also tries a tar format of long ago, and unpacks it before it looks inside.
-        found = _values(io.BytesIO(_regular_file(folder, COMMON_FILE).read_bytes()), what)
+        found = _values(io.BytesIO(regular_file(folder, COMMON_FILE).read_bytes()), what)
     elif COMMON_OBJECT in objects(folder):
         what, wanted = f"The object {COMMON_OBJECT} of {folder}", {COMMON_OBJECT: io.BytesIO()}
         load(wanted, folder)

@@ -1,0 +1,160 @@
+"""The index of a checkpoint (`.metadata`), read without running any of it, and the files that it names.
+
+torch writes it by pickle, and a pickle can call anything.  The unpickler here knows no class of torch at all, only
+records that stand in for them; the index is made anew from the values that they were given, each of which is checked.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.metadata as md
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from sft.errors import CheckpointError
+
+INDEX = ".metadata"
+
+
+class _Record:
+    """Stands in for each class that an index names: keeps what it is given, does nothing with it.
+
+    That __setstate__ is here matters: without it, a pickle can set attributes of the class itself.
+    """
+
+    given: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _records(module: str, names: str) -> dict[tuple[str, str], type]:
+    return {(module, name): type(name, (_Record,), {}) for name in names.split()}
+
+
+# Written by torch 2.13 under core 0.16.1 and 0.19.2; the plans of all ranks are in it, and passed over.  Core up to
+# 0.15 had classes of its own for two of them.
+_DCP = "torch.distributed.checkpoint"
+_INDEX_NAMES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Record,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **_records(f"{_DCP}.metadata", "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"),
+    **_records(f"{_DCP}.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
+    **_records(f"{_DCP}.filesystem", "_StorageInfo"),
+    **_records(f"{_DCP}.planner", "SavePlan WriteItem WriteItemType TensorWriteData"),
+    **_records("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
+    **_records("pathlib", "PosixPath"),
+    **_records("pathlib._local", "PosixPath"),  # Python 3.13
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _INDEX_NAMES[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint needs") from None
+
+
+def _sizes(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{value!r} is not a shape")
+    return torch.Size(value)
+
+
+def _kind(record: Any) -> str:
+    return type(record).__name__ if isinstance(record, _Record) else ""
+
+
+def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
+    if _kind(record) == "BytesStorageMetadata":
+        return md.BytesStorageMetadata()
+    if _kind(record) != "TensorStorageMetadata":
+        raise ValueError(f"an entry is a {type(record).__name__}")
+    dtype = record.state["properties"].state[0]  # the rest is deprecated, and read by nothing
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype")
+    chunks = [
+        md.ChunkStorageMetadata(_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in record.state["chunks"]
+    ]
+    return md.TensorStorageMetadata(md.TensorProperties(dtype=dtype), _sizes(record.state["size"]), chunks)
+
+
+def _place(record: Any) -> _StorageInfo:
+    name, offset, length = (record.state[field] for field in ("relative_path", "offset", "length"))
+    if type(name) is not str or type(offset) is not int or type(length) is not int:
+        raise ValueError(f"a part is at {name!r}, {offset!r}, {length!r}")
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"it places a part of the checkpoint at {name!r}, not directly in the folder")
+    if offset < 0 or length < 0:
+        raise ValueError(f"it places a part of {name} at offset {offset}, length {length}")
+    if record.state.get("transform_descriptors"):
+        raise ValueError(f"parts of {name} are compressed or encoded, which Megatron does not do")
+    return _StorageInfo(name, offset, length)
+
+
+def _index(record: Any) -> md.MetadataIndex:
+    name, offset = record.state["fqn"], record.state.get("offset")
+    if type(name) is not str:
+        raise ValueError(f"{name!r} is not a key")
+    return md.MetadataIndex(name, None if offset is None else _sizes(offset))
+
+
+def read_index(folder: Path) -> md.Metadata:
+    """The index of a checkpoint, made anew from plain values."""
+    path = regular_file(folder, INDEX)
+    try:
+        with path.open("rb") as stream:
+            record = _IndexUnpickler(stream).load()
+        if _kind(record) not in ("Metadata", "MCoreMetadata"):
+            raise ValueError(f"it holds a {type(record).__name__}")
+        entries = {str(key): _entry(entry) for key, entry in record.state["state_dict_metadata"].items()}
+        places = {_index(key): _place(place) for key, place in record.state["storage_data"].items()}
+    except Exception as error:  # whatever a broken or hostile file can provoke
+        raise CheckpointError(
+            f"{path} is not the index of a torch_dist checkpoint, or not a harmless one: {first_line(error)}.  "
+            f"Nothing of it was run.  Take the checkpoint from a source you trust, or save it again."
+        ) from error
+    return md.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=md.StorageMeta())
+
+
+def check_files(folder: Path, places: dict[md.MetadataIndex, _StorageInfo]) -> None:
+    num_bytes: dict[str, int] = {}
+    for place in places.values():
+        name = place.relative_path
+        if name not in num_bytes:
+            num_bytes[name] = regular_file(folder, name).stat().st_size
+        if place.offset + place.length > num_bytes[name]:
+            raise CheckpointError(
+                f"{folder / name} is cut short: {num_bytes[name]} bytes, and {INDEX} names parts of it up to byte "
+                f"{place.offset + place.length}.  The copy or the disk lost the rest: copy it again, or use another "
+                f"checkpoint."
+            )
+
+
+def regular_file(folder: Path, name: str) -> Path:
+    """The file of that name in the folder.  A pipe would block for ever, and a link could lead anywhere."""
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        inside = real.parent == folder.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise CheckpointError(
+            f"{path} is missing or unreadable ({first_line(error)}), so {folder} is not a whole torch_dist checkpoint."
+        ) from error
+    if not inside or not real.is_file():
+        raise CheckpointError(
+            f"{path} is {'a link out of the folder' if not inside else 'not a regular file'}, which no checkpoint "
+            f"needs; it was not opened.  Put a copy of the file itself in its place."
+        )
+    return path
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".,")

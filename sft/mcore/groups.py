@@ -101,14 +101,13 @@ def agree(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     For decisions about files, which other nodes may see later than rank 0.  `group`: another one of all ranks.
     """
     answer: list[Any] = [None, None]
+    error: Exception | None = None
     if dist.get_rank() == 0:
-        try:
-            answer[0] = decide()
-        except (SftError, OSError) as error:
-            answer[1] = error
+        answer[0], error = _attempt(decide)
+        answer[1] = _sent(error)
     dist.broadcast_object_list(answer, group=group)
-    if answer[1] is not None:
-        raise answer[1]
+    if error or answer[1] is not None:
+        raise error or answer[1]
     result: T = answer[0]
     return result
 
@@ -118,16 +117,27 @@ def exchange(tell: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
 
     What it raises on one rank, every rank raises: nobody waits for one that has given up.
     """
-    mine: tuple[T | None, Exception | None]
-    try:
-        mine = tell(), None
-    except (SftError, OSError) as error:
-        mine = None, error
+    value, error = _attempt(tell)
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine, group=group)
-    if failed := [error for _, error in answers if error is not None]:
-        raise failed[0]
-    return [value for value, _ in answers]
+    dist.all_gather_object(answers, (value, _sent(error)), group=group)
+    failed = [sent for _, sent in answers if sent is not None]
+    if error or failed:
+        raise error or failed[0]
+    return [told for told, _ in answers]
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _sent(error: Exception | None) -> Exception | None:
+    """What the other ranks get to see of it: the error itself where it is one that a user can cause."""
+    if error is None or isinstance(error, SftError | OSError):
+        return error
+    return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
 
 
 def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -6,6 +6,7 @@ values.  Decides what is in it; how bytes get there is `torch_dist.py`, how an o
 `moments.py`; which folder, when, and which is the latest is the business of `sft.checkpoint`.
 """
 
+import io
 import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
@@ -238,7 +239,9 @@ def _read_model(engine: Engine, model: dict[str, Any], folder: Path) -> None:
 
 
 def _write_common(common: dict[str, Any], folder: Path) -> None:
-    torch.save(common, folder / COMMON)
+    stream = io.BytesIO()  # torch makes something else than an OSError of a full disk
+    torch.save(common, stream)
+    (folder / COMMON).write_bytes(stream.getbuffer())
     config = {**asdict(CheckpointingConfig("torch_dist")), "common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config), encoding="ascii")
     for name in (COMMON, "metadata.json"):

@@ -19,13 +19,14 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-triton test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-triton test-slurm test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_cp.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
+	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
 	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
@@ -70,6 +71,11 @@ test: $(READY)
 test-triton: $(READY)
 	test -d $(VENV)/triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --constraint constraints.txt triton
 	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/test_loss_triton.py $(PYTEST_FLAGS)
+
+# Where SLURM is missing and cannot be installed, the tests are skipped and say so.
+test-slurm: $(READY)
+	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends slurm-wlm munge; } || true
+	$(BIN)/python -m pytest tests/slurm $(PYTEST_FLAGS)
 
 test-py312:
 	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)'

@@ -54,7 +54,7 @@ class RunConfig(Section):
     """A step, evaluation or save that takes longer hangs: every rank's stack is written down, and the run ends."""
     exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = None
     """Save and leave after this long; under SLURM always run.grace_s before the job's end."""
-    grace_s: Positive = 120
+    grace_s: Positive = 100
     """Seconds between a signal to stop and the moment this process is ended, which a step and a save must fit in."""
 
 

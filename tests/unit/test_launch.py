@@ -1,4 +1,7 @@
-"""The launch scripts, with stand-ins for torchrun, srun, scontrol and python that record their arguments."""
+"""The launch scripts, with stand-ins for torchrun, srun, scontrol, squeue and python that record their arguments.
+
+On a real SLURM: tests/slurm.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ AWKWARD = "data.train=[my file.jsonl, $HOME.jsonl]"  # spaces and a dollar must 
 
 RECORD = """
 import json, os, sys
-keep = ("OMP_", "CUDA_DEVICE", "PYTHONFAULT", "PYTHONUNBUF")
+keep = ("OMP_", "CUDA_DEVICE", "PYTHONFAULT", "PYTHONUNBUF", "TORCH_ELASTIC")
 call = {"name": os.path.basename(sys.argv[0]), "args": sys.argv[1:]}
 call["env"] = {name: value for name, value in os.environ.items() if name.startswith(keep)}
 with open(os.environ["CALLS"], "a") as calls:
@@ -23,14 +26,43 @@ with open(os.environ["CALLS"], "a") as calls:
 """
 STAND_INS = {
     "torchrun": "",
-    "python": "sys.exit(int(os.environ.get('CHECK_EXIT', '0')))",
-    "scontrol": "print('node07', 'node08', 'node11', sep='\\n')",
-    # Runs the task once per node, as srun does, one after the other.
+    "python": """
+import signal
+verb = sys.argv[3]
+if verb == "data" and "SIGNAL_EARLY" in os.environ:
+    os.kill(os.getppid(), signal.SIGUSR1)
+if verb == "status":
+    print(os.environ.get("STATUS_TEXT", "as it is"))
+sys.exit(int(os.environ.get({"check": "CHECK_EXIT", "status": "STATUS_EXIT"}.get(verb, ""), "0")))
+""",
+    # A requeue ends all processes of the job, this one too.
+    "scontrol": """
+import signal
+if sys.argv[1] == "show":
+    print("node07", "node08", "node11", sep="\\n")
+elif os.environ.get("REQUEUE_EXIT"):
+    sys.exit(int(os.environ["REQUEUE_EXIT"]))
+else:
+    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+""",
+    "squeue": "print(os.environ['REASON'])",
+    # Runs the task once per node, as srun does, one after the other.  Meanwhile the batch script is sent SIGNALS.
     "srun": """
-import subprocess
+import signal, subprocess, time
+forwarded = []
+signal.signal(signal.SIGUSR1, lambda *_: forwarded.append("USR1"))
 task = sys.argv[sys.argv.index("bash"):]
 for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
     subprocess.run(task, env=os.environ | {"SLURM_NODEID": str(node)}, check=True)
+for number, name in enumerate(os.environ.get("SIGNALS", "").split()):
+    os.kill(os.getppid(), getattr(signal, "SIG" + name))
+    deadline = time.monotonic() + 20
+    while not (len(forwarded) > number if name == "USR1" else "squeue" in open(os.environ["CALLS"]).read()):
+        assert time.monotonic() < deadline, name
+        time.sleep(0.01)
+print("forwarded:", *forwarded)
+sys.exit(1 if os.environ.get("SIGNALS") else 0)
 """,
 }
 
@@ -51,8 +83,9 @@ class Launch:
 def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None = None) -> Launch:
     """Runs launch/`script` in an empty folder, stand-ins first on PATH; SLURM variables only from `env`."""
     bin_dir, work, calls = tmp_path / "bin", tmp_path / "work", tmp_path / "calls.jsonl"
-    bin_dir.mkdir()
-    work.mkdir()
+    for folder in (bin_dir, work):
+        folder.mkdir(exist_ok=True)
+    calls.unlink(missing_ok=True)
     for name, body in STAND_INS.items():
         path = bin_dir / name
         path.write_text(f"#!{sys.executable}\n{RECORD}\n{body}\n")
@@ -60,7 +93,7 @@ def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None =
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SLURM", "OMP", "CUDA", "NPROC", "PORT", "LOG_DIR"))
+        if not name.startswith(("SLURM", "OMP", "CUDA", "NPROC", "PORT", "LOG_DIR", "TORCH"))
     }
     clean |= {"PATH": f"{bin_dir}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
     done = subprocess.run(
@@ -83,6 +116,9 @@ SLURM = {
 }
 
 
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
 def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
     run = launch(tmp_path, "local.sh", "2", "recipes/demo.yaml", "parallel.cp=2", AWKWARD)
     assert run.code == 0, run.stderr
@@ -92,7 +128,9 @@ def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
         ["-m", "sft", "check", *recipe, "--world-size", "2", "--no-data"],
         ["-m", "sft", "data", "prepare", *recipe],
     ]
-    assert run.of("torchrun") == [["--standalone", "--nproc-per-node", "2", "-m", "sft", "train", *recipe]]
+    options = ["--standalone", "--nproc-per-node", "2", "--signals-to-handle", SIGNALS]
+    assert run.of("torchrun") == [[*options, "-m", "sft", "train", *recipe]]
+    assert run.calls[2]["env"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
     assert run.calls[2]["env"]["OMP_NUM_THREADS"] == "1"
     assert run.calls[2]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
@@ -126,17 +164,19 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     assert run.of("python") == [
         ["-m", "sft", "check", *recipe, "--world-size", "12", "--no-data"],
         ["-m", "sft", "data", "prepare", *recipe],
+        ["-m", "sft", "status", *recipe],
     ]
     assert run.of("torchrun") == [
         [
             *["--nnodes", "3", "--nproc-per-node", "4"],
-            *["--rdzv-backend", "c10d", "--rdzv-endpoint", "node07:21234", "--rdzv-id", "31234"],
-            *["--max-restarts", "0", "--log-dir", f"logs/31234/node-{node}"],
+            *["--rdzv-backend", "c10d", "--rdzv-endpoint", "node07:21234", "--rdzv-id", "31234.0"],
+            *["--max-restarts", "0", "--signals-to-handle", SIGNALS],
+            *["--log-dir", f"logs/31234/start-0/node-{node}"],
             *["--tee", "3", "--local-ranks-filter", "0", "-m", "sft", "train", *recipe],
         ]
         for node in range(3)
     ]
-    assert (tmp_path / "work" / "logs" / "31234").is_dir()
+    assert (tmp_path / "work/logs/31234/start-0/status.txt").read_text() == "as it is\n"
     assert "3 nodes x 4 processes" in run.stdout
 
 
@@ -148,7 +188,8 @@ def test_slurm_gives_srun_one_task_per_node(tmp_path: Path) -> None:
     directives = [
         line for line in (ROOT / "launch/slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
     ]
-    assert "#SBATCH --ntasks-per-node=1" in directives
+    wanted = ["--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@120"]
+    assert {f"#SBATCH {option}" for option in wanted} <= set(directives)
 
 
 def test_slurm_sets_the_environment_of_every_process(tmp_path: Path) -> None:
@@ -159,6 +200,7 @@ def test_slurm_sets_the_environment_of_every_process(tmp_path: Path) -> None:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "180",
         }
     ]
 
@@ -168,7 +210,7 @@ def test_slurm_takes_processes_port_and_log_folder_from_the_environment(tmp_path
     first = run.of("torchrun")[0]
     assert first[first.index("--nproc-per-node") + 1] == "2"
     assert first[first.index("--rdzv-endpoint") + 1] == "node07:4000"
-    assert first[first.index("--log-dir") + 1] == "my logs/node-0"
+    assert first[first.index("--log-dir") + 1] == "my logs/start-0/node-0"
     assert "6" in run.of("python")[0]  # 3 nodes x 2
 
 
@@ -178,6 +220,68 @@ def test_slurm_without_gpus_says_what_to_set(tmp_path: Path) -> None:
     assert run.code != 0
     assert "ask for --gpus-per-node, or set NPROC" in run.stderr
     assert run.calls == []
+
+
+@pytest.mark.parametrize(
+    "status, signals, reason, code, requeues",
+    [
+        (0, "", "", 0, False),
+        (0, "USR1", "", 0, False),  # it was done before it could stop
+        (2, "", "", 2, False),
+        (2, "USR1", "", 2, False),
+        (75, "", "", 0, True),  # a crash
+        (75, "USR1", "", 0, True),
+        (75, "USR1 USR1", "", 0, True),
+        (75, "TERM", "None", 75, False),  # scancel, or a preemption that SLURM itself requeues
+        (75, "USR1 TERM", "None", 75, False),
+        (75, "TERM", "", 75, False),  # SLURM does not answer
+        (75, "TERM", "TimeLimit", 0, True),
+        (75, "USR1 TERM", "TimeLimit", 0, True),
+        (2, "TERM", "TimeLimit", 2, False),
+        (1, "", "", 1, False),  # the answer itself failed
+        (1, "USR1", "", 1, False),
+    ],
+)
+def test_whether_a_job_comes_back(
+    tmp_path: Path, status: int, signals: str, reason: str, code: int, requeues: bool
+) -> None:
+    env = {"STATUS_EXIT": str(status), "SIGNALS": signals, "REASON": reason}
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | env)
+    assert run.code == code, run.stderr
+    assert run.of("scontrol")[1:] == ([["requeue", "31234"]] if requeues else [])
+    assert ("requeued" in run.stdout) == requeues
+    assert ("this script does not requeue it" in run.stdout) == (code == 75)
+    if "USR1" in signals:
+        assert "forwarded: USR1" in run.stdout
+
+
+def test_a_refused_requeue_is_told(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | {"STATUS_EXIT": "75", "REQUEUE_EXIT": "1"})
+    assert run.code == 75
+    assert "SLURM refuses to requeue it; submit it again to continue" in run.stderr
+
+
+def test_a_signal_before_the_start_comes_back_without_one(tmp_path: Path) -> None:
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | {"STATUS_EXIT": "75", "SIGNAL_EARLY": "1"})
+    assert run.code == 0, run.stderr
+    assert not run.of("srun") and run.of("scontrol")[1:] == [["requeue", "31234"]]
+
+
+def started(tmp_path: Path, restarts: int, text: str, **env: str) -> bool:
+    """Whether start number `restarts` of one job, of which `sft status` tells `text`, is requeued."""
+    env |= SLURM | {"STATUS_EXIT": "75", "STATUS_TEXT": text, "SLURM_RESTART_COUNT": str(restarts)}
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=env)
+    assert f"SLURM_RESTART_COUNT {restarts}, " in run.stdout
+    assert run.code in (0, 1) and (run.code == 0) == (len(run.of("scontrol")) == 2)
+    assert (run.code == 1) == ("start after start ends before the run begins" in run.stderr)
+    return run.code == 0
+
+
+def test_three_starts_that_never_begin_are_enough(tmp_path: Path) -> None:
+    assert [started(tmp_path, n, "no start yet") for n in range(3)] == [True, True, False]
+    assert [started(tmp_path, n, "at 12:00") for n in range(3, 6)] == [True, True, False]
+    assert [started(tmp_path, n, f"at 12:0{n}") for n in range(6, 9)] == [True, True, True]
+    assert [started(tmp_path, n, "at 13:00", SIGNALS="USR1") for n in range(9, 13)] == [True, True, True, True]
 
 
 @pytest.mark.parametrize("script", ["launch/local.sh", "launch/slurm.sbatch", ".ci/run"])

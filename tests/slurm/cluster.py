@@ -1,0 +1,216 @@
+"""A real SLURM of two nodes on one machine: munged, slurmctld and two slurmd on loopback, all files in one folder.
+
+Nothing of the machine's own SLURM or munge is read, started or changed: keys, sockets, ports and spool folders are
+the cluster's own.  Jobs run as the user who runs the tests, with the environment that `submit` was given.  Whatever
+the daemons and their jobs leave running is ended by `stop`, which tells what that was.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from getpass import getuser
+from pathlib import Path
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
+PATH = os.environ["PATH"] + ":/usr/local/sbin:/usr/sbin:/sbin"  # daemons are not on every user's PATH
+KILL_WAIT_S = 20
+NODES = ("127.0.0.1", "127.0.0.2")  # names that resolve on any machine: ranks meet at the first
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+KillWait={kill_wait}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def missing() -> list[str]:
+    """The programs of SLURM and munge that this machine lacks."""
+    return [name for name in NEEDED if shutil.which(name, path=PATH) is None]
+
+
+def until(condition: Callable[[], object], seconds: float, what: str, told: Callable[[], str] = str) -> None:
+    """Wait for `condition`.
+
+    Raises: AssertionError after `seconds`, with `what` was waited for and what `told` knows.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{told()}"
+        time.sleep(0.1)
+
+
+class Cluster:
+    """A running cluster; `stop` must be called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+        self._daemons: list[subprocess.Popen] = []
+        (folder / "state").mkdir()
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+        host = socket.gethostname().split(".")[0]
+        settings = {"host": host, "ports": _free_ports(3), "nodes": NODES, "user": getuser(), "kill_wait": KILL_WAIT_S}
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, **settings))
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        options = [f"--{name}={self.folder / file}" for name, file in files.items()]
+        self._daemon("munged", "--foreground", "--force", f"--log-file={self.folder}/munge.log", *options)
+        until((self.folder / "munge.socket").exists, 30, "munged", self.told)
+        self._daemon("slurmctld", "-D")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node)
+        until(self._idle, 60, "idle nodes", self.told)
+
+    def _daemon(self, name: str, *options: str) -> None:
+        with open(self.folder / f"{name}-{len(self._daemons)}.out", "w") as out:
+            daemon = subprocess.Popen(
+                [name, *options], env=os.environ | self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        self._daemons.append(daemon)
+
+    def _idle(self) -> bool:
+        assert self._alive(), f"a daemon ended\n{self.told()}"
+        states = self.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", check=False)
+        return states.split() == ["idle"] * len(NODES)
+
+    def _alive(self) -> bool:
+        return all(daemon.poll() is None for daemon in self._daemons)
+
+    def told(self) -> str:
+        """The last lines of every daemon."""
+        return "\n".join(
+            f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+            for path in sorted(self.folder.glob("*.out")) + sorted(self.folder.glob("munge.log"))
+        )
+
+    def call(self, *command: str, check: bool = True, **env: str) -> str:
+        """Output of a command of SLURM."""
+        done = subprocess.run(command, env=os.environ | self.env | env, capture_output=True, text=True, timeout=60)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.told()}"
+        return done.stdout
+
+    def stop(self) -> list[str]:
+        """End all jobs, daemons and what is left of both; returns the command lines of what jobs left running."""
+        if self._alive():
+            self.call("scancel", f"--user={getuser()}", check=False)
+            with contextlib.suppress(AssertionError):  # what does not end is ended below
+                until(lambda: not self.call("squeue", "--noheader").strip(), KILL_WAIT_S + 30, "the end of all jobs")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(timeout=20)
+            daemon.kill()  # where it still runs
+            daemon.wait()
+        left = dict(self._left())
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return list(left.values())
+
+    def _left(self) -> Iterator[tuple[int, str]]:
+        """Processes that were started with this cluster's configuration: (process id, command line)."""
+        mark = f"SLURM_CONF={self.env['SLURM_CONF']}".encode()
+        for pid, line in command_lines().items():
+            with contextlib.suppress(OSError):  # gone, or somebody else's
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    yield pid, line
+
+
+class Job:
+    """One batch job, submitted on construction: `Job(cluster, folder, "--nodes=2", "launch/slurm.sbatch", ...)`."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *command: str, **env: str) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.output = folder / "job.out"
+        options = ["--parsable", f"--chdir={folder}", f"--output={self.output}"]
+        self.id = cluster.call("sbatch", *options, *command, **env).strip()
+
+    def field(self, name: str) -> str:
+        """A field of `scontrol show job`, such as JobState, Restarts or ExitCode."""
+        fields = dict(
+            word.partition("=")[::2] for word in self.cluster.call("scontrol", "show", "job", self.id).split()
+        )
+        return fields[name]
+
+    def told(self) -> str:
+        """What the job printed so far, in all its starts."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def wait(self, state: str, *, restarts: int = 0, seconds: float = 150) -> None:
+        """Until the job is in `state` for good: nothing of it still runs.
+
+        Raises: AssertionError with the job's output when another end comes first, or none.
+        """
+        others = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"} - {state}
+
+        def reached() -> bool:
+            now, started_again = self.field("JobState"), int(self.field("Restarts"))
+            is_other = now in others or started_again > restarts
+            assert not is_other, f"job {self.id} is {now} ({started_again} restarts), not {state}\n{self.told()}"
+            return now == state and started_again == restarts
+
+        until(reached, seconds, f"job {self.id} {state} with {restarts} restarts", self.told)
+
+    def start_now(self) -> None:
+        """SLURM lets a requeued job wait two minutes; this one does not.
+
+        It waits for the end of the start before: a late report of that one would be taken for the new one's.
+        """
+        until(lambda: not any(f"[{self.id}." in line for line in command_lines().values()), 60, "the end of the start")
+        self.cluster.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+
+
+def command_lines() -> dict[int, str]:
+    """All processes of this machine: command line by process id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

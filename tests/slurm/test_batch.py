@@ -1,0 +1,169 @@
+"""launch/slurm.sbatch on a real SLURM: every way a job ends, and whether it comes back."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_bad_input import RECIPE
+from tests.ranks.test_run import chats, records
+from tests.slurm.cluster import Cluster, Job, command_lines, until
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 200  # long enough that a job is signalled well before its end
+ONE_NODE = ("--gpus-per-node=0",)  # the script asks for eight
+TWO_NODES = ("--gpus-per-node=0", "--nodes=2")
+
+
+def submit(cluster: Cluster, folder: Path, options: tuple[str, ...] = ONE_NODE, *overrides: str) -> Job:
+    """A run of two processes over the given nodes, which saves when it is told to and at its end, not between."""
+    chats(folder, 60)
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    settings = [f"train.num_steps={STEPS}", "train.global_batch_size=2", f"checkpoint.save_every={10 * STEPS}"]
+    return Job(
+        cluster,
+        folder,
+        "--time=10",
+        *options,
+        str(ROOT / "launch/slurm.sbatch"),
+        str(folder / "recipe.yaml"),
+        *settings,
+        *overrides,
+        NPROC="1" if options is TWO_NODES else "2",
+        PATH=f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
+        PYTHONPATH=str(ROOT),
+    )
+
+
+def trained(job: Job) -> list[int]:
+    """Steps that the run has told."""
+    if not (job.folder / "run/metrics.jsonl").exists():
+        return []
+    return [record["step"] for record in records(job.folder, "train")]
+
+
+def saved(job: Job) -> list[str]:
+    return sorted(path.name for path in job.folder.glob("run/checkpoints/iter_*"))
+
+
+def until_it_trains(job: Job, beyond: int = 0) -> None:
+    until(lambda: trained(job)[-1:] > [beyond + 2], 120, f"step {beyond + 3} of job {job.id}", job.told)
+
+
+def ranks(job: Job) -> list[int]:
+    """Process ids of the ranks; torchrun has them in its own words too, but does not begin with them."""
+    words = f"-m sft train {job.folder}/recipe.yaml "
+    return [pid for pid, line in command_lines().items() if words in line and line.split()[1:3] == ["-u", "-m"]]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = submit(cluster, tmp_path_factory.mktemp("uninterrupted"))
+    job.wait("COMPLETED")
+    assert job.field("ExitCode") == "0:0"
+    assert trained(job) == list(range(1, STEPS + 1))
+    return job.folder
+
+
+@pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
+def test_a_signalled_run_saves_comes_back_and_ends_as_if_nothing_had_happened(
+    cluster: Cluster, uninterrupted: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    job = submit(cluster, tmp_path, options)
+    until_it_trains(job)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@120 does
+    job.wait("PENDING", restarts=1)
+    (checkpoint,) = saved(job)
+    step = int(checkpoint.removeprefix("iter_"))
+    assert 2 < step < STEPS
+    job.start_now()
+    job.wait("COMPLETED", restarts=1)
+    told = job.told()
+    assert "SLURM_RESTART_COUNT 0, rank logs in" in told and "SLURM_RESTART_COUNT 1, rank logs in" in told
+    assert f"resumed step {step}" in told
+    assert records(tmp_path, "train") == records(uninterrupted, "train")
+    logs = list(tmp_path.glob(f"logs/{job.id}/start-*/node-*/*/attempt_0/*/stdout.log"))
+    assert len(logs) == 4  # two ranks, two starts
+
+
+def test_scancel_is_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path)
+    until_it_trains(job)
+    cluster.call("scancel", job.id)
+    job.wait("CANCELLED")
+    assert "this script does not requeue it" in job.told()
+    assert len(saved(job)) == 1  # it saved all the same: KillWait left it the time
+
+
+def test_a_run_that_is_preempted_comes_back(cluster: Cluster, uninterrupted: Path, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path)
+    until_it_trains(job)
+    (tmp_path / "urgent").mkdir()
+    urgent = Job(cluster, tmp_path / "urgent", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
+    job.wait("PENDING", restarts=1)
+    urgent.wait("COMPLETED")
+    assert len(saved(job)) == 1
+    job.start_now()
+    job.wait("COMPLETED", restarts=1)
+    assert records(tmp_path, "train") == records(uninterrupted, "train")
+
+
+def test_a_run_whose_time_is_up_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """As where the save takes longer than SLURM's signal is early: here that signal is one that means nothing."""
+    job = submit(cluster, tmp_path, (*ONE_NODE, "--time=1", "--signal=B:URG@10"), "train.num_steps=100000")
+    job.wait("PENDING", restarts=1, seconds=240)
+    assert "DUE TO TIME LIMIT" in job.told() and "SIGUSR1" not in job.told()
+    cluster.call("scancel", job.id)
+    job.wait("CANCELLED", restarts=1)
+
+
+def test_a_node_that_loses_its_torchrun_takes_the_run_down_and_back(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, TWO_NODES)
+    until_it_trains(job)
+    words = ("/torchrun --nnodes 2 ", str(job.folder))
+    launchers = [pid for pid, line in command_lines().items() if all(word in line for word in words)]
+    assert len(launchers) == 2
+    os.kill(max(launchers), signal.SIGKILL)
+    job.wait("PENDING", restarts=1)
+    until(lambda: not ranks(job), 30, "the end of all ranks", job.told)
+    cluster.call("scancel", job.id)
+
+
+@pytest.mark.parametrize(
+    "override, starts",
+    [("parallel.cp=3", 0), ("model.megatron={recompute_granularity: sideways}", 1)],
+    ids=["told by the check", "told by the ranks"],
+)
+def test_a_wrong_recipe_fails_once(cluster: Cluster, tmp_path: Path, override: str, starts: int) -> None:
+    job = submit(cluster, tmp_path, ONE_NODE, override)
+    job.wait("FAILED")
+    assert job.field("ExitCode") == "2:0"
+    assert "ConfigError: " in job.told()
+    assert len(list(tmp_path.glob(f"logs/{job.id}/start-*"))) == starts
+
+
+def test_a_run_that_never_gets_anywhere_is_started_three_times(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path)
+    for restarts in range(3):
+        until(lambda: trained(job) and len(ranks(job)) == 2, 120, f"start {restarts + 1}", job.told)
+        for rank in ranks(job):
+            os.kill(rank, signal.SIGKILL)
+        if restarts < 2:
+            job.wait("PENDING", restarts=restarts + 1)
+            (tmp_path / "run/metrics.jsonl").unlink()
+            job.start_now()
+    job.wait("FAILED", restarts=2)
+    assert job.field("ExitCode") == "2:0"
+    assert not saved(job)
+
+
+def test_a_job_that_slurm_refuses_to_requeue_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, (*ONE_NODE, "--no-requeue"))
+    until_it_trains(job)
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    job.wait("FAILED")
+    assert job.field("ExitCode") == "75:0"
+    assert "SLURM refuses to requeue it; submit it again to continue" in job.told()
+    assert len(saved(job)) == 1

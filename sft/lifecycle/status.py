@@ -61,14 +61,17 @@ def read(folder: Path) -> Status | None:
         ) from error
 
 
-def begin(folder: Path, *, step: int) -> Status:
-    """A start that goes on after `step`.  To be called before any rank can fail.  Raises ConfigError as `read`."""
+def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
+    """A start that goes on after `step`, to `num_steps` (None: as before, if that is known).
+
+    To be called before any rank can fail.  Raises ConfigError as `read`.
+    """
     before = read(folder)
     in_a_row = before is not None and before.started_at_step == step and before.status != "done"
     status = Status(
         status="running",
         step=step,
-        num_steps=before.num_steps if before else None,
+        num_steps=num_steps if num_steps is not None or before is None else before.num_steps,
         started_at_step=step,
         saved_step=step,
         starts=before.starts + 1 if before and in_a_row else 1,
@@ -91,14 +94,14 @@ def progress(folder: Path, *, step: int, step_s: float | None = None, save_s: fl
     _put(folder, replace(before, step=step, saved_step=step, step_s=step_s, save_s=save_s, **_now()))
 
 
-def end(folder: Path, status: Kind, *, step: int, num_steps: int, reason: str | None) -> None:
+def end(folder: Path, status: Kind, *, step: int, reason: str | None, num_steps: int | None = None) -> None:
     """All ranks ended together after `step`, which "done" and "preempted" promise to be saved."""
     before = _known(folder, step)
     saved_step = step if status in ("done", "preempted") else before.saved_step
     told: dict[str, Any] = {
         "status": status,
         "step": step,
-        "num_steps": num_steps,
+        "num_steps": before.num_steps if num_steps is None else num_steps,
         "saved_step": saved_step,
         "reason": _line(reason),
     }

@@ -89,6 +89,7 @@ class Stop:
         self._mouth.setblocking(True)
         self._mouth.send(bytes([_END]))
         self._thread.join()
+        self._ears.shutdown(socket.SHUT_RDWR)  # a child forked just now may have it open for another moment
         self._ears.close()
         self._mouth.close()
 

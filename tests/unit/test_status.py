@@ -1,0 +1,278 @@
+"""run_state.json: what it says after each thing that can happen, and who wins when many write."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sft.errors import ConfigError, DataError
+from sft.lifecycle import status
+from sft.lifecycle.status import Kind, Status, begin, describe, end, fail, progress, read, verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+STATUS = Status(
+    status="running",
+    step=12,
+    num_steps=100,
+    started_at_step=10,
+    saved_step=10,
+    starts=1,
+    reason=None,
+    traceback=None,
+    step_s=2,
+    save_s=None,
+    time="2026-01-31T12:00:00+00:00",
+    host="n1",
+    job=None,
+)
+
+
+def known(folder: Path) -> Status:
+    found = read(folder)
+    assert found is not None
+    return found
+
+
+def told(folder: Path) -> tuple[str, int, int, int, str | None]:
+    found = known(folder)
+    return found.status, found.step, found.saved_step, found.starts, found.reason
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status.time, "gmtime", lambda: (2026, 1, 31, 12, 0, 0, 5, 31, 0))
+    monkeypatch.setattr(status.socket, "gethostname", lambda: "n1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+
+def test_a_run_from_start_to_end(tmp_path: Path, here: None) -> None:
+    assert read(tmp_path) is None
+    first = replace(STATUS, step=0, num_steps=20, started_at_step=0, saved_step=0, step_s=None, job="7")
+    assert begin(tmp_path, step=0, num_steps=20) == first == read(tmp_path)
+    progress(tmp_path, step=10, step_s=2.5, save_s=30.0)
+    saved = replace(first, step=10, saved_step=10, step_s=2.5, save_s=30.0)
+    assert read(tmp_path) == saved
+    progress(tmp_path, step=20, save_s=31.0)
+    end(tmp_path, "done", step=20, reason=None)
+    assert read(tmp_path) == replace(saved, status="done", step=20, saved_step=20, save_s=31.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["run_state.json"]
+
+
+def test_starts_in_a_row_are_counted(tmp_path: Path) -> None:
+    counts = []
+    for step in (0, 0, 10, 10, 10, 20):  # killed each time
+        counts.append(begin(tmp_path, step=step, num_steps=30).starts)
+    assert counts == [1, 2, 1, 2, 3, 1]
+    end(tmp_path, "done", step=20, reason=None)
+    assert begin(tmp_path, step=20, num_steps=30).starts == 1
+    end(tmp_path, "preempted", step=20, reason="SIGTERM")
+    assert begin(tmp_path, step=20, num_steps=30).starts == 2
+
+
+def test_what_a_step_and_a_save_take_is_carried_over(tmp_path: Path) -> None:
+    begin(tmp_path, step=0, num_steps=30)
+    progress(tmp_path, step=10, step_s=2.5, save_s=30.0)
+    again = begin(tmp_path, step=10, num_steps=30)
+    assert (again.step_s, again.save_s) == (2.5, 30.0)
+    assert (known(tmp_path).step_s, known(tmp_path).save_s) == (2.5, 30.0)
+
+
+@pytest.mark.parametrize(
+    "error, expected, reason",
+    [
+        (RuntimeError("CUDA error:\n  no memory"), "failed-retryable", "rank 3: RuntimeError: CUDA error: no memory"),
+        (DataError("chat.jsonl:7: no."), "failed-fatal", "rank 3: DataError: chat.jsonl:7: no."),
+        (KeyboardInterrupt(), "failed-retryable", "rank 3: KeyboardInterrupt:"),
+    ],
+)
+def test_failures(tmp_path: Path, error: BaseException, expected: str, reason: str) -> None:
+    begin(tmp_path, step=10, num_steps=30)
+    try:
+        raise error
+    except BaseException as raised:
+        fail(tmp_path, raised, rank=3, step=12)
+    assert told(tmp_path) == (expected, 12, 10, 1, reason)
+    trace = known(tmp_path).traceback
+    assert trace is not None and "in test_failures\n    raise error\n" in trace
+
+
+def test_the_first_failure_stays_until_the_next_start(tmp_path: Path) -> None:
+    begin(tmp_path, step=10, num_steps=30)
+    fail(tmp_path, DataError("the cause"), rank=3, step=12)
+    first = read(tmp_path)
+    fail(tmp_path, ConnectionError("reset"), rank=0, step=12)
+    progress(tmp_path, step=20)
+    end(tmp_path, "preempted", step=20, reason="SIGTERM")
+    assert read(tmp_path) == first and told(tmp_path)[4] == "rank 3: DataError: the cause"
+    begin(tmp_path, step=10, num_steps=30)
+    assert told(tmp_path) == ("running", 10, 10, 2, None)
+    fail(tmp_path, ConnectionError("reset"), rank=0, step=12)
+    assert told(tmp_path)[4] == "rank 0: ConnectionError: reset"
+
+
+def test_a_failure_is_not_even_hidden_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path, step=10, num_steps=30)
+    fail(tmp_path, DataError("the cause"), rank=3, step=12)
+    written: list[Path] = []
+    monkeypatch.setattr(status, "replace_text", lambda path, content, sync: written.append(path))
+    end(tmp_path, "preempted", step=20, reason="SIGTERM")
+    assert written == [] and told(tmp_path)[4] == "rank 3: DataError: the cause"
+
+
+def test_a_failure_between_looking_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells of a save, and has looked, when rank 3 fails."""
+    begin(tmp_path, step=10, num_steps=30)
+    really = status.replace_text
+
+    def late(path: Path, content: str, *, sync: bool = False) -> None:
+        fail(tmp_path, DataError("the cause"), rank=3, step=12)
+        really(path, content, sync=sync)
+
+    monkeypatch.setattr(status, "replace_text", late)
+    progress(tmp_path, step=20)
+    assert told(tmp_path)[4] == "rank 3: DataError: the cause"
+
+
+@pytest.mark.parametrize("kind", ["done", "preempted"])
+def test_what_fails_after_the_end_changes_nothing(tmp_path: Path, kind: Kind) -> None:
+    begin(tmp_path, step=10, num_steps=30)
+    end(tmp_path, kind, step=30, reason="SIGUSR1\n(rank 2)")
+    fail(tmp_path, RuntimeError("while closing"), rank=1, step=30)
+    assert told(tmp_path) == (kind, 30, 30, 1, "SIGUSR1 (rank 2)")
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_file_that_somebody_removed_or_broke_under_a_run(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "run_state.json").write_text(content)
+    fail(tmp_path, RuntimeError("x"), rank=1, step=5)
+    assert told(tmp_path) == ("failed-retryable", 5, 5, 1, "rank 1: RuntimeError: x")
+
+
+FAIL = """
+import sys
+from pathlib import Path
+from sft.lifecycle.status import fail
+print("ready", flush=True)
+sys.stdin.readline()
+fail(Path(sys.argv[1]), RuntimeError("x" * 20000), rank=int(sys.argv[2]), step=3)
+"""
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_eight_failures_at_once(tmp_path: Path, repeat: int) -> None:
+    """The file is whole at any time, says "running" and then the same failure for ever."""
+    begin(tmp_path, step=0, num_steps=30)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAIL, str(tmp_path), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(8)
+    ]
+    for each in ranks:
+        assert each.stdout and each.stdout.readline() == "ready\n"
+    for each in ranks:
+        assert each.stdin
+        each.stdin.write("\n")
+        each.stdin.flush()
+    seen = []
+    while any(each.poll() is None for each in ranks):
+        seen.append(known(tmp_path).reason)
+    assert [each.wait() for each in ranks] == [0] * 8
+    for each in ranks:
+        each.communicate()
+    seen.append(known(tmp_path).reason)
+    failures = [reason for reason in seen if reason is not None]
+    assert len(set(failures)) == 1 and seen[-len(failures) :] == failures
+    assert failures[0].startswith("rank ") and failures[0].endswith("x" * 20000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run_state.failure.json", "run_state.json"]
+
+
+def valid(**changed: object) -> str:
+    return json.dumps(status.asdict(STATUS) | changed)
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe\xff", "decode"),
+        (b"[" * 100_000, "recursion"),
+        (b"[]", "it must be an object with status, step, num_steps, "),
+        (b'{"status": "done"}', "it must be an object with status, step, num_steps, "),
+        (valid(more=1), "it must be an object with"),
+        (valid(status="finished"), "status is 'finished', not one of running, done, preempted, failed-"),
+        (valid(step="12"), "step is '12'"),
+        (valid(step=1.5), "step is 1.5"),
+        (valid(step=True), "step is True"),
+        (valid(starts=-1), "starts is -1"),
+        (valid(step=None), "step is None"),
+        (valid(step_s=float("nan")), "step_s is nan"),
+        (valid(host=3), "host is 3"),
+        (valid(reason=["x"]), r"reason is \['x'\]"),
+    ],
+)
+def test_a_file_that_is_no_state(tmp_path: Path, content: bytes | str, why: str) -> None:
+    (tmp_path / "run_state.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=f"run_state.json is not the state of a run: .*{why}"):
+        read(tmp_path)
+    with pytest.raises(ConfigError):
+        begin(tmp_path, step=0, num_steps=1)
+
+
+def test_numbers_and_nothing_are_read(tmp_path: Path) -> None:
+    (tmp_path / "run_state.json").write_text(valid(step_s=2, num_steps=None))
+    assert read(tmp_path) == replace(STATUS, num_steps=None)
+
+
+@pytest.mark.parametrize(
+    "kind, starts, saved_step, expected",
+    [
+        ("done", 9, 10, "done"),
+        ("running", 1, 10, "go on"),
+        ("running", 2, 10, "go on"),
+        ("running", 3, 10, "stop"),
+        ("running", 3, 11, "go on"),  # the third start came further
+        ("preempted", 2, 10, "go on"),
+        ("preempted", 3, 10, "stop"),
+        ("failed-retryable", 2, 10, "go on"),
+        ("failed-retryable", 3, 10, "stop"),
+        ("failed-retryable", 3, 11, "go on"),
+        ("failed-fatal", 1, 10, "stop"),
+        ("failed-fatal", 1, 11, "stop"),
+    ],
+)
+def test_verdicts(kind: Kind, starts: int, saved_step: int, expected: str) -> None:
+    assert verdict(replace(STATUS, status=kind, starts=starts, saved_step=saved_step)) == expected
+
+
+def test_verdicts_on_other_terms() -> None:
+    assert verdict(None) == "go on"
+    assert verdict(replace(STATUS, starts=3), max_starts=4) == "go on"
+    assert verdict(replace(STATUS, starts=1), max_starts=1) == "stop"
+
+
+def test_a_run_that_never_gets_past_a_step_is_stopped(tmp_path: Path) -> None:
+    """It does two steps each time, and saves none."""
+    verdicts = []
+    for _ in range(3):
+        begin(tmp_path, step=10, num_steps=30)
+        fail(tmp_path, RuntimeError("x"), rank=0, step=12)
+        verdicts.append(verdict(read(tmp_path)))
+    assert verdicts == ["go on", "go on", "stop"]
+
+
+def test_words() -> None:
+    assert describe(STATUS) == "running at step 12 of 100 (2026-01-31T12:00:00+00:00, host n1; started from step 10)"
+    failed = replace(STATUS, status="failed-fatal", num_steps=None, starts=3, reason="rank 0: DataError: x", job="7")
+    assert describe(failed).splitlines() == [
+        "failed-fatal at step 12 (2026-01-31T12:00:00+00:00, host n1, job 7; start 3 in a row from step 10)",
+        "rank 0: DataError: x",
+    ]

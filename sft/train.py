@@ -186,12 +186,19 @@ class Run:
         found = resume.find(config, self.checkpoints, self.place, self.console)
         for left in groups.agree(lambda: names.sweep(self.checkpoints), self.place.control):
             self.console.say(f"removed {left}, left by a save that was cut off")
+        groups.agree(self._probe, self.place.control)
         if found is None:
             return None
         state = resume.load(self.engine, found, config, self.conditions, self.console)
         if found.path.parent.resolve() == self.checkpoints.resolve():
             self.saver.resumed(state.step)
         return state
+
+    def _probe(self) -> None:
+        try:
+            names.probe(self.checkpoints)
+        except OSError as error:
+            raise ConfigError(f"run.dir = {self.folder}: no checkpoint could be written: {error}.") from error
 
     def _fresh(self) -> RunState:
         """A new run: from random weights, or from those that model.init_from names."""

@@ -5,6 +5,7 @@
         iter_0000100/                          whole: named so, in one rename, when the disk has all of it
         iter_0000200.tmp-3f9c/                 being written, or left by a save that was killed
         iter_0000150.replaced-7a10/            what stood in the place of one just published
+        iter_0000050.retired-c21d/             being removed: part of a checkpoint never has a final name
         iter_0000100.corrupt-20261120-193000/  found damaged when a run was to go on from it
 
 Decides which names count, in which order, and how one comes and goes.  One process at a time calls these functions:
@@ -24,7 +25,7 @@ from sft.durable import flush, replace_text
 POINTER = "latest_checkpointed_iteration.txt"
 MARKER = "metadata.json"  # core's sign of a torch_dist checkpoint
 _NAME = re.compile(r"iter_(\d{7,})")
-_LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|replaced)-[0-9a-f]+")
+_LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|replaced|retired)-[0-9a-f]+")
 
 
 def name_of(step: int) -> str:
@@ -85,6 +86,11 @@ def temporary(folder: Path, step: int) -> Path:
     return path
 
 
+def probe(folder: Path) -> None:
+    """Raise OSError where checkpoints could not be written, now rather than at the first save."""
+    temporary(folder, 0).rmdir()
+
+
 def publish(written: Path, step: int) -> Path:
     """Give a complete folder, which the disk has, its final name, and point at it."""
     folder, final = written.parent, written.with_name(name_of(step))
@@ -139,7 +145,9 @@ def retire(
         its_step = int(path.name[5:])
         if its_step in kept or (keep_every and its_step % keep_every == 0):
             continue
+        away = path.with_name(f"{path.name}.retired-{secrets.token_hex(4)}")
         try:
-            shutil.rmtree(path)
+            os.rename(path, away)
+            shutil.rmtree(away)
         except OSError as error:
             tell(f"warning: {path} cannot be removed: {error}")

@@ -41,8 +41,11 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line (or several) at once, so that a pipe shows progress as it happens; above any bar."""
         if self._speaks:
-            with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
-                print(text, file=self._stream, flush=True)
+            try:
+                with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
+                    print(text, file=self._stream, flush=True)
+            except BrokenPipeError:  # the reader is gone, `tee` for instance: no reason to stop what it watched
+                self._speaks = False
 
     @contextmanager
     def track(

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from sft import bad_step
@@ -82,7 +83,8 @@ class Run:
             return True
         groups.agree(self._note)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
-        with self._metrics(state) as metrics, bar as progress:
+        with self._metrics(state) as metrics, bar as progress, ExitStack() as ending:
+            ending.callback(self.saver.linger)
             seen = Seen(self.folder / "seen.jsonl", state.step, state.chain) if self.place.rank == 0 else None
             if state.step == 0:
                 self._evaluate(state, metrics)

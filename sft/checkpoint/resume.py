@@ -7,7 +7,7 @@ another run of this one is refused.  Rank 0 looks, and every rank follows.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Found:
     path: Path
     manifest: Manifest | None
     told: str  # how it was verified
+    is_named: bool = False  # by checkpoint.resume
 
 
 def find(config: CheckpointConfig, folder: Path, groups: Groups, console: Console) -> Found | None:
@@ -38,15 +39,13 @@ def find(config: CheckpointConfig, folder: Path, groups: Groups, console: Consol
 
     Raises CheckpointError where it asks for something that is not there, or not whole.
     """
-    wanted = config.resume
-    own = wanted in ("auto", "must", "never")
-    paths = agree(lambda: _paths(config, folder), groups.control)
+    paths, is_named = agree(lambda: _paths(config, folder), groups.control)
     bad: list[str] = []
     for path in paths:
         try:
-            return verified(path, config.verify, groups)
+            return replace(verified(path, config.verify, groups), is_named=is_named)
         except CheckpointError as error:
-            if not own:
+            if is_named:  # not ours to rename
                 raise
             bad.append(str(error))
             agree(partial(_put_aside, path, str(error), console), groups.control)
@@ -87,7 +86,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
     """
     before = safe.common_state(found.path)
     ours = before.get("sft")
-    if ours is None and config.resume in ("auto", "must"):
+    if ours is None and not found.is_named:
         raise CheckpointError(
             f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
             f"weights with model.init_from={found.path}, or go on from it as it is, moments, schedule and step, with "
@@ -106,6 +105,8 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
         lines = [f"  changed    {line}" for line in changed.told]
     plain = shards.load(engine, found.path)
     state = RunState(**ours["state"]) if ours else RunState(step=int(plain["iteration"]))
+    if found.is_named:
+        state = replace(state, origin=str(found.path.resolve()))
     same = shards.is_same_layout(engine, plain)
     console.say(
         "\n".join(
@@ -138,8 +139,8 @@ def _position(state: RunState, is_known: bool) -> str:
     )
 
 
-def _paths(config: CheckpointConfig, folder: Path) -> list[Path]:
-    """Best first."""
+def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
+    """What to go on from, best first; and whether it is what checkpoint.resume names."""
     found = names.candidates(folder)
     if config.resume == "never":
         if found:
@@ -150,16 +151,28 @@ def _paths(config: CheckpointConfig, folder: Path) -> list[Path]:
     elif config.resume == "must" and not found:
         raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
     elif config.resume not in ("auto", "must"):
-        return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")]
+        named = _there(Path(config.resume), f"checkpoint.resume = {config.resume}")
+        began_there = bool(found) and _origin(found[0]) == str(named.resolve())
+        return (found, False) if began_there else ([named], True)
     elif not found and names.was_used(folder):
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
             f"by itself.  Put one back, name another one with checkpoint.resume=PATH, or choose another run.dir."
         )
-    return found
+    return found, False
 
 
 _LOOKS = f"a folder iter_XXXXXXX with {names.MARKER}, or one that holds such folders"
+
+
+def _origin(path: Path) -> str | None:
+    """Which named checkpoint the run of this one began from.  The same command, given again, then goes on from here,
+    not from there: a job that is requeued would lose what it did, every time."""
+    try:
+        found: str | None = safe.common_state(path)["sft"]["state"]["origin"]
+    except (CheckpointError, KeyError, TypeError):
+        return None
+    return found
 
 
 def _there(path: Path, what: str) -> Path:

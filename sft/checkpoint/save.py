@@ -29,6 +29,7 @@ from sft.mcore.torch_dist import Copies
 MAX_FAILURES = 3  # saves in a row
 _ROOM = 1.02  # of the bytes that are known: .metadata and the manifest come on top
 _SMALL = 1 << 20
+_LINGER_S = 60.0
 
 
 class Saver:
@@ -97,6 +98,11 @@ class Saver:
         else:
             self._saved_step = None
             self._failed(job.step, error, must=must)
+
+    def linger(self) -> None:
+        """The run ends by an error: a save that was under way may still be published.  Not collective, never raises."""
+        if self._job is not None and self._job.is_alive():
+            self._job.join(_LINGER_S)
 
     def _begin(self, engine: Engine, state: RunState) -> tuple[shards.Snapshot, Path]:
         """What is to be written and where; refuses what must not or cannot be."""

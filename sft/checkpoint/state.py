@@ -15,7 +15,7 @@ from sft.mcore.engine import StepResult
 _PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformers")
 # Keys that change no number of a run, and that of a run's own folder.
 _SILENT = ("run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes")
-_SILENT_GROUPS = ("log.", "profile.", "checkpoint.")
+_SILENT_GROUPS = ("log.", "profile.", "checkpoint.", "data.cache_dir", "data.num_workers")
 _START_ONLY = ("model.init_from", "model.init_std")
 
 
@@ -34,6 +34,7 @@ class RunState:
     chain: str = ""  # of the ledger, after the last step
     best_step: int | None = None  # the checkpoint that checkpoint.keep_best asks for
     best_value: float | None = None
+    origin: str | None = None  # the checkpoint that checkpoint.resume named, if it named one
 
     def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "RunState":
         return replace(
@@ -118,11 +119,15 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for key in dict.fromkeys([*before, *now]):
         was, is_ = before.get(key), now.get(key)
         if _plain(was) != _plain(is_):
-            yield key, f"was {was}, is {is_}"
+            yield key, f"was {_shown(was)}, is {_shown(is_)}"
 
 
 def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _is_silent(key: str) -> bool:

@@ -40,15 +40,15 @@ def step_of(path: Path) -> int | None:
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints with a final name, lowest step first."""
+    """Checkpoints with a final name, lowest step first.  Whether one is whole is not asked: it was, to get the name."""
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and is_one(path)]
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
 
 
 def is_one(path: Path) -> bool:
-    """Whether `path` is a checkpoint by its looks."""
+    """Whether `path` itself is a checkpoint, by its looks."""
     return (path / MARKER).is_file()
 
 

@@ -45,12 +45,13 @@ def test_best_is_the_one_pointed_at_then_the_older_ones(tmp_path: Path) -> None:
 def test_without_a_usable_pointer_the_highest_whole_step_counts(tmp_path: Path, pointer: str | None) -> None:
     folder_of(tmp_path, 100)
     folder_of(tmp_path, 1_000_000)
-    (tmp_path / "iter_0000300").mkdir()  # not whole
+    (tmp_path / "iter_0000300").mkdir()  # of which somebody removed everything: that is for verification to tell
+    (tmp_path / "iter_4000000").write_text("")
     (tmp_path / "iter_2000000.tmp-12ab").mkdir()
     (tmp_path / "iter_3000000.corrupt-20260101-000000").mkdir()
     if pointer is not None:
         (tmp_path / names.POINTER).write_text(pointer)
-    assert steps(tmp_path) == [1_000_000, 100]
+    assert steps(tmp_path) == [1_000_000, 300, 100]
 
 
 def test_a_pointer_to_what_is_gone_still_tells_which_ones_were_given_up(tmp_path: Path) -> None:

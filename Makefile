@@ -7,7 +7,8 @@ PYTHON312 ?= python3.12
 TESTS ?= tests/unit tests/ranks
 # What a second Python version must show in CI, beside the whole suite on the first.
 TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_rows.py tests/unit/test_prepare.py tests/unit/test_turns.py \
-	tests/unit/test_sandbox.py tests/unit/test_writers.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py
+	tests/unit/test_sandbox.py tests/unit/test_writers.py tests/unit/test_safe.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py \
+	tests/ranks/test_save.py tests/ranks/test_interop.py
 PYTEST_FLAGS ?=
 CODE := sft tools tests
 BLACK := black --quiet --line-length 120 --target-version py311
@@ -78,7 +79,7 @@ test-slurm: $(READY)
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_FLAGS)
 
 test-py312:
-	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)'
+	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)' PYTEST_FLAGS='$(PYTEST_FLAGS) -m "not matrix"'
 
 test-all-versions:
 	$(MAKE) test PYTHON='$(PYTHON311)'

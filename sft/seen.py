@@ -12,9 +12,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from sft.durable import replace_text
+from typing import IO, Any
 
 
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
@@ -35,16 +33,15 @@ class Seen:
     """
 
     def __init__(self, path: Path, step: int, chain: str) -> None:
-        kept = [row for row in _rows(path) if row["step"] <= step]
-        if (kept[-1]["chain"] if kept else "") != chain:
-            kept.append({"step": step, "gap": "the lines before do not lead up to this step", "chain": chain})
-        replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a", encoding="ascii")
+        self._file = path.open("a+b")
+        end, last = _whole_until(self._file, step)
+        self._file.truncate(end)
+        if last != chain:
+            self._put({"step": step, "gap": "the lines before do not lead up to this step", "chain": chain})
 
     def write(self, step: int, epoch: int, batch: int, samples: Iterable[int], chain: str) -> None:
         row = {"step": step, "epoch": epoch, "batch": batch, "samples": sorted(samples), "chain": chain}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._put(row)
 
     def sync(self) -> None:
         """On the disk: before a checkpoint that leads on from here."""
@@ -53,14 +50,22 @@ class Seen:
     def close(self) -> None:
         self._file.close()
 
+    def _put(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row).encode("ascii") + b"\n")
+        self._file.flush()
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; one that a kill has cut short is left out."""
-    found = []
-    for line in path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []:
+
+def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
+    """Where the lines up to `step` end, and the chain there; at the first line that is not whole at the latest."""
+    file.seek(0)
+    end, chain = 0, ""
+    for line in file:
         try:
             row = json.loads(line)
-            found += [row] if isinstance(row["step"], int) and isinstance(row["chain"], str) else []
+            its_step, its_chain = int(row["step"]), str(row["chain"])
         except (ValueError, KeyError, TypeError):
-            continue
-    return found
+            break
+        if its_step > step or not line.endswith(b"\n"):
+            break
+        end, chain = end + len(line), its_chain
+    return end, chain

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        if words[:1] == ["train"]:  # not of the console, which would have gone on without it
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SftError as error:

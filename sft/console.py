@@ -46,6 +46,9 @@ class Console:
                     print(text, file=self._stream, flush=True)
             except BrokenPipeError:  # the reader is gone, `tee` for instance: no reason to stop what it watched
                 self._speaks = False
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), self._stream.fileno()
+                )  # what is left in its buffer goes there
 
     @contextmanager
     def track(

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from sft.errors import TrainingError
+
 
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
     """The chain after a global batch (both counted from 0) of these samples.
@@ -51,8 +53,14 @@ class Seen:
         self._file.close()
 
     def _put(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row).encode("ascii") + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row).encode("ascii") + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"the samples of step {row['step']} cannot be written to {self._file.name}: {error}.  The last checkpoint "
+                f"is whole."
+            ) from error
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:

@@ -138,10 +138,11 @@ class Run:
         every = self.config.checkpoint.save_every_minutes
         is_late = every is not None and self.place.rank == 0 and time.monotonic() - self._saved_at >= 60 * every
         reason, (late,) = self.start.agreed(is_late)
-        if late or _due(state.step, self.config.checkpoint.save_every) or (last and self.config.checkpoint.save_last):
-            self._save(state, seen, wait=last)
-        elif reason is not None and not last:
-            self._save(state, seen, wait=True)
+        due = late or _due(state.step, self.config.checkpoint.save_every)
+        due |= self.config.checkpoint.save_last if last else reason is not None
+        if due:
+            self._save(state, seen, wait=last or reason is not None)
+            reason = reason or self.start.agreed()[0]  # asked again: a save may take long
         self._tell_saved()
         return state, reason
 

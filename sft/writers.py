@@ -70,13 +70,12 @@ class Wandb:
     W&B refuses to go back in its own steps, and a run that continues tells those after the checkpoint again.  So the
     step is a metric among the others, and the x-axis of all of them.
 
-    Raises ConfigError where W&B cannot be started.  What fails later is told once, and ends no run.
+    Raises ConfigError where W&B cannot be started.
     """
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any], console: Console) -> None:
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
         import wandb  # optional, and slow to import
 
-        self._console = console
         try:
             self._run: Any = wandb.init(
                 project=project,
@@ -96,20 +95,36 @@ class Wandb:
 
     def write(self, record: Record) -> None:
         if numbers := scalars(record):
-            self._spared(lambda run: run.log({"step": record["step"], **numbers}))
+            self._run.log({"step": record["step"], **numbers})
 
     def close(self, exit_code: int = 0) -> None:
-        self._spared(lambda run: run.finish(exit_code=exit_code))
-        self._run = None
+        self._run.finish(exit_code=exit_code)
 
-    def _spared(self, tell: Callable[[Any], object]) -> None:
-        if self._run is None:
+
+class Spared:
+    """A writer whose failure ends no run: it is told once, and gets nothing more.  What it shows is in metrics.jsonl."""
+
+    def __init__(self, name: str, writer: Writer, console: Console) -> None:
+        self._name, self._console = name, console
+        self._writer: Writer | None = writer
+
+    def write(self, record: Record) -> None:
+        self._try(lambda writer: writer.write(record))
+
+    def close(self, exit_code: int = 0) -> None:
+        self._try(lambda writer: writer.close(exit_code))
+        self._writer = None
+
+    def _try(self, tell: Callable[[Writer], object]) -> None:
+        if self._writer is None:
             return
         try:
-            tell(self._run)
-        except Exception as error:
-            self._run = None
-            self._console.say(f"W&B gets nothing more of this run: {_one_line(error)}")
+            tell(self._writer)
+        except (
+            Exception
+        ) as error:  # W&B passes on what its service and the network raise, TensorBoard what its thread met
+            self._writer = None
+            self._console.say(f"{self._name} gets nothing more of this run: {_one_line(error)}")
 
 
 def open_writers(folder: Path, config: Config, step: int, console: Console) -> list[Writer]:
@@ -118,9 +133,9 @@ def open_writers(folder: Path, config: Config, step: int, console: Console) -> l
     try:
         # The one that may refuse comes first: before any file is touched.
         if config.log.wandb is not None:
-            opened.append(Wandb(folder, config.log.wandb, values(config), console))
+            opened.append(Spared("W&B", Wandb(folder, config.log.wandb, values(config)), console))
         if config.log.tensorboard:
-            opened.append(TensorBoard(folder / "tensorboard", step))
+            opened.append(Spared("TensorBoard", TensorBoard(folder / "tensorboard", step), console))
         opened.append(JsonLines(folder / "metrics.jsonl", step))
     except OSError as error:
         for writer in opened:

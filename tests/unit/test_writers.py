@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sft.cli import main
 from sft.console import Console
 from sft.errors import ConfigError, TrainingError
-from sft.writers import JsonLines, Metrics, TensorBoard, Wandb, open_writers, scalars
+from sft.writers import JsonLines, Metrics, Spared, TensorBoard, Wandb, open_writers, scalars
 from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, train
 
 FACTS = {name: START[name] for name in ("parameters", "num-steps", "layout")}
@@ -219,12 +219,31 @@ def test_wandb_that_fails_later_is_told_once_and_ends_nothing(
 ) -> None:
     wandb.fails = fails
     said, stream = console()
-    with pytest.raises(TrainingError), Metrics([Wandb(tmp_path, "chats", {}, said)], said, step=0, num_steps=9) as m:
+    spared = Spared("W&B", Wandb(tmp_path, "chats", {}), said)
+    with pytest.raises(TrainingError), Metrics([spared], said, step=0, num_steps=9) as m:
         m.train(train())
         m.eval(evaluation())
         raise TrainingError("the error that ended the run")
     assert stream.getvalue().count("W&B gets nothing more of this run: ConnectionError: the service is gone\n") == 1
     assert len(wandb.runs[0].logged) == num_told and wandb.runs[0].exit_codes == []
+
+
+@pytest.mark.parametrize("call", ["add_scalar", "flush", "close"])
+def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, call, full)
+    said, stream = console()
+    with Metrics(open_writers(tmp_path, config(), 0, said), said, step=0, num_steps=9) as metrics:
+        metrics.train(train())
+        metrics.eval(evaluation())
+    assert stream.getvalue().count("TensorBoard gets nothing more of this run: OSError: [Errno 28] No space left") == 1
+    assert [line["kind"] for line in lines(tmp_path)] == ["train", "eval"]
 
 
 @pytest.fixture

@@ -58,8 +58,8 @@ class Seen:
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"the samples of step {row['step']} cannot be written to {self._file.name}: {error}.  The last checkpoint "
-                f"is whole."
+                f"the samples of step {row['step']} cannot be written to {self._file.name}: {error}.  The last "
+                f"checkpoint is whole."
             ) from error
 
 

@@ -120,9 +120,7 @@ class Spared:
             return
         try:
             tell(self._writer)
-        except (
-            Exception
-        ) as error:  # W&B passes on what its service and the network raise, TensorBoard what its thread met
+        except Exception as error:  # whatever a service, the network or a thread of theirs met
             self._writer = None
             self._console.say(f"{self._name} gets nothing more of this run: {_one_line(error)}")
 

@@ -106,7 +106,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
     plain = shards.load(engine, found.path)
     state = RunState(**ours["state"]) if ours else RunState(step=int(plain["iteration"]))
     if found.is_named:
-        state = replace(state, origin=str(found.path.resolve()))
+        state = replace(state, origin=str(Path(config.resume).resolve()))
     same = shards.is_same_layout(engine, plain)
     console.say(
         "\n".join(
@@ -151,9 +151,9 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
     elif config.resume == "must" and not found:
         raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
     elif config.resume not in ("auto", "must"):
-        named = _there(Path(config.resume), f"checkpoint.resume = {config.resume}")
-        began_there = bool(found) and _origin(found[0]) == str(named.resolve())
-        return (found, False) if began_there else ([named], True)
+        if any(_origin(path) == str(Path(config.resume).resolve()) for path in found):
+            return found, False
+        return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")], True
     elif not found and names.was_used(folder):
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "

@@ -34,7 +34,7 @@ class RunState:
     chain: str = ""  # of the ledger, after the last step
     best_step: int | None = None  # the checkpoint that checkpoint.keep_best asks for
     best_value: float | None = None
-    origin: str | None = None  # the checkpoint that checkpoint.resume named, if it named one
+    origin: str | None = None  # what checkpoint.resume named when the run began, if it named a path
 
     def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "RunState":
         return replace(

@@ -147,7 +147,7 @@ def test_numbers_that_cannot_be_written_end_the_run() -> None:
             metrics.train(train())
 
 
-@pytest.mark.parametrize("overrides, kinds", [([], [JsonLines, TensorBoard]), (["log.tensorboard=false"], [JsonLines])])
+@pytest.mark.parametrize("overrides, kinds", [([], [JsonLines, Spared]), (["log.tensorboard=false"], [JsonLines])])
 def test_only_what_was_asked_for_is_opened(tmp_path: Path, overrides: list[str], kinds: list[type]) -> None:
     writers = open_writers(tmp_path, config(*overrides), 0, console()[0])
     assert [type(writer) for writer in writers] == kinds

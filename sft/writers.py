@@ -102,7 +102,7 @@ class Wandb:
 
 
 class Spared:
-    """A writer whose failure ends no run: it is told once, and gets nothing more.  What it shows is in metrics.jsonl."""
+    """A writer whose failure ends no run: it is told once, and gets nothing more.  metrics.jsonl has it all."""
 
     def __init__(self, name: str, writer: Writer, console: Console) -> None:
         self._name, self._console = name, console

@@ -71,7 +71,7 @@ def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
         try:
             row = json.loads(line)
             its_step, its_chain = int(row["step"]), str(row["chain"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             break
         if its_step > step or not line.endswith(b"\n"):
             break

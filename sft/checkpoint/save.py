@@ -128,6 +128,7 @@ class Saver:
         """From here on only the group for saving is used: the main thread may be elsewhere."""
         group = self._groups.saving
         try:
+            exchange(taken.part.refuse_what_is_no_number, group)
             shards.write(taken, written, group)
             told = exchange(partial(self._digests, written), group)
             files = {name: entry for rank in told for name, entry in rank.items()}

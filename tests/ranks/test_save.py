@@ -1,0 +1,222 @@
+"""Saving from real ranks: what is written is the state of its step, all of it, once, or nothing at all."""
+
+import io
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.checkpoint import manifest, names
+from sft.checkpoint import save as saving
+from sft.checkpoint.save import Saver
+from sft.checkpoint.state import Conditions, RunState
+from sft.console import Console
+from sft.errors import CheckpointError
+from sft.mcore import moments, safe, shards
+from sft.mcore.engine import Engine
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+from tests.ranks.test_resume import optimizer_hash
+
+Ranks = Callable[[int], RankPool]
+END_OF_TEST = 60.0  # seconds; nothing waits that long unless it is broken
+SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
+ASYNC = "checkpoint.async_save=true"
+LAYOUTS: list[tuple[int, list[str]]] = [
+    (1, []),
+    (2, ["parallel.distributed_optimizer=true"]),
+    (2, ["parallel.tp=2", "run.precision=bf16"]),
+]
+
+
+class Run:
+    """An engine, its saver, and what rank 0 has said."""
+
+    def __init__(self, engine: Engine, folder: str, is_ours: Callable[[], bool] = lambda: True) -> None:
+        self.engine, self.folder, self.said = engine, Path(folder), io.StringIO()
+        now = Conditions(plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"})
+        console = Console(engine.groups.rank, self.said)
+        self.saver = Saver(engine.config.checkpoint, self.folder, now, engine.groups, console, is_ours)
+        self._loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+
+    def train(self, *steps: int) -> None:
+        for step in steps:
+            assert not self.engine.train_step(self._loader.microbatches(step - 1)).skipped
+
+    def save(self, step: int, *, wait: bool = False, **state: Any) -> None:
+        self.saver.save(self.engine, RunState(step=step, **state), wait=wait)
+
+    def lines(self) -> list[str]:
+        return self.said.getvalue().splitlines()
+
+    def hash(self) -> tuple[str, str]:
+        return scenarios.parameter_hash(self.engine), optimizer_hash(self.engine)
+
+    def loaded(self, step: int) -> tuple[str, str]:
+        """The hash of what the checkpoint of `step` holds; everything else in the engine is overwritten."""
+        plain = shards.load(self.engine, self.folder / names.name_of(step))
+        assert plain["iteration"] == plain["sft"]["state"]["step"] == step
+        assert moments.step_of(self.engine.optimizer) == step
+        return self.hash()
+
+
+@contextmanager
+def run_of(overrides: Sequence[str], folder: str, **given: Any) -> Iterator[Run]:
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        yield Run(engine, folder, **given)
+
+
+def refusal(action: Callable[[], None]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        action()
+    return str(error.value)
+
+
+def listing(folder: str | Path) -> list[str]:
+    return sorted(os.listdir(folder)) if Path(folder).exists() else []
+
+
+@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
+def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
+    ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]
+) -> None:
+    for wait_here, folder in ((True, tmp_path / "sync"), (False, tmp_path / "async")):
+        given = [*overrides, f"checkpoint.async_save={str(not wait_here).lower()}"]
+        told = ranks(world_size).run(train_on_while_saving, given, str(folder))
+        assert all(one["loaded"] == one["was"] for one in told)
+        assert told[0]["later"] != told[0]["was"]  # or training on would prove nothing
+        assert listing(folder) == ["iter_0000001", names.POINTER]
+        assert all(one["stall_s"] > 0 and one["took_s"] > 0 and one["published"] == 1 for one in told)
+        first, last = told[0]["said"][0], told[0]["said"][-1]
+        assert last.startswith(f"saved {folder}/iter_0000001 (") and last.endswith(" s)")
+        assert wait_here or (re.fullmatch(r"saving step 1 in the background; training waited \d+\.\d s", first))
+        assert not any(one["said"] for one in told[1:])
+
+
+def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
+    """Held back until two more steps are done, the save in the background has no chance to be done before."""
+    with run_of(overrides, folder) as run, pytest.MonkeyPatch.context() as patch:
+        trained, write = threading.Event(), shards.write
+        if ASYNC in overrides:
+            held_back = lambda *given: (trained.wait(END_OF_TEST), write(*given))  # noqa: E731
+            patch.setattr(saving.shards, "write", held_back)
+        run.train(1)
+        was = run.hash()
+        run.save(1)
+        stall_s = run.saver.stall_s
+        assert (run.saver.published, run.saver.took_s is None) == ((None, True) if ASYNC in overrides else (1, False))
+        run.train(2, 3)
+        later = run.hash()
+        trained.set()
+        run.saver.drain(must=True)
+        told = dict(was=was, later=later, stall_s=stall_s, took_s=run.saver.took_s, published=run.saver.published)
+        return {**told, "said": run.lines(), "loaded": run.loaded(1)}
+
+
+def test_memory_for_copies_is_used_again_and_holds_what_is_new(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(ranks(2).run(save_every_step_in_the_background, str(tmp_path)))
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000003", names.POINTER]
+
+
+def save_every_step_in_the_background(folder: str) -> bool:
+    """A save begins when the one before is published, and not earlier."""
+    with run_of([ASYNC], folder) as run, pytest.MonkeyPatch.context() as patch:
+        before, write, hashes = [], shards.write, []
+
+        def note(*given: Any) -> None:
+            before.append([names.step_of(path) for path in names.published(Path(folder))])
+            threading.Event().wait(0.2)
+            write(*given)
+
+        patch.setattr(saving.shards, "write", note)
+        for step in (1, 2, 3):
+            run.train(step)
+            hashes.append(run.hash())
+            run.save(step)
+        run.saver.drain(must=True)
+        assert before == [[], [1], [1, 2]]
+        return [run.loaded(step) for step in (1, 2, 3)] == hashes
+
+
+def test_the_same_step_twice_is_one_save(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_twice, str(tmp_path))
+    assert listing(tmp_path) == ["iter_0000001", names.POINTER]
+
+
+def save_twice(folder: str) -> None:
+    with run_of([ASYNC], folder) as run:
+        run.train(1)
+        run.save(1)
+        run.save(1, wait=True)  # waits for the one in the background
+        written = os.stat(f"{folder}/iter_0000001/{manifest.NAME}")
+        run.save(1), run.save(1, wait=True)
+        again = os.stat(f"{folder}/iter_0000001/{manifest.NAME}")
+        assert (again.st_ino, again.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+        resumed = Run(run.engine, folder)
+        resumed.saver.resumed(1)
+        resumed.save(1, wait=True)
+        assert os.stat(f"{folder}/iter_0000001/{manifest.NAME}").st_ino == written.st_ino
+
+
+@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
+def test_a_checkpoint_is_its_manifest(ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]) -> None:
+    ranks(world_size).run(save_one, overrides, str(tmp_path))
+    folder = tmp_path / "iter_0000001"
+    found = manifest.read(folder)
+    assert found is not None and sorted(found.files) == manifest.names_in(folder)
+    assert manifest.damage(folder, found, verify="full") == []
+    assert {".metadata", "common.pt", "metadata.json"} < found.files.keys()
+    assert {name.split("_")[2] for name in found.files if name.startswith("__")} == {str(i) for i in range(world_size)}
+    assert {key: found.facts[key] for key in ("step", "versions")} == {"step": 1, "versions": {"sft": "0"}}
+    assert safe.common_state(folder)["sft"]["plan"] == {"data": "9f2c"}
+
+
+def save_one(overrides: list[str], folder: str) -> None:
+    with run_of(overrides, folder) as run:
+        run.train(1)
+        run.save(1, wait=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharded: bool, precision: str) -> None:
+    overrides = [f"parallel.distributed_optimizer={str(sharded).lower()}", f"run.precision={precision}"]
+    told = ranks(2).run(bytes_to_write, overrides)
+    for kind in ("model", "optimizer"):
+        mine, others = (one[kind] for one in told)
+        assert 0.4 <= mine / (mine + others) <= 0.6, (kind, mine, others)
+    # Of 2 x 384 x 16 + 2 x 2,372 + 16 elements two moments in fp32; of an optimizer with weights of its own, those too.
+    tensors = 3 if sharded or precision == "bf16" else 2
+    assert sum(one["optimizer"] for one in told) == 4 * tensors * 17_048
+    assert sum(one["model"] for one in told) == 17_048 * (2 if precision == "bf16" else 4)
+    assert all(one["in place"] for one in told)
+
+
+def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
+    with run_of(overrides, "unused") as run:
+        run.train(1)
+        part = shards.snapshot(run.engine, {"iteration": 1}).part
+        is_moment = [shard.key.startswith("optimizer.") for shard in part.shards]
+        flats = [flat for one in moments.held(run.engine.optimizer) for flat in one.tensors.values()]
+        held = {flat.untyped_storage().data_ptr() for flat in flats}
+        found = {True: 0, False: 0}
+        for its, shard in zip(is_moment, part.shards):
+            found[its] += shard.data.nbytes
+        in_place = all(s.data.untyped_storage().data_ptr() in held for s, its in zip(part.shards, is_moment) if its)
+        return {"model": found[False], "optimizer": found[True], "in place": in_place}
+
+
+def test_retention_keeps_the_last_the_multiples_and_the_best(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(save_many, str(tmp_path))
+    assert listing(tmp_path) == [*(f"iter_000000{step}" for step in (2, 3, 6, 7, 8)), names.POINTER]
+
+
+def save_many(folder: str) -> None:
+    with run_of(["checkpoint.keep_last=2", "checkpoint.keep_every=3"], folder) as run:
+        for step in range(1, 9):
+            run.save(step, best_step=min(step, 2))

@@ -1,0 +1,211 @@
+"""A save that cannot be: every rank hears the same, nothing half-done stays, and what was saved before is untouched."""
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sft.checkpoint import manifest, names
+from sft.checkpoint import save as saving
+from sft.mcore import moments, shards, torch_dist
+from tests.ranks.pool import RankPool
+from tests.ranks.test_save import ASYNC, Run, listing, refusal, run_of
+
+Ranks = Callable[[int], RankPool]
+WRITTEN = "was not written: rank 1: OSError: [Errno 28] No space left on device"
+GOES_ON = "  Training goes on; the next save tries again."
+WHOLE = "  The one before it is whole."
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def full_disk(run: Run) -> Iterator[None]:
+    """Of rank 1."""
+
+    class Full(torch_dist.FileSystemWriter):
+        write_data = full
+
+    with pytest.MonkeyPatch.context() as patch:
+        if run.engine.groups.rank == 1:
+            patch.setattr(torch_dist, "FileSystemWriter", Full)
+        yield
+
+
+def is_whole(path: Path) -> bool:
+    found = manifest.read(path)
+    return found is not None and manifest.damage(path, found, verify="full") == []
+
+
+def fits(text: str, *parts: str) -> bool:
+    """The name of the temporary folder is drawn anew each time."""
+    return text.startswith(parts[0]) and text.endswith("".join(parts[1:]))
+
+
+def save_and_drain(run: Run, step: int) -> None:
+    run.save(step)
+    run.saver.drain()
+
+
+@pytest.mark.parametrize("overrides", [[], [ASYNC]], ids=str)
+def test_a_disk_full_on_one_rank_is_told_and_the_third_time_the_end(
+    ranks: Ranks, tmp_path: Path, overrides: list[str]
+) -> None:
+    told = ranks(2).run(fail_three_times, overrides, str(tmp_path))
+    begins = "the checkpoint of step {0} was not saved: iter_000000{0}.tmp-"
+    for step, line in zip((2, 3, 6), told[0]["warnings"], strict=True):
+        assert fits(line, f"warning: {begins.format(step)}", WRITTEN, GOES_ON), line
+    for one in told:
+        assert fits(one["must"], begins.format(7), WRITTEN, "  2 in a row.", WHOLE), one["must"]
+        assert fits(one["third"], begins.format(4), WRITTEN, "  3 in a row.", WHOLE), one["third"]
+        assert one["is unchanged"]
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000005", names.POINTER]
+    assert is_whole(tmp_path / "iter_0000001") and is_whole(tmp_path / "iter_0000005")
+    assert (tmp_path / names.POINTER).read_text() == "5"
+
+
+def fail_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
+    with run_of(overrides, folder) as run:
+        run.train(1)
+        save_and_drain(run, 1)
+        was = run.hash()
+        with full_disk(run):
+            for step in (2, 3):
+                save_and_drain(run, step)
+                assert run.saver.published == 1
+            third = refusal(lambda: save_and_drain(run, 4))
+        save_and_drain(run, 5)  # ends the row
+        with full_disk(run):
+            run.save(6)
+            must = refusal(lambda: run.save(7, wait=True))
+        warnings = [line for line in run.lines() if line.startswith("warning")]
+        unchanged = run.hash() == was and run.loaded(1) == was
+        return {"warnings": warnings, "third": third, "must": must, "is unchanged": unchanged}
+
+
+def test_a_save_that_failed_in_the_background_is_the_last_one_s_failure(ranks: Ranks, tmp_path: Path) -> None:
+    """The last step was being saved already when the run was asked to stop."""
+    for one in ranks(2).run(fail_at_the_end, str(tmp_path)):
+        assert all(fits(text, "the checkpoint of step 1 was not saved: ", WRITTEN, WHOLE) for text in one), one
+    assert listing(tmp_path) == ["iter_0000001", names.POINTER]
+
+
+def fail_at_the_end(folder: str) -> list[str]:
+    with run_of([ASYNC], folder) as run:
+        told = []
+        for end in (lambda: run.saver.drain(must=True), lambda: run.save(1, wait=True)):
+            again = Run(run.engine, folder)
+            run.saver = again.saver
+            with full_disk(run):
+                run.save(1)
+                told.append(refusal(end))
+        run.save(1, wait=True)  # and with room again it is saved
+        return told
+
+
+class Case(NamedTuple):
+    """What goes wrong: on this rank `patch` is made, and this is said."""
+
+    rank: int
+    patch: Callable[[pytest.MonkeyPatch, Run], Any]
+    said: str
+
+
+def no_room(patch: pytest.MonkeyPatch, run: Run) -> None:
+    left = saving.shutil.disk_usage("/")._replace(free=(1 << 20) + 100_000)
+    patch.setattr(saving.shutil, "disk_usage", lambda path: left)
+
+
+def no_number(patch: pytest.MonkeyPatch, run: Run) -> None:
+    *_, last = run.engine.chunks[0].parameters()
+    spoilt = last.data.clone()
+    spoilt.view(-1)[-1] = float("nan")
+    patch.setattr(last, "data", spoilt)
+
+
+def no_moment(patch: pytest.MonkeyPatch, run: Run) -> None:
+    for part in moments.parts(run.engine.optimizer):
+        for state in part.optimizer.state.values():
+            patch.setitem(state, "exp_avg_sq", torch.full_like(state["exp_avg_sq"], float("inf")))
+
+
+def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
+    """After the tensors: files of 1,000 bytes at most, which the kernel enforces as it would a quota."""
+    write = torch_dist.write
+
+    def then_cut(*given: Any) -> None:
+        write(*given)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+    patch.setattr(shards.torch_dist, "write", then_cut)
+
+
+NO_SPACE = "[Errno 28] No space left on device"
+CASES = {
+    "too little disk": Case(0, no_room, " KiB, and the disk has 1.1 MiB left."),
+    "a weight": Case(1, no_number, "a weight is not a number; such a state is never saved."),
+    "a moment": Case(1, no_moment, "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight holds a value that is not a number; such a state is never saved."),
+    "the lock": Case(
+        0,
+        lambda patch, run: patch.setattr(run.saver, "_is_ours", lambda: False),
+        "another run has taken {folder} over while this one hung; it keeps what it has.",
+    ),
+    "digests": Case(1, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
+    "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
+    "the rename": Case(0, lambda patch, _: patch.setattr(names, "os", SimpleNamespace(rename=full)), NO_SPACE),
+    "plain values": Case(0, cut_files, "[Errno 27] File too large"),
+    "the folder": Case(0, lambda patch, _: patch.setattr(names, "temporary", full), NO_SPACE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_fails_all_ranks_hear_it_and_nothing_is_left(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    said = CASES[name].said.format(folder=tmp_path)
+    told = ranks(2).run(fail_once, name, str(tmp_path))
+    (line,) = told[0]["warnings"]
+    begins = "the checkpoint of step 2 was not saved: " + ("it needs " if name == "too little disk" else said)
+    assert fits(line, f"warning: {begins}", said, GOES_ON), line
+    for one in told:
+        assert fits(one["must"], begins, said, "  2 in a row.", WHOLE), one
+        assert bool(one["at work"]) == (name not in BEFORE)
+    assert told[0]["left"] == ["iter_0000001", names.POINTER]  # rank 0 has removed it when it goes on
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000003", names.POINTER]
+    assert is_whole(tmp_path / "iter_0000001") and (tmp_path / names.POINTER).read_text() == "3"
+
+
+BEFORE = ("too little disk", "a weight", "the lock", "the folder")  # refused before anything is written
+
+
+def fail_once(name: str, folder: str) -> dict[str, Any]:
+    case = CASES[name]
+    with run_of([], folder) as run:
+        run.train(1)
+        run.save(1)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        at_work: list[list[str]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            write = shards.write
+            patch.setattr(saving.shards, "write", lambda *given: at_work.append(listing(folder)) or write(*given))
+            if run.engine.groups.rank == case.rank:
+                case.patch(patch, run)
+            try:
+                run.save(2)
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+                left = listing(folder)
+                must = refusal(lambda: run.save(2, wait=True))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert run.saver.published == 1
+        run.train(2)
+        run.save(3, wait=True)
+        warnings = [line for line in run.lines() if line.startswith("warning")]
+        return {"warnings": warnings, "must": must, "left": left, "at work": at_work}

@@ -1,0 +1,225 @@
+"""Every way in which a file of a checkpoint can be other than it was written, and who finds it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.checkpoint import manifest
+from sft.checkpoint.manifest import Entry, Manifest
+from sft.errors import CheckpointError
+
+FILES = {"__0_0.distcp": b"a" * 700, "__1_0.distcp": b"b" * 900, ".metadata": b"abc", "common.pt": b"", "x.pt": b"xyzw"}
+ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint as far as files go, complete."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    files = {name: manifest.entry_of(tmp_path / name) for name in FILES}
+    manifest.write(tmp_path, Manifest(files=files, facts={"step": 100, "layout": {"tp": 2}}))
+    return tmp_path
+
+
+def read(folder: Path) -> Manifest:
+    found = manifest.read(folder)
+    assert found is not None
+    return found
+
+
+def damage(folder: Path, verify: manifest.Verify = "full", share: tuple[int, int] = (0, 1)) -> list[str]:
+    return manifest.damage(folder, read(folder), verify=verify, share=share)
+
+
+def test_an_entry_is_size_and_sha256(tmp_path: Path) -> None:
+    for content, digest in ((b"abc", ABC), (b"", EMPTY)):
+        (tmp_path / "file").write_bytes(content)
+        assert manifest.entry_of(tmp_path / "file") == Entry(num_bytes=len(content), sha256=digest)
+
+
+def test_what_is_written_is_read_back(folder: Path) -> None:
+    found = read(folder)
+    assert found.files.keys() == FILES.keys() and found.num_bytes == 1607
+    assert found.files[".metadata"] == Entry(num_bytes=3, sha256=ABC)
+    assert found.facts == {"step": 100, "layout": {"tp": 2}}
+    assert manifest.names_in(folder) == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "x.pt"]
+    for verify in ("off", "size", "full"):
+        assert damage(folder, verify) == []  # type: ignore[arg-type]
+
+
+def test_the_file_is_for_people_too(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    assert content["format"] == "sft checkpoint 1" and content["step"] == 100
+    assert content["files"]["common.pt"] == {"bytes": 0, "sha256": EMPTY}
+    assert list(content["files"]) == sorted(FILES)
+
+
+def test_no_manifest_is_none(tmp_path: Path) -> None:
+    assert manifest.read(tmp_path) is None
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def replace_by_link(path: Path) -> None:
+    away = path.with_name("away")
+    path.rename(away)
+    path.symlink_to(away)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str, bool]] = {  # how, what is said, whether the size shows it
+    "missing": (Path.unlink, "{} is missing", True),
+    "cut by a byte": (lambda path: os.truncate(path, 899), "{} has 899 bytes, was written with 900", True),
+    "a byte longer": (lambda path: os.truncate(path, 901), "{} has 901 bytes, was written with 900", True),
+    "emptied": (lambda path: os.truncate(path, 0), "{} has 0 bytes, was written with 900", True),
+    "one bit": (flip, "{} is not what was written: its SHA-256 is another one", False),
+    "a link to the same": (replace_by_link, "{} is not a plain file", True),
+    "a folder": (replace_by_folder, "{} is not a plain file", True),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_every_damage_is_named(folder: Path, name: str) -> None:
+    do, said, shows_in_size = DAMAGES[name]
+    do(folder / "__1_0.distcp")
+    line = said.format(folder / "__1_0.distcp")
+    assert damage(folder, "full") == [line]
+    assert damage(folder, "size") == ([line] if shows_in_size else [])
+    assert damage(folder, "off") == []
+
+
+def test_every_file_that_is_not_whole_is_named(folder: Path) -> None:
+    for name in ("__0_0.distcp", ".metadata", "x.pt"):
+        flip(folder / name)
+    (folder / "common.pt").unlink()
+    assert [Path(line.split(" is ")[0]).name for line in damage(folder)] == [
+        "__0_0.distcp", "x.pt", ".metadata", "common.pt"
+    ]  # fmt: skip
+
+
+def test_a_file_that_cannot_be_looked_at_is_damage_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails, in the middle of reading or before."""
+    lstat = os.lstat
+
+    def fail(path: Any, real: Any = None) -> Any:
+        if Path(path).name == "x.pt":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        entry_of = manifest.entry_of
+        patch.setattr(manifest, "entry_of", lambda path: fail(path, entry_of))
+        assert damage(folder) == [f"{folder / 'x.pt'} cannot be read: Input/output error"]
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest.os, "lstat", lambda path: fail(path, lstat))
+        (line,) = damage(folder)
+        assert "x.pt" in line and "Input/output error" in line
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 5, 8])
+def test_shares_together_find_what_one_finds_and_read_each_file_once(
+    folder: Path, num_shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("__0_0.distcp", "x.pt"):
+        flip(folder / name)
+    os.truncate(folder / "__1_0.distcp", 5)
+    alone, entry_of = set(damage(folder)), manifest.entry_of
+    were_read: list[list[str]] = []
+    monkeypatch.setattr(manifest, "entry_of", lambda path: were_read[-1].append(path.name) or entry_of(path))
+    found = set()
+    for index in range(num_shares):
+        were_read.append([])
+        found |= set(damage(folder, share=(index, num_shares)))
+    assert found == alone and len(found) == 3
+    assert sorted(sum(were_read, [])) == [".metadata", "__0_0.distcp", "common.pt", "x.pt"]
+    if num_shares <= 3:  # even: no share has none while another has several
+        assert all(were_read)
+
+
+def test_sizes_are_looked_at_by_the_first_share_alone(folder: Path) -> None:
+    (folder / "common.pt").unlink()
+    assert len(damage(folder, "size", (0, 4))) == 1
+    assert [damage(folder, "size", (index, 4)) for index in (1, 2, 3)] == [[], [], []]
+
+
+def written_with(folder: Path, name: str) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"][name] = {"bytes": 0, "sha256": EMPTY}
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../x.pt", "/etc/passwd", "a/b", "a\\b", "a\0b"])
+def test_a_name_that_does_not_lie_in_the_folder_is_refused(folder: Path, name: str) -> None:
+    written_with(folder, name)
+    with pytest.raises(CheckpointError) as error:
+        manifest.read(folder)
+    assert str(error.value) == f"{folder}/manifest.json names {name!r}, which does not lie in this folder."
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\ud800"])
+def test_a_name_that_no_file_can_have_ends_in_words(folder: Path, name: str) -> None:
+    written_with(folder, name)
+    try:
+        assert len(damage(folder)) == 1
+    except CheckpointError:
+        pass
+
+
+ONE = '{"format": "sft checkpoint 1", "files": {"a": %s}}'
+DAMAGED = [
+    b"", b"{", b"null", b"[]", b"7", b'"text"', b"\xff\xfe\x00", b"\0" * 200, b"{}", b'{"format": "sft checkpoint 1"}',
+    b'{"files": {}}', b'{"format": "sft checkpoint 1", "files": []}', b'{"format": "sft checkpoint 1", "files": null}',
+    *[(ONE % told).encode() for told in (
+        "null", "[]", "7", "{}", '{"bytes": 1}', f'{{"sha256": "{EMPTY}"}}', f'{{"bytes": "x", "sha256": "{EMPTY}"}}',
+        f'{{"bytes": null, "sha256": "{EMPTY}"}}', f'{{"bytes": NaN, "sha256": "{EMPTY}"}}',
+        f'{{"bytes": Infinity, "sha256": "{EMPTY}"}}', f'{{"bytes": 1e999, "sha256": "{EMPTY}"}}',
+    )],
+    b"[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: repr(content[:60]))
+def test_a_damaged_manifest_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+        manifest.read(tmp_path)
+
+
+def test_every_cut_of_a_manifest_is_told(folder: Path) -> None:
+    """But for the last line's end."""
+    content = (folder / "manifest.json").read_bytes()
+    for length in range(len(content) - 1):
+        (folder / "manifest.json").write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+            manifest.read(folder)
+
+
+def test_a_manifest_that_is_no_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(CheckpointError, match="manifest.json is damaged .IsADirectoryError"):
+        manifest.read(tmp_path)
+
+
+def test_another_format_is_refused(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace("sft checkpoint 1", "sft checkpoint 2"))
+    with pytest.raises(CheckpointError) as error:
+        manifest.read(folder)
+    assert str(error.value) == (
+        f"{path} is not of the format sft checkpoint 1: written by another version of this trainer."
+    )

@@ -16,6 +16,8 @@ from typing import IO, Any
 
 from sft.errors import TrainingError
 
+_PIECE = 1 << 20
+
 
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
     """The chain after a global batch (both counted from 0) of these samples.
@@ -35,9 +37,15 @@ class Seen:
     """
 
     def __init__(self, path: Path, step: int, chain: str) -> None:
-        self._file = path.open("a+b")
-        end, last = _whole_until(self._file, step)
-        self._file.truncate(end)
+        # A file of its own: a run that lost this folder while it hung may still have the old one open, and add to it.
+        copy = path.with_name(path.name + ".tmp")
+        with path.open("a+b") as old, copy.open("wb") as new:
+            end, last = _whole_until(old, step)
+            old.seek(0)
+            while piece := old.read(min(_PIECE, end - old.tell())):
+                new.write(piece)
+        os.replace(copy, path)
+        self._file = path.open("ab")
         if last != chain:
             self._put({"step": step, "gap": "the lines before do not lead up to this step", "chain": chain})
 

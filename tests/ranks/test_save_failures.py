@@ -153,7 +153,12 @@ NO_SPACE = "[Errno 28] No space left on device"
 CASES = {
     "too little disk": Case(0, no_room, " KiB, and the disk has 1.1 MiB left."),
     "a weight": Case(1, no_number, "a weight is not a number; such a state is never saved."),
-    "a moment": Case(1, no_moment, "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight holds a value that is not a number; such a state is never saved."),
+    "a moment": Case(
+        1,
+        no_moment,
+        "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight holds a value that is not a number; such "
+        "a state is never saved.",
+    ),
     "the lock": Case(
         0,
         lambda patch, run: patch.setattr(run.saver, "_is_ours", lambda: False),
@@ -182,7 +187,7 @@ def test_whatever_fails_all_ranks_hear_it_and_nothing_is_left(ranks: Ranks, tmp_
     assert is_whole(tmp_path / "iter_0000001") and (tmp_path / names.POINTER).read_text() == "3"
 
 
-BEFORE = ("too little disk", "a weight", "the lock", "the folder")  # refused before anything is written
+BEFORE = ("too little disk", "a weight", "a moment", "the lock", "the folder")  # refused before anything is written
 
 
 def fail_once(name: str, folder: str) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=list(BYTES), default="bf16")
     parser.add_argument("--folder", type=Path, help="where to make a temporary folder to write into")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N")
-    parser.add_argument("--check", action="store_true", help=f"exit 1 where a stall is above {STALL_BAR:.0%}")
+    parser.add_argument("--check", action="store_true", help=f"exit 1 where a stall is above {STALL_BAR:.0%}%")
     options = parser.parse_args(argv)
     if options.folder and not options.folder.is_dir():
         parser.error(f"--folder {options.folder} is not a folder")

@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
-TESTS ?= tests/unit tests/ranks
+TESTS ?= tests/unit tests/ranks tests/faults
 # What a second Python version must show in CI, beside the whole suite on the first.
 TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_rows.py tests/unit/test_prepare.py tests/unit/test_turns.py \
 	tests/unit/test_sandbox.py tests/unit/test_writers.py tests/unit/test_safe.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py \
@@ -20,12 +20,13 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-triton test-slurm test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-triton test-slurm test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_cp.py and PYTEST_FLAGS=-x narrow it"
+	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
@@ -67,6 +68,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_FLAGS)
+
+# All rows of the fault matrix, and the table of them; make test runs the quick ones.  Faults that need root (a full or a
+# read-only disk, a file that cannot be removed) are left out without it, and named.
+test-faults: $(READY)
+	$(BIN)/python -m pytest tests/faults --all-faults $(PYTEST_FLAGS)
 
 # Beside the environment, not in it: nothing else should find a Triton that torch for the CPU does not bring.
 test-triton: $(READY)

@@ -29,7 +29,7 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 
 
 class Seen:
-    """The file of one run.  For rank 0.
+    """The file of one run.  For rank 0.  Raises OSError where it cannot be opened, TrainingError where not written.
 
     step and chain are those of the last step done: lines of later steps are of a run that was cut off, and are removed.
     Where the file does not lead up to there (another folder's checkpoint, a machine that lost its last writes), a line
@@ -51,7 +51,13 @@ class Seen:
 
     def write(self, step: int, epoch: int, batch: int, samples: Iterable[int], chain: str) -> None:
         row = {"step": step, "epoch": epoch, "batch": batch, "samples": sorted(samples), "chain": chain}
-        self._put(row)
+        try:
+            self._put(row)
+        except OSError as error:
+            raise TrainingError(
+                f"the samples of step {step} cannot be written to {self._file.name}: {error}.  The last checkpoint is "
+                f"whole."
+            ) from error
 
     def sync(self) -> None:
         """On the disk: before a checkpoint that leads on from here."""
@@ -61,14 +67,8 @@ class Seen:
         self._file.close()
 
     def _put(self, row: dict[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(row).encode("ascii") + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise TrainingError(
-                f"the samples of step {row['step']} cannot be written to {self._file.name}: {error}.  The last "
-                f"checkpoint is whole."
-            ) from error
+        self._file.write(json.dumps(row).encode("ascii") + b"\n")
+        self._file.flush()
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:

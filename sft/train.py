@@ -85,7 +85,7 @@ class Run:
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._metrics(state) as metrics, bar as progress, ExitStack() as ending:
             ending.callback(self.saver.linger)
-            seen = Seen(self.folder / "seen.jsonl", state.step, state.chain) if self.place.rank == 0 else None
+            seen = self._open_seen(state)
             if state.step == 0:
                 self._evaluate(state, metrics)
             reason = self.start.agreed()[0]
@@ -211,6 +211,12 @@ class Run:
         else:
             self.console.say(f"started from random weights (seed {self.config.run.seed})")
         return RunState()
+
+    def _open_seen(self, state: RunState) -> Seen | None:
+        """On rank 0; the others have none."""
+        opened: list[Seen] = []
+        groups.agree(lambda: opened.append(Seen(self.folder / "seen.jsonl", state.step, state.chain)))
+        return opened[0] if opened else None
 
     def _metrics(self, state: RunState) -> Metrics:
         writers: list[Writer] = []  # stays empty on the other ranks

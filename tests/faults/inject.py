@@ -1,0 +1,215 @@
+"""`sft`, disturbed: python -m tests.faults.inject train RECIPE ...
+
+Wraps functions of the program, or of what it is built on, before or after a chosen call on a chosen rank; the program
+itself knows nothing of it.  What is to happen comes in one variable of the environment, as JSON:
+
+    SFT_FAULTS='[{"at": "sft.checkpoint.names:publish", "do": "kill", "rank": 0, "call": 2}]'
+
+at     module:name.name of what is wrapped; it is looked up when it is called by that name
+when   before (default) or after the call
+rank   which one; null (default) all
+call   at which call, from 1 (default) on, counted in this process among those that match
+step   only during this step of training
+match  only calls whose arguments, printed, contain this regular expression
+every  also at all later calls
+do     kill, kill-all, stop, term, usr1, int, exit-0, sleep, skip, full, memory, error, interrupt, missing, or one of
+       `_TURNS`
+s      for sleep: seconds
+
+Every fault that strikes adds a line to the file SFT_FAULTS_LOG, so that a test knows it did.
+"""
+
+import errno
+import functools
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+FAULTS, LOG = "SFT_FAULTS", "SFT_FAULTS_LOG"
+_SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1, "int": signal.SIGINT}
+_ERRORS: dict[str, Callable[[], BaseException]] = {
+    "full": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "memory": lambda: MemoryError("injected"),
+    "error": lambda: RuntimeError("injected"),
+    "interrupt": lambda: KeyboardInterrupt(),
+    "missing": lambda: FileNotFoundError(errno.ENOENT, "not seen yet"),
+}
+_now = {"step": 0}  # of training, as the watchdog is told
+
+
+def arm(faults: list[dict[str, Any]]) -> None:
+    """Wrap what the faults of this rank name."""
+    rank = int(os.environ.get("RANK", "0"))
+    Path(f"{os.environ[LOG]}.pid.{rank}").write_text(str(os.getpid()))
+    if any("step" in fault or fault["do"] == "draw" for fault in faults):
+        _wrap("sft.start:Start.phase", _follow_step)
+    for index, fault in enumerate(faults):
+        if fault.get("rank") in (None, rank):
+            _wrap(fault["at"], functools.partial(_disturbed, index, fault))
+
+
+def _wrap(at: str, make: Callable[[Any], Any]) -> None:
+    module, _, path = at.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    setattr(owner, name, functools.wraps(getattr(owner, name))(make(getattr(owner, name))))
+
+
+def _follow_step(phase: Any) -> Any:
+    def wrapper(self: Any, name: str) -> Any:
+        if found := re.search(r"step (\d+)", name):
+            _now["step"] = int(found[1])
+        return phase(self, name)
+
+    return wrapper
+
+
+def _disturbed(index: int, fault: dict[str, Any], function: Any) -> Any:
+    lock, calls = threading.Lock(), 0
+
+    def is_due(args: Any) -> bool:
+        nonlocal calls
+        if "step" in fault and fault["step"] != _now["step"]:
+            return False
+        if "match" in fault and not re.search(fault["match"], repr(args)):
+            return False
+        with lock:
+            calls += 1
+            return calls == fault.get("call", 1) or (fault.get("every", False) and calls > fault.get("call", 1))
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        due = is_due((args, kwargs))
+        if due and fault["do"] in _TURNS:
+            _tell(index, fault)
+            return _TURNS[fault["do"]](function, *args, **kwargs)
+        if due and fault["do"] == "skip":
+            return _tell(index, fault)
+        if due and fault.get("when", "before") == "before":
+            _strike(index, fault)
+        result = function(*args, **kwargs)
+        if due and fault.get("when") == "after":
+            _strike(index, fault)
+        return result
+
+    return wrapper
+
+
+def _strike(index: int, fault: dict[str, Any]) -> None:
+    _tell(index, fault)
+    do = fault["do"]
+    if do == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif do == "kill-all":
+        _kill_all()
+    elif do in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[do])
+    elif do == "exit-0":
+        os._exit(0)
+    elif do == "sleep":
+        time.sleep(fault["s"])
+    else:
+        raise _ERRORS[do]()
+
+
+def _tell(index: int, fault: dict[str, Any]) -> None:
+    _append({"fault": index, "do": fault["do"], "rank": int(os.environ.get("RANK", "0")), "step": _now["step"]})
+
+
+def _append(line: dict[str, Any]) -> None:
+    handle = os.open(os.environ[LOG], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(handle, (json.dumps(line) + "\n").encode())
+    os.close(handle)
+
+
+def _kill_all() -> None:
+    """At one instant, as far as one process can: the others first."""
+    mine = os.getpid()
+    for file in Path(os.environ[LOG]).parent.glob(f"{Path(os.environ[LOG]).name}.pid.*"):
+        if (pid := int(file.read_text())) != mine:
+            os.kill(pid, signal.SIGKILL)
+    os.kill(mine, signal.SIGKILL)
+
+
+def _nan_loss(function: Any, *args: Any, **kwargs: Any) -> Any:
+    terms = function(*args, **kwargs)
+    return replace(terms, objective=terms.objective + float("nan"))
+
+
+def _inf_gradient(function: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of one weight of this rank; core then reduces it over all."""
+    next(chunks[0].parameters()).main_grad.view(-1)[0] = float("inf")
+    return function(chunks, *args, **kwargs)
+
+
+def _nan_weight(function: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        next(engine.chunks[0].parameters()).view(-1)[0] = float("nan")
+    return function(engine, *args, **kwargs)
+
+
+def _no_room(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)._replace(free=1000)
+
+
+def _much_room(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)._replace(free=1 << 50)
+
+
+def _an_hour_back(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs) - 3600.0
+
+
+def _draw(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the generators say at each step, into the log: nothing in a step asks them."""
+    import random
+
+    import numpy as np
+    import torch
+
+    result = function(*args, **kwargs)
+    told = [random.random(), float(np.random.random()), float(torch.rand(1))]
+    _append({"drawn": told, "rank": int(os.environ["RANK"]), "step": _now["step"]})
+    return result
+
+
+def _nothing_there(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The listing of a node that does not see yet what others wrote."""
+    return []
+
+
+_TURNS: dict[str, Callable[..., Any]] = {
+    "nan-loss": _nan_loss,
+    "inf-gradient": _inf_gradient,
+    "nan-weight": _nan_weight,
+    "no-room": _no_room,
+    "much-room": _much_room,
+    "an-hour-back": _an_hour_back,
+    "nothing-there": _nothing_there,
+    "draw": _draw,
+}
+
+
+def main() -> None:
+    """Never returns."""
+    arm(json.loads(os.environ.get(FAULTS, "[]")))
+    from sft.cli import run
+
+    run()
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "sft"
+    main()

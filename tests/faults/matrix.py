@@ -1,0 +1,144 @@
+"""The faults that have to be survived, by the ids of the project's fault matrix, and where each is proved.
+
+A row is proved by the tests here that count their faults for it (`Matrix.hit`), by tests elsewhere, or is not proved,
+with the reason.  `test_matrix.py` holds this against what there is.
+"""
+
+from dataclasses import dataclass, field
+
+HERE = "here"
+
+
+@dataclass(frozen=True)
+class Row:
+    fault: str
+    proofs: tuple[str, ...] = ()  # HERE, or tests as file::name
+    missing: str = ""  # why it is not proved, or not whole
+
+
+def _unit(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/{name}" for name in names)
+
+
+def _ranks(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/ranks/{name}" for name in names)
+
+
+ROWS = {
+    "P1": Row("kill -9 one rank between steps", (HERE,)),
+    "P2": Row("kill -9 all ranks at any instant", (HERE,)),
+    "P3": Row("exception in one rank", (HERE,)),
+    "P4": Row("_exit(0) of one rank", (HERE,)),
+    "P5": Row("MemoryError in a step", (HERE,)),
+    "P6": Row("kill -9 of the torchrun agent", (HERE,)),
+    "P7": Row("three starts without progress", (HERE,)),
+    "S1": Row("kill -9 at 13 points of a save, or at random in it", (HERE,)),
+    "S2": Row("disk full", (HERE,)),
+    "S3": Row("folder is read-only", (HERE,)),
+    "S4": Row("the writer of a background save fails", (HERE,), "no writer process any more: it is a thread"),
+    "S5": Row("signal during a background save", (HERE,)),
+    "S6": Row("same step saved twice", (HERE,)),
+    "S7": Row("retention", (HERE,)),
+    "S8": Row("an old checkpoint cannot be deleted", (HERE,)),
+    "S9": Row("save slower than the grace", (HERE,)),
+    "S10": Row("pointer empty, garbage, a path, negative, gone", (HERE,)),
+    "S11": Row("a weight that is no number at a save", (HERE,)),
+    "L1": Row("a file cut by a byte, emptied, removed", (HERE,)),
+    "L2": Row("one bit flipped in each kind of file", (HERE,)),
+    "L3": Row("manifest gone, cut, of other digests; extra files", (HERE,)),
+    "L4": Row("all checkpoints bad", (HERE,)),
+    "L5": Row("resume: must without one; path with a typo", (HERE,)),
+    "L6": Row("ranks see different listings", (HERE,)),
+    "L7": Row("checkpoint of another model", (HERE,)),
+    "L8": Row("moments are missing", (HERE,)),
+    "L9": Row(
+        "checkpoint of Megatron-LM, without manifest", _ranks("test_interop.py::test_what_megatron_saves_we_load")
+    ),
+    "L10": Row("second job in the folder", (HERE,)),
+    "X1": Row(
+        "hostile .metadata, common.pt, byte object",
+        _unit(
+            "test_safe.py::test_nothing_runs", "test_safe.py::test_the_pickle_inside_an_extra_state_is_not_handed_on"
+        ),
+    ),
+    "X2": Row("manifest or pointer with .., absolute path, link", (HERE,)),
+    "X3": Row(
+        "YAML with a tag, duplicate or unknown key, alias bomb",
+        _unit("test_recipe.py::test_a_key_given_twice", "test_recipe.py", "test_typed.py"),
+    ),
+    "X4": Row(
+        "chat template that attacks",
+        _unit(*(f"test_sandbox.py::{test}" for test in ("test_no_way_out", "test_endless", "test_too_much_text"))),
+    ),
+    "T1": Row("same layout", (HERE, *_ranks("test_resume.py::test_resuming_on_the_same_layout_is_bitwise"))),
+    "T2": Row("dp 2 <-> 1", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
+    "T3": Row("tp, pp 2 <-> 1", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
+    "T4": Row("cp 2 <-> 1", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
+    "T5": Row("tp x cp swapped", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
+    "T6": Row("resumes in a row, each on another layout", (HERE,)),
+    "T7": Row("batch, length, seed, data changed", (HERE,)),
+    "T8": Row("resume at, before and after an epoch's end", (HERE,)),
+    "T9": Row("optimizer kept by rank (dp_reshardable)", (HERE,)),
+    "T10": Row(
+        "generators, as dropout would ask them",
+        (HERE, *_ranks("test_resume.py::test_generators_go_on_where_they_were_on_the_same_layout_only")),
+        "the recipe has no dropout",
+    ),
+    "D1": Row(
+        "broken rows and files",
+        _unit("test_rows.py::test_bad_files", "test_rows.py::test_a_bad_row_is_named_and_alone"),
+    ),
+    "D2": Row("chats that make no sense", _unit("test_rows.py", "test_chat.py")),
+    "D3": Row(
+        "over-long samples",
+        _unit("test_corpus.py::test_over_long_is_an_error_by_default", "test_corpus.py::test_over_long_dropped"),
+    ),
+    "D4": Row(
+        "nothing supervised on a rank, in a batch",
+        _ranks("test_counting.py::test_unsupervised_microbatches_change_nothing"),
+    ),
+    "D5": Row("data edited between starts", (HERE,)),
+    "D6": Row("a process that tokenises dies", _unit("test_prepare.py::test_a_tokenising_process_that_is_killed")),
+    "D7": Row("cache damaged, or of other settings", _unit("test_prepare.py::test_a_damaged_store_is_made_again")),
+    "D8": Row("control tokens in what a user wrote", _unit("test_chat.py::test_typed_control_strings_stay_text")),
+    "N1": Row("loss of one rank is NaN", (HERE,)),
+    "N2": Row("gradient of one rank is infinite", (HERE,)),
+    "N3": Row("loss spike", _unit("test_spike.py")),
+    "N4": Row("a bit of a replica's weight flips in memory", (), "not built: no periodic digest across replicas"),
+    "G1": Row("SIGTERM, SIGUSR1, SIGINT to launcher or a rank", (HERE,)),
+    "G2": Row("two signals", (HERE,)),
+    "G3": Row("signal during load, evaluation, save, start", (HERE,)),
+    "G4": Row("run.exit_after_minutes, end of the SLURM job", (HERE,)),
+    "H1": Row("a rank sleeps or is stopped", (HERE,)),
+    "H2": Row("a rank leaves out a collective", (HERE,)),
+    "O1": Row("TensorBoard after a crash", (HERE,)),
+    "O2": Row("log cannot be written", (HERE,)),
+    "O3": Row("clock goes back", (HERE,)),
+    "O4": Row("two starts at the same second", (HERE,)),
+    "O5": Row("stdout closed", (HERE,)),
+}
+
+
+@dataclass
+class Matrix:
+    """What was done in this session, by row."""
+
+    struck: dict[str, int] = field(default_factory=dict)
+    survived: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def table(self, *, whole: bool) -> list[str]:
+        """One line a row; of a part of the tests, only the rows that were struck."""
+        lines = [f"{'row':4} {'fault':55} {'times':>5} {'survived':>8}  proved by"]
+        for row, (fault, proofs, missing) in ((name, (r.fault, r.proofs, r.missing)) for name, r in ROWS.items()):
+            times = self.struck.get(row, 0)
+            if not whole and not times:
+                continue
+            where = [proof for proof in proofs if proof != HERE]
+            told = [f"FAILED: {', '.join(self.failed[row])}"] if row in self.failed else []
+            told += ["not run"] if HERE in proofs and not times and not told else []
+            told += where + ([missing] if missing else [])
+            numbers = f"{times:5} {self.survived.get(row, 0):8}" if HERE in proofs else f"{'':5} {'':8}"
+            lines.append(f"{row:4} {fault:55} {numbers}  {'; '.join(told)}".rstrip())
+        return lines + self.notes

@@ -1,0 +1,31 @@
+"""The table is honest: every row of the matrix is there, and what it cites exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.matrix import HERE, ROWS
+
+ROOT = Path(__file__).parents[2]
+COUNTS = {"P": 7, "S": 11, "L": 10, "X": 4, "T": 10, "D": 8, "N": 4, "G": 4, "H": 2, "O": 5}
+
+
+@pytest.mark.quick
+def test_every_row_is_there_and_told_of() -> None:
+    assert sorted(ROWS) == sorted(f"{kind}{number}" for kind, n in COUNTS.items() for number in range(1, n + 1))
+    assert len(ROWS) == 65
+    assert all(row.proofs or row.missing for row in ROWS.values())
+
+
+@pytest.mark.quick
+def test_what_is_cited_exists() -> None:
+    for name, row in ROWS.items():
+        for proof in row.proofs:
+            path, _, test = proof.partition("::")
+            if proof != HERE:
+                assert (ROOT / path).exists(), f"{name} cites {path}"
+                assert f"def {test}" in (ROOT / path).read_text() if test else True, f"{name} cites {proof}"
+    here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    marked = set(re.findall(r'"([A-Z]\d+)"', " ".join(re.findall(r"mark\.row\(([^)]*)\)", here))))
+    assert marked == {name for name, row in ROWS.items() if HERE in row.proofs}

@@ -2,7 +2,7 @@
 
 run.dir/bad_steps/step_0000012/
     samples.json     the samples of the global batch, by number, and where each comes from
-    ranks.json       of every rank: place in the layout, and the loss of each of its microbatches
+    ranks.json       of every rank: place in the layout, and the summed loss of each of its microbatches
     recipe.yaml
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft import verbs
-from sft.errors import ConfigError, SftError
+from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
 _OVERRIDES = "settings that replace the recipe's, such as parallel.cp=4 data.train=my.jsonl"
@@ -41,8 +41,8 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 1 where plans differ, 2 for a mistake of the user, 75 for a run that
-    is to be started again, 130 when interrupted."""
+    """Run one verb and return the exit code: 0, 1 where plans differ or a disk failed, 2 for a mistake of the user, 75
+    for a run that is to be started again, 130 when interrupted."""
     for stream in (sys.stdout, sys.stderr):  # data hold any character; one that a terminal lacks is escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SftError as error:
         _tell(error, is_run=words[:1] == ["train"])  # other verbs are one process, whatever RANK says
-        return 2
+        return 1 if isinstance(error, StorageError) else 2
     except KeyboardInterrupt:
         return 130
 

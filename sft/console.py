@@ -46,9 +46,10 @@ class Console:
                     print(text, file=self._stream, flush=True)
             except BrokenPipeError:  # the reader is gone, `tee` for instance: no reason to stop what it watched
                 self._speaks = False
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), self._stream.fileno()
-                )  # what is left in its buffer goes there
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())  # for what is left in its buffer
+            except OSError:  # a log on a full disk: the line is lost, not the run
+                pass
 
     @contextmanager
     def track(

@@ -21,5 +21,9 @@ class CheckpointError(SftError):
     """A checkpoint that is missing, incomplete, or of another model."""
 
 
+class StorageError(SftError):
+    """A disk that is full or a file system that fails while a run writes to it.  Another start may do."""
+
+
 class TrainingError(SftError):
     """A step whose loss or gradient is not a number; names the step and the samples."""

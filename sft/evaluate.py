@@ -7,13 +7,15 @@ from sft.mcore.engine import Engine
 from sft.tally import Totals
 
 
-def evaluate(engine: Engine, loader: Loader, on_batch: Callable[[], None] = lambda: None) -> Totals:
+def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
     """Sums over every sample of `loader` exactly once, whatever the layout.  Collective.
 
-    `on_batch` is called before each batch: all of them may take long, one should not.
+    `goes_on` is asked before each batch, and answers the same on all ranks: a pass may take long, and somebody may ask
+    the run to stop.  None where it did.
     """
     totals = []
     for microbatches in loader.eval_batches():
-        on_batch()
+        if not goes_on():
+            return None
         totals.append(engine.evaluate(microbatches, sources=loader.sources))
     return sum(totals[1:], start=totals[0])

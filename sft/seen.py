@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from sft.errors import TrainingError
+from sft.errors import StorageError
 
 _PIECE = 1 << 20
 
@@ -29,7 +29,7 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 
 
 class Seen:
-    """The file of one run.  For rank 0.  Raises OSError where it cannot be opened, TrainingError where not written.
+    """The file of one run.  For rank 0.  Raises OSError where it cannot be opened, StorageError where not written.
 
     step and chain are those of the last step done: lines of later steps are of a run that was cut off, and are removed.
     Where the file does not lead up to there (another folder's checkpoint, a machine that lost its last writes), a line
@@ -54,7 +54,7 @@ class Seen:
         try:
             self._put(row)
         except OSError as error:
-            raise TrainingError(
+            raise StorageError(
                 f"the samples of step {step} cannot be written to {self._file.name}: {error}.  The last checkpoint is "
                 f"whole."
             ) from error

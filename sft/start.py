@@ -30,6 +30,7 @@ class Start:
         self._held = ExitStack()
         self._lock: RunLock | None = None
         self.step = 0
+        self._id: str | None = None
 
     def __enter__(self) -> "Start":
         config = self._config
@@ -53,12 +54,18 @@ class Start:
         self._held.__exit__(kind, error, traceback)
 
     def begin(self, step: int) -> None:
-        """The run is to go on after `step`.  Tells what is known of how long it takes to stop."""
+        """The run is to go on after `step`; from now on it is told how it ends."""
         self.step = step
         before = agree(lambda: status.begin(self._folder, step=step), self._place.control)
+        self._id = before.start_id
         if before.starts > 1:
             self._console.say(f"start {before.starts} in a row from step {step}, without a new checkpoint between")
-        self.tell_grace(before.step_s, before.save_s)
+        self._took = before.step_s, before.save_s
+
+    def go_on(self, step: int) -> None:
+        """The state after `step` is there.  Tells what the starts before knew of how long it takes to stop."""
+        self.step = step
+        self.tell_grace(*self._took)
 
     def tell_grace(self, step_s: float | None, save_s: float | None) -> None:
         """Whether a step and a save fit into the time between a signal and the end."""
@@ -72,10 +79,6 @@ class Start:
         """From now on `name` is going on; run.step_timeout_s is the longest that it may take."""
         self._watchdog.phase(name)
 
-    def unwatched(self) -> None:
-        """From now on something goes on that may take as long as it takes."""
-        self._watchdog.idle()
-
     def agreed(self, *flags: bool) -> tuple[str | None, list[bool]]:
         """Why the run is to stop, or None; and which of `flags` are set on any rank.  Collective."""
         asked, *found = largest([self._stop.reason is not None, *flags], self._place.control)
@@ -88,7 +91,7 @@ class Start:
 
     def saved(self, step: int, *, step_s: float, save_s: float | None) -> None:
         """A checkpoint of `step` was published.  For rank 0."""
-        status.progress(self._folder, step=step, step_s=step_s, save_s=save_s)
+        status.progress(self._folder, step=step, step_s=step_s, save_s=save_s, start_id=self._id)
 
     def end(self, kind: status.Kind, step: int, num_steps: int, reason: str | None) -> None:
         """Nothing more is done.  Collective, so that no rank leaves before it was written down."""
@@ -96,7 +99,8 @@ class Start:
         self._watchdog.idle()
         self._place.control.barrier().wait()
         agree(
-            lambda: status.end(self._folder, kind, step=step, num_steps=num_steps, reason=reason), self._place.control
+            lambda: status.end(self._folder, kind, step=step, num_steps=num_steps, reason=reason, start_id=self._id),
+            self._place.control,
         )
 
     def _take_folder(self) -> None:
@@ -108,11 +112,12 @@ class Start:
 
     def _hangs(self, told: str) -> None:
         """From the watchdog's thread; this process ends next."""
-        self._failed(TrainingHangs(told.splitlines()[0]))
+        where = f"{self._folder}/stacks has the stacks of all ranks; one without stood still itself"
+        self._failed(TrainingHangs(f"{told.splitlines()[0]} (run.step_timeout_s).  {where}"))
 
     def _failed(self, error: BaseException) -> None:
         try:
-            status.fail(self._folder, error, rank=self._place.rank, step=self.step)
+            status.fail(self._folder, error, rank=self._place.rank, step=self.step, start_id=self._id)
         except OSError as unwritable:
             self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {unwritable}")
 

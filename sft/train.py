@@ -5,6 +5,7 @@ import math
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from sft import bad_step
@@ -13,6 +14,7 @@ from sft.checkpoint.save import Saver
 from sft.checkpoint.state import Conditions, RunState, installed
 from sft.config.train import LOWER_IS_BETTER
 from sft.console import Console
+from sft.data.loader import Loader
 from sft.durable import replace_text
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
@@ -60,7 +62,7 @@ class Run:
         self.console, self.start, self.profile = console, start, profile
         self.folder = Path(self.config.run.dir)
         self.checkpoints = self.folder / "checkpoints"
-        start.begin(groups.agree(lambda: _last_step(self.checkpoints), place.control))
+        start.begin(groups.agree(lambda: resume.next_step(self.config.checkpoint, self.checkpoints), place.control))
         self.feed = Feed(recipe, layout, place, console)
         self.num_steps = self.feed.num_steps
         self.engine = Engine(self.config, layout, place, vocab_size=self.feed.vocab_size, num_steps=self.num_steps)
@@ -76,8 +78,8 @@ class Run:
     def train(self) -> bool:
         """Step until the last step is done or somebody asks to stop; evaluate and save when due; whether it is done."""
         state = self._resumed() or self._fresh()
-        self.start.step = state.step
-        if state.step >= self.num_steps:
+        self.start.go_on(state.step)
+        if self._is_over(state):
             self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
             self.start.end("done", state.step, self.num_steps, None)
             return True
@@ -86,17 +88,16 @@ class Run:
         with self._metrics(state) as metrics, bar as progress, ExitStack() as ending:
             ending.callback(self.saver.linger)
             seen = self._open_seen(state)
-            if state.step == 0:
-                self._evaluate(state, metrics)
+            state, _ = self._evaluated(state, metrics)
             reason = self.start.agreed()[0]
             while state.step < self.num_steps and reason is None:
                 with self.profile.step(state.step + 1):
                     state = self._step(state, metrics, seen)
                     progress.advance(1)
                     state, reason = self._finish_step(state, metrics, seen)
-            self._leave(state, reason)
+            is_done = self._is_over(state)
+            self._leave(state, is_done, reason)
             metrics.summarise()
-        is_done = state.step >= self.num_steps
         kept = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
         self.console.say(f"done: {self.folder}/ holds {kept}" if is_done else self._goodbye(state, reason))
         return is_done
@@ -132,15 +133,18 @@ class Run:
     def _finish_step(self, state: RunState, metrics: Metrics, seen: Seen | None) -> tuple[RunState, str | None]:
         """What is due after a step; and why the run is to stop, or None."""
         last = state.step == self.num_steps
-        if _due(state.step, self.config.train.eval_every) or last:
-            found = self._evaluate(state, metrics)
-            state = self._judged(state, found)
+        state, found = self._evaluated(state, metrics)
         every = self.config.checkpoint.save_every_minutes
         is_late = every is not None and self.place.rank == 0 and time.monotonic() - self._saved_at >= 60 * every
         reason, (late,) = self.start.agreed(is_late)
         due = late or _due(state.step, self.config.checkpoint.save_every)
         due |= self.config.checkpoint.save_last if last else reason is not None
         if due:
+            state = self._judged(state, found)
+            if found and state.best_step == state.step:
+                self.console.say(
+                    f"best so far: step {state.step}, {self.config.checkpoint.keep_best} {state.best_value}"
+                )
             self._save(state, seen, wait=last or reason is not None)
             reason = reason or self.start.agreed()[0]  # asked again: a save may take long
         self._tell_saved()
@@ -162,18 +166,21 @@ class Run:
             self._told_save = done
             self.start.saved(done, step_s=self._step_s, save_s=self.saver.took_s)
 
-    def _leave(self, state: RunState, reason: str | None) -> None:
+    def _is_over(self, state: RunState) -> bool:
+        return state.step >= self.num_steps and state.evaluated == state.step
+
+    def _leave(self, state: RunState, is_done: bool, reason: str | None) -> None:
         """Nothing is in flight, and everybody knows how it ended, before the first rank is gone."""
         self.start.phase(f"saving step {state.step}")
         self.saver.drain(must=True)
         self._tell_saved()
-        kind: Kind = "done" if state.step >= self.num_steps else "preempted"
-        self.start.end(kind, state.step, self.num_steps, None if kind == "done" else reason)
+        kind: Kind = "done" if is_done else "preempted"
+        self.start.end(kind, state.step, self.num_steps, None if is_done else reason)
 
     def _goodbye(self, state: RunState, reason: str | None) -> str:
         return (
             f"stopped after step {state.step} of {self.num_steps} ({reason}); the same command goes on from there.  "
-            f"Exit code {STOPPED}"
+            f"Exit code {STOPPED}, which torchrun reports as a failure"
         )
 
     def _tell_packing(self, step: int) -> None:
@@ -193,8 +200,7 @@ class Run:
         if found is None:
             return None
         state = resume.load(self.engine, found, config, self.conditions, self.console)
-        if found.path.parent.resolve() == self.checkpoints.resolve():
-            self.saver.resumed(state.step)
+        self.saver.resumed(state.step, is_ours=found.path.parent.resolve() == self.checkpoints.resolve())
         return state
 
     def _probe(self) -> None:
@@ -220,7 +226,12 @@ class Run:
 
     def _metrics(self, state: RunState) -> Metrics:
         writers: list[Writer] = []  # stays empty on the other ranks
-        groups.agree(lambda: writers.extend(open_writers(self.folder, self.config, state.step, self.console)))
+        evaluated = state.evaluated == state.step
+        groups.agree(
+            lambda: writers.extend(
+                open_writers(self.folder, self.config, state.step, self.console, is_evaluated=evaluated)
+            )
+        )
         every = self.config.log.every
         metrics = Metrics(writers, self.console, step=state.step, num_steps=self.num_steps, every=every)
         parameters = num_parameters(self.config.model, self.engine.vocab_size)
@@ -239,25 +250,44 @@ class Run:
             seconds=self._step_s,
         )
 
-    def _evaluate(self, state: RunState, metrics: Metrics) -> dict[str, Record]:
-        """The record of each held-out set."""
-        records = {}
-        for name, loader in self.feed.held_out.items():
-            started = time.monotonic()
-            totals = evaluate(self.engine, loader, lambda: self.start.phase(f"held-out {name} after step {state.step}"))
-            if not math.isfinite(totals.loss):
-                raise TrainingError(
-                    f"the held-out loss of {name} after step {state.step} is {totals.loss}; nothing was saved."
-                )
-            seconds, schema = time.monotonic() - started, self.engine.schema(loader.sources)
-            records[name] = eval_record(state.step, totals, self.config, set_name=name, schema=schema, seconds=seconds)
-            metrics.eval(records[name])
-        return records
+    def _evaluated(self, state: RunState, metrics: Metrics) -> tuple[RunState, dict[str, Record]]:
+        """Held-out data, where they are due after this step: the record of each set.
+
+        A run that is asked to stop leaves the rest for its next start: the time it is given is for a save.
+        """
+        due = state.step in (0, self.num_steps) or _due(state.step, self.config.train.eval_every)
+        if not due or state.evaluated == state.step:
+            return state, {}
+        records = {name: self._evaluate(name, loader, state) for name, loader in self.feed.held_out.items()}
+        done = {name: record for name, record in records.items() if record is not None}
+        if len(done) < len(records):
+            return state, {}
+        for record in done.values():
+            metrics.eval(record)
+        return replace(state, evaluated=state.step), done
+
+    def _evaluate(self, name: str, loader: Loader, state: RunState) -> Record | None:
+        """The record of one set; None where the run is to stop."""
+
+        def goes_on() -> bool:
+            self.start.phase(f"held-out {name} after step {state.step}")
+            return self.start.agreed()[0] is None
+
+        started = time.monotonic()
+        totals = evaluate(self.engine, loader, goes_on)
+        if totals is None:
+            return None
+        if not math.isfinite(totals.loss):
+            raise TrainingError(
+                f"the held-out loss of {name} after step {state.step} is {totals.loss}; nothing was saved."
+            )
+        seconds, schema = time.monotonic() - started, self.engine.schema(loader.sources)
+        return eval_record(state.step, totals, self.config, set_name=name, schema=schema, seconds=seconds)
 
     def _judged(self, state: RunState, found: dict[str, Record]) -> RunState:
         """Whether this is the best so far by checkpoint.keep_best."""
         best = self.config.checkpoint.best
-        value = found[best[0]][best[1]] if best else None
+        value = found[best[0]][best[1]] if best and found else None
         return state if best is None or value is None else state.judged(value, lower=LOWER_IS_BETTER[best[1]])
 
     def _look_at(self, result: StepResult, state: RunState) -> None:
@@ -267,7 +297,8 @@ class Run:
             if loss is not None and (told := self._spikes.look(loss)):
                 self.console.say(f"WARNING: loss spike in step {state.step}: {told}")
             return
-        what = f"step {state.step}: loss {result.totals.loss}, gradient norm {result.grad_norm}"
+        mean = result.totals.loss / max(result.totals.denominator, 1)
+        what = f"step {state.step}: lm loss {mean:.4f}, gradient norm {result.grad_norm}"
         if state.bad_in_a_row <= self.config.train.max_bad_steps:
             in_a_row = f"{state.bad_in_a_row} in a row of at most {self.config.train.max_bad_steps}"
             self.console.say(f"WARNING: {what}: nothing was updated, the step is skipped ({in_a_row})")
@@ -275,11 +306,15 @@ class Run:
         kept = self._keep_bad(state)
         raise TrainingError(
             f"{what}, after {state.bad_in_a_row - 1} such steps before it (train.max_bad_steps).  Nothing of it was "
-            f"saved; the last checkpoint is whole.  Its samples and every rank's losses are in {kept}."
+            f"saved.  Its samples and every rank's losses are in {kept}.  A lower optim.lr may help, from a checkpoint "
+            f"before the first bad step: checkpoint.resume=PATH with another run.dir."
         )
 
     def _keep_bad(self, state: RunState) -> Path:
-        mine = {"rank": self.place.rank, "microbatch losses": [repr(loss) for loss in self.engine.local_losses]}
+        mine = {
+            "rank": self.place.rank,
+            "summed loss of each microbatch": [repr(loss) for loss in self.engine.local_losses],
+        }
         mine |= {f"{kind}_rank": getattr(self.place, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp")}
         ranks = groups.exchange(lambda: mine, self.place.control)
         samples = [{"sample": i, "row": self.feed.name(i)} for i in sorted(self.feed.samples(state.step - 1))]
@@ -287,12 +322,6 @@ class Run:
             lambda: bad_step.keep(self.folder, state.step, samples=samples, ranks=ranks, recipe=dump(self.recipe)),
             self.place.control,
         )
-
-
-def _last_step(checkpoints: Path) -> int:
-    """Where the run would go on, by the names alone."""
-    found = names.candidates(checkpoints)
-    return int(found[0].name[5:]) if found else 0
 
 
 def _sizes(layout: Layout) -> dict[str, int]:

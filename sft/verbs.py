@@ -38,7 +38,13 @@ def status(arguments: Namespace) -> int:
 
     folder = Path(_recipe(arguments).config.run.dir)
     found = read(folder)
+    here = os.environ.get("SLURM_JOB_ID")
+    if found is not None and found.status == "running" and None not in (here, found.job) and found.job != here:
+        print(f"{folder}: {describe(found)}\nit is the run of another job than this one ({here})")
+        return 2
     what = verdict(found)
+    if found is not None and found.status == "running" and (folder / "run.lock").exists():
+        print("run.lock is there: it may be running; if it is, another start is refused")
     print(f"{folder}: no start yet" if found is None else f"{folder}: {describe(found)}")
     print({"done": "done", "go on": "start it again", "stop": "do not start it again before it is looked at"}[what])
     return {"done": 0, "go on": 75, "stop": 2}[what]

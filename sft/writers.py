@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from sft.config import Config
 from sft.console import Console, duration
 from sft.durable import replace_text
-from sft.errors import ConfigError, TrainingError
+from sft.errors import ConfigError, StorageError
 from sft.keys import values
 from sft.metrics import SCHEMA, Record, flat
 
@@ -33,10 +33,10 @@ class Writer(Protocol):
 
 class JsonLines:
     """metrics.jsonl.  `step` is the last one done: records of later ones are of a run that was cut off, and are
-    removed, so that no step is told twice."""
+    removed, so that no step is told twice; so are those of its evaluation unless `is_evaluated`."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        _forget_after(path, step)
+    def __init__(self, path: Path, step: int, *, is_evaluated: bool) -> None:
+        _forget_after(path, step, is_evaluated)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -125,7 +125,9 @@ class Spared:
             self._console.say(f"{self._name} gets nothing more of this run: {_one_line(error)}")
 
 
-def open_writers(folder: Path, config: Config, step: int, console: Console) -> list[Writer]:
+def open_writers(
+    folder: Path, config: Config, step: int, console: Console, *, is_evaluated: bool = False
+) -> list[Writer]:
     """What the recipe asks for, in the run's folder; `step` is the last one done.  For rank 0."""
     opened: list[Writer] = []
     try:
@@ -134,7 +136,7 @@ def open_writers(folder: Path, config: Config, step: int, console: Console) -> l
             opened.append(Spared("W&B", Wandb(folder, config.log.wandb, values(config)), console))
         if config.log.tensorboard:
             opened.append(Spared("TensorBoard", TensorBoard(folder / "tensorboard", step), console))
-        opened.append(JsonLines(folder / "metrics.jsonl", step))
+        opened.append(JsonLines(folder / "metrics.jsonl", step, is_evaluated=is_evaluated))
     except OSError as error:
         for writer in opened:
             writer.close(exit_code=2)
@@ -215,7 +217,7 @@ class Metrics:
             for writer in self._writers:
                 writer.write(record)
         except OSError as error:
-            raise TrainingError(
+            raise StorageError(
                 f"the numbers of step {record['step']} cannot be written: {error}.  The last checkpoint is whole."
             ) from error
 
@@ -235,7 +237,7 @@ def scalars(record: Record) -> dict[str, float]:
     }
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _forget_after(path: Path, step: int, is_evaluated: bool) -> None:
     """Drop the records of steps after `step`, by a new file and a rename; a last line cut short goes too."""
     if not path.exists():
         return
@@ -245,7 +247,7 @@ def _forget_after(path: Path, step: int) -> None:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        again = step == 0 and record["kind"] == "eval"  # before the first step, told anew by a run that starts over
+        again = record["kind"] == "eval" and record["step"] == step and not is_evaluated  # told anew
         if record["step"] <= step and not again:
             kept.append(line + "\n")
     replace_text(path, "".join(kept))

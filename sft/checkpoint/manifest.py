@@ -4,6 +4,7 @@ A bit that flips inside a shard is loaded without a word, and changes the weight
 is the last file to be written.  Does not know what the files hold.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -67,6 +68,8 @@ def read(folder: Path) -> Manifest | None:
             for name, told in content.pop("files").items()
         }
         known = content.pop("format") == FORMAT
+    except OSError:  # says nothing of the file: a server that does not answer, a stale handle
+        raise
     except Exception as error:  # whatever a damaged file can provoke
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
     if not known:
@@ -78,6 +81,8 @@ def read(folder: Path) -> Manifest | None:
 
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with the files, one line each; nothing where they are as they were written.
+
+    A file that cannot be read just now is no damage: that raises OSError, and nobody puts a good checkpoint aside.
 
     share: (i, n) reads the i-th of n even parts when `verify` is full; sizes are looked at by part 0
     """
@@ -99,8 +104,12 @@ def _wrong_size(path: Path, entry: Entry) -> str | None:
         status = os.lstat(path)
     except FileNotFoundError:
         return f"{path} is missing"
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        return f"{path} cannot be looked at: {error}"
+    except ValueError as error:
+        return f"{path} is a name that no file can have: {error}"
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"{path} is a name that no file can have: {error.strerror}"
+        raise
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a plain file"
     if status.st_size != entry.num_bytes:
@@ -109,10 +118,7 @@ def _wrong_size(path: Path, entry: Entry) -> str | None:
 
 
 def _wrong_content(path: Path, entry: Entry) -> str | None:
-    try:
-        same = entry_of(path) == entry
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+    same = entry_of(path) == entry
     return None if same else f"{path} is not what was written: its SHA-256 is another one"
 
 

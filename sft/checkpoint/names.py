@@ -7,6 +7,7 @@
         iter_0000150.replaced-7a10/            what stood in the place of one just published
         iter_0000050.retired-c21d/             being removed: part of a checkpoint never has a final name
         iter_0000100.corrupt-20261120-193000/  found damaged when a run was to go on from it
+        iter_0000400.given-up-b07a/            of a continuation that was left: the run went back before it, and on
 
 Decides which names count, in which order, and how one comes and goes.  One process at a time calls these functions:
 rank 0 of the run that holds the folder's lock.  What is in a checkpoint is not known here.
@@ -67,7 +68,7 @@ def pointed(folder: Path) -> int | None:
 def candidates(folder: Path) -> list[Path]:
     """What a run may go on from, best first: the one pointed at, then the older ones.
 
-    Higher steps than the one pointed at are of a continuation that was given up: they count where nothing else does.
+    Higher steps than the one pointed at were not pointed at yet, or are given up: they count where nothing else does.
     """
     newest_first = published(folder)[::-1]
     step = pointed(folder)
@@ -96,7 +97,7 @@ def publish(written: Path, step: int) -> Path:
     folder, final = written.parent, written.with_name(name_of(step))
     flush(written)
     replaced = None
-    if final.exists():  # of a continuation that was given up
+    if final.exists():  # renamed, and not pointed at yet, by a run that was killed just then
         replaced = folder / f"{final.name}.replaced-{secrets.token_hex(4)}"
         os.rename(final, replaced)
     os.rename(written, final)
@@ -110,6 +111,19 @@ def publish(written: Path, step: int) -> Path:
 def point(folder: Path, step: int) -> None:
     """Make `step` the one to go on from."""
     replace_text(folder / POINTER, str(step), sync=True)
+
+
+def give_up(folder: Path, *, above: int, but: int) -> list[Path]:
+    """Take final names from all checkpoints after step `above`, from where the run has gone on, except step `but`.
+
+    Then every final name is of one history, and "the next older one" of one that led here.  Where they are now.
+    """
+    moved = []
+    for path in published(folder):
+        if above < int(path.name[5:]) != but:
+            moved.append(path.with_name(f"{path.name}.given-up-{secrets.token_hex(4)}"))
+            os.rename(path, moved[-1])
+    return moved
 
 
 def sweep(folder: Path) -> list[Path]:
@@ -137,7 +151,7 @@ def retire(
     tell: Callable[[str], None],
 ) -> None:
     """Remove what need not stay, now that `step` is published: all but the last `keep_last` up to it, the multiples of
-    `keep_every` and the steps in `kept`.  None of a continuation that was given up.  What cannot be removed is told."""
+    `keep_every` and the steps in `kept`.  What cannot be removed is told."""
     if keep_last is None:
         return
     older = [path for path in published(folder) if int(path.name[5:]) < step]

@@ -5,6 +5,8 @@ nothing starts from random weights where something was to be continued; and that
 another run of this one is refused.  Rank 0 looks, and every rank follows.
 """
 
+import shlex
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from pathlib import Path
 
 from sft.checkpoint import manifest, names
 from sft.checkpoint.manifest import Manifest, Verify
-from sft.checkpoint.state import Conditions, RunState, changes
+from sft.checkpoint.state import Changes, Conditions, RunState, changes
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
@@ -58,24 +60,32 @@ def find(config: CheckpointConfig, folder: Path, groups: Groups, console: Consol
     return None
 
 
+def next_step(config: CheckpointConfig, folder: Path) -> int:
+    """After which step the run would go on, by names alone; 0 where that is not known yet.  For rank 0."""
+    try:
+        paths, _ = _paths(config, folder)
+    except CheckpointError:  # told when it is looked for
+        return 0
+    return (names.step_of(paths[0]) or 0) if paths else 0
+
+
 def verified(path: Path, verify: Verify, groups: Groups) -> Found:
     """The checkpoint in `path`, after a look at its files as `checkpoint.verify` says.  Collective.
 
     Raises CheckpointError naming every file that is not as it was written.
     """
+    if verify == "off":
+        return Found(path=path, manifest=None, told="not verified: checkpoint.verify = off")
     written = agree(lambda: _manifest_of(path), groups.control)
     if written is None:
         return Found(path=path, manifest=None, told="unverified: it has no manifest, so nobody can tell if it is whole")
     share = (groups.rank, len(exchange(lambda: 0, groups.control)))
-    agree(
-        lambda: _refuse(path, manifest.damage(path, written, verify="size" if verify == "full" else verify)),
-        groups.control,
-    )
+    agree(lambda: _refuse(path, manifest.damage(path, written, verify="size")), groups.control)
     found = exchange(
-        lambda: _patiently(lambda: manifest.damage(path, written, verify=verify, share=share)), groups.control
+        lambda: _patiently(path, lambda: manifest.damage(path, written, verify=verify, share=share)), groups.control
     )
     _refuse(path, [line for lines in found for line in lines])
-    how = {"off": "not verified", "size": "sizes verified", "full": "SHA-256 verified"}[verify]
+    how = {"size": "sizes", "full": "SHA-256"}[verify] + " verified"
     return Found(path=path, manifest=written, told=f"{how}: {len(written.files)} files, {size(written.num_bytes)}")
 
 
@@ -96,12 +106,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
     if ours is not None:
         changed = changes(ours, now, config.allow_changes)
         if changed.refused:
-            raise CheckpointError(
-                f"{found.path} cannot be continued with this recipe, which would make another run of it: "
-                f"{'; '.join(f'{key} {how}' for key, how in changed.refused.items())}.  Undo the change; or accept it: "
-                f"checkpoint.allow_changes=[{', '.join(changed.refused)}]; or start a new run from its weights: "
-                f"model.init_from={found.path} with another run.dir."
-            )
+            raise CheckpointError(_refusal(found.path, changed, config.allow_changes))
         lines = [f"  changed    {line}" for line in changed.told]
     plain = shards.load(engine, found.path)
     state = RunState(**ours["state"]) if ours else RunState(step=int(plain["iteration"]))
@@ -121,6 +126,17 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
         )
     )
     return state
+
+
+def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
+    every = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
+    refused = "; ".join(f"{key} {how}" for key, how in changed.refused.items())
+    also = f"  Also changed: {'; '.join(changed.told)}." if changed.told else ""
+    return (
+        f"{path} cannot be continued with this recipe, which would make another run of it: {refused}.{also}  Undo the "
+        f"change; or accept it, where the tensors still fit: {every}; or start a new run from its weights: "
+        f"model.init_from={path} with another run.dir."
+    )
 
 
 def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
@@ -150,29 +166,34 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
             )
     elif config.resume == "must" and not found:
         raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
-    elif config.resume not in ("auto", "must"):
-        if any(_origin(path) == str(Path(config.resume).resolve()) for path in found):
-            return found, False
-        return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")], True
     elif not found and names.was_used(folder):
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
-            f"by itself.  Put one back, name another one with checkpoint.resume=PATH, or choose another run.dir."
+            f"by itself.  Put one back, or choose another run.dir, with checkpoint.resume=PATH to begin from another "
+            f"checkpoint."
         )
+    elif config.resume not in ("auto", "must"):
+        if _began_at(Path(config.resume), found):
+            return found, False
+        return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")], True
     return found, False
 
 
 _LOOKS = f"a folder iter_XXXXXXX with {names.MARKER}, or one that holds such folders"
 
 
-def _origin(path: Path) -> str | None:
-    """Which named checkpoint the run of this one began from.  The same command, given again, then goes on from here,
-    not from there: a job that is requeued would lose what it did, every time."""
-    try:
-        found: str | None = safe.common_state(path)["sft"]["state"]["origin"]
-    except (CheckpointError, KeyError, TypeError):
-        return None
-    return found
+def _began_at(named: Path, found: list[Path]) -> bool:
+    """Whether the run of these checkpoints, newest first, began from the one that checkpoint.resume names.  The same
+    command, given again, then goes on from them, not from there: a job that is requeued would lose what it did, each
+    time.  What is damaged tells nothing; where all of it is, that is for verification to say.
+    """
+    for path in found:
+        try:
+            origin = safe.common_state(path)["sft"]["state"]["origin"]
+        except (CheckpointError, KeyError, TypeError):
+            continue
+        return bool(origin == str(named.resolve()))
+    return bool(found)
 
 
 def _there(path: Path, what: str) -> Path:
@@ -206,9 +227,16 @@ def _put_aside(path: Path, why: str, console: Console) -> None:
     )
 
 
-def _patiently(look: Callable[[], list[str]]) -> list[str]:
-    """What is wrong, asked again while something is: rank 0 has seen the files, this node may not yet."""
+def _patiently(path: Path, look: Callable[[], list[str]]) -> list[str]:
+    """What is wrong, asked again while files are missing: rank 0 has seen them, this node may not yet.
+
+    Raises OSError where they do not come: that is this node's trouble, not the checkpoint's.
+    """
     deadline = time.monotonic() + _PATIENCE_S
-    while (problems := look()) and all(" is missing" in line for line in problems) and time.monotonic() < deadline:
+    while problems := look():
+        if not any(" is missing" in line for line in problems):
+            break
+        if time.monotonic() > deadline:
+            raise OSError(f"{socket.gethostname()} still does not see all files of {path}: {problems[0]}")
         time.sleep(1.0)
     return problems

@@ -20,8 +20,8 @@ from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.state import Conditions, RunState
 from sft.config import CheckpointConfig
 from sft.console import Console, size
-from sft.errors import CheckpointError
-from sft.mcore import shards
+from sft.errors import CheckpointError, StorageError
+from sft.mcore import device, shards
 from sft.mcore.engine import Engine
 from sft.mcore.groups import Groups, agree, exchange, largest
 from sft.mcore.torch_dist import Copies
@@ -47,34 +47,33 @@ class Saver:
         self._job: _Job | None = None
         self._failures = 0
         self._saved_step: int | None = None
+        self._resumed_step: int | None = 0  # None: nothing else can be in the folder any more
         self.stall_s: float | None = None  # how long the last save held training up
         self.took_s: float | None = None  # and how long it took until it was published
         self.published: int | None = None  # the newest step that was
 
-    def resumed(self, step: int) -> None:
-        """The folder holds the checkpoint of this step: saving it again would add nothing."""
-        self._saved_step = step
+    def resumed(self, step: int, *, is_ours: bool) -> None:
+        """The run goes on after `step`.  `is_ours`: from this folder, so that saving it again would add nothing."""
+        self._resumed_step = step
+        self._saved_step = step if is_ours else None
 
     def save(self, engine: Engine, state: RunState, *, wait: bool) -> None:
         """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, it is published on return.
 
-        Raises CheckpointError where training should not go on.
+        Raises CheckpointError or StorageError where training should not go on.
         """
         if self._saved_step == state.step:
             if wait:
                 self.drain(must=True)
             return
         self.drain()
-        started = time.monotonic()
+        started, background = time.monotonic(), self._config.async_save and not wait
         try:
-            taken, written = self._begin(engine, state)
-        except (CheckpointError, OSError) as error:
+            taken, written = self._begin(engine, state, copy=background)
+        except (CheckpointError, StorageError, OSError) as error:
             self._failed(state.step, error, must=wait)
             return
         self._saved_step = state.step
-        background = self._config.async_save and not wait
-        if background:
-            taken = taken.copied(self._copies)
         self._job = _Job(partial(self._write, taken, written, state, started), state.step)
         if background:
             self._job.start()
@@ -88,7 +87,7 @@ class Saver:
             self.stall_s = time.monotonic() - started
 
     def drain(self, *, must: bool = False) -> None:
-        """Wait until nothing is being saved.  Raises CheckpointError if that failed too often, or `must` not fail."""
+        """Wait until nothing is being saved.  Raises as `save` if that failed too often, or `must` not fail."""
         if self._job is None:
             return
         job, self._job = self._job, None
@@ -104,29 +103,35 @@ class Saver:
         if self._job is not None and self._job.is_alive():
             self._job.join(_LINGER_S)
 
-    def _begin(self, engine: Engine, state: RunState) -> tuple[shards.Snapshot, Path]:
+    def _begin(self, engine: Engine, state: RunState, *, copy: bool) -> tuple[shards.Snapshot, Path]:
         """What is to be written and where; refuses what must not or cannot be."""
         if largest([not shards.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not a number; such a state is never saved.")
         plain = {"iteration": state.step, "sft": {"state": asdict(state), **self._now.plain()}}
         taken = shards.snapshot(engine, plain)
+        if copy:
+            taken = taken.copied(self._copies, self._groups.control)
         num_bytes = sum(exchange(lambda: taken.part.num_bytes, self._groups.control))
         return taken, agree(lambda: self._room_for(num_bytes, state.step), self._groups.control)
 
     def _room_for(self, num_bytes: int, step: int) -> Path:
+        self._refuse_lost_folder()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._folder).free
+        if free < num_bytes * _ROOM + _SMALL:
+            raise StorageError(f"it needs {size(num_bytes)}, and the disk has {size(free)} left.")
+        return names.temporary(self._folder, step)
+
+    def _refuse_lost_folder(self) -> None:
         if not self._is_ours():
             raise CheckpointError(
                 f"another run has taken {self._folder} over while this one hung; it keeps what it has."
             )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._folder).free
-        if free < num_bytes * _ROOM + _SMALL:
-            raise CheckpointError(f"it needs {size(num_bytes)}, and the disk has {size(free)} left.")
-        return names.temporary(self._folder, step)
 
     def _write(self, taken: shards.Snapshot, written: Path, state: RunState, started: float) -> None:
         """From here on only the group for saving is used: the main thread may be elsewhere."""
         group = self._groups.saving
+        device.enter(self._groups.device)
         try:
             exchange(taken.part.refuse_what_is_no_number, group)
             shards.write(taken, written, group)
@@ -152,10 +157,15 @@ class Saver:
         }
 
     def _publish(self, written: Path, state: RunState, files: dict[str, manifest.Entry]) -> Path:
+        self._refuse_lost_folder()
         if missing := sorted(set(manifest.names_in(written)) - set(files)):
             raise CheckpointError(f"nobody wrote {missing[0]}.")
         facts = {"step": state.step, "time": _utc(), "layout": self._now.layout, "versions": self._now.versions}
         manifest.write(written, Manifest(files=files, facts=facts))
+        if self._resumed_step is not None:
+            for moved in names.give_up(self._folder, above=self._resumed_step, but=state.step):
+                self._console.say(f"{moved.name}: the run went back to step {self._resumed_step} and on from there")
+            self._resumed_step = None
         final = names.publish(written, state.step)
         names.retire(
             self._folder,
@@ -172,7 +182,8 @@ class Saver:
         told = f"the checkpoint of step {step} was not saved: {error}"
         if must or self._failures >= MAX_FAILURES:
             again = f"  {self._failures} in a row." if self._failures > 1 else ""
-            raise CheckpointError(f"{told}{again}  The one before it is whole.") from error
+            kind = StorageError if isinstance(error, StorageError | OSError) else CheckpointError
+            raise kind(f"{told}{again}  The one before it is whole.") from error
         self._console.say(f"warning: {told}  Training goes on; the next save tries again.")
 
 
@@ -193,7 +204,7 @@ class _Job(threading.Thread):
     def result(self) -> BaseException | None:
         if self.is_alive():
             self.join()
-        if self._error is not None and not isinstance(self._error, CheckpointError | OSError):
+        if self._error is not None and not isinstance(self._error, CheckpointError | StorageError | OSError):
             raise self._error
         return self._error
 

@@ -5,6 +5,7 @@ refused unless the recipe allows them by name.
 """
 
 import importlib.metadata
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ class RunState:
     epoch: int = 0  # of the last step done
     batch: int = -1  # its global batch in that epoch
     chain: str = ""  # of the ledger, after the last step
+    evaluated: int = -1  # the last step after which all held-out sets were
     best_step: int | None = None  # the checkpoint that checkpoint.keep_best asks for
     best_value: float | None = None
     origin: str | None = None  # what checkpoint.resume named when the run began, if it named a path
@@ -104,7 +106,8 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
         )
     told = [f"{key} {how}" for key, how in recipe.items() if key not in refused and not _is_silent(key)]
     told += [f"{key} {how}, as allowed" for key, how in refused.items() if key in allowed]
-    told += [f"{name} {how}" for name, how in _differences(before["layout"], now.layout)]
+    sizes = _differences(before["layout"], now.layout)
+    told += [f"{name} {how}" for name, how in sizes if f"parallel.{name}" not in recipe]
     told += [f"{name} {how}" for name, how in _differences(before["versions"], now.versions)]
     return Changes(told=told, refused={key: how for key, how in refused.items() if key not in allowed})
 
@@ -127,7 +130,8 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    text = "null" if value is None else str(value)
+    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text  # a digest
 
 
 def _is_silent(key: str) -> bool:

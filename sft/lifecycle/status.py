@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sft.durable import flush, replace_text
-from sft.errors import ConfigError, SftError
+from sft.errors import ConfigError, SftError, StorageError
 
 FILE = "run_state.json"
 FAILURE = "run_state.failure.json"
@@ -33,6 +33,7 @@ class Status:
     num_steps: int | None  # None: failed before it was known
     started_at_step: int
     saved_step: int  # of the newest checkpoint; `started_at_step` before this start saved one
+    start_id: str  # of this start; what another start says of the run is not written
     starts: int  # in a row that began at this step
     reason: str | None  # one line; of a failure: rank and error
     traceback: str | None
@@ -74,6 +75,7 @@ def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
         num_steps=num_steps if num_steps is not None or before is None else before.num_steps,
         started_at_step=step,
         saved_step=step,
+        start_id=uuid.uuid4().hex[:12],
         starts=before.starts + 1 if before and in_a_row else 1,
         reason=None,
         traceback=None,
@@ -86,17 +88,31 @@ def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
     return status
 
 
-def progress(folder: Path, *, step: int, step_s: float | None = None, save_s: float | None = None) -> None:
+def progress(
+    folder: Path, *, step: int, step_s: float | None = None, save_s: float | None = None, start_id: str | None = None
+) -> None:
     """`step` was saved; a step and a save took that many seconds (None: as before)."""
     before = _known(folder, step)
+    if _is_of_another(before, start_id):
+        return
     step_s = before.step_s if step_s is None else step_s
     save_s = before.save_s if save_s is None else save_s
     _put(folder, replace(before, step=step, saved_step=step, step_s=step_s, save_s=save_s, **_now()))
 
 
-def end(folder: Path, status: Kind, *, step: int, reason: str | None, num_steps: int | None = None) -> None:
+def end(
+    folder: Path,
+    status: Kind,
+    *,
+    step: int,
+    reason: str | None,
+    num_steps: int | None = None,
+    start_id: str | None = None,
+) -> None:
     """All ranks ended together after `step`, which "done" and "preempted" promise to be saved."""
     before = _known(folder, step)
+    if _is_of_another(before, start_id):
+        return
     saved_step = step if status in ("done", "preempted") else before.saved_step
     told: dict[str, Any] = {
         "status": status,
@@ -108,7 +124,7 @@ def end(folder: Path, status: Kind, *, step: int, reason: str | None, num_steps:
     _put(folder, replace(before, **told, **_now()))
 
 
-def fail(folder: Path, error: BaseException, *, rank: int, step: int) -> None:
+def fail(folder: Path, error: BaseException, *, rank: int, step: int, start_id: str | None = None) -> None:
     """This rank ends by an error in or after `step`.
 
     The first of a start stays: what other ranks say later, such as that a connection was reset, only follows from it.
@@ -116,11 +132,11 @@ def fail(folder: Path, error: BaseException, *, rank: int, step: int) -> None:
     folder cannot be written.
     """
     before = _known(folder, step)
-    if before.status != "running":
+    if before.status != "running" or _is_of_another(before, start_id):
         return
     failed = replace(
         before,
-        status="failed-fatal" if isinstance(error, SftError) else "failed-retryable",
+        status="failed-fatal" if _is_of_the_user(error) else "failed-retryable",
         step=step,
         reason=_line(f"rank {rank}: {type(error).__name__}: {error}"),
         traceback="".join(traces.format_exception(error)),
@@ -173,7 +189,17 @@ def _known(folder: Path, step: int) -> Status:
             return status
     except ConfigError:
         pass
-    return Status("running", step, None, step, step, 1, None, None, None, None, **_now())
+    return Status("running", step, None, step, step, "", 1, None, None, None, None, **_now())
+
+
+def _is_of_another(known: Status, start_id: str | None) -> bool:
+    """Whether another start has begun in this folder since: one that hung, and lost it, wakes up."""
+    return start_id is not None and known.start_id not in ("", start_id)
+
+
+def _is_of_the_user(error: BaseException) -> bool:
+    """Whether the same would happen again: a mistake, not a disk."""
+    return isinstance(error, SftError) and not isinstance(error, StorageError)
 
 
 def _put(folder: Path, status: Status) -> None:

@@ -58,6 +58,12 @@ def start(device_type: str) -> torch.device:
     return torch.device("cpu")
 
 
+def enter(device: torch.device) -> None:
+    """Make `device` the one of this thread: a new thread would be on the first GPU of the machine."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Bytes allocated and reserved at most since the last call; nothing on a CPU."""
     if device.type != "cuda":

@@ -6,6 +6,7 @@ they are initialised from the same Layout and the two can never disagree.
 
 import datetime
 import os
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -59,6 +60,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
 
     A process started alone, without torchrun, is a world of one.
     """
+    _allow_descriptors()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -72,7 +74,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
         context_parallel_size=layout.cp,
-        create_gloo_process_groups=device.type == "cuda",
+        create_gloo_process_groups=False,  # nothing of ours uses them, and each takes a descriptor for every rank
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed)
@@ -87,6 +89,13 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
         saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
     )
+
+
+def _allow_descriptors() -> None:
+    """A group over the CPU takes a descriptor for every rank in it, and many systems begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def stop() -> None:

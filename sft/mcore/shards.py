@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from sft.durable import flush
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, StorageError
 from sft.mcore import moments, rng, safe, torch_dist
 from sft.mcore.engine import Engine
-from sft.mcore.groups import agree
+from sft.mcore.groups import agree, exchange
 from sft.mcore.model import padded_vocab_size, sharded_tensors
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
@@ -39,8 +39,18 @@ class Snapshot:
     part: torch_dist.Part
     common: dict[str, Any]
 
-    def copied(self, copies: torch_dist.Copies) -> "Snapshot":
-        return replace(self, part=replace(self.part, shards=copies.of(self.part.shards)))
+    def copied(self, copies: torch_dist.Copies, group: dist.ProcessGroup) -> "Snapshot":
+        """Collective over `group`: where one rank has no memory for it, all raise StorageError."""
+
+        def copy() -> None:
+            try:
+                made.extend(copies.of(self.part.shards))
+            except (RuntimeError, MemoryError) as error:
+                raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
+
+        made: list[Any] = []
+        exchange(copy, group)
+        return replace(self, part=replace(self.part, shards=made))
 
 
 def snapshot(engine: Engine, plain: dict[str, Any]) -> Snapshot:
@@ -57,7 +67,7 @@ def snapshot(engine: Engine, plain: dict[str, Any]) -> Snapshot:
 def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 
-    The files are complete, and on the disk, when it returns, but nothing says so yet.  Raises CheckpointError or
+    The files are complete, and on the disk, when it returns, but nothing says so yet.  Raises StorageError or
     OSError, on all ranks.
     """
     torch_dist.write(taken.part, folder, group)

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, StorageError
 from sft.mcore import safe
 
 
@@ -97,14 +97,14 @@ def part_of_rank(shards: Sequence[ShardedTensor], objects: Sequence[ShardedObjec
 def write(part: Part, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the parts of all ranks into `folder`.  Collective over `group`; what fails on one rank is raised on all.
 
-    Raises CheckpointError.
+    Raises StorageError.
     """
     state = {**_by_key(part.shards), **part.objects}
     planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException
-        raise CheckpointError(f"{folder.name} was not written: {_causes(error)}") from error
+        raise StorageError(f"{folder.name} was not written: {_causes(error)}") from error
 
 
 def read(shards: Sequence[ShardedTensor], folder: Path) -> None:

@@ -123,7 +123,6 @@ def test_another_layout_and_what_changed_are_said(ranks: Ranks, saved: Path) -> 
         "  position   after global batch 2 of epoch 0, 3,000 supervised tokens",
         "  changed    parallel.tp was 1, is 2",
         "  changed    optim.clip_grad was 1.0, is 2.0",
-        "  changed    tp was 1, is 2",
         "  changed    dp was 2, is 1",
     ]
 
@@ -174,14 +173,16 @@ def look_late(folder: str, patience_s: float) -> str:
         patch.setattr(resume.time, "sleep", lambda seconds: None)
         try:
             return resume.verified(run.folder / "iter_0000003", "full", run.engine.groups).path.name
-        except CheckpointError as error:
+        except OSError as error:  # this node's trouble, not the checkpoint's: nobody puts it aside
             return str(error)
 
 
 def test_a_manifest_that_is_gone_or_damaged_is_damage(ranks: Ranks, saved: Path) -> None:
     (saved / "iter_0000003" / "manifest.json").unlink()
     (saved / "iter_0000002" / "manifest.json").write_text('{"format": "sft checkp')
-    (one,) = starts(ranks, saved, "checkpoint.verify=off")
+    (one,) = starts(ranks, saved, "checkpoint.verify=off")  # asked not to look, it does not
+    assert one["path"] == "iter_0000003" and "  files      not verified: checkpoint.verify = off" in one["said"]
+    (one,) = starts(ranks, saved, "checkpoint.verify=size")
     assert one["path"] == "iter_0000001"
     assert f"{saved}/iter_0000003/manifest.json is missing, and this trainer writes one." in one["said"]
     assert f"{saved}/iter_0000002/manifest.json is damaged (JSONDecodeError: " in one["said"]
@@ -291,8 +292,8 @@ def test_another_run_of_it_is_refused_unless_allowed(ranks: Ranks, saved: Path) 
     assert one["hash"] is None and listing(saved)[2] == "iter_0000003"
     assert one["refused"] == (
         f"{saved}/iter_0000003 cannot be continued with this recipe, which would make another run of it: "
-        "model.rope.base was 10000.0, is 500000.0.  Undo the change; or accept it: "
-        "checkpoint.allow_changes=[model.rope.base]; or start a "
+        "model.rope.base was 10000.0, is 500000.0.  Also changed: run.seed was 7, is 8, as allowed.  Undo the change; "
+        "or accept it, where the tensors still fit: 'checkpoint.allow_changes=[run.seed, model.rope.base]'; or start a "
         f"new run from its weights: model.init_from={saved}/iter_0000003 with another run.dir."
     )
     (one,) = starts(ranks, saved, *changed, "checkpoint.allow_changes=[run.seed, model.rope.base]")

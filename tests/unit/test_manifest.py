@@ -111,8 +111,8 @@ def test_every_file_that_is_not_whole_is_named(folder: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_file_that_cannot_be_looked_at_is_damage_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails, in the middle of reading or before."""
+def test_a_file_that_cannot_be_read_just_now_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer for a while must not have good checkpoints put aside."""
     lstat = os.lstat
 
     def fail(path: Any, real: Any = None) -> Any:
@@ -123,11 +123,12 @@ def test_a_file_that_cannot_be_looked_at_is_damage_too(folder: Path, monkeypatch
     with monkeypatch.context() as patch:
         entry_of = manifest.entry_of
         patch.setattr(manifest, "entry_of", lambda path: fail(path, entry_of))
-        assert damage(folder) == [f"{folder / 'x.pt'} cannot be read: Input/output error"]
+        with pytest.raises(OSError, match="x.pt"):
+            damage(folder)
     with monkeypatch.context() as patch:
         patch.setattr(manifest.os, "lstat", lambda path: fail(path, lstat))
-        (line,) = damage(folder)
-        assert "x.pt" in line and "Input/output error" in line
+        with pytest.raises(OSError, match="x.pt"):
+            damage(folder)
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 5, 8])
@@ -209,9 +210,9 @@ def test_every_cut_of_a_manifest_is_told(folder: Path) -> None:
             manifest.read(folder)
 
 
-def test_a_manifest_that_is_no_file_is_told(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_opened_is_no_damage(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(CheckpointError, match="manifest.json is damaged .IsADirectoryError"):
+    with pytest.raises(IsADirectoryError):
         manifest.read(tmp_path)
 
 

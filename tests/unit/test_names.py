@@ -76,14 +76,17 @@ def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1000, 900, 800, 400, 300]
 
 
-def test_what_was_given_up_neither_counts_nor_goes(tmp_path: Path) -> None:
-    """Continued from step 100 of a run that had reached 400."""
-    for step in (100, 200, 300, 400):
+def test_after_going_back_only_one_history_has_final_names(tmp_path: Path) -> None:
+    """Continued from step 50 of a run that had reached 100: what is older than 90 now led to it."""
+    for step in (40, 50, 87, 100):
         folder_of(tmp_path, step)
-    for step in (150, 160):
-        publish(tmp_path, step, keep_last=2)
-    assert steps(tmp_path) == [160, 150]
-    assert [path.name for path in names.published(tmp_path)][-3:] == ["iter_0000200", "iter_0000300", "iter_0000400"]
+    moved = names.give_up(tmp_path, above=50, but=87)
+    assert [path.name[:22] for path in moved] == ["iter_0000100.given-up-"]
+    publish(tmp_path, 87, keep_last=3)
+    publish(tmp_path, 90, keep_last=3)
+    assert steps(tmp_path) == [90, 87, 50]
+    assert (tmp_path / "iter_0000087" / "metadata.json").read_text() == "new"
+    assert (moved[0] / "metadata.json").exists() and names.sweep(tmp_path) == []
 
 
 def test_a_step_done_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import ConfigError, DataError
+from sft.errors import ConfigError, DataError, StorageError
 from sft.lifecycle import status
 from sft.lifecycle.status import Kind, Status, begin, describe, end, fail, progress, read, verdict
 
@@ -19,6 +19,7 @@ STATUS = Status(
     num_steps=100,
     started_at_step=10,
     saved_step=10,
+    start_id="5f3a",
     starts=1,
     reason=None,
     traceback=None,
@@ -50,8 +51,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_from_start_to_end(tmp_path: Path, here: None) -> None:
     assert read(tmp_path) is None
-    first = replace(STATUS, step=0, num_steps=20, started_at_step=0, saved_step=0, step_s=None, job="7")
-    assert begin(tmp_path, step=0, num_steps=20) == first == read(tmp_path)
+    first = begin(tmp_path, step=0, num_steps=20)
+    told = replace(STATUS, step=0, num_steps=20, started_at_step=0, saved_step=0, step_s=None, job="7")
+    assert first == replace(told, start_id=first.start_id) == read(tmp_path) and len(first.start_id) == 12
     progress(tmp_path, step=10, step_s=2.5, save_s=30.0)
     saved = replace(first, step=10, saved_step=10, step_s=2.5, save_s=30.0)
     assert read(tmp_path) == saved
@@ -59,6 +61,26 @@ def test_a_run_from_start_to_end(tmp_path: Path, here: None) -> None:
     end(tmp_path, "done", step=20, reason=None)
     assert read(tmp_path) == replace(saved, status="done", step=20, saved_step=20, save_s=31.0)
     assert [path.name for path in tmp_path.iterdir()] == ["run_state.json"]
+
+
+def test_a_start_that_lost_its_folder_says_nothing_more(tmp_path: Path) -> None:
+    """It hung, another one began, and it wakes up."""
+    old = begin(tmp_path, step=0).start_id
+    new = begin(tmp_path, step=10)
+    assert old != new.start_id
+    progress(tmp_path, step=15, step_s=9.0, start_id=old)
+    fail(tmp_path, RuntimeError("connection reset"), rank=3, step=15, start_id=old)
+    end(tmp_path, "preempted", step=15, reason="SIGTERM", start_id=old)
+    assert read(tmp_path) == new
+    end(tmp_path, "done", step=20, reason=None, start_id=new.start_id)
+    assert known(tmp_path).status == "done"
+
+
+def test_a_disk_that_fails_is_worth_another_start_and_a_mistake_is_not(tmp_path: Path) -> None:
+    for error, kind in ((StorageError("no room"), "failed-retryable"), (ConfigError("no key"), "failed-fatal")):
+        begin(tmp_path, step=0)
+        fail(tmp_path, error, rank=0, step=3)
+        assert known(tmp_path).status == kind
 
 
 def test_starts_in_a_row_are_counted(tmp_path: Path) -> None:

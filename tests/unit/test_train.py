@@ -10,15 +10,11 @@ from sft.errors import TrainingError
 from tests.unit.test_metrics import totals
 
 
-class Untouched:
-    """Stands for metrics that must not be written."""
-
-
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_held_out_loss_that_is_no_number_ends_the_run(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have the same totals, so all end together."""
-    monkeypatch.setattr(train, "evaluate", lambda engine, loader, on_batch: totals(loss=loss))
+    monkeypatch.setattr(train, "evaluate", lambda engine, loader, goes_on: totals(loss=loss))
     run = train.Run.__new__(train.Run)
     run.feed, run.engine = SimpleNamespace(held_out={"chat": "a loader"}), "an engine"  # type: ignore[assignment]
     with pytest.raises(TrainingError, match=f"held-out loss of chat after step 0 is {loss}; nothing was saved"):
-        run._evaluate(RunState(), Untouched())  # type: ignore[arg-type]
+        run._evaluate("chat", "a loader", RunState())  # type: ignore[arg-type]

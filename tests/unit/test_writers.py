@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sft.cli import main
 from sft.console import Console
-from sft.errors import ConfigError, TrainingError
+from sft.errors import ConfigError, StorageError, TrainingError
 from sft.writers import JsonLines, Metrics, Spared, TensorBoard, Wandb, open_writers, scalars
 from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, train
 
@@ -106,11 +106,11 @@ def test_no_step_is_told_twice(tmp_path: Path) -> None:
     late = [train() | {"step": 3}, evaluation() | {"step": 3}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in told + late) + '{"kind": "train", "st')
-    writer = JsonLines(path, step=2)
+    writer = JsonLines(path, step=2, is_evaluated=True)
     writer.write(train())
     writer.close()
     assert lines(tmp_path) == [*told, train()]
-    JsonLines(path, step=0).close()  # no checkpoint was left: it starts over, and evaluates before its first step
+    JsonLines(path, step=0, is_evaluated=False).close()  # no checkpoint was left: it starts over
     assert lines(tmp_path) == [START]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -142,7 +142,7 @@ def test_numbers_that_cannot_be_written_end_the_run() -> None:
         def close(self, exit_code: int = 0) -> None:
             pass
 
-    with pytest.raises(TrainingError, match="the numbers of step 3 cannot be written: .*No space left on device.  The"):
+    with pytest.raises(StorageError, match="the numbers of step 3 cannot be written: .*No space left on device.  The"):
         with Metrics([Full()], console()[0], step=0, num_steps=9) as metrics:
             metrics.train(train())
 

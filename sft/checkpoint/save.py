@@ -117,9 +117,9 @@ class Saver:
     def _room_for(self, num_bytes: int, step: int) -> Path:
         self._refuse_lost_folder()
         self._folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._folder).free
-        if free < num_bytes * _ROOM + _SMALL:
-            raise StorageError(f"it needs {size(num_bytes)}, and the disk has {size(free)} left.")
+        free, needed = shutil.disk_usage(self._folder).free, num_bytes * _ROOM + _SMALL
+        if free < needed:
+            raise StorageError(f"it needs {size(needed)}, and the disk has {size(free)} left.")
         return names.temporary(self._folder, step)
 
     def _refuse_lost_folder(self) -> None:

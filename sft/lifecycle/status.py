@@ -83,7 +83,8 @@ def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
         save_s=before.save_s if before else None,
         **_now(),
     )
-    (folder / FAILURE).unlink(missing_ok=True)
+    for left in folder.glob(f"{FAILURE}*"):  # of the start before, and of a rank that was killed while it failed
+        left.unlink(missing_ok=True)
     replace_text(folder / FILE, _text(status), sync=True)
     return status
 

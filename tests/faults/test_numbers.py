@@ -27,7 +27,7 @@ def test_a_step_without_numbers_is_left_out_by_all(case: Callable[..., Case], hi
         kill = {"at": STEP, "step": 4, "rank": 0, "do": "kill-all"}
         start = one.start(fault, *([kill] if name.endswith("1") else []))
         start.wait()
-        assert "WARNING: step 3: loss " in start.out() and "nothing was updated, the step is skipped" in start.out()
+        assert "WARNING: step 3: lm loss " in start.out() and "nothing was updated, the step is skipped" in start.out()
         if name.endswith("1"):
             one.finish()
         hit("N1" if "loss" in name else "N2")
@@ -47,10 +47,10 @@ def test_too_many_such_steps_end_the_run(case: Callable[..., Case], hit: Callabl
     start = one.start(*({**NAN, "rank": 1, "step": step} for step in (5, 6, 7)))
     assert start.wait() == [2, 2], start.told()
     assert start.out().count("nothing was updated, the step is skipped") == 2
-    assert "TrainingError: step 7: loss nan" in start.err(), start.told()
+    assert "TrainingError: step 7: lm loss nan" in start.err(), start.told()
     kept = one.run / "bad_steps" / "step_0000007"
     ranks = json.loads((kept / "ranks.json").read_text())
-    assert [any(loss == "nan" for loss in rank["microbatch losses"]) for rank in ranks] == [False, True]
+    assert [any(loss == "nan" for loss in rank["summed loss of each microbatch"]) for rank in ranks] == [False, True]
     assert [one["row"] for one in json.loads((kept / "samples.json").read_text())]
     assert one.steps() == [4] and one.status()["status"] == "failed-fatal"
     hit("N1", 3)

@@ -151,7 +151,7 @@ def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
 
 NO_SPACE = "[Errno 28] No space left on device"
 CASES = {
-    "too little disk": Case(0, no_room, " KiB, and the disk has 1.1 MiB left."),
+    "too little disk": Case(0, no_room, " MiB, and the disk has 1.1 MiB left."),
     "a weight": Case(1, no_number, "a weight is not a number; such a state is never saved."),
     "a moment": Case(
         1,

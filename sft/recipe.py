@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from sft import yaml12
 from sft.config import Config, Conflict, listed
 from sft.errors import ConfigError
+from sft.hf.keys import model_keys
 from sft.keys import (
     NAMED,
     OPEN,
@@ -95,6 +96,7 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
     draft.take("", document, lambda line: Origin("file", file=path, line=line))
     for override in overrides:
         draft.take_override(override)
+    draft.take_architecture()
     config = draft.validate()
     origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
     for key, (_, how) in derived(config).items():
@@ -229,6 +231,29 @@ class _Draft:
             else:
                 self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
 
+    def take_architecture(self) -> None:
+        """What the config.json of model.hf says, under what was typed: positions may differ, the rest has to agree."""
+        if not isinstance(folder := self.values.get("model.hf"), str):
+            return
+        try:
+            given = model_keys(folder)
+        except ConfigError as wrong:
+            self.meant.add("model")
+            self.problems.append(
+                (self.origins["model.hf"], f"model.hf = {folder} ({self.origins['model.hf']}): {wrong}")
+            )
+            return
+        kind = self.values.get("model.rope.scaling", given["model.rope.scaling"][0])
+        for key, (value, where) in given.items():
+            typed, is_position = self.values.get(key), key.startswith("model.rope.")
+            if is_position and key != "model.rope.base" and kind != given["model.rope.scaling"][0]:
+                continue  # numbers of another scaling
+            if typed is None and not (is_position and key in self.values):
+                self.values[key], self.origins[key] = value, Origin("derived", text=where)
+            elif not is_position and typed != value:
+                what = f"{key} = {show(typed)} ({self.origins[key]}), and {show(value)} in {where}.  Leave it out."
+                self.problems.append((self.origins[key], what))
+
     def validate(self) -> Config:
         """The Config, or one ConfigError: by line, then the command line, then what is missing."""
         tree: dict[str, Any] = {}
@@ -245,7 +270,7 @@ class _Draft:
                 self.refuse(error["type"], error["loc"], error.get("ctx", {}).get("error"))
         if not self.problems:
             return config
-        place = ("file", "command line", "default")
+        place = ("file", "command line", "default", "derived")
         ordered = sorted(self.problems, key=lambda p: (place.index(p[0].kind), p[0].line or 0))
         raise ConfigError(listed(list(dict.fromkeys(text for _, text in ordered))))
 

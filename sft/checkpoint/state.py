@@ -17,7 +17,7 @@ _PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformer
 # Keys that change no number of a run, and that of a run's own folder.
 _SILENT = ("run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes")
 _SILENT_GROUPS = ("log.", "profile.", "checkpoint.", "data.cache_dir", "data.num_workers")
-_START_ONLY = ("model.init_from", "model.init_std")
+_START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,8 @@ class ModelConfig(Section):
     """Standard deviation of random initial weights."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
+    hf: Path | None = None
+    """Hugging Face folder, or one made of it by tools/import_hf.py, whose config.json gives the keys of this group."""
     init_from: Path | None = None
     """Megatron checkpoint folder whose weights start this run; null means random weights."""
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}

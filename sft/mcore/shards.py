@@ -251,7 +251,7 @@ def _read_model(engine: Engine, model: dict[str, Any], folder: Path) -> None:
 def _write_common(common: dict[str, Any], folder: Path) -> None:
     stream = io.BytesIO()  # torch makes something else than an OSError of a full disk
     torch.save(common, stream)
-    (folder / COMMON).write_bytes(stream.getbuffer())
+    (folder / COMMON).write_bytes(stream.getvalue())
     config = {**asdict(CheckpointingConfig("torch_dist")), "common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config), encoding="ascii")
     for name in (COMMON, "metadata.json"):

@@ -1,0 +1,157 @@
+"""config.json -> the keys of `model.*`, as transformers would read it.
+
+Decides which of its values our model can have; the others are refused, all at once.  The way back is `write_back.py`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sft.config import Conflict, ModelConfig, listed
+from sft.errors import ConfigError
+from sft.hf.family import FAMILIES, Family
+from sft.hf.rotary import rope_of
+
+CONFIG = "config.json"
+# Our key under model, and theirs.
+KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a config.json describes.
+
+    values: dotted keys below `model`, and what they are; sources: the key of config.json each comes from
+    """
+
+    family: Family
+    model: ModelConfig
+    values: dict[str, Any]
+    sources: dict[str, str]
+
+    @property
+    def vocab_size(self) -> int:
+        assert self.model.vocab_size is not None
+        return self.model.vocab_size
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The content of config.json.  Raises ConfigError where there is none."""
+    path = folder / CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); a folder as save_pretrained writes it has one beside its weights."
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is a {type(content).__name__}, not the configuration of a model.")
+    return content
+
+
+def architecture(content: Mapping[str, Any], path: str) -> Architecture:
+    """The model that config.json describes; `path` is what errors call it.
+
+    {"model_type": "qwen2", "num_hidden_layers": 24, ...} -> .values {"num_layers": 24, "qkv_bias": True, ...}
+
+    Raises ConfigError listing everything that our model cannot be.
+    """
+    family = FAMILIES.get(_text(content.get("model_type")))
+    if family is None:
+        raise ConfigError(
+            f"{path}: model_type = {json.dumps(content.get('model_type'))} is not known here.  Known: "
+            f"{', '.join(FAMILIES)}.  docs/models.md tells how to add one."
+        )
+    problems = [*_options(content, family)]
+    values: dict[str, Any] = {"qkv_bias": family.qkv_bias, "qk_norm": family.qk_norm}
+    sources = {"qkv_bias": "model_type", "qk_norm": "model_type"}
+    for ours, theirs in KEYS.items():
+        value = content.get(theirs, family.defaults.get(theirs))
+        sources[ours] = theirs
+        if value is not None:
+            values[ours] = value
+        elif ours in _REQUIRED:
+            problems.append(f"{theirs} is missing")
+    _derive(values)
+    rope, wrong = rope_of(content)
+    problems += wrong
+    values |= {f"rope.{name}": value for name, value in rope.items()}
+    sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
+    sources["rope.base"] = sources["rope.base"] if "rope_parameters" in content else "rope_theta"
+    model = None if problems else _model(values, sources, problems)
+    if model is None:
+        raise ConfigError(listed([f"{path}: {problem}." for problem in problems]))
+    return Architecture(family=family, model=model, values=values, sources=sources)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"num_layers": 2, "rope.base": 1e6} -> {"num_layers": 2, "rope": {"base": 1e6}}"""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        (tree.setdefault(group, {}) if group else tree)[name] = value
+    return tree
+
+
+def _derive(values: dict[str, Any]) -> None:
+    """What transformers makes of sizes that are not there, or null."""
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if type(heads) is int:
+        values.setdefault("num_query_groups", heads)
+        if type(hidden) is int and heads > 0:
+            values.setdefault("head_dim", hidden // heads)
+
+
+def _options(content: Mapping[str, Any], family: Family) -> list[str]:
+    """What the model would compute and ours cannot."""
+    problems = []
+    for name, allowed in family.options.items():
+        value = content.get(name, family.defaults.get(name, allowed[0]))
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            absent = "" if name in content else " (not given, and so the default of transformers)"
+            shown = json.dumps(value)
+            problems.append(
+                f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}{absent} is not supported, only "
+                f"{' or '.join(json.dumps(one) for one in allowed)}"
+            )
+    kinds = content.get("layer_types") or []
+    other = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else [kinds]
+    if other:
+        problems.append(f"layer_types has {other[0]}; only full_attention is supported")
+    names = content.get("architectures")
+    if names and names != [family.class_name]:
+        problems.append(f"architectures = {json.dumps(names)}, and only {family.class_name} is supported")
+    return problems
+
+
+def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[str]) -> ModelConfig | None:
+    try:
+        return ModelConfig.model_validate(nested(values))
+    except ValidationError as invalid:
+        for error in invalid.errors(include_url=False):
+            group = ".".join(map(str, error["loc"]))
+            cause = error.get("ctx", {}).get("error")
+            told = cause.problems if isinstance(cause, Conflict) else [("", error["msg"].lower())]
+            for name, why in told:
+                key = ".".join(part for part in (group, name) if part)
+                problems.append(f"{sources.get(key, key)} = {json.dumps(values.get(key))} ({key}) {why}")
+        return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,25 @@
+"""`model.hf: DIR` -> the keys of `model.*` that its config.json gives, and where each stands in it."""
+
+from pathlib import Path
+from typing import Any
+
+from sft.hf.architecture import CONFIG, architecture, read
+
+IMPORTED = "hf"  # where an imported checkpoint keeps config.json
+
+
+def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
+    """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
+
+    folder: as save_pretrained writes it, or made by tools/import_hf.py
+    Raises ConfigError where there is no config.json, or one of a model that ours cannot be.
+    """
+    path = Path(folder)
+    if not (path / CONFIG).exists() and (path / IMPORTED / CONFIG).exists():
+        path /= IMPORTED
+    found = architecture(read(path), str(path / CONFIG))
+    return {
+        f"model.{key}": (value, f"{path / CONFIG}, {found.sources[key]}")
+        for key, value in found.values.items()
+        if value is not None
+    }

@@ -1,0 +1,93 @@
+"""Rotary positions in config.json <-> `model.rope`.
+
+transformers 5 writes `rope_parameters`, before it was `rope_theta` and `rope_scaling`; both are read as transformers 5
+reads them, and a change is written in the form that the file has.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sft.config import RopeConfig
+
+_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_ORIGINAL = "original_max_position_embeddings"
+_READ = {  # by kind: their name -> ours
+    "none": {},
+    "linear": {"factor": "factor"},
+    "llama3": {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+}
+# Without effect at these values, and of an effect that ours cannot have at any other.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (None, 1.0),
+    "truncate": (None, True),
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+}
+
+
+def rope_of(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The keys below `model.rope`, and what is wrong.
+
+    {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
+    """
+    given = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        return {"base": 10000.0}, [f"rope_scaling = {json.dumps(given)} is not a group of values"]
+    base = _first(given.get("rope_theta"), content.get("rope_theta"), 10000.0)
+    named = _first(given.get("rope_type"), given.get("type"), "default")
+    kind = _KINDS.get(named) if isinstance(named, str) else None
+    if kind is None:
+        return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
+    problems = []
+    known = {*_READ[kind], "rope_type", "type", "rope_theta", *([_ORIGINAL] if kind in ("llama3", "yarn") else [])}
+    for name, value in given.items():
+        if name not in known and value not in _NEUTRAL.get(name, ()):
+            problems.append(f"{name} = {json.dumps(value)} is not supported with rope_type = {named}")
+    rope = {ours: given[theirs] for theirs, ours in _READ[kind].items() if given.get(theirs) is not None}
+    if kind in ("llama3", "yarn"):
+        outer, inner = content.get(_ORIGINAL), given.get(_ORIGINAL)
+        if outer is not None and inner is not None and outer != inner:  # versions of transformers differ here
+            problems.append(
+                f"{_ORIGINAL} is {json.dumps(inner)} for positions, and {json.dumps(outer)} outside of them"
+            )
+        rope["original_max_position"] = _first(outer, inner, content.get("max_position_embeddings"))
+    if kind == "yarn" and "factor" not in rope:
+        longest, original = content.get("max_position_embeddings"), rope["original_max_position"]
+        if isinstance(longest, int) and isinstance(original, int) and original > 0:
+            rope["factor"] = longest / original
+    needed = (
+        ["factor", *(["low_freq_factor", "high_freq_factor"] if kind == "llama3" else [])] if kind != "none" else []
+    )
+    problems += [f"{name} is missing from rope_type = {named}" for name in needed if name not in rope]
+    if rope.get("factor") == 1.0 and "attention_factor" not in rope:
+        kind, rope = "none", {}  # scaled by one
+    return {"base": base, "scaling": kind, **rope}, problems
+
+
+def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
+    """The keys of config.json that say it; is_new: as transformers 5 writes them.
+
+    base 1e6, yarn by 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
+    """
+    kind = {ours: theirs for theirs, ours in _KINDS.items()}[rope.scaling]
+    told: dict[str, Any] = {"rope_type": kind}
+    for theirs, ours in _READ[rope.scaling].items():
+        if (value := getattr(rope, ours)) is not None:
+            told[theirs] = value
+    if rope.scaling in ("llama3", "yarn"):
+        told[_ORIGINAL] = rope.original_max_position
+    if is_new:
+        return {"rope_parameters": {"rope_theta": rope.base, **told}}
+    return {"rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else told}
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not null."""
+    return next((value for value in values if value is not None), None)

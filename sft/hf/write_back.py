@@ -1,0 +1,70 @@
+"""`model.*` -> config.json: the file that the weights came with, changed where the model is another one now.
+
+A file of which nothing changes stays as it is, byte for byte.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sft.config import ModelConfig, listed
+from sft.errors import ConfigError
+from sft.hf.architecture import KEYS, Architecture, architecture
+from sft.hf.rotary import written
+
+_LONGEST = "max_position_embeddings"
+
+
+def write_back(
+    content: Mapping[str, Any], now: ModelConfig, path: str, *, dtype: str, seq_length: int | None
+) -> dict[str, Any]:
+    """`content` of a config.json -> that of `now`.
+
+    dtype: of the weights, as `bfloat16`; seq_length: of the packs that the model was trained on, where known
+    Raises ConfigError where `now` is of another family.
+    """
+    before = architecture(content, path)
+    _same_family(before, now, path)
+    changed = dict(content)
+    new = resolved(now, before.vocab_size)
+    old = resolved(before.model, before.vocab_size)
+    changed |= {theirs: new[ours] for ours, theirs in KEYS.items() if new[ours] != old[ours]}
+    if _says(now) != _says(before.model):
+        is_new = "rope_parameters" in content or "rope_theta" not in content
+        # Outside of the group, these would win over what is inside.
+        outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
+        changed = {key: value for key, value in changed.items() if key not in outer} | written(now.rope, is_new=is_new)
+    if seq_length is not None and isinstance(content.get(_LONGEST), int):
+        changed[_LONGEST] = max(content[_LONGEST], seq_length)
+    name = "dtype" if "dtype" in content else "torch_dtype"
+    if name in content or dtype != "float32":
+        changed[name] = dtype
+    after = architecture(changed, path)
+    assert resolved(after.model, after.vocab_size) == new and _says(after.model) == _says(now), (after.model, now)
+    return changed
+
+
+def resolved(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Our keys as config.json has them, nothing left to be derived.  vocab_size: where the recipe leaves it open"""
+    sizes = {name: getattr(model, name) for name in KEYS}
+    return sizes | {
+        "num_query_groups": model.resolved_query_groups,
+        "head_dim": model.resolved_head_dim,
+        "vocab_size": model.vocab_size or vocab_size,
+    }
+
+
+def _says(model: ModelConfig) -> dict[str, Any]:
+    """What `model.rope` means, without the keys that have no effect."""
+    return written(model.rope, is_new=True)
+
+
+def _same_family(before: Architecture, now: ModelConfig, path: str) -> None:
+    family = before.family
+    wrong = [
+        f"model.{name} = {str(getattr(now, name)).lower()}, and {family.model_type} has "
+        f"{'one' if getattr(family, name) else 'none'} ({path})."
+        for name in ("qkv_bias", "qk_norm")
+        if getattr(now, name) != getattr(family, name)
+    ]
+    if wrong:
+        raise ConfigError(listed(wrong))

@@ -1,0 +1,291 @@
+"""Imported models compute what transformers computes, on every layout; and what is trained goes back to transformers.
+
+The models are transformers' own, saved by it; the losses and gradients to compare with come from it too.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from sft.batch import Sample
+from sft.console import Console
+from sft.convert.to_hf import export_hf
+from sft.convert.to_megatron import import_hf
+from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.prepare import prepare_recipe
+from sft.hf.architecture import architecture, read
+from sft.keys import values
+from sft.mcore import shards
+from sft.recipe import load_recipe
+from tests.ranks import megatron_lm, scenarios
+from tests.ranks.pool import RankPool
+from tests.ranks.test_hf_reference import (
+    GRADIENT_TOLERANCE,
+    MEAN_LOSS_TOLERANCE,
+    PACKS,
+    VISIBLE,
+    Architecture,
+    Reference,
+    _losses,
+    backward,
+    check_losses,
+    hf_losses,
+    in_hf_names,
+    packed_gradients,
+    packed_losses,
+)
+from tests.ranks.test_run import chats
+from tests.unit.fixtures import hf
+
+Ranks = Callable[[int], RankPool]
+QUIET = Console(0, io.StringIO())
+ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond
+LAYOUTS = [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2"])]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(family="llama", rms_norm_eps=1e-5),
+    "llama all heads": dict(family="llama", num_key_value_heads=8, tied=True),
+    "mistral": dict(family="mistral"),
+    "qwen2": dict(family="qwen2"),
+    "qwen3 tied": dict(family="qwen3", tied=True),
+    "llama3 positions": dict(
+        family="llama",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    ),
+    "yarn": dict(
+        family="qwen2",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Model(Reference):
+    """A model of transformers, the checkpoint that was made of it, and the recipe of its sizes."""
+
+    recipe: list[str]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    made: dict[str, Model] = {}
+
+    def get(name: str) -> Model:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("model")
+            source = hf.save(folder / "source", **MODELS[name])
+            import_hf(source, folder / "imported", QUIET)
+            checkpoint = str(folder / "imported" / "iter_0000000")
+            made[name] = Model(checkpoint, {}, hf.load(source).train(), recipe_of(source))
+        return made[name]
+
+    return get
+
+
+def recipe_of(source: Path) -> list[str]:
+    """config.json as overrides of the tests' recipe."""
+    found = architecture(read(source), str(source)).values
+    return ["train.global_batch_size=2"] + [f"model.{k}={str(v).lower()}" for k, v in found.items() if v is not None]
+
+
+@pytest.fixture(scope="module")
+def packs() -> list[list[Sample]]:
+    """Samples supervised in their last quarter only: packed, and each alone."""
+    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
+    return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (1,), (2,), (3,), (4,))]
+
+
+@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
+@pytest.mark.parametrize("name", MODELS)
+def test_every_token_has_the_loss_that_transformers_gives_it(
+    ranks: Ranks,
+    models: Callable[[str], Model],
+    packs: list[list[Sample]],
+    name: str,
+    world_size: int,
+    overrides: list[str],
+) -> None:
+    model = models(name)
+    results = ranks(world_size).run(packed_losses, model.recipe + overrides, model.folder, packs)
+    check_losses(results, model, packs)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3 tied"])
+def test_loss_and_every_gradient_are_those_of_transformers(
+    ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], name: str
+) -> None:
+    model, together = models(name), packs[:2]
+    expected_loss, count = backward(model.model, [sample for pack in together for sample in pack])
+    expected = {n: param.grad.clone() for n, param in model.model.named_parameters()}
+    (result,) = ranks(1).run(packed_gradients, model.recipe, model.folder, together)
+    assert result["num_tokens"] == count == 50 + 9 + 16 + 1 + 22  # the last quarters of 200, 37, 64, 5 and 90
+    assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
+    family = hf.FAMILIES[MODELS[name]["family"]]
+    found = in_hf_names(Architecture(family, [], tied=MODELS[name].get("tied", False)), result["gradients"])
+    assert found.keys() == expected.keys()
+    errors = {n: float((found[n] - grad).norm() / grad.norm()) for n, grad in expected.items()}
+    assert not {n: error for n, error in errors.items() if not error <= GRADIENT_TOLERANCE}
+
+
+def train_and_save(
+    overrides: list[str], start: str, folder: str, recipe: dict[str, Any], samples: list[list[Sample]]
+) -> list[Any]:
+    """Two steps from the imported weights, saved as a run saves; the token losses of the trained model."""
+    with scenarios.running(overrides) as engine:
+        shards.load_weights(engine, Path(start))
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+        for step in range(2):
+            engine.train_step(loader.microbatches(step))
+        written = {**values(engine.config), **recipe}
+        shards.save(engine, Path(folder), {"iteration": 2, "sft": {"recipe": written}})
+        return [_losses(engine, pack) for pack in samples]
+
+
+@pytest.mark.parametrize(
+    "name,world_size,overrides",
+    [
+        ("qwen3 tied", 2, ["parallel.pp=2"]),
+        ("qwen2", 2, ["parallel.tp=2", "parallel.distributed_optimizer=true"]),
+        ("llama", 2, ["parallel.cp=2", "model.rope.base=4e5"]),
+        (
+            "mistral",
+            1,
+            ["model.rope.scaling=yarn", "model.rope.factor=4", f"model.rope.original_max_position={ORIGINAL}"],
+        ),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
+)
+def test_what_was_trained_gives_transformers_the_same_losses(
+    ranks: Ranks,
+    models: Callable[[str], Model],
+    packs: list[list[Sample]],
+    tmp_path: Path,
+    name: str,
+    world_size: int,
+    overrides: list[str],
+) -> None:
+    model, folder = models(name), tmp_path / "run" / "checkpoints" / "iter_0000002"
+    folder.mkdir(parents=True)
+    recipe = {"model.init_from": str(Path(model.folder).parent)}  # which is how a run tells where it came from
+    every = [*model.recipe, "optim.lr=1e-2", *overrides]
+    results = ranks(world_size).run(train_and_save, every, model.folder, str(folder), recipe, packs)
+    export_hf(tmp_path / "run", tmp_path / "exported", QUIET)
+    trained = Reference("", {}, hf.load(tmp_path / "exported"))
+    check_losses(results, trained, packs)
+    with torch.no_grad():
+        before, after = (hf_losses(m, packs[0][0]) for m in (model.model, trained.model))
+    assert float(np.abs((before - after).numpy()).mean()) > VISIBLE
+
+
+def theirs_loaded(flags: str, folder: str) -> dict[str, np.ndarray]:
+    """What Megatron-LM has in its model after --load FOLDER --finetune, by name."""
+    # Qwen3 has no such bias.
+    command, made = megatron_lm.COMMAND.replace(" --add-qkv-bias", ""), megatron_lm.TransformerConfig
+    with (
+        mock.patch.object(megatron_lm, "COMMAND", command),
+        mock.patch.object(megatron_lm, "TransformerConfig", lambda **k: made(**{**k, "add_qkv_bias": False})),
+        megatron_lm.running(f"{flags} --finetune --no-load-optim --no-load-rng") as other,
+    ):
+        assert megatron_lm.load(other, Path(folder)) == 0
+        return {name: param.detach().float().numpy().copy() for name, param in other.model.module.named_parameters()}
+
+
+@pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")
+@pytest.mark.parametrize("world_size,flags", [(1, ""), (2, "--tensor-model-parallel-size 2")])
+def test_megatron_lm_loads_what_was_imported(ranks: Ranks, tmp_path: Path, world_size: int, flags: str) -> None:
+    """Its own load_checkpoint, with its own checks of the arguments that are stored."""
+    sizes = dict(num_hidden_layers=4, head_dim=4)  # those of megatron_lm.COMMAND
+    source = hf.save(tmp_path / "source", "qwen3", **sizes)
+    import_hf(source, tmp_path / "imported", QUIET)
+    model = hf.load(source).state_dict()
+    for rank, found in enumerate(ranks(world_size).run(theirs_loaded, flags, str(tmp_path / "imported"))):
+        down, gate = (model[f"model.layers.3.mlp.{name}_proj.weight"].numpy() for name in ("down", "gate"))
+        np.testing.assert_array_equal(
+            found["decoder.layers.3.mlp.linear_fc2.weight"], np.split(down, world_size, axis=1)[rank]
+        )
+        half = len(gate) // world_size
+        np.testing.assert_array_equal(
+            found["decoder.layers.3.mlp.linear_fc1.weight"][:half], np.split(gate, world_size)[rank]
+        )
+        embedding = model["model.embed_tokens.weight"].numpy()
+        rows = found["embedding.word_embeddings.weight"]
+        there = embedding[rank * len(rows) : (rank + 1) * len(rows)]
+        np.testing.assert_array_equal(rows[: len(there)], there)
+
+
+RUN = """
+run: {dir: run, device: cpu, precision: fp32}
+model: {hf: model, init_from: imported}
+data: {train: chat.jsonl, eval: held_out.jsonl, tokenizer: byte, seq_length: 512, doc_multiple: 32}
+parallel: {sequence_parallel: false}
+train: {num_steps: 3, global_batch_size: 2}
+optim: {lr: 1e-3}
+"""
+
+
+def sft(folder: Path, *words: str) -> str:
+    """One process of the command line."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "sft", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Path) -> None:
+    """As a user does it: import, a recipe that names the model, train at another base, export, load elsewhere."""
+    chats(tmp_path, 40)
+    chats(tmp_path, 7, "held_out.jsonl")
+    (tmp_path / "recipe.yaml").write_text(RUN)
+    import_hf(hf.save(tmp_path / "model", "qwen3", vocab_size=512, tied=True), tmp_path / "imported", QUIET)
+    recipe = ["recipe.yaml", "model.rope.base=20000"]
+    sft(tmp_path, "data", "prepare", *recipe)
+    sft(tmp_path, "train", *recipe)
+    shutil.rmtree(tmp_path / "model")  # its copy in imported/hf is left
+    told = io.StringIO()
+    with contextlib.chdir(tmp_path):  # the run names it by a relative path
+        export_hf(Path("run"), Path("exported"), Console(0, told))
+        config = load_recipe("recipe.yaml", ["model.hf=imported", "model.rope.base=20000"]).config
+        held_out = prepare_recipe(config, load_tokenizer(config.data), QUIET)["eval"]
+    assert "config.json   imported/hf/config.json, changed: rope_parameters" in told.getvalue()
+    model, total, count = hf.load(tmp_path / "exported"), 0.0, 0
+    for i in range(7):
+        sample = held_out.sample(i)
+        with torch.no_grad():
+            losses = hf_losses(model, sample)[torch.from_numpy(sample.weights[1:] > 0)]
+        total, count = total + float(losses.sum()), count + len(losses)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (logged,) = [r["lm loss"] for r in records if r["kind"] == "eval" and r["step"] == 3]
+    assert logged == pytest.approx(total / count, rel=1e-5)
+    (first,) = [r["lm loss"] for r in records if r["kind"] == "eval" and r["step"] == 0]
+    assert abs(first - logged) > VISIBLE

@@ -1,0 +1,528 @@
+"""To Megatron and back is bitwise the same; and what is refused leaves nothing behind."""
+
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from sft.checkpoint import manifest, names
+from sft.config import ModelConfig
+from sft.console import Console
+from sft.convert import to_megatron
+from sft.convert.boxes import Boxes
+from sft.convert.parts import PartsWriter
+from sft.convert.to_hf import export_hf
+from sft.convert.to_megatron import import_hf
+from sft.errors import CheckpointError, ConfigError, SftError
+from sft.mcore import safe
+from tests.unit.fixtures import hf
+
+QUIET = Console(0, io.StringIO())
+Make = Callable[..., Path]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, as the safetensors library reads it; none is in two files."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        there = load_file(file)
+        assert not found.keys() & there.keys()
+        found |= there
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    def raw(tensor: torch.Tensor) -> bytes:
+        return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and a[name].shape == b[name].shape and raw(a[name]) == raw(b[name]) for name in a
+    )
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Make:
+    def make(family: str = "qwen2", **fields: Any) -> Path:
+        return hf.save(tmp_path / "source", family, **fields)
+
+    return make
+
+
+# --- there and back ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [4, 8])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_there_and_back_is_bitwise(
+    made: Make, tmp_path: Path, family: str, tied: bool, groups: int, dtype: torch.dtype
+) -> None:
+    source = made(family, tied=tied, num_key_value_heads=groups, dtype=dtype)
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    before = tensors(source)
+    assert ("lm_head.weight" in before) is not tied
+    assert {one.dtype for one in before.values()} == {dtype}
+    assert same(before, tensors(tmp_path / "back"))
+    assert (source / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    hf.load(tmp_path / "back")
+
+
+@pytest.mark.parametrize("vocab,padded", [(301, 384), (384, 384), (1, 128)])
+def test_padding_of_the_vocabulary_is_zeros_and_stays_behind(
+    made: Make, tmp_path: Path, vocab: int, padded: int
+) -> None:
+    source = made(vocab_size=vocab)
+    import_hf(source, tmp_path / "there", QUIET)
+    boxes = Boxes(tmp_path / "there" / "iter_0000000")
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert boxes.shapes[key] == (padded, hf.WIDTH)
+        assert not boxes.read(key, (vocab, 0), (padded - vocab, hf.WIDTH)).any()
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert tensors(tmp_path / "back")["lm_head.weight"].shape == (vocab, hf.WIDTH)
+
+
+def test_several_files_and_blocks_smaller_than_a_tensor(
+    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing depends on where files and blocks end."""
+    monkeypatch.setattr(to_megatron, "BLOCK_BYTES", 700)  # five rows
+    monkeypatch.setattr("sft.convert.to_hf._AT_ONCE", 0)
+    monkeypatch.setattr(PartsWriter.__init__, "__defaults__", (50_000,))
+    source = made(shard="20KB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    import_hf(source, tmp_path / "there", QUIET)
+    assert len(list((tmp_path / "there" / "iter_0000000").glob("*.distcp"))) > 3
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET, shard_bytes=30_000)
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert same(tensors(source), tensors(tmp_path / "back"))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    for file in files:
+        with safe_open(tmp_path / "back" / file, "pt") as opened:
+            assert all(index["weight_map"][name] == file for name in opened.keys())
+    assert len(index["weight_map"]) == len(tensors(source))
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in tensors(source).values())
+    hf.load(tmp_path / "back")
+
+
+def test_types_are_kept_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
+    """Norms in fp32 beside matrices in bf16: both stay, and numbers lie where their type wants them."""
+    source = made(dtype=torch.bfloat16)
+    changed = {name: one.float() if "norm" in name else one for name, one in tensors(source).items()}
+    save_file(changed, source / "model.safetensors")
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert same(changed, tensors(tmp_path / "back"))
+    assert (source / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    content = (tmp_path / "back" / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    told = json.loads(content[8 : 8 + length])
+    del told["__metadata__"]
+    assert length % 8 == 0
+    order = [one["dtype"] for one in sorted(told.values(), key=lambda one: int(one["data_offsets"][0]))]
+    assert order == sorted(order, reverse=True) and set(order) == {"F32", "BF16"}  # the wider ones first
+
+
+def test_the_type_in_config_is_that_of_the_weights(made: Make, tmp_path: Path) -> None:
+    """transformers loads as config.json says: fp32 weights under `bfloat16` would be rounded without a word."""
+    source = hf.change(made(), dtype="bfloat16")
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_what_belongs_to_a_model_goes_along(made: Make, tmp_path: Path) -> None:
+    source = made()
+    texts = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"a": 1}',
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tools.jinja": "{{ tools }}",
+    }
+    for name, text in texts.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    (tmp_path / "blob").write_text("m")
+    (source / "merges.txt").symlink_to(tmp_path / "blob")  # as a download has it
+    (source / "modeling_own.py").write_text("raise SystemExit")
+    import_hf(source, tmp_path / "there", QUIET)
+    shutil.rmtree(source)
+    (tmp_path / "blob").unlink()
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    found = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back").rglob("*") if path.is_file()}
+    own = {"config.json", "generation_config.json", "model.safetensors", "manifest.json", "merges.txt"}
+    assert found == own | texts.keys()
+    assert all((tmp_path / "back" / name).read_text() == text for name, text in texts.items())
+    assert (tmp_path / "back" / "merges.txt").read_text() == "m"
+
+
+def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
+    """The newest of its folder, whole by its manifest, with the plain values that Megatron-LM looks for."""
+    source = made("qwen3", dtype=torch.bfloat16)
+    import_hf(source, tmp_path / "there", QUIET)
+    (path,) = names.candidates(tmp_path / "there")
+    assert path.name == "iter_0000000" and names.pointed(tmp_path / "there") == 0
+    written = manifest.read(path)
+    assert written is not None and not manifest.damage(path, written, verify="full")
+    assert sorted(written.files) == manifest.names_in(path)
+    args = safe.common_state(path)["args"]
+    assert (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels) == (2, 32, 4, 8)
+    assert args.qk_layernorm and not args.add_qkv_bias and args.bf16 and args.padded_vocab_size == 384
+    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in safe.objects(path)
+    assert safe.common_state(path)["iteration"] == 0
+
+
+def test_the_manifest_has_a_digest_of_every_tensor(made: Make, tmp_path: Path) -> None:
+    import hashlib
+
+    source = made(dtype=torch.bfloat16)
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    expected = {
+        name: hashlib.sha256(one.view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, one in tensors(source).items()
+    }
+    for folder in (tmp_path / "there" / "iter_0000000", tmp_path / "back"):
+        written = manifest.read(folder)
+        assert written is not None and written.facts["tensors"] == expected
+        assert not manifest.damage(folder, written, verify="full")
+
+
+# --- refusals: every one leaves nothing behind -------------------------------------------------------------
+
+
+def refused(work: Callable[[], object], target: Path, kind: type[SftError] = CheckpointError) -> str:
+    before = sorted(target.parent.rglob("*"))
+    with pytest.raises(kind) as error:
+        work()
+    assert sorted(target.parent.rglob("*")) == before
+    return str(error.value)
+
+
+def import_refused(source: Path, kind: type[SftError] = CheckpointError) -> str:
+    target = source.parent / "there"
+    return refused(lambda: import_hf(source, target, QUIET), target, kind)
+
+
+def rewrite(source: Path, **changes: torch.Tensor | None) -> Path:
+    """Other tensors in the one file, by name with `/` for `.`; None removes one."""
+    found: dict[str, torch.Tensor | None] = {**tensors(source)}
+    found |= {name.replace("/", "."): one for name, one in changes.items()}
+    save_file({name: one for name, one in found.items() if one is not None}, source / "model.safetensors")
+    return source
+
+
+def test_missing_surplus_and_misshapen_tensors_are_told_at_once(made: Make) -> None:
+    source = rewrite(
+        made(),
+        **{
+            "model/layers/0/mlp/up_proj/weight": None,
+            "model/layers/1/mlp/up_proj/weight": None,
+            "model/layers/1/self_attn/k_proj/bias": None,
+            "model/layers/0/mlp/experts/weight": torch.zeros(2),
+            "model/norm/weight": torch.zeros(33),
+            "lm_head/weight": torch.zeros(301, 32, dtype=torch.float64),
+        },
+    )
+    assert import_refused(source) == (
+        f"{source} does not hold this model:\n"
+        "  missing: model.layers.*.mlp.up_proj.weight (layers 0-1)\n"
+        "  missing: model.layers.*.self_attn.k_proj.bias (layer 1)\n"
+        "  surplus: model.layers.*.mlp.experts.weight (layer 0)\n"
+        "  another shape: model.norm.weight is 33, expected 32\n"
+        "  of type F64, only F32, F16, BF16 are supported: lm_head.weight"
+    )
+
+
+def test_one_tensor_of_ours_cannot_have_two_types(made: Make) -> None:
+    half = torch.zeros(hf.FFN, hf.WIDTH, dtype=torch.bfloat16)
+    told = import_refused(rewrite(made(), **{"model/layers/1/mlp/up_proj/weight": half}))
+    assert "of several types, which become one tensor: F32 (model.layers.0.mlp.gate_proj.weight), BF16 (" in told
+
+
+def test_an_output_that_is_tied_and_stored_is_refused(made: Make) -> None:
+    told = import_refused(rewrite(made(tied=True), **{"lm_head/weight": torch.zeros(301, 32)}))
+    assert (
+        "surplus: lm_head.weight" in told and "tie_word_embeddings is true, so lm_head.weight is read by nobody" in told
+    )
+
+
+def test_frequencies_that_old_files_store_are_passed_over(made: Make, tmp_path: Path) -> None:
+    source = made("llama")
+    before = tensors(source)
+    rewrite(source, **{f"model/layers/{i}/self_attn/rotary_emb/inv_freq": torch.zeros(4) for i in (0, 1)})
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert same(before, tensors(tmp_path / "back"))
+
+
+def test_an_unknown_model_type(made: Make) -> None:
+    assert 'model_type = "mamba" is not known' in import_refused(hf.change(made(), model_type="mamba"), ConfigError)
+
+
+@pytest.mark.parametrize("left", [0, 7, 8, 100, 3000, -1])
+def test_a_truncated_file(made: Make, left: int) -> None:
+    source = made()
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    assert import_refused(source).startswith(f"{path} is not a whole safetensors file: ")
+
+
+def test_a_file_that_shrinks_meanwhile(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made()
+
+    def shrink(*args: Any, **kwargs: Any) -> None:
+        (source / "model.safetensors").write_bytes(b"")
+
+    before = (source / "model.safetensors").stat().st_size
+    monkeypatch.setattr("sft.convert.to_megatron._check", shrink)
+    assert before and "became shorter while model.embed_tokens.weight was read" in import_refused(source)
+
+
+def header(content: Any, data: bytes = b"") -> bytes:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def place(*offsets: int, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    "content,why",
+    [
+        (header({"a": place(0, 4)}, b"12345"), "its header describes"),
+        (header({"a": place(0, 4), "b": place(0, 4)}, b"1234"), "b begins at byte 0"),
+        (header({"a": place(4, 8)}, b"12345678"), "a begins at byte 4"),
+        (header({"a": place(0, 4, shape=(2,))}, b"1234"), "a is F32 [2] in 4 bytes"),
+        (header({"a": place(4, 0)}, b"1234"), "a is nowhere"),
+        (header({"a": place(-4, 0)}, b"1234"), "a is nowhere"),
+        (header({"a": {"dtype": "F32", "shape": [1]}}, b"1234"), "a is nowhere"),
+        (header({"a": place(0, 4, shape=(-1,))}, b"1234"), "a is 'F32' [-1]"),
+        (header(b'{"a": {}, "a": {}}'), "a name is there twice"),
+        (header(b"[1]"), "is not a group of names"),
+        (header(b"{"), "not a whole safetensors file"),
+        (header(b"[" * 100_000), "not a whole safetensors file"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "its header alone would be"),
+    ],
+)
+def test_headers_that_lie(made: Make, content: bytes, why: str) -> None:
+    source = made()
+    (source / "model.safetensors").write_bytes(content)
+    assert why in import_refused(source)
+
+
+def test_a_pipe_is_not_waited_for(made: Make) -> None:
+    source = made()
+    (source / "model.safetensors").unlink()
+    os.mkfifo(source / "model.safetensors")
+    assert "model.safetensors is not a whole safetensors file: it is no file" in import_refused(source)
+
+
+def test_pickles_are_not_opened(made: Make) -> None:
+    source = made()
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    assert "pytorch_model.bin, a pickle, which can run any code and is not opened" in import_refused(source)
+    (source / "pytorch_model.bin").unlink()
+    assert "has no weights" in import_refused(source)
+
+
+def test_an_index_and_files_that_disagree(made: Make) -> None:
+    source = made(shard="20KB")
+    path = source / "model.safetensors.index.json"
+    good = json.loads(path.read_text())
+    files = list(good["weight_map"].values())
+    first = next(name for name, file in good["weight_map"].items() if files.count(file) > 1)
+
+    def told(weight_map: Any) -> str:
+        path.write_text(json.dumps({"weight_map": weight_map}))
+        return import_refused(source)
+
+    rest = {name: file for name, file in good["weight_map"].items() if name != first}
+    assert f"not in it: {first}" in told(rest)
+    assert "not in the file it names: other (" in told({**good["weight_map"], "other": good["weight_map"][first]})
+    assert "names '../secret.safetensors', which is no safetensors file" in told(
+        {**rest, first: "../secret.safetensors"}
+    )
+    assert "gone.safetensors is not a whole safetensors file: No such file" in told({**rest, first: "gone.safetensors"})
+    assert "is damaged" in told([1])
+    path.write_text(json.dumps(good))
+    (source / "model.safetensors").write_bytes(b"")
+    assert "has both model.safetensors and model.safetensors.index.json" in import_refused(source)
+
+
+def test_a_tensor_in_two_files(made: Make) -> None:
+    source = made(shard="20KB")
+    files = sorted(source.glob("*.safetensors"))
+    save_file({**load_file(files[1]), **dict([load_file(files[0]).popitem()])}, files[1])
+    assert f"is both in {files[0]} and in {files[1]}" in import_refused(source)
+
+
+def test_a_target_that_exists(made: Make, tmp_path: Path) -> None:
+    source = made()
+    import_hf(source, tmp_path / "imported", QUIET)
+    for target in (tmp_path / "empty", tmp_path / "file", tmp_path / "link"):
+        if target.name == "empty":
+            target.mkdir()
+        elif target.name == "file":
+            target.write_text("kept")
+        else:
+            target.symlink_to("nowhere")
+        for work in (import_hf, export_hf):
+            origin = source if work is import_hf else tmp_path / "imported"
+            told = refused(lambda: work(origin, target, QUIET), target)  # noqa: B023
+            assert told == f"{target} exists; nothing was written.  Remove it, or name another folder."
+
+
+def test_a_disk_too_small(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made()
+    import_hf(source, tmp_path / "imported", QUIET)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, (1 << 30) - 4096, 4096))
+    assert "has 4.0 KiB left; nothing was written" in import_refused(source)
+    target = tmp_path / "back"
+    assert "has 4.0 KiB left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
+
+
+def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made()
+    import_hf(source, tmp_path / "imported", QUIET)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sft.convert.parts._File._put", full)
+    monkeypatch.setattr("sft.convert.tensor_writer.TensorWriter._put", full)
+    assert "was not written: [Errno 28] No space left on device" in import_refused(source)
+    target = tmp_path / "back"
+    assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
+
+
+def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = made()
+    monkeypatch.setattr("sft.convert.to_megatron.write_plain", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt):
+        import_hf(source, tmp_path / "there", QUIET)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- refusals of an export ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def imported(made: Make, tmp_path: Path) -> Path:
+    import_hf(made(), tmp_path / "imported", QUIET)
+    return tmp_path / "imported"
+
+
+def export_refused(source: Path, kind: type[SftError] = CheckpointError, **options: Any) -> str:
+    target = source.parent / "back"
+    return refused(lambda: export_hf(source, target, QUIET, **options), target, kind)
+
+
+def test_a_checkpoint_that_cannot_tell_its_model(imported: Path, tmp_path: Path) -> None:
+    (imported / "hf").rename(tmp_path / "elsewhere")
+    assert f"no config.json in {imported / 'hf'}" in export_refused(imported)
+    assert "has no config.json" in export_refused(imported, like=tmp_path)
+    export_hf(imported, tmp_path / "back", QUIET, like=tmp_path / "elsewhere")
+    assert same(tensors(tmp_path / "source"), tensors(tmp_path / "back"))
+
+
+def test_a_checkpoint_of_another_model(imported: Path) -> None:
+    hf.change(imported / "hf", num_hidden_layers=3, intermediate_size=48, layer_types=..., rms_norm_eps=1e-5)
+    assert "norm_epsilon is 1e-06 in the checkpoint, and 1e-05 in config.json" in export_refused(imported)
+    hf.change(imported / "hf", rms_norm_eps=1e-6, tie_word_embeddings=True)
+    told = export_refused(imported)
+    assert "surplus: output_layer.weight" in told
+    assert "another shape: decoder.layers.mlp.linear_fc1.weight is 2 x 128 x 32, expected 3 x 96 x 32" in told
+    hf.change(imported / "hf", vocab_size=385)
+    assert "another shape: embedding.word_embeddings.weight is 384 x 32, expected 385 x 32" in export_refused(imported)
+
+
+def test_a_flipped_bit_is_found(imported: Path) -> None:
+    path = imported / "iter_0000000" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert "is damaged" in export_refused(imported) and "SHA-256" in export_refused(imported)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert "no checkpoint there" in export_refused(tmp_path / "nowhere")
+
+
+def test_a_part_that_is_missing(tmp_path: Path) -> None:
+    writer = PartsWriter(tmp_path)
+    writer.tensor("a", (4, 2), (0, 0), torch.ones(2, 2))
+    writer.finish()
+    assert Boxes(tmp_path).read("a", (1, 0), (1, 2)).tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="parts of a are missing"):
+        Boxes(tmp_path).read("a", (0, 0), (4, 2))
+
+
+def test_a_box_of_several_parts(tmp_path: Path) -> None:
+    """Rows 1 to 3, columns 1 and 2, of a tensor that was written in quarters."""
+    whole = torch.arange(16.0).view(4, 4)
+    writer = PartsWriter(tmp_path)
+    for row in (0, 2):
+        for column in (0, 2):
+            writer.tensor("a", (4, 4), (row, column), whole[row : row + 2, column : column + 2].clone())
+    writer.finish()
+    assert Boxes(tmp_path).read("a", (1, 1), (3, 2)).tolist() == [[5.0, 6.0], [9.0, 10.0], [13.0, 14.0]]
+
+
+def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) -> None:
+    """A run tells its own positions; keys that config.json cannot say are told."""
+    from sft.convert.to_hf import _model
+    from sft.hf.architecture import architecture, read
+
+    before = architecture(read(imported / "hf"), "config.json")
+    sizes = {f"model.{key}": value for key, value in before.values.items()}
+    recipe = {**sizes, "model.rope.base": 5e5, "model.megatron.moe_x": 1, "data.seq_length": 4096}
+    stream = io.StringIO()
+    model, length = _model({"sft": {"recipe": recipe}}, before, imported, Console(0, stream))
+    assert isinstance(model, ModelConfig) and (model.rope.base, length) == (5e5, 4096)
+    assert "WARNING: the run set megatron.moe_x" in stream.getvalue()
+
+
+# --- the tools ---------------------------------------------------------------------------------------------
+
+
+def tool(name: str, *words: object) -> tuple[int, str, str]:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "tools" / f"{name}_hf.py"), *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_tools(made: Make, tmp_path: Path) -> None:
+    source, there, back = made(), tmp_path / "there", tmp_path / "back"
+    code, out, _ = tool("import", source, there)
+    assert code == 0 and f"start a run from it with model.init_from={there}" in out
+    (there / "hf").rename(tmp_path / "moved")
+    code, out, _ = tool("export", there, back, "--hf", tmp_path / "moved", "--verify", "size")
+    assert code == 0 and "config.json, unchanged" in out
+    assert same(tensors(source), tensors(back))
+    code, _, error = tool("import", source, there)
+    assert code == 2 and error.endswith("nothing was written.  Remove it, or name another folder.\n")
+    assert error.startswith("CheckpointError: ") and "Traceback" not in error

@@ -1,0 +1,108 @@
+"""model.hf: the architecture of a recipe from a config.json."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from sft.config import RopeConfig
+from sft.errors import ConfigError
+from sft.recipe import Recipe, dump, parse_recipe
+from sft.verbs import explain
+from tests.unit.fixtures import hf
+
+REST = """
+data: {train: unused, seq_length: 256}
+train: {num_steps: 5, global_batch_size: 4}
+optim: {lr: 1e-3}
+run: {dir: unused}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    transformers.Qwen3Config(
+        vocab_size=301,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
+    ).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def recipe(folder: Path, *overrides: str, **model: Any) -> Recipe:
+    typed = "".join(f"  {key}: {value}\n" for key, value in {"hf": folder, **model}.items())
+    return parse_recipe(f"model:\n{typed}{REST}", "a.yaml", overrides)
+
+
+def test_nothing_needs_to_be_typed(folder: Path) -> None:
+    found = recipe(folder)
+    model = found.config.model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (3, 64, 96)
+    assert (model.num_attention_heads, model.num_query_groups, model.head_dim) == (8, 2, 16)
+    assert (model.vocab_size, model.norm_epsilon, model.tie_embeddings) == (301, 1e-6, False)
+    assert (model.qk_norm, model.qkv_bias) == (True, False)
+    assert model.rope == RopeConfig(base=1e6, scaling="linear", factor=2.0)
+    path = folder / "config.json"
+    assert str(found.origins["model.ffn_hidden_size"]) == f"derived: {path}, intermediate_size"
+    assert str(found.origins["model.rope.base"]) == f"derived: {path}, rope_parameters"
+    assert str(found.origins["model.init_std"]) == "default"
+
+
+def test_explain_tells_where_a_size_came_from(folder: Path) -> None:
+    told = explain(recipe(folder), "model.num_layers").splitlines()
+    assert told[0] == "model.num_layers = 3"
+    assert told[1] == f"    from     derived: {folder / 'config.json'}, num_hidden_layers"
+
+
+def test_the_recipe_of_a_run_loads_back(folder: Path) -> None:
+    found = recipe(folder, "model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_max_position=4096")
+    assert parse_recipe(dump(found), "recipe.yaml").config == found.config
+
+
+def test_a_folder_that_was_imported(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "imported").mkdir()
+    folder.rename(tmp_path / "imported" / "hf")
+    assert recipe(tmp_path / "imported").config.model.num_layers == 3
+
+
+def test_what_is_typed_has_to_agree(folder: Path) -> None:
+    assert recipe(folder, num_layers=3, head_dim="null").config.model.head_dim == 16
+    with pytest.raises(ConfigError) as error:
+        recipe(folder, "model.qk_norm=false", num_layers=4)
+    path = folder / "config.json"
+    assert str(error.value) == (
+        f"1 of 2: model.num_layers = 4 (a.yaml, line 3), and 3 in {path}, num_hidden_layers.  Leave it out.\n"
+        f"  2 of 2: model.qk_norm = false (command line: model.qk_norm=false), and true in {path}, model_type.  "
+        "Leave it out."
+    )
+
+
+def test_positions_may_be_changed(folder: Path) -> None:
+    assert recipe(folder, "model.rope.base=5e6").config.model.rope == RopeConfig(base=5e6, scaling="linear", factor=2.0)
+    changed = ["model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_max_position=4096"]
+    assert recipe(folder, *changed).config.model.rope == RopeConfig(
+        base=1e6, scaling="yarn", factor=4.0, original_max_position=4096
+    )
+    # The factor was one of the scaling before.
+    assert recipe(folder, "model.rope.scaling=none").config.model.rope == RopeConfig(base=1e6)
+
+
+def test_a_conflict_with_what_was_given(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="model.rope.factor = 1 .*must be above 1 for linear scaling"):
+        recipe(folder, "model.rope.factor=1")
+
+
+def test_a_folder_without_or_of_an_unknown_model(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        recipe(tmp_path / "nowhere")
+    assert str(error.value).startswith(f"model.hf = {tmp_path / 'nowhere'} (a.yaml, line 2): ")
+    assert "is missing from" not in str(error.value)  # the sizes, which it would have given
+    with pytest.raises(ConfigError, match='model_type = "mamba" is not known here'):
+        recipe(hf.change(folder, model_type="mamba"))

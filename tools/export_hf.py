@@ -1,0 +1,36 @@
+"""A Megatron checkpoint -> a Hugging Face model.
+
+    python tools/export_hf.py runs/demo models/demo                        the newest checkpoint of a run
+    python tools/export_hf.py runs/demo/checkpoints/iter_0000100 models/demo --hf models/Qwen3-8B
+
+config.json, tokenizer and chat template come from the model that the run began with; --hf names its folder where the
+checkpoint cannot tell.  One process, no GPU.  Which models: docs/models.md.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from sft.console import Console
+from sft.convert.to_hf import export_hf
+from sft.errors import SftError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Convert a Megatron checkpoint to a Hugging Face model.")
+    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint, folder of checkpoints, or run")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
+    parser.add_argument("--hf", metavar="DIR", type=Path, help="the Hugging Face folder that the weights came from")
+    how = "how the checkpoint is compared with its manifest (full: every byte)"
+    parser.add_argument("--verify", choices=("full", "size", "off"), default="full", help=how)
+    arguments = parser.parse_args()
+    try:
+        export_hf(arguments.source, arguments.target, Console(0), like=arguments.hf, verify=arguments.verify)
+    except SftError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""A Hugging Face model -> a Megatron checkpoint that a run starts from.
+
+    python tools/import_hf.py models/Qwen3-8B checkpoints/qwen3-8b
+    ... then model.init_from=checkpoints/qwen3-8b
+
+One process, no GPU; memory does not grow with the model.  Which models: docs/models.md.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from sft.console import Console
+from sft.convert.to_megatron import import_hf
+from sft.errors import SftError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Convert a Hugging Face model to a Megatron checkpoint.")
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and safetensors files")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
+    arguments = parser.parse_args()
+    try:
+        import_hf(arguments.source, arguments.target, Console(0))
+    except SftError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,7 +34,7 @@ def run() -> NoReturn:
     except Exception:  # a bug of ours, or a peer that is gone; threads of the group must not keep this process
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # ends the helpers that saved checkpoints, among others
+    atexit._run_exitfuncs()  # of libraries: what they flush and end
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

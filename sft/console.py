@@ -18,8 +18,8 @@ from tqdm import tqdm
 SECONDS_BETWEEN_LINES = 5.0
 SECONDS_BETWEEN_LOOKS = 0.5  # of `Console.watch`
 
-# Held while the thread of `watch` draws.  A process forked just then, as megatron-core forks some to write its
-# shards, would have a locked stdout for ever, and hang when it flushes that at its end.
+# Held while the thread of `watch` draws.  A process forked just then, as libraries fork some, would have a locked
+# stdout for ever, and hang when it flushes that at its end.
 _drawing = threading.Lock()
 os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 

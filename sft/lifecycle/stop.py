@@ -47,8 +47,8 @@ class Stop:
     `grace_s`: seconds after the first signal, when the process leaves as it is, with exit code 1.  `deadline`: the
     monotonic time at which to stop, and why.  After a second signal the exit code is 128 + its number.
 
-    Forked children live on through the signals, since torchrun sends them to all processes of a rank and those that
-    write a checkpoint are among them; once the context is left, or the parent is gone, they end by them as usual.
+    Forked children (a library may have some) live on through the signals, since torchrun sends them to all processes of
+    a rank; once the context is left, or the parent is gone, they end by them as usual.
     """
 
     def __init__(

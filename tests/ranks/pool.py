@@ -86,7 +86,7 @@ class RankPool:
 
 
 def _kill(process: Any) -> None:
-    """A rank and everything it started: saving a checkpoint leaves helper processes."""
+    """A rank and everything it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()

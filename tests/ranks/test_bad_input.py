@@ -113,7 +113,7 @@ def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[subp
 
 
 def kill(processes: list[subprocess.Popen]) -> None:
-    """The ranks and what they started: the helpers that save a checkpoint outlive their rank and hold its pipes."""
+    """The ranks and what they started."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

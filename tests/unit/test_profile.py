@@ -60,7 +60,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def place(rank: int = 0, device: str = "cuda", **at: int) -> Groups:
     ranks = {f"{axis}_rank": at.get(axis, 0) for axis in ("dp", "cp", "tp", "pp")}
-    return Groups(collection=cast(Any, None), device=torch.device(device), rank=rank, **ranks)
+    none = cast(Any, None)
+    return Groups(collection=none, device=torch.device(device), rank=rank, control=none, saving=none, **ranks)
 
 
 def grid() -> Iterator[Groups]:

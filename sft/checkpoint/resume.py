@@ -28,10 +28,9 @@ _PATIENCE_S = 120.0  # how long another node may take to show what rank 0 sees (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint to go on from; without a manifest it was written by Megatron-LM, and nobody knows what it was."""
+    """A checkpoint to go on from."""
 
     path: Path
-    manifest: Manifest | None
     told: str  # how it was verified
     is_named: bool = False  # by checkpoint.resume
 
@@ -75,10 +74,10 @@ def verified(path: Path, verify: Verify, groups: Groups) -> Found:
     Raises CheckpointError naming every file that is not as it was written.
     """
     if verify == "off":
-        return Found(path=path, manifest=None, told="not verified: checkpoint.verify = off")
+        return Found(path=path, told="not verified: checkpoint.verify = off")
     written = agree(lambda: _manifest_of(path), groups.control)
     if written is None:
-        return Found(path=path, manifest=None, told="unverified: it has no manifest, so nobody can tell if it is whole")
+        return Found(path=path, told="unverified: it has no manifest, so nobody can tell if it is whole")
     share = (groups.rank, len(exchange(lambda: 0, groups.control)))
     agree(lambda: _refuse(path, manifest.damage(path, written, verify="size")), groups.control)
     found = exchange(
@@ -86,7 +85,7 @@ def verified(path: Path, verify: Verify, groups: Groups) -> Found:
     )
     _refuse(path, [line for lines in found for line in lines])
     how = {"size": "sizes", "full": "SHA-256"}[verify] + " verified"
-    return Found(path=path, manifest=written, told=f"{how}: {len(written.files)} files, {size(written.num_bytes)}")
+    return Found(path=path, told=f"{how}: {len(written.files)} files, {size(written.num_bytes)}")
 
 
 def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions, console: Console) -> RunState:

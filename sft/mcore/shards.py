@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from sft.config import ModelConfig
 from sft.durable import flush
 from sft.errors import CheckpointError, StorageError
 from sft.mcore import moments, rng, safe, torch_dist
@@ -71,7 +72,7 @@ def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None)
     OSError, on all ranks.
     """
     torch_dist.write(taken.part, folder, group)
-    agree(lambda: _write_common(taken.common, folder), group)
+    agree(lambda: write_common(taken.common, folder), group)
 
 
 def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
@@ -163,8 +164,35 @@ def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
 def _arguments(engine: Engine, step: int) -> Namespace:
     """The command line that Megatron-LM compares with its own before it goes on from a checkpoint."""
     config, layout = engine.config, engine.layout
-    model = config.model
     return Namespace(
+        **model_arguments(
+            config.model,
+            padded_vocab_size=padded_vocab_size(engine.vocab_size, layout.tp),
+            positions=config.data.seq_length,
+            bf16=config.run.precision == "bf16",
+        ),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        data_parallel_size=layout.dp,
+        world_size=layout.world_size,
+        sequence_parallel=layout.sequence_parallel,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        data_parallel_random_init=False,
+        no_save_optim=False,
+        no_save_rng=False,
+        micro_batch_size=1,
+        global_batch_size=layout.global_batch_size,
+        consumed_train_samples=step * layout.global_batch_size,
+    )
+
+
+def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
+    """The part of that command line which says what the model is.
+
+    positions: the longest sequence that it is meant for, in tokens
+    """
+    return dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -177,27 +205,16 @@ def _arguments(engine: Engine, step: int) -> Namespace:
         add_bias_linear=False,
         add_position_embedding=True,  # Megatron-LM's default, which it leaves as it is for rotary positions
         position_embedding_type="rope",
+        rotary_base=model.rope.base,
+        norm_epsilon=model.norm_epsilon,
         swiglu=True,
         normalization="RMSNorm",
         untie_embeddings_and_output_weights=not model.tie_embeddings,
-        padded_vocab_size=padded_vocab_size(engine.vocab_size, layout.tp),
-        seq_length=config.data.seq_length,
-        max_position_embeddings=config.data.seq_length,
-        bf16=config.run.precision == "bf16",
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        data_parallel_size=layout.dp,
-        world_size=layout.world_size,
-        sequence_parallel=layout.sequence_parallel,
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
-        data_parallel_random_init=False,
+        padded_vocab_size=padded_vocab_size,
+        seq_length=positions,
+        max_position_embeddings=positions,
+        bf16=bf16,
         ckpt_format="torch_dist",
-        no_save_optim=False,
-        no_save_rng=False,
-        micro_batch_size=1,
-        global_batch_size=layout.global_batch_size,
-        consumed_train_samples=step * layout.global_batch_size,
     )
 
 
@@ -248,7 +265,8 @@ def _read_model(engine: Engine, model: dict[str, Any], folder: Path) -> None:
     torch_dist.read_shared(list(sharded_tensors(model)), folder, engine.groups.collection.dp_cp)
 
 
-def _write_common(common: dict[str, Any], folder: Path) -> None:
+def write_common(common: dict[str, Any], folder: Path) -> None:
+    """The files beside the tensors, for the disk to hold: plain values, and Megatron's mark of the format."""
     stream = io.BytesIO()  # torch makes something else than an OSError of a full disk
     torch.save(common, stream)
     (folder / COMMON).write_bytes(stream.getvalue())

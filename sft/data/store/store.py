@@ -25,6 +25,7 @@ import numpy as np
 
 from sft.data.store.encode import Block
 from sft.data.store.ledger import LINE, Ledger, Reject, count_rows
+from sft.durable import flush
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _REJECTS = "rejects.jsonl"
@@ -93,7 +94,7 @@ def write_store(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> Non
     text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)
     (temp / "ledger.json").write_text(text + "\n", encoding="utf-8")
     for path in temp.iterdir():
-        _to_disk(path)
+        flush(path)  # a rename may reach the disk before the bytes do, and leave an empty store after a power cut
 
 
 def _write_arrays(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> list[Reject]:
@@ -142,15 +143,6 @@ def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
     file.seek(0)
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
     np.lib.format.write_array_header_1_0(file, description)
-
-
-def _to_disk(path: Path) -> None:
-    """A rename may reach the disk before the bytes do; after a power cut the store would be there, and empty."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _map(path: Path) -> np.ndarray:

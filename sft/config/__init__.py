@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from sft.config.data import DataConfig, SourceConfig
-from sft.config.model import ModelConfig, RopeConfig
+from sft.config.model import ModelConfig, MoeConfig, RopeConfig
 from sft.config.section import Conflict, Path, Positive, Section, divisors, listed, refuse
 from sft.config.train import AttentionConfig, CheckpointConfig, LossConfig, OptimConfig, ParallelConfig, TrainConfig
 from sft.config.watch import LogConfig, MemoryProfile, ProfileConfig, TorchProfile
@@ -25,6 +25,7 @@ __all__ = [
     "LossConfig",
     "MemoryProfile",
     "ModelConfig",
+    "MoeConfig",
     "OptimConfig",
     "ParallelConfig",
     "ProfileConfig",

@@ -48,6 +48,34 @@ class RopeConfig(Section):
         return self
 
 
+class MoeConfig(Section):
+    num_experts: Positive | None = None
+    """Experts in the place of every layer's MLP; null means a dense model."""
+    top_k: Positive | None = None
+    """Experts that each token goes to; required with num_experts."""
+    ffn_hidden_size: Positive | None = None
+    """Width of an expert's SwiGLU; null means model.ffn_hidden_size."""
+    normalize_top_k: bool = True
+    """Weights of a token's experts add up to 1 (Mixtral, Qwen3 as released); else as the softmax over all gives them."""
+    aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Adds this times the load-balancing loss of every layer, per token; 1e-3 is usual."""
+    z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Adds this times the squared log-sum-exp of the router's scores in every layer, per token; 1e-3 is usual."""
+    capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """An expert takes at most this times its even share of a rank's tokens, the rest are dropped; null drops none."""
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "MoeConfig":
+        experts, top_k = self.num_experts, self.top_k
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        refuse(
+            *((experts is None, name, "has no effect without model.moe.num_experts") for name in given),
+            (experts is not None and top_k is None, "top_k", "is required with num_experts"),
+            (bool(experts and top_k and top_k > experts), "top_k", f"is more than num_experts = {experts}"),
+        )
+        return self
+
+
 class ModelConfig(Section):
     num_layers: Positive
     """Transformer layers."""
@@ -75,6 +103,8 @@ class ModelConfig(Section):
     """Standard deviation of random initial weights."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
+    moe: MoeConfig = MoeConfig()
+    """Mixture of experts."""
     hf: Path | None = None
     """Hugging Face folder, or one made of it by tools/import_hf.py, whose config.json gives the keys of this group."""
     init_from: Path | None = None
@@ -112,3 +142,8 @@ class ModelConfig(Section):
     def resolved_query_groups(self) -> int:
         """Key/value heads: `num_query_groups`, or as many as query heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def resolved_expert_ffn(self) -> int:
+        """Width of an expert: `moe.ffn_hidden_size`, or that of a dense MLP."""
+        return self.moe.ffn_hidden_size or self.ffn_hidden_size

@@ -17,6 +17,10 @@ class ParallelConfig(Section):
     """Context-parallel size: every document is spread over this many ranks (zigzag)."""
     pp: Positive = 1
     """Pipeline-parallel size."""
+    ep: Positive = 1
+    """Expert-parallel size: experts are spread over this many of the tp x cp x dp ranks of a pipeline stage."""
+    etp: Positive = 1
+    """Expert-tensor-parallel size: each expert is split over this many ranks."""
     virtual_stages: Positive = 1
     """Model chunks per pipeline rank (interleaved schedule); needs pp > 1."""
     sequence_parallel: bool = True

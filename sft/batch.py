@@ -111,3 +111,8 @@ class Microbatch:
     def loss_mask(self) -> torch.Tensor:
         """bool [1, t]: supervised, that is, of a weight above 0."""
         return self.loss_weights > 0
+
+    @property
+    def is_padding(self) -> torch.Tensor:
+        """bool [1, t]: belongs to no sample: it aligns a document, or is filler."""
+        return self.position_ids >= torch.from_numpy(self.lengths)[self.documents]

@@ -1,6 +1,7 @@
 """How many ranks do what.  Arithmetic only: no torch, no process groups.
 
     world_size = tp * cp * pp * dp        num_microbatches = global_batch_size / dp
+    experts are cut otherwise: tp * cp * dp = ep * etp * copies of each expert
 
 `Layout.resolve` checks everything that depends on more than one section of the recipe or on the number of
 processes, reports all that is wrong at once, and says what would work.
@@ -23,6 +24,8 @@ class Layout:
     cp: int
     pp: int
     dp: int
+    ep: int  # ranks that share a stage's experts
+    etp: int  # ranks that share one expert
     virtual_stages: int
     sequence_parallel: bool
     global_batch_size: int  # packs per optimizer step
@@ -43,6 +46,7 @@ class Layout:
             *_ranks(config, world_size),
             *_tensor(config),
             *_pipeline(config),
+            *_experts(config, world_size),
             *_batch(config, world_size),
             *_tokens(config),
             *_profiled(config, world_size),
@@ -57,6 +61,8 @@ class Layout:
             cp=parallel.cp,
             pp=parallel.pp,
             dp=dp,
+            ep=parallel.ep,
+            etp=parallel.etp,
             virtual_stages=parallel.virtual_stages,
             sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
             global_batch_size=config.train.global_batch_size,
@@ -85,6 +91,9 @@ class Layout:
         ]
         if virtual > 1:
             lines.append(f"pipeline stages: pp {self.pp} x virtual_stages {virtual} = {self.pp * virtual}")
+        if self.ep * self.etp > 1:
+            ranks, copies = tp * cp * dp, tp * cp * dp // (self.ep * self.etp)
+            lines.append(f"experts: {ranks} ranks of a stage = ep {self.ep} x etp {self.etp} x {copies} copies")
         if self.sequence_parallel:
             lines.append(f"between layers, sequence parallel: {local:,} / tp {tp} = {local // tp:,}")
         padding = f"documents padded to a multiple of {self.doc_multiple}"
@@ -106,22 +115,36 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
     attention = hidden * (queries + 2 * keys) + queries * hidden
     attention += (queries + 2 * keys) * model.qkv_bias + 2 * width * model.qk_norm
-    mlp = 3 * hidden * model.ffn_hidden_size  # gate, up, down
+    mlp, _ = _mlp(model)
     embeddings = vocab_size * hidden * (1 if model.tie_embeddings else 2)
     return embeddings + model.num_layers * (attention + mlp + 2 * hidden) + hidden
+
+
+def _mlp(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of a layer's MLP: all of them, and those that multiply one token.  Gate, up, down.
+
+    hidden 4, 8 experts of width 2, top 2: router 32, an expert 24 -> (224, 80)
+    """
+    experts, top_k = model.moe.num_experts, model.moe.top_k
+    if experts is None or top_k is None:
+        mlp = 3 * model.hidden_size * model.ffn_hidden_size
+        return mlp, mlp
+    router, expert = model.hidden_size * experts, 3 * model.hidden_size * model.resolved_expert_ffn
+    return router + experts * expert, router + top_k * expert
 
 
 def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, float]:
     """FLOPs of forward and backward: per token of a document, per supervised token, per squared length of a document.
 
-    Matrix products only, 6 per parameter that multiplies; causal attention costs half of the square, twice (scores and
-    values), and backward twice of forward: 6 * layers * queries per squared token.
+    Matrix products only, 6 per parameter that multiplies (of experts: those that a token goes to); causal attention
+    costs half of the square, twice (scores and values), and backward twice of forward: 6 * layers * queries per
+    squared token.
 
     the model above (`num_parameters`): (6 * 160, 6 * 40, 6 * 1 * 4)
     """
     width = model.resolved_head_dim
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    per_layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.ffn_hidden_size)
+    per_layer = model.hidden_size * (2 * queries + 2 * keys) + _mlp(model)[1]
     head = vocab_size * model.hidden_size
     return 6.0 * model.num_layers * per_layer, 6.0 * head, 6.0 * model.num_layers * queries
 
@@ -194,11 +217,12 @@ def _pp_fits(config: Config, pp: int) -> bool:
 
 
 def _split_by_tp(config: Config) -> dict[str, int]:
-    return {
-        "model.num_attention_heads": config.model.num_attention_heads,
-        "model.num_query_groups": config.model.resolved_query_groups,
-        "model.ffn_hidden_size": config.model.ffn_hidden_size,
+    model = config.model
+    heads = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.resolved_query_groups,
     }
+    return heads if model.moe.num_experts else {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}
 
 
 def _tensor(config: Config) -> Iterator[str]:
@@ -226,6 +250,32 @@ def _pipeline(config: Config) -> Iterator[str]:
         yield (
             f"model.num_layers = {layers} cannot be cut into parallel.pp {pp} x virtual_stages {virtual} = "
             f"{pp * virtual} equal stages.  Pipeline-parallel sizes that fit: {fitting}."
+        )
+
+
+def _experts(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    experts, ep, etp = model.moe.num_experts, parallel.ep, parallel.etp
+    if experts is None:
+        if ep * etp > 1:
+            yield f"parallel.ep = {ep} and etp = {etp} are for experts; without model.moe.num_experts both must be 1."
+        return
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.sequence_parallel = false with tp = {parallel.tp} would send every token to its experts "
+            f"{parallel.tp} times.  A mixture of experts needs sequence_parallel, or tp = 1."
+        )
+    if etp > 1 and config.run.device == "cpu":
+        yield f"parallel.etp = {etp} needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+    if model.resolved_expert_ffn % etp:
+        fitting = _some(iter(divisors(model.resolved_expert_ffn)))
+        yield f"parallel.etp = {etp} does not divide an expert of width {model.resolved_expert_ffn}.  Fit: {fitting}."
+    stage, rest = divmod(world_size, parallel.pp)
+    if experts % ep or (not rest and stage % (ep * etp)):
+        fitting = _some(e for e in divisors(experts) if rest or stage % (e * etp) == 0)
+        yield (
+            f"parallel.ep = {ep} x etp = {etp} does not fit {experts} experts on {stage} ranks of a pipeline stage "
+            f"(tp x cp x dp).  Expert-parallel sizes that fit: {fitting}."
         )
 
 

@@ -8,12 +8,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sft.config import Config, LossConfig
+import numpy as np
+
+from sft.config import Config, LossConfig, MoeConfig
 from sft.layout import Layout, train_flops
 from sft.mcore.engine import StepResult
+from sft.mcore.experts import Balance
 from sft.tally import Ratio, Schema, Totals
 
-SCHEMA = 4  # of metrics.jsonl: docs/metrics.schema.json
+SCHEMA = 5  # of metrics.jsonl: docs/metrics.schema.json
 Record = dict[str, Any]
 
 
@@ -55,6 +58,8 @@ def train_record(
     record["tflops-per-rank"] = flops / seconds / layout.world_size / 1e12
     if config.log.peak_tflops is not None:
         record["mfu"] = record["tflops-per-rank"] / config.log.peak_tflops
+    if result.balance:
+        record |= _experts(result.balance, config.model.moe)
     for name in ("allocated", "reserved"):
         peak = totals.peaks[f"memory_{name}"]
         if peak.value:  # CUDA only
@@ -73,6 +78,23 @@ def eval_record(step: int, totals: Totals, config: Config, *, set_name: str, sch
         **_counts(totals),
         "eval-time-s": seconds,
     }
+
+
+def _experts(balance: Balance, moe: MoeConfig) -> Record:
+    """Load of experts: real tokens only, all ranks."""
+    choices = balance.chosen.sum(axis=1)
+    uneven = balance.chosen.max(axis=1) / np.maximum(balance.chosen.mean(axis=1), 1.0 / balance.chosen.shape[1])
+    found: Record = {
+        "experts/imbalance": float(uneven.mean()),
+        "experts/imbalance-max": float(uneven.max()),
+        "experts/imbalance-layer": int(uneven.argmax()),
+        "experts/unused-share": float((balance.chosen == 0).mean()),
+        "experts/dropped-share": float(balance.dropped.sum() / max(1.0, choices.sum())),
+        "experts/z-loss": _finite(float(balance.z.mean())),
+    }
+    if moe.aux_loss_coef:
+        found["experts/aux-loss"] = _finite(float(balance.aux.mean()))
+    return found
 
 
 def _losses(totals: Totals, loss: LossConfig, schema: Schema) -> Record:

@@ -325,7 +325,7 @@ class Run:
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in ("world_size", "tp", "cp", "pp", "dp")}
+    return {name: getattr(layout, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "etp")}
 
 
 def _due(step: int, every: int | None) -> bool:

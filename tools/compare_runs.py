@@ -3,7 +3,7 @@
     python tools/compare_runs.py runs/a runs/b                 -> one line per metric; exit code 0, 1 or 2
     python tools/compare_runs.py a/metrics.jsonl b --rtol 1e-3
 
-Reads metrics.jsonl (schema 1 to 4); needs nothing but Python.  Train records and those of each held-out set (before
+Reads metrics.jsonl (schema 1 to 5); needs nothing but Python.  Train records and those of each held-out set (before
 schema 3: of one, `eval`) are compared apart, each on the steps that both runs have; a shorter run is compared as far
 as it goes.  Exit code 0 where nothing differs, 1 where
 something does, 2 where the runs cannot be compared.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMAS = (1, 2, 3, 4)
+SCHEMAS = (1, 2, 3, 4, 5)
 TRAIN = "train"
 TIMED = ("time", "per-second", "tflop", "mfu", "memory", "data-wait")
 

@@ -3,7 +3,7 @@
     python tools/plot_run.py runs/demo                        -> runs/demo/plot.png
     python tools/plot_run.py runs/a runs/b --out compare.png  -> both runs in each panel
 
-Reads metrics.jsonl (schema 1 to 4) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
+Reads metrics.jsonl (schema 1 to 5) from each run folder; needs matplotlib (pip install -e '.[plot]').  Every step
 is a point of the faint line; the strong one is a centred mean over SMOOTH of the run; evaluations are dots, each
 held-out set with a mark of its own (before schema 3 there is one set, `eval`).
 A resumed run may repeat steps: the last record of a step counts.
@@ -27,7 +27,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-SCHEMAS = (1, 2, 3, 4)
+SCHEMAS = (1, 2, 3, 4, 5)
 SMOOTH = 0.05
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
 PANELS = [  # metric, title, unit

@@ -56,7 +56,7 @@ class MoeConfig(Section):
     ffn_hidden_size: Positive | None = None
     """Width of an expert's SwiGLU; null means model.ffn_hidden_size."""
     normalize_top_k: bool = True
-    """Weights of a token's experts add up to 1 (Mixtral, Qwen3 as released); else as the softmax over all gives them."""
+    """Weights of a token's experts add up to 1 (Mixtral, Qwen3 as released); else those of the softmax over all."""
     aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Adds this times the load-balancing loss of every layer, per token; 1e-3 is usual."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
@@ -72,6 +72,7 @@ class MoeConfig(Section):
             *((experts is None, name, "has no effect without model.moe.num_experts") for name in given),
             (experts is not None and top_k is None, "top_k", "is required with num_experts"),
             (bool(experts and top_k and top_k > experts), "top_k", f"is more than num_experts = {experts}"),
+            (top_k == 1 and self.normalize_top_k, "normalize_top_k", "makes all weights 1 where top_k is 1"),
         )
         return self
 

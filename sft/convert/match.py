@@ -5,21 +5,24 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sft.errors import CheckpointError
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER, _EXPERT = (re.compile(rf"\.{what}\.(\d{{1,9}})\.") for what in ("layers", "experts"))
 Shape = tuple[int, ...]
 
 
 def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: str, *, other: Sequence[str] = ()) -> None:
     """Raise CheckpointError listing what is missing, surplus or of another shape.  other: further problems"""
-    shapes = [
-        f"{name} is {_shown(found[name])}, expected {_shown(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
+    shapes: dict[tuple[Shape, Shape], list[str]] = {}
+    for name, shape in wanted.items():
+        if name in found and found[name] != shape:
+            shapes.setdefault((found[name], shape), []).append(name)
     problems = [
         *(f"missing: {line}" for line in by_layer(name for name in wanted if name not in found)),
         *(f"surplus: {line}" for line in by_layer(name for name in found if name not in wanted)),
-        *(f"another shape: {line}" for line in shapes),
+        *(
+            f"another shape: {name} is {_shown(there)}, expected {_shown(shape)}{where}"
+            for (there, shape), names in shapes.items()
+            for name, where in _folded(names)
+        ),
         *other,
     ]
     if problems:
@@ -27,15 +30,40 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: str, *
 
 
 def by_layer(names: Iterable[str]) -> list[str]:
-    """model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)"""
-    layers: dict[str, list[int]] = {}
+    """model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)
+
+    Experts are folded in each layer, and layers with the same experts: (layers 0-47; experts 0-127)
+    """
+    return [name + where for name, where in _folded(names)]
+
+
+def _folded(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Names without their numbers, and where they stand: ("model.layers.*.a", " (layers 0-1)")"""
+    experts: dict[tuple[str, str], list[str]] = {}  # of a name and a layer
     for name in names:
-        found = _LAYER.search(name)
-        layers.setdefault(_LAYER.sub(".layers.*.", name, count=1), []).extend([int(found[1])] if found else [])
-    return [
-        name + (f" (layer{'s' if len(numbers) > 1 else ''} {_ranges(sorted(numbers))})" if numbers else "")
-        for name, numbers in sorted(layers.items())
-    ]
+        layer, rest = _without_number(_LAYER, name)
+        expert, rest = _without_number(_EXPERT, rest)
+        experts.setdefault((rest, layer), []).append(expert)
+    layers: dict[tuple[str, str], list[str]] = {}  # of a name and some experts
+    for (name, layer), numbers in experts.items():
+        layers.setdefault((name, _counted("expert", numbers)), []).append(layer)
+    found = []
+    for (name, which), numbers in layers.items():
+        where = "; ".join(part for part in (_counted("layer", numbers), which) if part)
+        found.append((name, f" ({where})" if where else ""))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _without_number(kind: re.Pattern[str], name: str) -> tuple[str, str]:
+    """(layers, "model.layers.12.a") -> "12", "model.layers.*.a"; no number: "" and the name"""
+    found = kind.search(name)
+    return (found[1], name[: found.start(1)] + "*" + name[found.end(1) :]) if found else ("", name)
+
+
+def _counted(what: str, numbers: Iterable[str]) -> str:
+    """("layer", ["0", "1", "5"]) -> layers 0-1, 5; no numbers: nothing"""
+    found = sorted({int(number) for number in numbers if number})
+    return f"{what}{'s' if len(found) > 1 else ''} {_ranges(found)}" if found else ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:

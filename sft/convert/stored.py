@@ -9,12 +9,14 @@ import math
 import os
 import re
 import struct
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sft.convert.match import by_layer
 from sft.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -50,8 +52,14 @@ class Folder:
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
+            twice = defaultdict(list)  # by the file that was there before
+            for name in found:
+                if name in self.tensors:
+                    twice[self.tensors[name].file].append(name)
             problems += [
-                f"{name} is both in {self.tensors[name].file} and in {file}." for name in found if name in self.tensors
+                f"{line} is both in {other} and in {file}."
+                for other, names in twice.items()
+                for line in by_layer(names)
             ]
             self.tensors |= found
         if problems:
@@ -113,10 +121,18 @@ def _listed(folder: Path) -> dict[str, str] | None:
 
 
 def _same_as_index(found: dict[str, Stored], listed: dict[str, str], folder: Path) -> None:
-    absent = [f"{name} ({file})" for name, file in listed.items() if name not in found or found[name].file.name != file]
-    extra = [f"{name} ({stored.file.name})" for name, stored in found.items() if name not in listed]
-    told = [f"not in the file it names: {', '.join(absent)}"] if absent else []
-    told += [f"not in it: {', '.join(extra)}"] if extra else []
+    absent, extra = defaultdict(list), defaultdict(list)  # by file
+    for name, file in listed.items():
+        if name not in found or found[name].file.name != file:
+            absent[file].append(name)
+    for name, stored in found.items():
+        if name not in listed:
+            extra[stored.file.name].append(name)
+    told = [
+        f"{what}: {', '.join(f'{line} ({file})' for file, names in files.items() for line in by_layer(names))}"
+        for what, files in (("not in the file it names", absent), ("not in it", extra))
+        if files
+    ]
     if told:
         raise CheckpointError(f"{folder / INDEX} and its files disagree: {'; '.join(told)}.")
 

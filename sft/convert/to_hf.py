@@ -6,6 +6,7 @@ of the recipe that trained it).
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,7 @@ def export_hf(
     model, seq_length = _model(common, before, path, console)
     boxes = Boxes(path)
     items = list(before.family.items(model, model.vocab_size or before.vocab_size))
-    _check(boxes, items, model, path)
+    _check(boxes, items, path)
     items.sort(key=lambda item: -boxes.dtype(item.key).itemsize)  # so that numbers lie where their type wants them
     planned = [Planned(part.name, boxes.dtype(item.key), part.shape) for item in items for part in item.parts]
     now = write_back(content, model, str(template / CONFIG), dtype=_main_dtype(planned), seq_length=seq_length)
@@ -159,12 +160,15 @@ def _model(
     recipe = _recipe(common)
     fields = {key[6:]: value for key, value in recipe.items() if key.startswith("model.")}
     if fields:
-        if other := {key for key in fields if key.startswith("megatron") and fields[key]}:
+        unsaid = ("megatron.", "moe.capacity_factor")  # what changes numbers, and transformers has no word for
+        if other := {key for key in fields if key.startswith(unsaid) and fields[key]}:
             console.say(f"WARNING: the run set {', '.join(sorted(other))}, which config.json cannot say")
         kept = {key: value for key, value in fields.items() if key.partition(".")[0] not in _NOT_SHAPE}
         return ModelConfig.model_validate(nested(kept)), recipe.get("data.seq_length")
     args, model = common.get("args"), before.model
-    told = {"rotary_base": model.rope.base, "norm_epsilon": model.norm_epsilon}
+    told: dict[str, Any] = {"rotary_base": model.rope.base, "norm_epsilon": model.norm_epsilon}
+    if model.moe.num_experts:
+        told |= {"moe_router_topk": model.moe.top_k, "moe_router_pre_softmax": not model.moe.normalize_top_k}
     wrong = [
         f"{name} is {getattr(args, name)} in the checkpoint, and {value} in config.json"
         for name, value in told.items()
@@ -175,13 +179,12 @@ def _model(
     return model, None
 
 
-def _check(boxes: Boxes, items: list[Item], model: ModelConfig, path: Path) -> None:
+def _check(boxes: Boxes, items: list[Item], path: Path) -> None:
     """Raise CheckpointError listing every tensor that is not as the model has it."""
     found = {key: shape for key, shape in boxes.shapes.items() if not key.startswith(_NOT_MODEL)}
     wanted: dict[str, tuple[int, ...]] = {}
     for item in items:
-        shape = (*([] if item.layer is None else [model.num_layers]), item.num_rows, *item.parts[0].shape[1:])
-        there = found.get(item.key)
+        shape, there = item.shape(), found.get(item.key)
         padded = item.form == "vocabulary" and there is not None and there[0] > shape[0] and there[1:] == shape[1:]
         wanted[item.key] = found[item.key] if padded else shape
     other = [
@@ -202,16 +205,14 @@ def _main_dtype(planned: list[Planned]) -> str:
 
 def _parts(boxes: Boxes, item: Item) -> Iterator[tuple[str, torch.Tensor]]:
     """Their tensors, in the order of the item's parts."""
-    rest = item.parts[0].shape[1:]
-    first = () if item.layer is None else (item.layer,)
 
     def rows(start: int, count: int) -> torch.Tensor:
-        box = boxes.read(item.key, (*first, start, *[0] * len(rest)), (*[1] * len(first), count, *rest))
-        return box.view(count, *rest)
+        offset = (*item.first, start, *[0] * len(item.row))
+        return boxes.read(item.key, offset, (*[1] * len(item.first), count, *item.row)).view(count, *item.row)
 
     spans = item.spans()
     in_pieces = len(spans) > len(item.parts)
-    num_bytes = item.num_rows * boxes.dtype(item.key).itemsize * (rest[0] if rest else 1)
+    num_bytes = item.num_rows * boxes.dtype(item.key).itemsize * math.prod(item.row)
     whole = rows(0, item.num_rows) if in_pieces or num_bytes <= _AT_ONCE else None
     for i, part in enumerate(item.parts):
         mine = [span for span in spans if span.part == i]

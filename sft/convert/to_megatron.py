@@ -102,10 +102,10 @@ def _write(
     writer, digests = PartsWriter(folder), dict[str, str]()
     padded = padded_vocab_size(model.vocab_size, 1)
     try:
-        for key in extra_states(model.model.num_layers):
+        for key in extra_states(model.model):
             writer.value(key, None)
         for item in items:
-            digests |= _write_item(writer, stored, item, model.model.num_layers, padded, progress)
+            digests |= _write_item(writer, stored, item, padded, progress)
         writer.finish()
     except BaseException:
         writer.abandon()
@@ -128,19 +128,15 @@ def _write(
     manifest.write(folder, Manifest(files=writer.files | rest, facts=facts))
 
 
-def _write_item(
-    writer: PartsWriter, stored: Folder, item: Item, num_layers: int, padded: int, progress: Progress
-) -> Mapping[str, str]:
+def _write_item(writer: PartsWriter, stored: Folder, item: Item, padded: int, progress: Progress) -> Mapping[str, str]:
     """One of our tensors; the digest of each of theirs."""
-    dtype, rest = DTYPES[stored.tensors[item.parts[0].name].dtype], item.parts[0].shape[1:]
+    dtype = DTYPES[stored.tensors[item.parts[0].name].dtype]
     num_rows = padded if item.form == "vocabulary" else item.num_rows
-    first = () if item.layer is None else (item.layer,)
-    shape = (*([] if item.layer is None else [num_layers]), num_rows, *rest)
     digests = [hashlib.sha256() for _ in item.parts]
-    row_bytes = math.prod(rest) * dtype.itemsize
+    row_bytes = math.prod(item.row) * dtype.itemsize
     for block in blocks(item.spans(num_rows), max(1, BLOCK_BYTES // row_bytes)):
         at = block[0].at
-        data = torch.empty(sum(span.num_rows for span in block), *rest, dtype=dtype)
+        data = torch.empty(sum(span.num_rows for span in block), *item.row, dtype=dtype)
         for span in block:
             rows = data[span.at - at : span.at - at + span.num_rows]
             if span.part is None:
@@ -149,7 +145,8 @@ def _write_item(
                 read_bytes = stored.read_rows(item.parts[span.part].name, span.start, rows)
                 digests[span.part].update(read_bytes)
                 progress.advance(len(read_bytes))
-        writer.tensor(item.key, shape, (*first, at, *[0] * len(rest)), data[None] if first else data)
+        offset = (*item.first, at, *[0] * len(item.row))
+        writer.tensor(item.key, item.shape(num_rows), offset, data[(None,) * len(item.first)])
     return {part.name: digest.hexdigest() for part, digest in zip(item.parts, digests)}
 
 

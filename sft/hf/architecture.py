@@ -13,23 +13,15 @@ from pydantic import ValidationError
 
 from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
-from sft.hf.family import FAMILIES, Family
+from sft.hf.families import FAMILIES
+from sft.hf.family import Family
 from sft.hf.rotary import rope_of
 
 CONFIG = "config.json"
-# Our key under model, and theirs.
-KEYS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "norm_epsilon": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
-_REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+_REQUIRED = (  # of those that a family has
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
+    *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +70,20 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             f"{', '.join(FAMILIES)}.  docs/models.md tells how to add one."
         )
     problems = [*_options(content, family)]
-    values: dict[str, Any] = {"qkv_bias": family.qkv_bias, "qk_norm": family.qk_norm}
-    sources = {"qkv_bias": "model_type", "qk_norm": "model_type"}
-    for ours, theirs in KEYS.items():
-        value = content.get(theirs, family.defaults.get(theirs))
-        sources[ours] = theirs
-        if value is not None:
+    values, sources = dict(family.kind), dict.fromkeys(family.kind, "model_type")
+    for ours, theirs in family.keys.items():
+        there = names_in(content, theirs, family)
+        told = [content[name] for name in there]
+        value, sources[ours] = (told or [family.defaults.get(theirs)])[0], (there or [theirs])[0]
+        if any(other != value for other in told):
+            both = " and ".join(f"{name} = {json.dumps(content[name])}" for name in there)
+            problems.append(f"{both} are two names of one thing; remove the one that is wrong")
+        elif value is not None:
             values[ours] = value
         elif ours in _REQUIRED:
             problems.append(f"{theirs} is missing")
     _derive(values)
-    rope, wrong = rope_of(content)
+    rope, wrong = rope_of(content, family.defaults.get("rope_theta", 10000.0))
     problems += wrong
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
@@ -97,6 +92,11 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     if model is None:
         raise ConfigError(listed([f"{path}: {problem}." for problem in problems]))
     return Architecture(family=family, model=model, values=values, sources=sources)
+
+
+def names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str]:
+    """Under which of its names the file has it."""
+    return [one for one in dict.fromkeys((name, family.aliases.get(name, name))) if one in content]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

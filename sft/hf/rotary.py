@@ -32,15 +32,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def rope_of(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keys below `model.rope`, and what is wrong.
+def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[dict[str, Any], list[str]]:
+    """The keys below `model.rope`, and what is wrong.  default_base: of the family, where no base is given
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
     given = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(given, dict):
-        return {"base": 10000.0}, [f"rope_scaling = {json.dumps(given)} is not a group of values"]
-    base = _first(given.get("rope_theta"), content.get("rope_theta"), 10000.0)
+        return {"base": default_base}, [f"rope_scaling = {json.dumps(given)} is not a group of values"]
+    base = _first(given.get("rope_theta"), content.get("rope_theta"), default_base)
     named = _first(given.get("rope_type"), given.get("type"), "default")
     kind = _KINDS.get(named) if isinstance(named, str) else None
     if kind is None:

@@ -3,12 +3,15 @@
 A file of which nothing changes stays as it is, byte for byte.
 """
 
+import json
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from sft.config import ModelConfig, listed
 from sft.errors import ConfigError
-from sft.hf.architecture import KEYS, Architecture, architecture
+from sft.hf.architecture import architecture, names_in
+from sft.hf.family import Family
 from sft.hf.rotary import written
 
 _LONGEST = "max_position_embeddings"
@@ -23,11 +26,14 @@ def write_back(
     Raises ConfigError where `now` is of another family.
     """
     before = architecture(content, path)
-    _same_family(before, now, path)
+    family = before.family
+    _same_family(family, now, path)
     changed = dict(content)
-    new = resolved(now, before.vocab_size)
-    old = resolved(before.model, before.vocab_size)
-    changed |= {theirs: new[ours] for ours, theirs in KEYS.items() if new[ours] != old[ours]}
+    new = resolved(now, before.vocab_size, family)
+    old = resolved(before.model, before.vocab_size, family)
+    for ours, theirs in family.keys.items():
+        if new[ours] != old[ours]:
+            changed |= dict.fromkeys(names_in(content, theirs, family) or [theirs], new[ours])
     if _says(now) != _says(before.model):
         is_new = "rope_parameters" in content or "rope_theta" not in content
         # Outside of the group, these would win over what is inside.
@@ -39,18 +45,24 @@ def write_back(
     if name in content or dtype != "float32":
         changed[name] = dtype
     after = architecture(changed, path)
-    assert resolved(after.model, after.vocab_size) == new and _says(after.model) == _says(now), (after.model, now)
+    assert resolved(after.model, after.vocab_size, family) == new and _says(after.model) == _says(now), (
+        after.model,
+        now,
+    )
     return changed
 
 
-def resolved(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+def resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
     """Our keys as config.json has them, nothing left to be derived.  vocab_size: where the recipe leaves it open"""
-    sizes = {name: getattr(model, name) for name in KEYS}
-    return sizes | {
+    derived = {
         "num_query_groups": model.resolved_query_groups,
         "head_dim": model.resolved_head_dim,
         "vocab_size": model.vocab_size or vocab_size,
+        "moe.ffn_hidden_size": model.resolved_expert_ffn,
     }
+    if "moe.ffn_hidden_size" not in family.keys:  # there is one width, whatever the recipe calls it
+        derived["ffn_hidden_size"] = model.resolved_expert_ffn
+    return {key: derived[key] if key in derived else attrgetter(key)(model) for key in family.keys}
 
 
 def _says(model: ModelConfig) -> dict[str, Any]:
@@ -58,13 +70,15 @@ def _says(model: ModelConfig) -> dict[str, Any]:
     return written(model.rope, is_new=True)
 
 
-def _same_family(before: Architecture, now: ModelConfig, path: str) -> None:
-    family = before.family
+def _same_family(family: Family, now: ModelConfig, path: str) -> None:
+    """Raise ConfigError for what `now` is and the family is not."""
+    values = {key: attrgetter(key)(now) for key in family.kind}
     wrong = [
-        f"model.{name} = {str(getattr(now, name)).lower()}, and {family.model_type} has "
-        f"{'one' if getattr(family, name) else 'none'} ({path})."
-        for name in ("qkv_bias", "qk_norm")
-        if getattr(now, name) != getattr(family, name)
+        f"model.{key} = {json.dumps(values[key])}, and it is {json.dumps(value)} in every {family.model_type} ({path})."
+        for key, value in family.kind.items()
+        if values[key] != value
     ]
+    if "moe.num_experts" in family.keys and now.moe.num_experts is None:
+        wrong.append(f"model.moe.num_experts = null, and every {family.model_type} has experts ({path}).")
     if wrong:
         raise ConfigError(listed(wrong))

@@ -105,14 +105,23 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
-    def record_event(self, event: Any = None) -> None: ...
     def synchronize(self) -> None: ...
     def record(self, *args: Any) -> None: ...
     def wait(self, *args: Any) -> None: ...
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+
+def _listed(sizes: Any) -> Any:
+    """Core hands numpy arrays on, which gloo does not take."""
+    return sizes if sizes is None else [int(size) for size in sizes]
+
 
 def _redirect_cuda_to_cpu() -> None:
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as core_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
@@ -127,5 +136,9 @@ def _redirect_cuda_to_cpu() -> None:
     core: Any = core_random
     core._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     core._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    dispatcher: Any = token_dispatcher
+    dispatcher.all_to_all = lambda group, x, out, into, **more: mappings.all_to_all(
+        group, x, _listed(out), _listed(into), **more
+    )
     _Redirect().__enter__()
     _Redirect.active = True

@@ -1,7 +1,8 @@
 """One optimizer step over the microbatches of this rank, and one forward-only pass.
 
-The normalisation rule, in one place: the loss function returns a local sum and notes its local denominator;
-`_finalize` reduces that over dp x cp and divides the gradients by it, once.  Nothing else divides.
+The normalisation rule, in one place: the loss function returns a local sum; the denominator of the global batch is
+known from its weights before the first microbatch runs, and `_finalize` divides the gradients by it, once.  Nothing
+else divides.
 """
 
 import math
@@ -19,7 +20,8 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.layout import Layout, train_flops
-from sft.mcore import attention, device, model, optim
+from sft.mcore import attention, device, experts, model, optim
+from sft.mcore.experts import Balance
 from sft.mcore.groups import Groups
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
 from sft.tally import Place, Schema, Tally, Totals
@@ -33,6 +35,7 @@ class StepResult:
     grad_norm: float  # before clipping, of the mean loss
     learning_rate: float
     skipped: bool  # nothing was updated: no supervised token in the whole global batch, or is_bad
+    balance: Balance | None = None  # of experts; None in a dense model
 
     @property
     def is_bad(self) -> bool:
@@ -72,7 +75,7 @@ class Engine:
         self.core_config = self.chunks[0].config
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
-        self._denominator = torch.zeros((), dtype=torch.float64, device=groups.device)  # of this rank and step
+        self._denominator = 0.0  # of the global batch of this step
         self.local_losses: list[float] = []  # sums of this rank's last microbatches; for looking into a bad step
 
     def train_step(
@@ -98,7 +101,13 @@ class Engine:
         else:
             grad_norm = optim.update(self.optimizer) if math.isfinite(totals.loss) else math.nan
         skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
-        return StepResult(totals=totals, grad_norm=grad_norm, learning_rate=self._learning_rate(), skipped=skipped)
+        return StepResult(
+            totals=totals,
+            grad_norm=grad_norm,
+            learning_rate=self._learning_rate(),
+            skipped=skipped,
+            balance=self._balance(),
+        )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
         """Loss over microbatches, without gradients."""
@@ -137,7 +146,8 @@ class Engine:
         forward_only: bool,
         data_wait_s: float = 0.0,
     ) -> Totals:
-        self._denominator.zero_()
+        if not forward_only:
+            self._weigh(microbatches)
         local: list[_Seen] = self._schedule(microbatches, self._loss, forward_only=forward_only)
         per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
         tally = Tally(self.schema(sources), (per_token, per_square))
@@ -147,6 +157,28 @@ class Engine:
         for index, one in enumerate(seen_here):
             tally.tokens(microbatches, index, **one)
         return tally.reduce(self._place(), {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)})
+
+    def _weigh(self, microbatches: Sequence[Microbatch]) -> None:
+        """What the objective of the global batch is divided by; what routers add to it is per real token, so theirs
+        is weighed by the ratio.  Collective over dp x cp."""
+        weighs = self.config.loss.denominator == "weights"
+        weights = [mb.loss_weights.double() if weighs else mb.loss_mask for mb in microbatches]
+        local = [sum(float(w.sum()) for w in weights), sum(int((~mb.is_padding).sum()) for mb in microbatches)]
+        total = torch.tensor(local, dtype=torch.float64, device=self.groups.device)
+        dist.all_reduce(total, group=self.groups.collection.dp_cp)
+        self._denominator, num_real_tokens = total.tolist()
+        experts.begin(
+            self.chunks,
+            loss_scale=self._denominator / max(1.0, num_real_tokens),
+            max_documents=max(len(mb.lengths) for mb in microbatches),
+        )
+
+    def _balance(self) -> Balance | None:
+        """Collective over all ranks."""
+        count = self.config.model.moe.num_experts
+        if count is None:
+            return None
+        return experts.balance(self.chunks, self.config.model.num_layers, count, self.groups.device)
 
     def _place(self) -> Place:
         reports = self.groups.reports
@@ -177,8 +209,21 @@ class Engine:
         documents = attention.describe(
             mb.cu_seqlens, mb.max_seqlen, cp_size=self.layout.cp, cp_rank=self.groups.cp_rank, device=here
         )
-        hidden = chunk(mb.tokens.to(here), mb.position_ids.to(here), None, packed_seq_params=documents)
+        by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
+        hidden = chunk(
+            mb.tokens.to(here), mb.position_ids.to(here), None, packed_seq_params=documents, padding_mask=by_token
+        )
         return hidden, partial(loss, chunk, mb)
+
+    def _by_token(self, mb: Microbatch, chunk: Any) -> Tensor:
+        """The document of each token, -1 for padding: int32 [1, t].  See `experts.ExpertLayer`.
+
+        Under sequence parallelism core cuts it to this rank's part for the first stage only.
+        """
+        found = mb.documents.masked_fill(mb.is_padding, -1).to(self.groups.device)
+        if self.layout.sequence_parallel and not chunk.module.pre_process:
+            found = found.chunk(self.layout.tp, dim=1)[self.groups.tp_rank]
+        return found
 
     def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, "_Seen"]:
         """The objective; the count core wants; and what is tallied when the step is over."""
@@ -187,7 +232,6 @@ class Engine:
         count = torch.tensor(len(targets), device=hidden.device)
         weighs = self.config.loss.denominator == "weights"
         denominator = targets.weights.sum(dtype=torch.float64) if weighs else count.double()
-        self._denominator += denominator
         seen = _Seen(objective=terms.objective.detach().clone(), denominator=denominator, rows=terms.rows)
         return terms.objective, count.int(), seen
 
@@ -197,9 +241,7 @@ class Engine:
         Core would divide by its own count: an int32, and taken for at least 1, which a sum of weights need not be.
         """
         finalize_model_grads(chunks, None, **core)
-        total = self._denominator if self.groups.reports else torch.zeros_like(self._denominator)
-        dist.all_reduce(total)
-        scale = torch.where(total > 0, 1.0 / total, 1.0)  # without a supervised token all gradients are 0
+        scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0
         for chunk in chunks:
             chunk.scale_gradients(scale)
 

@@ -74,6 +74,8 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,  # nothing of ours uses them, and each takes a descriptor for every rank
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from sft.layout import Layout
 from sft.mcore import rope
 from sft.mcore.attention import PortableAttention
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
+from sft.mcore.experts import ExpertLayer, Router
 from sft.mcore.groups import Groups
 
 
@@ -125,9 +127,10 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         cp_comm_type=config.parallel.cp_comm,
         variable_seq_lengths=True,  # packs differ in length, and pipeline stages must be told
         moe_token_dispatcher_type="alltoall",  # core demands it with variable_seq_lengths, dense or not
+        **_expert_fields(model, layout, backend),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
         **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else {}),
-        **_recompute_fields(config.train.recompute, backend),
+        **_recompute_fields(config.train.recompute, backend, has_experts=model.moe.num_experts is not None),
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(set(model.megatron) - known)
@@ -144,26 +147,63 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
 
 
-def _recompute_fields(recompute: str, backend: str) -> dict[str, Any]:
+def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str, Any]:
+    moe = model.moe
+    if moe.num_experts is None:
+        return {}
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_ffn_hidden_size=model.resolved_expert_ffn,
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=not moe.normalize_top_k,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=moe.aux_loss_coef,
+        moe_z_loss_coeff=moe.z_loss_coef,
+        moe_expert_capacity_factor=moe.capacity_factor,
+        moe_grouped_gemm=backend == "te",
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+
+
+def _recompute_fields(recompute: str, backend: str, *, has_experts: bool) -> dict[str, Any]:
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     if recompute == "selective":  # attention is the dear part of a long context: keep its output
         # Core's recomputation of norms names Transformer Engine's functions even without fp8.
-        modules = ["layernorm", "mlp"] if backend == "te" else ["mlp"]
+        mlp = "moe" if has_experts else "mlp"
+        modules = ["layernorm", mlp] if backend == "te" else [mlp]
         return dict(recompute_granularity="selective", recompute_modules=modules)
     return {}
 
 
 def layer_spec(model: ModelConfig, backend: str) -> ModuleSpec:
     """The modules of one transformer layer; both backends store the same checkpoint keys."""
+    experts = model.moe.num_experts
     if backend == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=model.qk_norm
+        )
+        return _with_experts(spec) if experts else spec
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=model.qk_norm)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PortableAttention
     if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return _with_experts(spec) if experts else spec
+
+
+def _with_experts(spec: ModuleSpec) -> ModuleSpec:
+    mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
+    # Transformer Engine's spec has this norm apart where experts follow; the local one tells so of dense layers only.
+    spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
+    if isinstance(mlp, ModuleSpec):  # up to core 0.18
+        mlp.submodules.router, mlp.module = Router, ExpertLayer
+    else:
+        mlp.keywords["submodules"].router = Router
+        spec.submodules.mlp = partial(ExpertLayer, **mlp.keywords)
     return spec
 
 
@@ -219,6 +259,8 @@ def _build_chunk(
     inv_freq = rope.frequencies(model.rope, model.resolved_head_dim).to(groups.device)
     chunk.rotary_pos_emb = rope.RotaryTable(inv_freq)
     chunk.to(groups.device)
+    if layout.tp != layout.etp:
+        _reduce_experts_apart(chunk)
     return chunk.bfloat16() if core.bf16 else chunk
 
 
@@ -228,12 +270,20 @@ def _with_final_norm(spec: ModuleSpec, core: TransformerConfig, groups: Groups, 
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RMSNorm)
 
 
+def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
+    """Core does so where ep is above 1.  Where it is 1 it takes experts for dense weights, which their tp ranks see
+    the same tokens of; but those see different ones, and each would keep a part of the gradient."""
+    for name, param in chunk.named_parameters():
+        if ".experts." in name:
+            param.allreduce = False
+
+
 @torch.no_grad()
 def initialise(chunk: HiddenStatesGPT, seed: int, std: float, num_layers: int) -> None:
     """Random weights, the same on every layout: each is drawn whole, seeded by its name, and this rank's part kept.
 
     Matrices are normal with `std`; those that write to the residual stream with std / sqrt(2 num_layers)
-    (GPT-2).  Biases are 0, norms 1.
+    (GPT-2).  Biases are 0, norms 1.  Experts differ.
     """
     for shard in sharded_tensors(chunk.sharded_state_dict()):
         part = shard.data

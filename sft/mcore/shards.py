@@ -109,8 +109,9 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
 def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
     """Whether every rank stands where one stood that wrote the checkpoint with these plain values."""
     before, now = common.get("args"), _arguments(engine, 0)
-    sizes = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "data")]
-    return all(getattr(before, size, None) == getattr(now, size) for size in sizes)
+    kinds = ("tensor_model", "pipeline_model", "context", "data", "expert_model", "expert_tensor")
+    sizes = [f"{kind}_parallel_size" for kind in kinds]
+    return all(getattr(before, size, 1) == getattr(now, size) for size in sizes)
 
 
 def load_weights(engine: Engine, folder: Path) -> None:
@@ -175,6 +176,8 @@ def _arguments(engine: Engine, step: int) -> Namespace:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         data_parallel_size=layout.dp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         world_size=layout.world_size,
         sequence_parallel=layout.sequence_parallel,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
@@ -215,6 +218,19 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         max_position_embeddings=positions,
         bf16=bf16,
         ckpt_format="torch_dist",
+        **_expert_arguments(model),
+    )
+
+
+def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    if moe.num_experts is None:
+        return {"num_experts": None}
+    return dict(
+        num_experts=moe.num_experts,
+        moe_ffn_hidden_size=model.resolved_expert_ffn,
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=not moe.normalize_top_k,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from sft.config import ModelConfig, RopeConfig
+from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested
 from sft.hf.write_back import write_back
@@ -73,6 +73,7 @@ def test_llama_3_1_as_released() -> None:
         "tie_embeddings": False,
         "qkv_bias": False,
         "qk_norm": False,
+        "moe.num_experts": None,
         "rope.base": 500000.0,
         "rope.scaling": "llama3",
         "rope.factor": 8.0,
@@ -96,6 +97,14 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.tie_embeddings is theirs.tie_word_embeddings
     assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"])
+    assert model.moe.num_experts == getattr(theirs, "num_experts", None)
+    assert model.moe.top_k == getattr(theirs, "num_experts_per_tok", None)
+    if family == "qwen3_moe":
+        assert model.resolved_expert_ffn == theirs.moe_intermediate_size == 768
+        assert model.moe.normalize_top_k is theirs.norm_topk_prob is False
+    if family == "mixtral":
+        assert model.resolved_expert_ffn == theirs.intermediate_size == 96
+        assert model.moe.normalize_top_k and model.rope.base == 1e6 and model.norm_epsilon == 1e-5
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
@@ -113,9 +122,17 @@ def test_what_transformers_writes_is_read(tmp_path: Path, family: str) -> None:
         rms_norm_eps=2e-6,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "linear", "rope_theta": 3e5, "factor": 2.0},
-        **({"sliding_window": None} if family == "mistral" else {}),
+        **{
+            "mistral": {"sliding_window": None},
+            "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
+        }.get(family, {}),
     )
     model = architecture(content, "config.json").model
+    moe = {
+        "qwen3_moe": MoeConfig(num_experts=6, top_k=3, ffn_hidden_size=24, normalize_top_k=False),
+        "mixtral": MoeConfig(num_experts=6, top_k=3),
+    }
     assert model == ModelConfig(
         num_layers=3,
         hidden_size=64,
@@ -125,10 +142,11 @@ def test_what_transformers_writes_is_read(tmp_path: Path, family: str) -> None:
         head_dim=16,
         vocab_size=301,
         norm_epsilon=2e-6,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2",
         tie_embeddings=True,
         rope=RopeConfig(base=3e5, scaling="linear", factor=2.0),
+        moe=moe.get(family, MoeConfig()),
     )
 
 
@@ -255,8 +273,8 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 def test_an_unknown_model_type_is_told_with_the_known_ones() -> None:
     assert refusal(llama(model_type="gpt_neox")) == (
-        'config.json: model_type = "gpt_neox" is not known here.  Known: llama, mistral, qwen2, qwen3.  docs/models.md '
-        "tells how to add one."
+        'config.json: model_type = "gpt_neox" is not known here.  Known: llama, mistral, qwen2, qwen3, '
+        "qwen3_moe, mixtral.  docs/models.md tells how to add one."
     )
     assert "model_type = null" in refusal({})
     assert "model_type = [1]" in refusal({"model_type": [1]})
@@ -277,6 +295,144 @@ def test_options_that_the_family_does_not_read_do_not_matter() -> None:
     """Qwen2's projections have a bias and its output has none, whatever attention_bias says."""
     content = llama(model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_bias=True, use_cache=False)
     assert architecture(content, "config.json").model.qkv_bias
+
+
+# --- experts -----------------------------------------------------------------------------------------------
+
+
+def qwen3_moe(**changes: Any) -> dict[str, Any]:
+    """config.json of Qwen3-30B-A3B, as it was released; ... removes a key."""
+    content = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    return {key: value for key, value in (content | changes).items() if value is not ...}
+
+
+def mixtral(**changes: Any) -> dict[str, Any]:
+    """config.json of Mixtral 8x7B, as it was released; ... removes a key."""
+    content = {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    }
+    return {key: value for key, value in (content | changes).items() if value is not ...}
+
+
+def test_qwen3_30b_a3b_as_released() -> None:
+    found = architecture(qwen3_moe(), "config.json")
+    assert found.model.moe == MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=768)
+    assert found.model.ffn_hidden_size == 6144 and found.model.qk_norm  # a width that no layer has
+    assert {key: source for key, source in found.sources.items() if key.startswith("moe.")} == {
+        "moe.num_experts": "num_experts",
+        "moe.top_k": "num_experts_per_tok",
+        "moe.ffn_hidden_size": "moe_intermediate_size",
+        "moe.normalize_top_k": "norm_topk_prob",
+    }
+
+
+def test_mixtral_8x7b_as_released() -> None:
+    found = architecture(mixtral(), "config.json")
+    assert found.model.moe == MoeConfig(num_experts=8, top_k=2)
+    assert found.model.resolved_expert_ffn == 14336 and found.model.rope == RopeConfig(base=1e6)
+    assert found.sources["moe.num_experts"] == "num_local_experts"
+    assert found.sources["moe.normalize_top_k"] == "model_type"
+
+
+def test_losses_and_outputs_of_a_router_change_nothing() -> None:
+    """Training options: what the loss of a run has is a matter of its recipe."""
+    expected = architecture(qwen3_moe(), "config.json").model
+    changed = qwen3_moe(router_aux_loss_coef=0.5, output_router_logits=True)
+    assert architecture(changed, "config.json").model == expected
+
+
+@pytest.mark.parametrize("made", [qwen3_moe, mixtral])
+def test_the_number_of_experts_has_two_names(made: Any) -> None:
+    """transformers reads either, and of both the one that it writes itself since version 5."""
+    base = made(num_experts=..., num_local_experts=...)
+    theirs = transformers.Qwen3MoeConfig if made is qwen3_moe else transformers.MixtralConfig
+    for name in ("num_experts", "num_local_experts"):
+        content = {**base, name: 16}
+        found = architecture(content, "config.json")
+        assert found.model.moe.num_experts == 16 == theirs(**content).num_experts
+        assert found.sources["moe.num_experts"] == name
+    both = {**base, "num_experts": 16, "num_local_experts": 16}
+    assert architecture(both, "config.json").model.moe.num_experts == 16
+    told = refusal({**base, "num_experts": 16, "num_local_experts": 8})
+    assert "num_experts = 16" in told and "num_local_experts = 8" in told and "are two names of one thing" in told
+
+
+@pytest.mark.parametrize(
+    "content,why",
+    [
+        (qwen3_moe(decoder_sparse_step=2), "decoder_sparse_step = 2 is not supported, only 1"),
+        (qwen3_moe(mlp_only_layers=[0, 3]), "mlp_only_layers = [0, 3] is not supported, only [] or null"),
+        (qwen3_moe(attention_bias=True), "attention_bias = true is not supported"),
+        (qwen3_moe(use_sliding_window=True), "use_sliding_window = true is not supported"),
+        (qwen3_moe(norm_topk_prob=None), "norm_topk_prob is missing"),
+        (qwen3_moe(norm_topk_prob="yes"), 'norm_topk_prob = "yes" (moe.normalize_top_k)'),
+        (qwen3_moe(num_experts=0), "num_experts = 0 (moe.num_experts)"),
+        (qwen3_moe(num_experts=None), "num_experts is missing"),
+        (qwen3_moe(num_experts_per_tok=129), "num_experts_per_tok = 129 (moe.top_k) is more than num_experts = 128"),
+        (qwen3_moe(moe_intermediate_size=None), "moe_intermediate_size is missing"),
+        (mixtral(router_jitter_noise=0.1), "router_jitter_noise = 0.1 is not supported, only 0.0"),
+        (mixtral(sliding_window=4096), "sliding_window = 4096 is not supported, only null"),
+        (mixtral(num_local_experts=1), "num_experts_per_tok = 2 (moe.top_k) is more than num_experts = 1"),
+        (mixtral(intermediate_size=...), "intermediate_size is missing"),
+        (mixtral(architectures=["MixtralForTokenClassification"]), "only MixtralForCausalLM is supported"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_experts_that_our_model_cannot_have(content: dict[str, Any], why: str) -> None:
+    assert why in refusal(content)
+
+
+def test_dense_layers_may_be_told_as_none() -> None:
+    assert architecture(qwen3_moe(mlp_only_layers=None), "config.json").model.moe.num_experts == 128
 
 
 # --- the way back ------------------------------------------------------------------------------------------
@@ -337,5 +493,48 @@ def test_keys_without_effect_are_not_written() -> None:
 
 
 def test_another_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model.qk_norm = true, and llama has none"):
+    with pytest.raises(ConfigError, match="model.qk_norm = true, and it is false in every llama"):
         back(llama(), qk_norm=True)
+
+
+def test_experts_are_written_under_the_names_of_the_file() -> None:
+    change = {"moe.num_experts": 64, "moe.top_k": 4, "moe.ffn_hidden_size": 512, "moe.normalize_top_k": False}
+    theirs = dict(num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=False)
+    assert back(qwen3_moe(), **change) == qwen3_moe(num_experts=64, **theirs)
+    new = qwen3_moe(num_experts=..., num_local_experts=128)
+    assert back(new) == new
+    assert back(new, **change) == {**new, **theirs, "num_local_experts": 64}
+    both = {**new, "num_experts": 128}
+    assert back(both, **change) == {**both, **theirs, "num_experts": 64, "num_local_experts": 64}
+    silent = qwen3_moe(num_experts=...)
+    assert back(silent) == silent
+    assert back(silent, **change) == qwen3_moe(num_experts=64, **theirs)
+
+
+def test_the_width_of_an_expert_is_the_one_that_counts() -> None:
+    """Mixtral has one width, whichever of ours it was given as."""
+    assert back(mixtral(), **{"moe.ffn_hidden_size": 96}) == mixtral(intermediate_size=96)
+    assert back(mixtral(), ffn_hidden_size=96) == mixtral(intermediate_size=96)
+    assert back(mixtral(), **{"moe.ffn_hidden_size": 14336, "ffn_hidden_size": 1}) == mixtral()
+
+
+def test_a_silent_base_of_positions_stays_silent() -> None:
+    content = mixtral(rope_theta=...)
+    assert back(content) == content
+    assert back(content, **{"rope.base": 5e5})["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    "content,change,why",
+    [
+        (llama(), {"moe.num_experts": 4, "moe.top_k": 2}, "model.moe.num_experts = 4, and it is null in every llama"),
+        (mixtral(), {"moe.num_experts": None, "moe.top_k": None}, "model.moe.num_experts = null, and every mixtral"),
+        (mixtral(), {"moe.normalize_top_k": False}, "model.moe.normalize_top_k = false, and it is true in every"),
+        (qwen3_moe(), {"qk_norm": False}, "model.qk_norm = false, and it is true in every qwen3_moe"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_model_of_another_kind(content: dict[str, Any], change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        back(content, **change)
+    assert why in str(error.value)

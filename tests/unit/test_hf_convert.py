@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from argparse import Namespace
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sft.checkpoint import manifest, names
 from sft.config import ModelConfig
 from sft.console import Console
 from sft.convert import to_megatron
 from sft.convert.boxes import Boxes
+from sft.convert.match import by_layer
 from sft.convert.parts import PartsWriter
 from sft.convert.to_hf import export_hf
 from sft.convert.to_megatron import import_hf
@@ -95,14 +98,15 @@ def test_padding_of_the_vocabulary_is_zeros_and_stays_behind(
     assert tensors(tmp_path / "back")["lm_head.weight"].shape == (vocab, hf.WIDTH)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "mixtral"])
 def test_several_files_and_blocks_smaller_than_a_tensor(
-    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Nothing depends on where files and blocks end."""
     monkeypatch.setattr(to_megatron, "BLOCK_BYTES", 700)  # five rows
     monkeypatch.setattr("sft.convert.to_hf._AT_ONCE", 0)
     monkeypatch.setattr(PartsWriter.__init__, "__defaults__", (50_000,))
-    source = made(shard="20KB")
+    source = made(family, shard="20KB")
     assert len(list(source.glob("*.safetensors"))) > 3
     import_hf(source, tmp_path / "there", QUIET)
     assert len(list((tmp_path / "there" / "iter_0000000").glob("*.distcp"))) > 3
@@ -117,6 +121,53 @@ def test_several_files_and_blocks_smaller_than_a_tensor(
     assert len(index["weight_map"]) == len(tensors(source))
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in tensors(source).values())
     hf.load(tmp_path / "back")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_stacked_gate_above_up(made: Make, tmp_path: Path, family: str) -> None:
+    """Layers, then experts, as every layout of ranks reads them; and no two experts are the same."""
+    source = made(family)
+    import_hf(source, tmp_path / "there", QUIET)
+    theirs, boxes = tensors(source), Boxes(tmp_path / "there" / "iter_0000000")
+    block = {"qwen3_moe": "mlp", "mixtral": "block_sparse_moe"}[family]
+    gate, up, down = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}[family]
+    prefix = "decoder.layers.mlp"
+    assert boxes.shapes[f"{prefix}.router.weight"] == (2, 4, 32)
+    assert boxes.shapes[f"{prefix}.experts.experts.linear_fc1.weight"] == (2, 4, 48, 32)
+    assert boxes.shapes[f"{prefix}.experts.experts.linear_fc2.weight"] == (2, 4, 32, 24)
+    assert boxes.shapes["decoder.layers.pre_mlp_layernorm.weight"] == (2, 32)
+    assert not any(key.startswith(f"{prefix}.linear_fc") for key in boxes.shapes)
+    first = boxes.read(f"{prefix}.experts.experts.linear_fc1.weight", (0, 0, 0, 0), (2, 4, 48, 32))
+    second = boxes.read(f"{prefix}.experts.experts.linear_fc2.weight", (0, 0, 0, 0), (2, 4, 32, 24))
+    for layer in (0, 1):
+        for expert in range(4):
+            name = f"model.layers.{layer}.{block}.experts.{expert}"
+            assert torch.equal(first[layer, expert, :24], theirs[f"{name}.{gate}.weight"])
+            assert torch.equal(first[layer, expert, 24:], theirs[f"{name}.{up}.weight"])
+            assert torch.equal(second[layer, expert], theirs[f"{name}.{down}.weight"])
+    assert len({one.sum().item() for one in second.flatten(0, 1)}) == 8
+
+
+def test_experts_are_read_and_written_one_by_one(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never all of a layer's: they can be larger than a machine's memory."""
+    taken: dict[str, int] = {}
+
+    def watch(kind: type, name: str, key_at: int, data_of: Callable[..., torch.Tensor]) -> None:
+        work = getattr(kind, name)
+
+        def watched(self: Any, *args: Any) -> Any:
+            found = work(self, *args)
+            if "experts" in args[key_at]:
+                taken[name] = max(taken.get(name, 0), data_of(found, *args).numel())
+            return found
+
+        monkeypatch.setattr(kind, name, watched)
+
+    watch(PartsWriter, "tensor", 0, lambda found, key, shape, offset, part: part)
+    watch(Boxes, "read", 0, lambda found, *args: found)
+    import_hf(made("qwen3_moe"), tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert taken == {"tensor": 48 * 32, "read": 48 * 32}
 
 
 def test_types_are_kept_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
@@ -182,8 +233,27 @@ def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
     args = safe.common_state(path)["args"]
     assert (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels) == (2, 32, 4, 8)
     assert args.qk_layernorm and not args.add_qkv_bias and args.bf16 and args.padded_vocab_size == 384
-    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in safe.objects(path)
     assert safe.common_state(path)["iteration"] == 0
+    attention, norms = (f"self_attention.linear_{name}" for name in ("qkv", "proj")), ("q_layernorm", "k_layernorm")
+    modules = [*attention, *(f"self_attention.{name}" for name in norms), "mlp.linear_fc1", "mlp.linear_fc2"]
+    assert safe.objects(path) == {"decoder.final_layernorm._extra_state/shard_0_1"} | {
+        f"decoder.layers.{module}._extra_state/shard_{layer}_2" for module in modules for layer in (0, 1)
+    }
+
+
+def test_objects_beside_experts(made: Make, tmp_path: Path) -> None:
+    """One for each expert's matrix in the place of one for each layer's, as Megatron's experts name them."""
+    import_hf(made("mixtral"), tmp_path / "there", QUIET)
+    found = safe.objects(tmp_path / "there" / "iter_0000000")
+    assert {key for key in found if ".mlp." in key or "pre_mlp" in key} == {
+        *(f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_2" for layer in (0, 1)),
+        *(
+            f"decoder.layers.mlp.experts.experts.linear_{name}._extra_state/shard_{layer}.{expert}_2.4"
+            for name in ("fc1", "fc2")
+            for layer in (0, 1)
+            for expert in range(4)
+        ),
+    }
 
 
 def test_the_manifest_has_a_digest_of_every_tensor(made: Make, tmp_path: Path) -> None:
@@ -245,6 +315,35 @@ def test_missing_surplus_and_misshapen_tensors_are_told_at_once(made: Make) -> N
         "  surplus: model.layers.*.mlp.experts.weight (layer 0)\n"
         "  another shape: model.norm.weight is 33, expected 32\n"
         "  of type F64, only F32, F16, BF16 are supported: lm_head.weight"
+    )
+
+
+def test_experts_that_are_missing_surplus_or_misshapen(made: Make) -> None:
+    expert = "model/layers/{}/block_sparse_moe/experts/{}/{}/weight".format
+    source = rewrite(
+        made("mixtral"),
+        **{expert(0, 3, "w3"): None, expert(1, 0, "w1"): None, expert(1, 1, "w1"): None},
+        **{expert(layer, 4, "w2"): torch.zeros(32, 24) for layer in (0, 1)},
+        **{expert(layer, i, "w2"): torch.zeros(32, 23) for layer in (0, 1) for i in range(4)},
+        **{"model/layers/0/block_sparse_moe/gate/weight": torch.zeros(5, 32)},
+    )
+    block = "model.layers.*.block_sparse_moe"
+    assert import_refused(source) == (
+        f"{source} does not hold this model:\n"
+        f"  missing: {block}.experts.*.w1.weight (layer 1; experts 0-1)\n"
+        f"  missing: {block}.experts.*.w3.weight (layer 0; expert 3)\n"
+        f"  surplus: {block}.experts.*.w2.weight (layers 0-1; expert 4)\n"
+        f"  another shape: {block}.gate.weight is 5 x 32, expected 4 x 32 (layer 0)\n"
+        f"  another shape: {block}.experts.*.w2.weight is 32 x 23, expected 32 x 24 (layers 0-1; experts 0-3)"
+    )
+
+
+def test_experts_of_two_types(made: Make) -> None:
+    """Experts are one tensor of ours: what is said of layers holds for them."""
+    half = {"model/layers/1/mlp/experts/2/down_proj/weight": torch.zeros(32, 24, dtype=torch.bfloat16)}
+    told = import_refused(rewrite(made("qwen3_moe"), **half))
+    assert (
+        "of several types, which become one tensor: F32 (model.layers.0.mlp.experts.0.down_proj.weight), BF16 (" in told
     )
 
 
@@ -353,8 +452,13 @@ def test_an_index_and_files_that_disagree(made: Make) -> None:
         return import_refused(source)
 
     rest = {name: file for name, file in good["weight_map"].items() if name != first}
-    assert f"not in it: {first}" in told(rest)
-    assert "not in the file it names: other (" in told({**good["weight_map"], "other": good["weight_map"][first]})
+    file = good["weight_map"][first]
+    assert f"not in it: {by_layer([first])[0]} ({file})" in told(rest)
+    experts = {f"model.layers.1.mlp.experts.{i}.up_proj.weight": file for i in range(100)}
+    assert (
+        f"not in the file it names: model.layers.*.mlp.experts.*.up_proj.weight (layer 1; experts 0-99) ({file})."
+        in told({**good["weight_map"], **experts})
+    )
     assert "names '../secret.safetensors', which is no safetensors file" in told(
         {**rest, first: "../secret.safetensors"}
     )
@@ -486,6 +590,37 @@ def test_a_box_of_several_parts(tmp_path: Path) -> None:
     assert Boxes(tmp_path).read("a", (1, 1), (3, 2)).tolist() == [[5.0, 6.0], [9.0, 10.0], [13.0, 14.0]]
 
 
+def test_a_box_in_a_stack_of_experts(tmp_path: Path) -> None:
+    """Two layers of three experts in halves, as two tensor-parallel ranks write them; a box may span any of them."""
+    whole = torch.arange(2 * 3 * 4 * 2.0).view(2, 3, 4, 2)
+    writer = PartsWriter(tmp_path)
+    for layer in (1, 0):
+        for expert in (2, 0, 1):
+            for row in (2, 0):
+                part = whole[layer : layer + 1, expert : expert + 1, row : row + 2].clone()
+                writer.tensor("a", (2, 3, 4, 2), (layer, expert, row, 0), part)
+    writer.finish()
+    boxes = Boxes(tmp_path)
+    assert torch.equal(boxes.read("a", (1, 2, 1, 0), (1, 1, 2, 2)), whole[1:, 2:, 1:3])
+    assert torch.equal(boxes.read("a", (0, 1, 0, 1), (2, 2, 4, 1)), whole[:, 1:, :, 1:])
+    with pytest.raises(CheckpointError, match="parts of a are missing"):
+        boxes.read("a", (1, 3, 0, 0), (1, 1, 4, 2))
+
+
+def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of parts, each compared with thousands, would take minutes."""
+    seen: list[int] = []
+
+    def plan(key: str, entry: Any, boxes: Any) -> Any:
+        seen.append(len(entry.chunks))
+        return create_read_items_for_chunk_list(key, entry, boxes)
+
+    monkeypatch.setattr("sft.convert.boxes.create_read_items_for_chunk_list", plan)
+    import_hf(made("mixtral"), tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert len(seen) > 16 and set(seen) == {1}
+
+
 def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) -> None:
     """A run tells its own positions; keys that config.json cannot say are told."""
     from sft.convert.to_hf import _model
@@ -498,6 +633,36 @@ def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) ->
     model, length = _model({"sft": {"recipe": recipe}}, before, imported, Console(0, stream))
     assert isinstance(model, ModelConfig) and (model.rope.base, length) == (5e5, 4096)
     assert "WARNING: the run set megatron.moe_x" in stream.getvalue()
+
+
+def test_a_run_with_experts_tells_what_config_cannot_say(made: Make, tmp_path: Path) -> None:
+    from sft.convert.to_hf import _model
+    from sft.hf.architecture import architecture, read
+
+    source = made("mixtral")
+    before = architecture(read(source), "config.json")
+    sizes = {f"model.{key}": value for key, value in before.values.items()}
+    recipe = {**sizes, "model.moe.capacity_factor": 1.25, "model.moe.aux_loss_coef": 0.01}
+    stream = io.StringIO()
+    model, _ = _model({"sft": {"recipe": recipe}}, before, source, Console(0, stream))
+    assert (model.moe.num_experts, model.moe.top_k, model.moe.normalize_top_k) == (4, 2, True)
+    told = stream.getvalue()
+    assert "WARNING: the run set moe.capacity_factor, which config.json cannot say" in told and "aux_loss" not in told
+
+
+def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:
+    """Shapes do not tell how many experts a token goes to, nor what their weights are."""
+    from sft.convert.to_hf import _model
+    from sft.hf.architecture import architecture, read
+
+    source = made("mixtral")
+    before = architecture(read(source), "config.json")
+    right = {"moe_router_topk": 2, "moe_router_pre_softmax": False}
+    assert _model({"args": Namespace(**right)}, before, source, QUIET)[0] == before.model
+    with pytest.raises(CheckpointError) as error:
+        _model({"args": Namespace(moe_router_topk=1, moe_router_pre_softmax=True)}, before, source, QUIET)
+    assert "moe_router_topk is 1 in the checkpoint, and 2 in config.json" in str(error.value)
+    assert "moe_router_pre_softmax is True in the checkpoint, and False in config.json" in str(error.value)
 
 
 # --- the tools ---------------------------------------------------------------------------------------------

@@ -1,11 +1,16 @@
 """How rows of their tensors lie in ours, and which tensors a family has."""
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from sft.config import ModelConfig
+import pytest
+from safetensors.torch import load_file
+
+from sft.config import ModelConfig, MoeConfig
 from sft.convert.match import by_layer
 from sft.convert.to_megatron import blocks
-from sft.hf.family import FAMILIES, Item, Part, Span
+from sft.hf.families import FAMILIES
+from sft.hf.family import Item, Part, Span
 from tests.unit.fixtures import hf
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2)
@@ -13,7 +18,8 @@ MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attenti
 
 def item(form: str, *rows: int) -> Item:
     parts = tuple(Part(f"part{i}", (count, 8)) for i, count in enumerate(rows))
-    return Item(key="ours", layer=0, parts=parts, form=form, num_groups=2)  # type: ignore[arg-type]
+    place: dict[str, Any] = dict(layer=0, expert=None, stack=(2,))
+    return Item(key="ours", **place, parts=parts, form=form, num_groups=2)  # type: ignore[arg-type]
 
 
 def test_groups_written_out() -> None:
@@ -50,14 +56,41 @@ def test_blocks_are_cut_and_put_together() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_a_family_has_the_tensors_of_transformers(family: str, tied: bool) -> None:
+def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    """Those of its files: in memory, its experts are one tensor."""
     fields = dict(hidden_size=8, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=2)
-    theirs = {name: tuple(p.shape) for name, p in hf.build(family, tied=tied, **fields).named_parameters()}
-    model = MODEL.model_copy(update={"tie_embeddings": tied})
+    theirs = load_file(hf.save(tmp_path, family, tied=tied, **fields) / "model.safetensors")
+    experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
+    experts["mixtral"] = MoeConfig(num_experts=4, top_k=2)
+    model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
     items = list(FAMILIES[family].items(model, hf.VOCAB))
     found = {part.name: part.shape for one in items for part in one.parts}
-    assert found == theirs
+    assert found == {name: tuple(one.shape) for name, one in theirs.items()}
     assert len(found) == sum(len(one.parts) for one in items)
+
+
+def test_experts_written_out() -> None:
+    """Two layers of two experts of width 3: four items for each of two keys, gate rows above up rows."""
+    moe = MoeConfig(num_experts=2, top_k=1, ffn_hidden_size=3, normalize_top_k=False)
+    items = list(FAMILIES["mixtral"].items(MODEL.model_copy(update={"moe": moe}), 5))
+    prefix, theirs = "decoder.layers.mlp.experts.experts", "model.layers.{}.block_sparse_moe.experts.{}.w{}.weight"
+    up = [one for one in items if one.key == f"{prefix}.linear_fc1.weight"]
+    down = [one for one in items if one.key == f"{prefix}.linear_fc2.weight"]
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [one.first for one in up] == [one.first for one in down] == places
+    assert [(one.layer, one.expert) for one in up] == places
+    for one, place in zip(up, places):
+        assert one.parts == (Part(theirs.format(*place, 1), (3, 8)), Part(theirs.format(*place, 3), (3, 8)))
+        assert one.spans() == [Span(0, 0, 3, 0), Span(1, 0, 3, 3)]
+        assert one.shape() == (2, 2, 6, 8)
+    for one, place in zip(down, places):
+        assert one.parts == (Part(theirs.format(*place, 2), (8, 3)),) and one.shape() == (2, 2, 8, 3)
+    router, _ = [one for one in items if one.key == "decoder.layers.mlp.router.weight"]
+    assert router.parts == (Part("model.layers.0.block_sparse_moe.gate.weight", (2, 8)),)
+    assert (router.first, router.expert, router.shape()) == ((0,), None, (2, 2, 8))
+    norm, _ = [one for one in items if one.key == "decoder.layers.pre_mlp_layernorm.weight"]
+    assert norm.parts == (Part("model.layers.0.post_attention_layernorm.weight", (8,)),) and norm.row == ()
+    assert not any(".mlp.linear_fc" in one.key for one in items)
 
 
 def test_names_are_told_by_layer() -> None:
@@ -67,3 +100,14 @@ def test_names_are_told_by_layer() -> None:
         "model.layers.*.mlp.up_proj.weight (layers 0-2, 5)",
         "model.layers.*.x (layer 7)",
     ]
+
+
+def test_experts_are_told_by_layer_too() -> None:
+    """Whatever their number: layers whose experts are the same ones are one line."""
+    expert = "model.layers.{}.mlp.experts.{}.up_proj.weight".format
+    names = [expert(layer, i) for layer in range(48) for i in range(128) if (layer, i) != (7, 3)]
+    assert by_layer(names) == [
+        "model.layers.*.mlp.experts.*.up_proj.weight (layers 0-6, 8-47; experts 0-127)",
+        "model.layers.*.mlp.experts.*.up_proj.weight (layer 7; experts 0-2, 4-127)",
+    ]
+    assert by_layer([expert(1, 2)]) == ["model.layers.*.mlp.experts.*.up_proj.weight (layer 1; expert 2)"]

@@ -106,3 +106,24 @@ def test_a_folder_without_or_of_an_unknown_model(folder: Path, tmp_path: Path) -
     assert "is missing from" not in str(error.value)  # the sizes, which it would have given
     with pytest.raises(ConfigError, match='model_type = "mamba" is not known here'):
         recipe(hf.change(folder, model_type="mamba"))
+
+
+def test_experts_come_along(tmp_path: Path) -> None:
+    hf.save(tmp_path / "moe", "qwen3_moe")
+    found = recipe(tmp_path / "moe", "model.moe.aux_loss_coef=1e-3")  # a training option, and no part of the model
+    moe = found.config.model.moe
+    assert (moe.num_experts, moe.top_k, moe.ffn_hidden_size, moe.normalize_top_k) == (4, 2, 24, False)
+    assert moe.aux_loss_coef == 1e-3
+    path = tmp_path / "moe" / "config.json"
+    assert str(found.origins["model.moe.num_experts"]) == f"derived: {path}, num_local_experts"
+    with pytest.raises(
+        ConfigError, match="model.moe.top_k = 1 .*and 2 in .*config.json, num_experts_per_tok.  Leave it"
+    ):
+        recipe(tmp_path / "moe", "model.moe.top_k=1")
+
+
+def test_a_dense_model_has_no_experts(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="model.moe.num_experts = 4 .*and null in .*config.json, model_type.  Leave it"
+    ):
+        recipe(folder, "model.moe.num_experts=4", "model.moe.top_k=2")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sft.config import Config
 from sft.errors import ConfigError
-from sft.layout import Layout, attention_crossover, num_parameters, smallest_world, vocab_rows
+from sft.layout import Layout, attention_crossover, num_parameters, smallest_world, train_flops, vocab_rows
 
 
 def config(**sections: Mapping[str, object]) -> Config:
@@ -55,6 +55,8 @@ def test_a_layout() -> None:
         cp=2,
         pp=1,
         dp=2,
+        ep=1,
+        etp=1,
         virtual_stages=1,
         sequence_parallel=True,
         global_batch_size=16,
@@ -296,6 +298,59 @@ def test_parameters_counted_by_hand() -> None:
     assert num_parameters(config(model=changed).model, 10) == 212 + 40 + 12 + 4
     # one group: k and v are one head of 2
     assert num_parameters(config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
+
+
+MOE = {"moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 6}}
+
+
+def test_experts_counted_by_hand() -> None:
+    model = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "head_dim": 2}
+    dense = {**model, "num_query_groups": None, "tie_embeddings": True}  # 212 parameters, 96 of them the MLP
+    moe = config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}).model
+    # router 4*8, each of 8 experts: gate, up and down 3*4*2
+    assert num_parameters(moe, 10) == 212 - 96 + 32 + 8 * 24
+    # qkv 48, proj 16; a token multiplies the router and two experts
+    assert train_flops(moe, 10) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40, 6 * 4)
+    wide = config(model={**dense, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
+    assert num_parameters(wide, 10) == 212 - 96 + 32 + 8 * 96
+
+
+def test_experts_share_the_ranks_of_a_stage() -> None:
+    layout = Layout.resolve(config(model=MOE, parallel={"tp": 2, "cp": 2, "pp": 2, "ep": 4}), 16)
+    assert (layout.dp, layout.ep, layout.etp) == (2, 4, 1)
+    assert "experts: 8 ranks of a stage = ep 4 x etp 1 x 2 copies" in layout.equations(32768)
+    assert not any("experts" in line for line in Layout.resolve(config(model=MOE), 2).equations(32768))
+
+
+@pytest.mark.parametrize(
+    "world_size, parallel, model, message",
+    [
+        (2, {"ep": 2}, {}, "ep = 2 and etp = 1 are for experts; without model.moe.num_experts both must be 1."),
+        (4, {"ep": 3}, MOE, "ep = 3 x etp = 1 does not fit 8 experts on 4 ranks of a pipeline stage (tp x cp x dp).  "
+                            "Expert-parallel sizes that fit: 1, 2, 4."),
+        (16, {"ep": 16}, MOE, "ep = 16 x etp = 1 does not fit 8 experts on 16 ranks of a pipeline stage (tp x cp x "
+                              "dp).  Expert-parallel sizes that fit: 1, 2, 4, 8."),
+        (8, {"ep": 8, "pp": 2}, MOE, "on 4 ranks of a pipeline stage (tp x cp x dp).  Expert-parallel sizes that fit: "
+                                     "1, 2, 4."),
+        (4, {"ep": 2, "etp": 4}, MOE, "parallel.etp = 4 does not divide an expert of width 6.  Fit: 1, 2, 3, 6."),
+        (4, {"tp": 2, "sequence_parallel": False}, MOE, "A mixture of experts needs sequence_parallel, or tp = 1."),
+    ],
+)  # fmt: skip
+def test_experts_that_do_not_fit(
+    world_size: int, parallel: dict[str, object], model: dict[str, object], message: str
+) -> None:
+    assert any(message in line for line in told(world_size, parallel=parallel, model=model))
+
+
+def test_experts_are_not_split_on_the_cpu() -> None:
+    run = {"dir": "runs/a", "device": "cpu"}
+    (line,) = told(2, parallel={"etp": 2}, model=MOE, run=run)
+    assert line == "parallel.etp = 2 needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+
+
+def test_the_width_of_a_dense_mlp_that_is_not_there_need_not_split() -> None:
+    odd = {**MOE, "ffn_hidden_size": 97}
+    assert Layout.resolve(config(model=odd, parallel={"tp": 8}), 8).tp == 8
 
 
 def test_vocabulary() -> None:

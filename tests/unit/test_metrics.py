@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from sft.config import Config
 from sft.layout import Layout
 from sft.mcore.engine import StepResult
+from sft.mcore.experts import Balance
 from sft.metrics import eval_record, flat, train_record
 from sft.recipe import parse_recipe
 from sft.tally import Peak, Ratio, Schema, Totals
@@ -52,6 +54,19 @@ def train(*overrides: str, **changes: Any) -> dict[str, Any]:
     return train_record(3, result, layout, recipe, schema=SCHEMA, vocab_size=10, seconds=2.0)
 
 
+def mixture(*overrides: str) -> dict[str, Any]:
+    """A step of a mixture of experts."""
+    recipe = config("model.moe.num_experts=4", "model.moe.top_k=2", *overrides)
+    balance = Balance(
+        chosen=np.array([[6.0, 4.0, 2.0, 0.0], [0.0, 12.0, 0.0, 0.0]]),
+        dropped=np.array([1.0, 5.0]),
+        aux=np.array([1.0, 2.0]),
+        z=np.array([4.0, 6.0]),
+    )
+    result = StepResult(totals=totals(), grad_norm=0.5, learning_rate=1e-3, skipped=False, balance=balance)
+    return train_record(3, result, Layout.resolve(recipe, 2), recipe, schema=SCHEMA, vocab_size=10, seconds=2.0)
+
+
 def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
     return eval_record(3, totals(**changes), config(*overrides), set_name="eval", schema=SCHEMA, seconds=2.0)
 
@@ -71,15 +86,16 @@ def check(record: dict[str, Any]) -> None:
 
 
 START: dict[str, Any] = {
-    "schema": 4,
+    "schema": 5,
     "kind": "start",
     "step": 0,
     "time": 1795267288.03,
     "parameters": 212,
     "num-steps": 9,
-    "layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1, "dp": 1},
+    "layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1, "dp": 1, "ep": 2, "etp": 1},
 }
 EVERYTHING = ["loss.entropy=true", "loss.z_loss_coef=1e-4", "log.peak_tflops=989"]
+EXPERTS = mixture("model.moe.aux_loss_coef=0.01", *EVERYTHING)
 
 
 def test_written_out() -> None:
@@ -104,6 +120,20 @@ def test_written_out() -> None:
     assert (told["sample loss"], told["token accuracy"], told["set"]) == (1.5, 0.25, "eval")
 
 
+def test_experts_written_out() -> None:
+    """Two layers of four experts.  Layer 0: 12 choices, mean 3, most 6.  Layer 1: all 12 on one."""
+    assert {name: value for name, value in EXPERTS.items() if name.startswith("experts/")} == {
+        "experts/imbalance": 3.0,  # of 6 / 3 and 12 / 3
+        "experts/imbalance-max": 4.0,
+        "experts/imbalance-layer": 1,
+        "experts/unused-share": 0.5,  # one of four, three of four
+        "experts/dropped-share": 0.25,  # 6 of 24
+        "experts/aux-loss": 1.5,
+        "experts/z-loss": 5.0,
+    }
+    assert "experts/aux-loss" not in mixture() and "experts/z-loss" in mixture()
+
+
 def test_what_nobody_asked_for_is_not_there() -> None:
     nothing = Peak(value=0.0, rank=0)
     found = train(peaks=dict.fromkeys(["data_wait_s", "memory_allocated", "memory_reserved"], nothing))
@@ -124,9 +154,10 @@ def test_nothing_supervised_is_null_and_not_a_number_too_large() -> None:
 
 RECORDS = {
     "start": START,
-    "train": train(*EVERYTHING),
+    "train": EXPERTS,
     "eval": evaluation(*EVERYTHING),
     "train of little": train(),
+    "train without experts": train(*EVERYTHING),
     "eval of little": evaluation(),
     "eval of nothing": evaluation(num_tokens=0, sequence_nll=Ratio(total=0.0, count=0)),
 }
@@ -148,7 +179,7 @@ def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
 
 
 OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-rank", "memory/reserved-gib",
-            "memory/reserved-rank")  # fmt: skip
+            "memory/reserved-rank", *(name for name in EXPERTS if name.startswith("experts/")))  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.M
     [
         (None, "metrics.jsonl does not exist. Give the folder of a run"),
         ("", "has no step and no evaluation"),
-        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads 1 to 4"),
-        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 to 4"),
+        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads 1 to 5"),
+        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 to 5"),
         ('{"schema": 1, "kind": "start", "step": 0}\n', "has no step and no evaluation"),
         ('{"schema": 1, "kind": "start", "step": 0}\nnonsense\n{}\n', "metrics.jsonl:2 is not JSON"),
         ('{"schema": 1, "kind": "start", "step": 0}\n{"loss": 3}\n', "metrics.jsonl:2 is not a record"),

@@ -468,7 +468,7 @@ MISTAKES = {
     ),
     "value for a group": (
         "parallel=4",
-        "parallel = 4 (command line: parallel=4); expected a group of keys.  Keys of parallel: tp, cp, pp, "
+        "parallel = 4 (command line: parallel=4); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, "
         "virtual_stages, sequence_parallel, distributed_optimizer, overlap, cp_comm.",
     ),
     "nested value for a megatron field": (

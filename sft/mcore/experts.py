@@ -1,0 +1,175 @@
+"""The mixture of experts: where each token goes, what keeps experts evenly loaded, and how evenly they were.
+
+Choosing, sending and computing are megatron-core's.  The balancing losses are ours, because core's depend on the
+layout: they are taken over whatever tokens share a microbatch, which packing decides anew for every number of
+data-parallel ranks, and up to core 0.16 they are weighed too low under context parallelism.  Here a document is
+balanced by itself, wherever its tokens lie, so no document's gradient depends on what it was packed with:
+
+    aux  of a document and a layer: E * sum over experts of (share of choices) * (mean probability); 1 is even
+    z    of a token and a layer: the squared log-sum-exp of its scores
+
+    the mean loss gets  aux_loss_coef * sum over layers of the mean of aux over real tokens, each told its document's
+                      + z_loss_coef * sum over layers of the mean of z over real tokens
+
+Padding goes through experts as any token does, but is counted nowhere; with a capacity it goes nowhere.  Evaluation,
+and the first pass of layers that are recomputed, count nothing.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+_AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.seen`, behind one for each expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How evenly the experts of each layer were loaded in one step, over all ranks; float64.
+
+    chosen   [layers, experts] real tokens that chose each expert, before any was dropped
+    dropped  [layers] choices of real tokens that found no room
+    aux, z   [layers] mean over real tokens; aux is 0 where its coefficient is
+    """
+
+    chosen: np.ndarray
+    dropped: np.ndarray
+    aux: np.ndarray
+    z: np.ndarray
+
+
+class ExpertLayer(MoELayer):
+    """Core's layer, which tells its router the document of each token.
+
+    What core calls padding_mask is the one thing of every token that it hands down to experts, through pipeline
+    stages, sequence parallelism and recomputation.  Here it holds numbers of documents, int32 [1, t], -1 for padding;
+    core's own `forward` would make truth values of them.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[t, 1, h] -> [t, 1, h], and no bias."""
+        assert padding_mask is not None and intermediate_tensors is None
+        if self.moe_layer_recompute and self.training:
+            output: Tensor = tensor_parallel.checkpoint(self._through, False, hidden_states, padding_mask)
+        else:
+            output = self._through(hidden_states, padding_mask)
+        return output, None
+
+    def _through(self, hidden_states: Tensor, documents: Tensor) -> Tensor:
+        weights, chosen = self.router(hidden_states, documents)
+        sent, weights = self.preprocess(hidden_states, weights, chosen)
+        output, _ = self.routed_experts_compute(*self.dispatch(sent, weights))
+        combined: Tensor = self.postprocess(self.combine(output), None)
+        return combined
+
+
+class Router(TopKRouter):
+    """Scores and weights in fp32; choice of `moe_router_topk` experts; balancing losses."""
+
+    def __init__(self, config: TransformerConfig, **core: Any) -> None:
+        super().__init__(config=config, **core)
+        self.loss_scale, self.max_documents = 1.0, 0  # of the step, see `begin`
+        self.seen: Tensor | None = None  # float64 [experts + 4], of this rank and step
+
+    def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight of each expert for each local token, 0 for those not chosen; and which are chosen.  [t, experts]
+
+        input      [t, 1, h]
+        documents  int32 [1, t], -1 for padding
+        """
+        wide = torch.promote_types(input.dtype, torch.float32)
+        logits = torch.nn.functional.linear(input.view(-1, input.shape[-1]).to(wide), self.weight.to(wide))
+        weights, chosen = topk_routing_with_score_function(
+            logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax
+        )
+        documents = documents.view(-1)
+        real, sent = documents >= 0, chosen
+        if self.config.moe_expert_capacity_factor is not None:
+            weights, sent = apply_router_token_dropping(
+                weights * real[:, None],
+                chosen & real[:, None],
+                self.topk,
+                self.config.moe_expert_capacity_factor,
+            )
+        if self.training and torch.is_grad_enabled():
+            self._see(slice(self.num_experts), chosen[real].sum(0))
+            self._see(_DROPPED, chosen[real].sum() - sent[real].sum())
+            self._see(_TOKENS, real.sum())
+            weights = _Attach.apply(weights, self._loss(logits, chosen, documents, real), self.loss_scale)
+        return weights, sent
+
+    def _loss(self, logits: Tensor, chosen: Tensor, documents: Tensor, real: Tensor) -> Tensor:
+        """This rank's part of the sum over real tokens, weighed by the coefficients."""
+        z = (torch.logsumexp(logits, -1).square() * real).sum()
+        self._see(_Z, z)
+        loss = (self.config.moe_z_loss_coeff or 0.0) * z
+        if self.config.moe_aux_loss_coeff:
+            aux = self._aux(logits.softmax(-1), chosen, documents)
+            self._see(_AUX, aux)
+            loss = loss + self.config.moe_aux_loss_coeff * aux
+        return loss
+
+    def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
+        rows = documents + 1  # of tables by document; padding goes to the first, which is left out
+        table = probabilities.new_zeros(self.max_documents + 1, self.num_experts)
+        choices = table.index_add(0, rows, chosen.to(table.dtype))
+        dist.all_reduce(choices, group=self.tp_cp_group)  # cp cuts documents, and sequence parallelism again
+        share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)
+        return self.num_experts * (share * table.index_add(0, rows, probabilities))[1:].sum()
+
+    def _see(self, where: int | slice, value: Tensor) -> None:
+        if self.seen is None:
+            self.seen = torch.zeros(self.num_experts + 4, dtype=torch.float64, device=value.device)
+        self.seen[self.num_experts + where if isinstance(where, int) else where] += value.detach()
+
+
+class _Attach(torch.autograd.Function):
+    """Its first argument as it is; backward, `loss` is part of the objective, `scale` times."""
+
+    @staticmethod
+    def forward(ctx: Any, through: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.of_loss = torch.full_like(loss, scale)
+        return through.view_as(through)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.of_loss, None
+
+
+def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents: int) -> None:
+    """Before each step.
+
+    loss_scale     weight of a sum over real tokens in the objective, which is a sum that will be divided
+    max_documents  most of any pack; the same on the ranks that share a pack
+    """
+    for router in _routers(chunks):
+        router.loss_scale, router.max_documents, router.seen = loss_scale, max_documents, None
+
+
+def balance(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> Balance:
+    """What all ranks saw since `begin`.  Collective over all: one exchange of layers x (experts + 4) numbers."""
+    table = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64, device=device)
+    for router in _routers(chunks):
+        if router.seen is not None:
+            table[router.layer_number - 1] = router.seen
+    dist.all_reduce(table)
+    seen = table.cpu().numpy()
+    chosen, rest = seen[:, :num_experts], seen[:, num_experts:]
+    tokens = np.maximum(rest[:, _TOKENS], 1.0)
+    return Balance(chosen=chosen, dropped=rest[:, _DROPPED], aux=rest[:, _AUX] / tokens, z=rest[:, _Z] / tokens)
+
+
+def _routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Router))

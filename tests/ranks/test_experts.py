@@ -1,0 +1,231 @@
+"""A mixture of experts is the same model on every layout, and its balancing losses are what they are said to be."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sft.mcore import experts, shards
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+from tests.ranks.test_one_curve import ALL_ON, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, sizes
+
+Ranks = Callable[[int], RankPool]
+
+EXPERTS, TOP_K = 4, 2
+MOE = [
+    f"model.moe.num_experts={EXPERTS}",
+    f"model.moe.top_k={TOP_K}",
+    "model.moe.ffn_hidden_size=24",
+    "model.init_std=0.2",  # decided routers: with 0.02 two scores may be one rounding apart
+]
+AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
+SP = ["parallel.sequence_parallel=true"]
+EP = ["parallel.ep=2"]
+BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp32
+
+
+def curve(overrides: Sequence[str], checkpoint: str) -> dict[str, Any]:
+    """Steps from a checkpoint: losses, gradient norms, and what routers saw."""
+    with scenarios.running(overrides) as engine:
+        shards.load_weights(engine, Path(checkpoint))
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+        results = [engine.train_step(loader.microbatches(step)) for step in range(scenarios.NUM_STEPS)]
+        seen = [r.balance for r in results if r.balance is not None]
+        return {
+            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "grad_norm": [r.grad_norm for r in results],
+            "real": [r.totals.num_real_tokens for r in results],
+            "chosen": np.stack([b.chosen for b in seen]),
+            "dropped": np.stack([b.dropped for b in seen]),
+            "aux": np.stack([b.aux for b in seen]),
+            "z": np.stack([b.z for b in seen]),
+        }
+
+
+@pytest.fixture(scope="module")
+def shared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A checkpoint of random weights, and the curve of one process from there."""
+    folder = str(tmp_path_factory.mktemp("experts"))
+    ranks(1).run(scenarios.write_checkpoint, MOE, folder)
+    (reference,) = ranks(1).run(curve, MOE + AUX, folder)
+    return folder, reference
+
+
+def layouts() -> list[tuple[int, list[str]]]:
+    """(ep, cp, dp) in {1, 2}: ep shares the ranks of cp and dp; then what goes with them."""
+    two = [(2, sizes(d) + ep) for d in (["cp"], ["dp"]) for ep in ([], EP)]
+    four = [(4, sizes(["cp", "dp"]) + ep) for ep in ([], EP, ["parallel.ep=4"])]
+    return [
+        (1, ["train.recompute=full"]),
+        (1, ["train.recompute=selective"]),
+        *two,
+        *four,
+        (2, ["parallel.cp=2", *EP, *ALL_ON]),
+        (2, ["parallel.tp=2", *SP]),  # experts whole on both: their tokens differ, and so do their gradients
+        (2, ["parallel.tp=2", *EP, *ALL_ON]),
+        (2, ["parallel.pp=2"]),
+        (4, ["parallel.pp=2", "parallel.tp=2", *SP, *EP, "train.recompute=selective"]),
+        (4, ["parallel.pp=2", "parallel.virtual_stages=2", *EP, "train.recompute=full"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "world_size,overrides", layouts(), ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+)
+def test_one_curve(ranks: Ranks, shared: tuple[str, dict[str, Any]], world_size: int, overrides: list[str]) -> None:
+    folder, reference = shared
+    for found in ranks(world_size).run(curve, MOE + AUX + overrides, folder):
+        assert found["real"] == reference["real"]
+        np.testing.assert_allclose(found["loss"], reference["loss"], rtol=LOSS_TOLERANCE)
+        np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"], rtol=NORM_TOLERANCE)
+        np.testing.assert_array_equal(found["chosen"], reference["chosen"])
+        np.testing.assert_allclose(found["aux"], reference["aux"], rtol=BALANCE_TOLERANCE)
+        np.testing.assert_allclose(found["z"], reference["z"], rtol=BALANCE_TOLERANCE)
+        assert not found["dropped"].any()
+
+
+def test_real_tokens_are_counted_once_and_no_padding(shared: tuple[str, dict[str, Any]]) -> None:
+    """Every layer has top_k choices of every real token; alignment and filler would add hundreds."""
+    _, reference = shared
+    layers = reference["chosen"].shape[1]
+    expected = [[TOP_K * count] * layers for count in reference["real"]]
+    assert reference["chosen"].sum(axis=2).tolist() == expected
+
+
+def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Gradients of a step over `packs`, with what each router was given and made of it."""
+    with scenarios.running(overrides) as engine:
+        corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
+        given: list[Any] = []
+        for chunk in engine.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+            for name, module in chunk.named_modules():
+                if isinstance(module, experts.Router):
+                    module.register_forward_hook(
+                        lambda m, a, _, name=name: given.append((name, m.weight.detach(), a[0].detach(), a[1]))
+                    )
+        batch = [scenarios.microbatch_of(engine, [corpus.sample(i) for i in ids]) for ids in packs]
+        totals = engine._run(batch, forward_only=False)
+        seen = engine._balance()
+        assert seen is not None
+        return {
+            "gradients": {n: p.main_grad.clone().numpy() for c in engine.chunks for n, p in c.named_parameters()},
+            "routers": [(n, w.double().numpy(), x[:, 0].double().numpy(), d.numpy().ravel()) for n, w, x, d in given],
+            "aux": seen.aux,
+            "z": seen.z,
+            "real": totals.num_real_tokens,
+        }
+
+
+def reference_losses(routers: list[Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Sums over real tokens by router, in float64 and token by token: aux, and z."""
+    aux: dict[str, float] = {}
+    z: dict[str, float] = {}
+    for name, weight, inputs, documents in routers:
+        logits = inputs @ weight.T
+        for document in sorted({d for d in documents if d >= 0}):
+            rows = logits[documents == document]
+            odds = np.exp(rows - rows.max(axis=1, keepdims=True))
+            probability = (odds / odds.sum(axis=1, keepdims=True)).mean(axis=0)
+            share = np.zeros(EXPERTS)
+            for row in rows:
+                for expert in sorted(range(EXPERTS), key=lambda e: -row[e])[:TOP_K]:
+                    share[expert] += 1 / (TOP_K * len(rows))
+            aux[name] = aux.get(name, 0.0) + len(rows) * EXPERTS * float(share @ probability)
+            z[name] = z.get(name, 0.0) + sum(float(np.log(np.exp(row).sum()) ** 2) for row in rows)
+    return aux, z
+
+
+PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]  # two or more documents, one, and padding in all
+
+
+def test_balancing_losses_are_those_of_the_definition(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(routed, [*MOE, *AUX, "train.global_batch_size=3"], PACKS)
+    aux, z = reference_losses(found["routers"])
+    assert len(aux) == 4
+    np.testing.assert_allclose(found["aux"], [s / found["real"] for s in aux.values()], rtol=BALANCE_TOLERANCE)
+    np.testing.assert_allclose(found["z"], [s / found["real"] for s in z.values()], rtol=BALANCE_TOLERANCE)
+
+
+@pytest.mark.parametrize("name,coefficient", [("aux_loss_coef", 0.1), ("z_loss_coef", 0.01)])
+def test_their_gradient_is_that_of_the_definition(ranks: Ranks, name: str, coefficient: float) -> None:
+    """Of the last layer's router, which nothing but its own loss reaches on the way back: added to that of the
+    language model, a mean over real tokens, though only a quarter of them is supervised."""
+    recipe = [*MOE, "train.global_batch_size=3"]
+    (without,) = ranks(1).run(routed, recipe, PACKS)
+    (found,) = ranks(1).run(routed, [*recipe, f"model.moe.{name}={coefficient}"], PACKS)
+    key = "module.decoder.layers.3.mlp.router.weight"
+    added = found["gradients"][key] - without["gradients"][key]
+    weight = None
+    total = torch.zeros((), dtype=torch.float64)
+    for router, matrix, inputs, documents in found["routers"]:
+        if "layers.3" not in router:
+            continue
+        weight = torch.tensor(matrix, requires_grad=True) if weight is None else weight
+        logits = torch.from_numpy(inputs) @ weight.T
+        for document in sorted({int(d) for d in documents if d >= 0}):
+            rows = logits[torch.from_numpy(documents == document)]
+            if name == "aux_loss_coef":
+                picked = torch.zeros_like(rows).scatter(1, rows.topk(TOP_K).indices, 1.0)
+                share = picked.sum(0) / picked.sum()
+                total = total + len(rows) * EXPERTS * (share * rows.softmax(1).mean(0)).sum()
+            else:
+                total = total + rows.exp().sum(1).log().square().sum()
+    assert weight is not None
+    (coefficient * total / found["real"]).backward()
+    expected = weight.grad.numpy()
+    assert np.linalg.norm(expected) > 1e-3
+    # The rest of the gradient, computed in fp32, is subtracted.
+    scale = np.linalg.norm(found["gradients"][key])
+    assert np.linalg.norm(added - expected) < GRADIENT_TOLERANCE * scale
+
+
+def test_a_document_is_balanced_by_itself(ranks: Ranks) -> None:
+    """What shares its pack, and how much padding there is, changes no gradient."""
+    recipe = [*MOE, *AUX, "train.global_batch_size=1"]
+    together, apart = [[1, 2, 3]], [[1], [2], [3]]
+    (one,) = ranks(1).run(routed, recipe, together)
+    (three,) = ranks(1).run(routed, recipe, apart)
+    (padded,) = ranks(1).run(routed, [*recipe, "data.doc_multiple=128"], [[1, 2], [3]])
+    for other in (three, padded):
+        assert other["real"] == one["real"] == 37 + 64 + 5
+        np.testing.assert_allclose(other["aux"], one["aux"], rtol=BALANCE_TOLERANCE)
+        for name, gradient in one["gradients"].items():
+            error = np.linalg.norm(other["gradients"][name] - gradient)
+            assert error <= GRADIENT_TOLERANCE * np.linalg.norm(gradient), name
+
+
+def test_without_room_choices_are_dropped_and_told(ranks: Ranks, shared: tuple[str, dict[str, Any]]) -> None:
+    """Half the even share: at least half of all choices find no room."""
+    folder, reference = shared
+    tight = [*MOE, "model.moe.capacity_factor=0.5", "data.pad_to_seq_length=false"]
+    for world_size, overrides in ((1, []), (2, EP)):
+        for found in ranks(world_size).run(curve, tight + overrides, folder):
+            share = found["dropped"] / found["chosen"].sum(axis=2)
+            # Of a pack of t tokens an expert takes t * top_k / experts / 2; padding is a few percent of t.
+            assert ((share > 0.35) & (share < 0.75)).all()
+            assert np.abs(np.array(found["loss"]) - reference["loss"]).max() > 1e-3
+            assert np.isfinite(found["grad_norm"]).all()
+    (roomy,) = ranks(1).run(curve, [*MOE, *AUX, "model.moe.capacity_factor=100"], folder)
+    np.testing.assert_allclose(roomy["loss"], reference["loss"], rtol=LOSS_TOLERANCE)
+    assert not roomy["dropped"].any()
+
+
+def test_evaluation_counts_nothing(ranks: Ranks) -> None:
+    (seen,) = ranks(1).run(evaluated, MOE + AUX)
+    assert seen == [0.0, 0.0]
+
+
+def evaluated(overrides: Sequence[str]) -> list[float]:
+    with scenarios.running(overrides) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+        experts.begin(engine.chunks, loss_scale=1.0, max_documents=99)
+        engine.evaluate(loader.microbatches(0))
+        seen = engine._balance()
+        assert seen is not None
+        return [float(seen.chosen.sum()), float(seen.z.sum())]

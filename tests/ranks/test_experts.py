@@ -25,6 +25,7 @@ MOE = [
 AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
 SP = ["parallel.sequence_parallel=true"]
 EP = ["parallel.ep=2"]
+BF16_TOLERANCE = 1e-2  # 8 bits of mantissa; a few tokens choose another expert
 BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp32
 
 
@@ -86,6 +87,15 @@ def test_one_curve(ranks: Ranks, shared: tuple[str, dict[str, Any]], world_size:
         np.testing.assert_allclose(found["aux"], reference["aux"], rtol=BALANCE_TOLERANCE)
         np.testing.assert_allclose(found["z"], reference["z"], rtol=BALANCE_TOLERANCE)
         assert not found["dropped"].any()
+
+
+def test_in_half_precision_too(ranks: Ranks, shared: tuple[str, dict[str, Any]]) -> None:
+    """bf16 weights, fp32 routers: near the curve of full precision, experts together and apart."""
+    folder, reference = shared
+    for world_size, overrides in ((1, []), (2, [*EP, "parallel.distributed_optimizer=true"])):
+        for found in ranks(world_size).run(curve, [*MOE, *AUX, "run.precision=bf16", *overrides], folder):
+            np.testing.assert_allclose(found["loss"], reference["loss"], rtol=BF16_TOLERANCE)
+            np.testing.assert_allclose(found["aux"], reference["aux"], rtol=BF16_TOLERANCE)
 
 
 def test_real_tokens_are_counted_once_and_no_padding(shared: tuple[str, dict[str, Any]]) -> None:

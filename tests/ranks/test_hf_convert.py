@@ -4,6 +4,7 @@ The models are transformers' own, saved by it; the losses and gradients to compa
 """
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -42,6 +43,7 @@ from tests.ranks.test_hf_reference import (
     _losses,
     backward,
     check_losses,
+    global_name,
     hf_losses,
     in_hf_names,
     packed_gradients,
@@ -53,13 +55,19 @@ from tests.unit.fixtures import hf
 Ranks = Callable[[int], RankPool]
 QUIET = Console(0, io.StringIO())
 ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond
-LAYOUTS = [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.tp=2"]), (2, ["parallel.pp=2"])]
+CP, EP, TP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"]
+SP = ["parallel.sequence_parallel=true"]
+DENSE = [(1, []), (2, CP), (2, TP), (2, ["parallel.pp=2"])]
+SPARSE = [(1, []), (2, EP), (2, [*CP, *EP]), (2, [*TP, *SP, *EP]), (2, ["parallel.pp=2"])]
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(family="llama", rms_norm_eps=1e-5),
     "llama all heads": dict(family="llama", num_key_value_heads=8, tied=True),
     "mistral": dict(family="mistral"),
     "qwen2": dict(family="qwen2"),
     "qwen3 tied": dict(family="qwen3", tied=True),
+    "qwen3 moe": dict(family="qwen3_moe", norm_topk_prob=True),  # as Qwen released them
+    "qwen3 moe, weights of the softmax": dict(family="qwen3_moe", tied=True),
+    "mixtral": dict(family="mixtral"),
     "llama3 positions": dict(
         family="llama",
         rope_parameters={
@@ -81,6 +89,10 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     ),
 }
+
+
+def is_sparse(name: str) -> bool:
+    return MODELS[name]["family"] in ("qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True)
@@ -119,8 +131,12 @@ def packs() -> list[list[Sample]]:
     return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (1,), (2,), (3,), (4,))]
 
 
-@pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, *layout) for name in MODELS for layout in (SPARSE if is_sparse(name) else DENSE)]
+
+
+@pytest.mark.parametrize(
+    "name,world_size,overrides", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+)
 def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks,
     models: Callable[[str], Model],
@@ -134,21 +150,121 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
     check_losses(results, model, packs)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3 tied"])
+ONE_STEP = [(name, 1, []) for name in ("llama", "mistral", "qwen2", "qwen3 tied", "qwen3 moe", "mixtral")] + [
+    (name, 2, [*EP, *cp]) for name in ("qwen3 moe", "mixtral") for cp in ([], CP)
+]
+
+
+@pytest.mark.parametrize(
+    "name,world_size,overrides", ONE_STEP, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+)
 def test_loss_and_every_gradient_are_those_of_transformers(
-    ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], name: str
+    ranks: Ranks,
+    models: Callable[[str], Model],
+    packs: list[list[Sample]],
+    name: str,
+    world_size: int,
+    overrides: list[str],
 ) -> None:
     model, together = models(name), packs[:2]
     expected_loss, count = backward(model.model, [sample for pack in together for sample in pack])
     expected = {n: param.grad.clone() for n, param in model.model.named_parameters()}
-    (result,) = ranks(1).run(packed_gradients, model.recipe, model.folder, together)
-    assert result["num_tokens"] == count == 50 + 9 + 16 + 1 + 22  # the last quarters of 200, 37, 64, 5 and 90
-    assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
-    family = hf.FAMILIES[MODELS[name]["family"]]
-    found = in_hf_names(Architecture(family, [], tied=MODELS[name].get("tied", False)), result["gradients"])
+    results = ranks(world_size).run(packed_gradients, model.recipe + overrides, model.folder, together)
+    for result in results:
+        assert result["num_tokens"] == count == 50 + 9 + 16 + 1 + 22  # the last quarters of 200, 37, 64, 5 and 90
+        assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
+    everywhere = {key: gradient for result in results for key, gradient in result["gradients"].items()}
+    check_parameters(in_hf_names(in_transformers(name), everywhere), expected, GRADIENT_TOLERANCE)
+
+
+def check_parameters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """All are there, and of each the difference is at most `tolerance` of its norm."""
     assert found.keys() == expected.keys()
-    errors = {n: float((found[n] - grad).norm() / grad.norm()) for n, grad in expected.items()}
-    assert not {n: error for n, error in errors.items() if not error <= GRADIENT_TOLERANCE}
+    errors = {n: float((found[n] - one).norm() / one.norm()) for n, one in expected.items()}
+    assert not {n: error for n, error in errors.items() if not error <= tolerance}
+
+
+def in_transformers(name: str) -> Architecture:
+    return Architecture(hf.FAMILIES[MODELS[name]["family"]], [], tied=MODELS[name].get("tied", False))
+
+
+# Ten steps: warm-up of two, then constant; weight decay, clipping.
+STEPS, WARM_UP, LR, DECAY, CLIP, BETAS = 10, 2, 3e-3, 0.1, 0.5, (0.9, 0.95)
+OPTIM = [
+    f"train.num_steps={STEPS}",
+    "optim.schedule=constant",
+    f"optim.warmup_steps={WARM_UP}",
+    f"optim.lr={LR}",
+    f"optim.weight_decay={DECAY}",
+    f"optim.clip_grad={CLIP}",
+]
+TEN_STEPS_TOLERANCE = 1e-5  # of losses, norms and parameters; measured at most 2.4e-6
+
+
+def trained(overrides: list[str], folder: str) -> dict[str, Any]:
+    """Ten steps of ours: losses, norms before clipping, and the parameters of this rank."""
+    with scenarios.running(overrides) as engine:
+        shards.load_weights(engine, Path(folder))
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+        batches = [loader.microbatches(step) for step in range(STEPS)]
+        results = [engine.train_step(batch) for batch in batches]
+        (chunk,) = engine.chunks
+        return {
+            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "grad_norm": [r.grad_norm for r in results],
+            "samples": [[i for mb in batch for i in mb.sample_ids] for batch in batches],
+            "parameters": {
+                global_name(engine, n): p.detach().numpy().copy() for n, p in chunk.module.named_parameters()
+            },
+        }
+
+
+def torch_loop(model: Any, batches: list[list[Sample]]) -> tuple[list[float], list[float]]:
+    """The same in plain torch, a sample at a time: losses and norms; `model` is trained."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=1e-8)
+    losses, norms = [], []
+    for step, samples in enumerate(batches, 1):
+        loss, _ = backward(model, samples)
+        losses.append(loss)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, step / WARM_UP)
+        optimizer.step()
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    "name,world_size,overrides",
+    [
+        ("qwen2", 1, []),
+        ("llama", 2, [*CP, "parallel.distributed_optimizer=true"]),
+        ("qwen3 moe", 1, []),
+        ("qwen3 moe", 2, [*EP, "parallel.distributed_optimizer=true"]),
+        ("mixtral", 2, [*EP, *CP, "train.recompute=full"]),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
+)
+def test_ten_steps_are_those_of_a_plain_loop(
+    ranks: Ranks, models: Callable[[str], Model], name: str, world_size: int, overrides: list[str]
+) -> None:
+    model = models(name)
+    results = ranks(world_size).run(trained, [*model.recipe, *OPTIM, *overrides], model.folder)
+    corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
+    ids = [sorted({i for r in results for i in r["samples"][step]}) for step in range(STEPS)]
+    theirs = copy.deepcopy(model.model)
+    losses, norms = torch_loop(theirs, [[corpus.sample(i) for i in batch] for batch in ids])
+    for result in results:
+        np.testing.assert_allclose(result["loss"], losses, rtol=TEN_STEPS_TOLERANCE)
+        np.testing.assert_allclose(result["grad_norm"], norms, rtol=TEN_STEPS_TOLERANCE)
+    everywhere = {key: param for result in results for key, param in result["parameters"].items()}
+    found, start = in_hf_names(in_transformers(name), everywhere), dict(model.model.named_parameters())
+    expected = {n: param.detach() for n, param in theirs.named_parameters()}
+    check_parameters(found, expected, TEN_STEPS_TOLERANCE)
+    moved = [float((param - start[n]).norm() / start[n].norm()) for n, param in expected.items()]
+    assert min(moved) > 100 * TEN_STEPS_TOLERANCE
 
 
 def train_and_save(
@@ -170,6 +286,8 @@ def train_and_save(
     [
         ("qwen3 tied", 2, ["parallel.pp=2"]),
         ("qwen2", 2, ["parallel.tp=2", "parallel.distributed_optimizer=true"]),
+        ("qwen3 moe", 2, [*EP, "parallel.distributed_optimizer=true"]),
+        ("mixtral", 2, [*TP, *SP]),
         ("llama", 2, ["parallel.cp=2", "model.rope.base=4e5"]),
         (
             "mistral",
@@ -262,12 +380,13 @@ def sft(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Path, family: str) -> None:
     """As a user does it: import, a recipe that names the model, train at another base, export, load elsewhere."""
     chats(tmp_path, 40)
     chats(tmp_path, 7, "held_out.jsonl")
     (tmp_path / "recipe.yaml").write_text(RUN)
-    import_hf(hf.save(tmp_path / "model", "qwen3", vocab_size=512, tied=True), tmp_path / "imported", QUIET)
+    import_hf(hf.save(tmp_path / "model", family, vocab_size=512, tied=True), tmp_path / "imported", QUIET)
     recipe = ["recipe.yaml", "model.rope.base=20000"]
     sft(tmp_path, "data", "prepare", *recipe)
     sft(tmp_path, "train", *recipe)

@@ -4,6 +4,7 @@ Every sample is run alone and unpadded through a LlamaForCausalLM, Qwen2ForCausa
 the same weights; packed, padded and on every layout our model must give the same per-token losses and gradients.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter; measured at 
 # What a wrong model must differ by, so that an equality within the tolerance says something.
 VISIBLE = 1e-2
 
-LAYERS, HEADS, GROUPS, HEAD_DIM, WIDTH, FFN = 2, 8, 4, 8, 32, 64
+LAYERS, HEADS, GROUPS, HEAD_DIM, WIDTH, FFN, EXPERTS = 2, 8, 4, 8, 32, 64, 4
 BASE = 10000.0
 LENGTHS = (200, 37, 64, 5, 90)  # two packs' worth, one multiple of 32
 PACKS = ((0, 1), (4, 2, 3))
@@ -151,19 +152,31 @@ def _losses(engine: Engine, samples: Sequence[Sample]) -> Any:
 
 
 def packed_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """Gradient of the mean loss over supervised tokens of all packs, by parameter name; needs tp 1, pp 1."""
+    """Gradient of the mean loss over supervised tokens of all packs, by parameter name; needs tp 1, pp 1.
+
+    Data-parallel ranks take turns with the packs.  Experts are named by their number among all.
+    """
     with scenarios.running(overrides) as engine:
         shards.load_weights(engine, Path(folder))
         (chunk,) = engine.chunks
         chunk.train()
         chunk.zero_grad_buffer()
-        totals = engine._run([scenarios.microbatch_of(engine, samples) for samples in packs], forward_only=False)
-        gradients = {name: param.main_grad.numpy().copy() for name, param in chunk.module.named_parameters()}
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        totals = engine._run([scenarios.microbatch_of(engine, samples) for samples in mine], forward_only=False)
+        gradients = {
+            global_name(engine, name): param.main_grad.numpy().copy() for name, param in chunk.module.named_parameters()
+        }
         return {
             "gradients": gradients,
             "loss": totals.loss / totals.num_tokens,
             "num_tokens": totals.num_tokens,
         }
+
+
+def global_name(engine: Engine, name: str) -> str:
+    """local_experts.0 on the second of two expert-parallel ranks that share four experts is local_experts.2."""
+    first = engine.groups.collection.ep.rank() * (engine.config.model.moe.num_experts or 0) // engine.layout.ep
+    return re.sub(r"(?<=local_experts\.)\d+", lambda found: str(int(found[0]) + first), name)
 
 
 # --- the reference -----------------------------------------------------------------------------------------
@@ -187,14 +200,20 @@ def in_hf_names(arch: Architecture, ours: dict[str, np.ndarray]) -> dict[str, to
             if fused is not None:
                 for name, part in zip(("q_proj", "k_proj", "v_proj"), apart(fused)):
                     named[f"{them}.self_attn.{name}.{kind}"] = part
-        gate_and_up = left.pop(f"{us}.mlp.linear_fc1.weight")
-        named[f"{them}.mlp.gate_proj.weight"] = gate_and_up[:FFN]
-        named[f"{them}.mlp.up_proj.weight"] = gate_and_up[FFN:]
-        named[f"{them}.mlp.down_proj.weight"] = left.pop(f"{us}.mlp.linear_fc2.weight")
+        if f"{us}.mlp.router.weight" in left:
+            named[f"{them}.mlp.gate.weight"] = left.pop(f"{us}.mlp.router.weight")
+            for ours, theirs in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):  # gate above up in both
+                stack = [left.pop(f"{us}.mlp.experts.local_experts.{e}.linear_{ours}.weight") for e in range(EXPERTS)]
+                named[f"{them}.mlp.experts.{theirs}"] = torch.stack(stack)
+        else:
+            gate_and_up = left.pop(f"{us}.mlp.linear_fc1.weight")
+            named[f"{them}.mlp.gate_proj.weight"] = gate_and_up[:FFN]
+            named[f"{them}.mlp.up_proj.weight"] = gate_and_up[FFN:]
+            named[f"{them}.mlp.down_proj.weight"] = left.pop(f"{us}.mlp.linear_fc2.weight")
         named[f"{them}.self_attn.o_proj.weight"] = left.pop(f"{us}.self_attention.linear_proj.weight")
         named[f"{them}.input_layernorm.weight"] = left.pop(f"{us}.input_layernorm.weight")
         named[f"{them}.post_attention_layernorm.weight"] = left.pop(f"{us}.pre_mlp_layernorm.weight")
-        if arch.hf == "Qwen3":
+        if arch.hf.startswith("Qwen3"):
             named[f"{them}.self_attn.q_norm.weight"] = left.pop(f"{us}.self_attention.q_layernorm.weight")
             named[f"{them}.self_attn.k_norm.weight"] = left.pop(f"{us}.self_attention.k_layernorm.weight")
     assert not left, f"not in the table: {sorted(left)}"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sft.errors import ConfigError
+from sft.keys import leaves
 from sft.mcore.engine import StepResult
 
 _PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformers")
@@ -96,7 +97,7 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     Raises ConfigError where `allowed` names something that is never refused.
     """
     refused = dict(_differences(before["plan"], now.plan))
-    recipe = dict(_differences(before["recipe"], now.recipe))
+    recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
     refused |= {key: how for key, how in recipe.items() if _is_of_the_model(key)}
     known = {*before["plan"], *now.plan, *filter(_is_of_the_model, [*before["recipe"], *now.recipe])}
     if unknown := [key for key in allowed if key not in known]:
@@ -110,6 +111,13 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     told += [f"{name} {how}" for name, how in sizes if f"parallel.{name}" not in recipe]
     told += [f"{name} {how}" for name, how in _differences(before["versions"], now.versions)]
     return Changes(told=told, refused={key: how for key, how in refused.items() if key not in allowed})
+
+
+def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A key that is newer than the checkpoint had its default when there was none."""
+    schema = leaves()
+    newer = {key: schema[key].default for key in now if key not in before and key in schema}
+    return {**newer, **before}
 
 
 def _is_of_the_model(key: str) -> bool:

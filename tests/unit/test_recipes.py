@@ -56,6 +56,7 @@ def test_each_resolves_where_its_header_launches_it(name: str) -> None:
         ("qwen3_8b_64k.yaml", 8, 1, 16384),
         ("qwen3_8b_128k.yaml", 16, 1, 16384),
         ("qwen3_8b_128k.yaml", 32, 2, 16384),
+        ("qwen3_30b_a3b_64k.yaml", 16, 2, 8192),
         ("llama31_8b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 32, 2, 16384),
     ],
@@ -74,6 +75,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
         ("qwen3_0p6b_32k.yaml", 596_049_920),
         ("qwen3_8b_64k.yaml", 8_190_735_360),
         ("qwen3_8b_128k.yaml", 8_190_735_360),
+        ("qwen3_30b_a3b_64k.yaml", 30_532_122_624),
         ("llama31_8b_128k.yaml", 8_030_261_248),
     ],
 )
@@ -89,6 +91,7 @@ def test_parameters(name: str, parameters: int) -> None:
         ("qwen3_0p6b_32k.yaml", (1e6, "none", 1.0, None)),
         ("qwen3_8b_64k.yaml", (1e6, "yarn", 2.0, 32768)),
         ("qwen3_8b_128k.yaml", (1e6, "yarn", 4.0, 32768)),
+        ("qwen3_30b_a3b_64k.yaml", (1e6, "yarn", 2.0, 32768)),
         ("llama31_8b_128k.yaml", (5e5, "llama3", 8.0, 8192)),
     ],
 )

@@ -74,7 +74,7 @@ def test_what_changes_no_number_is_silent(key: str, value: Any) -> None:
 @pytest.mark.parametrize("key", ["device", "timeout_s", "grace_s", "step_timeout_s", "exit_after_minutes"])
 def test_how_a_start_is_run_is_silent_and_its_precision_is_not(key: str) -> None:
     assert after_changing(**{f"run__{key}": 7}) == Changes(told=[], refused={})
-    assert after_changing(run__precision="fp32").told == ["run.precision was null, is fp32"]
+    assert after_changing(run__precision="fp32").told == ["run.precision was bf16, is fp32"]
 
 
 def test_another_model_is_refused() -> None:
@@ -178,6 +178,15 @@ def test_lists_and_tuples_are_the_same(given_values: dict[str, Any]) -> None:
     now = conditions(plan=given_values, recipe=given_values)
     before = json.loads(json.dumps(now.plain()))
     assert changes(before, now, []) == Changes(told=[], refused={})
+
+
+def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
+    """model.moe.* came later; a dense run of before goes on."""
+    key = "model.moe.normalize_top_k"
+    assert key not in RECIPE
+    assert changes(BEFORE, conditions(recipe={**RECIPE, key: True}), []) == Changes(told=[], refused={})
+    refused = changes(BEFORE, conditions(recipe={**RECIPE, key: False}), []).refused
+    assert refused == {key: "was True, is False"}
 
 
 def test_a_key_that_is_new_and_unset_has_not_changed() -> None:

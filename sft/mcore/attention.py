@@ -1,4 +1,6 @@
-"""Attention over packed documents: the `portable` backend, in plain torch, context parallelism included.
+"""Attention over packed documents: the `portable` backend, context parallelism included.
+
+On CUDA in bf16 torch's flash kernel does the work (`flash.py`); everywhere else what follows, in plain torch.
 
 A token attends to the tokens of its own document up to itself.  Keys and values are all-gathered over the
 context-parallel group and put back into pack order; queries stay where they are.  A document gives a rank two
@@ -20,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from sft import cp
+from sft.mcore import flash
 
 QUERY_TILE = 256  # rows of scores at once
 KEY_TILE = 512  # columns of scores at once
@@ -31,12 +34,13 @@ class PackedDocuments(PackedSeqParams):
 
     chunks: tuple[cp.Chunk, ...] = ()  # the query rows of this rank
     pack_order: Tensor | None = None  # int64 [t * cp]: concat(local parts)[pack_order] is the pack; None for cp 1
+    sequences: flash.Sequences | None = None  # where torch's kernel is to be used
 
 
 def describe(
-    cu_seqlens: Tensor, max_seqlen: int, *, cp_size: int, cp_rank: int, device: torch.device
+    cu_seqlens: Tensor, max_seqlen: int, *, cp_size: int, cp_rank: int, device: torch.device, by_flash: bool = False
 ) -> PackedDocuments:
-    """Boundaries of a whole pack -> what attention and RoPE need on this rank.
+    """Boundaries of a whole pack -> what attention and RoPE need on this rank; by_flash: in torch's flash kernel.
 
     The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
     causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
@@ -54,6 +58,7 @@ def describe(
         max_seqlen_kv=max_seqlen,
         chunks=cp.local_chunks(host, cp_size, cp_rank),
         pack_order=order,
+        sequences=flash.sequences(host, cp_size, cp_rank, device) if by_flash else None,
     )
 
 
@@ -89,7 +94,10 @@ class PortableAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
-        out = document_attention(query, key, value, packed_seq_params, self.scale, self.cp_group)
+        if packed_seq_params.sequences is not None:
+            out = flash.attention(query, key, value, packed_seq_params.sequences, self.scale, self.cp_group)
+        else:
+            out = document_attention(query, key, value, packed_seq_params, self.scale, self.cp_group)
         return out.flatten(1)  # [t, heads * d]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.layout import Layout, train_flops
-from sft.mcore import attention, device, experts, model, optim
+from sft.mcore import attention, backend, device, experts, model, optim
 from sft.mcore.experts import Balance
 from sft.mcore.groups import Groups
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
@@ -68,8 +68,8 @@ class Engine:
 
     def __init__(self, config: Config, layout: Layout, groups: Groups, *, vocab_size: int, num_steps: int) -> None:
         self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
-        self.backend = model.attention_backend(config, groups.device.type)
-        self.chunks = model.build(config, layout, groups, vocab_size, self.backend)
+        self.backend = backend.choose(config, groups.device.type)
+        self.chunks = model.build(config, layout, groups, vocab_size, self.backend.name)
         self.optimizer = optim.build_optimizer(config, self.chunks)
         self.scheduler = optim.build_scheduler(config.optim, self.optimizer, num_steps)
         self.core_config = self.chunks[0].config
@@ -207,7 +207,12 @@ class Engine:
         mb = next(microbatches)
         here = self.groups.device
         documents = attention.describe(
-            mb.cu_seqlens, mb.max_seqlen, cp_size=self.layout.cp, cp_rank=self.groups.cp_rank, device=here
+            mb.cu_seqlens,
+            mb.max_seqlen,
+            cp_size=self.layout.cp,
+            cp_rank=self.groups.cp_rank,
+            device=here,
+            by_flash=self.backend.by_flash,
         )
         by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
         hidden = chunk(

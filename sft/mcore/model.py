@@ -72,26 +72,6 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def attention_backend(config: Config, device_type: str) -> str:
-    """`auto` resolved: te where Transformer Engine and CUDA are there, portable elsewhere.  Or ConfigError."""
-    wanted = config.attention.backend
-    if wanted == "portable":
-        return wanted
-    reason = None
-    if device_type != "cuda":
-        reason = "Transformer Engine needs CUDA and this run is on the CPU"
-    elif config.run.precision == "fp32":
-        reason = "Transformer Engine's attention computes in bf16 and run.precision is fp32"
-    else:
-        try:
-            import transformer_engine.pytorch  # noqa: F401
-        except ImportError as error:
-            reason = f"transformer_engine does not import here ({error}); install the extra: pip install sft[te]"
-    if wanted == "te" and reason:
-        raise ConfigError(f"attention.backend = te: {reason}.  attention.backend=portable runs anywhere.")
-    return "portable" if reason else "te"
-
-
 def transformer_config(config: Config, layout: Layout, device_type: str, backend: str) -> TransformerConfig:
     """The one place where a TransformerConfig is made."""
     model, dtype = config.model, torch.bfloat16 if config.run.precision == "bf16" else torch.float32

@@ -1,13 +1,17 @@
 """Which implementation of attention a run gets, and why: `attention.backend` and what is there."""
 
+import importlib.metadata
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from sft.config import Config
+from sft.config import Config, ParallelConfig
 from sft.errors import ConfigError
 from sft.mcore import flash
+
+# Release of Transformer Engine from which context parallelism other than p2p takes packed documents; from its sources.
+_PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ def choose(config: Config, device_type: str) -> Backend:
     if wanted == "te" and against_te:
         raise ConfigError(f"attention.backend = te: {against_te}.  attention.backend=portable runs anywhere.")
     if wanted != "portable" and not against_te:
+        _check_communication(config.parallel)
         return Backend(name="te", by_flash=False, why="Transformer Engine")
     dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
     against_flash = flash.why_not(config.model.resolved_head_dim, dtype, device_type)
@@ -38,6 +43,18 @@ def choose(config: Config, device_type: str) -> Backend:
         by_flash=against_flash is None,
         why=kernel if wanted == "portable" or device_type == "cpu" else f"{kernel}; not te: {against_te}",
     )
+
+
+def _check_communication(parallel: ParallelConfig) -> None:
+    """Older releases stop in the first step, with an assertion."""
+    needed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0))
+    there = importlib.metadata.version("transformer-engine")
+    if parallel.cp > 1 and tuple(int(part) for part in there.split(".")[:2]) < needed:
+        major, minor = needed
+        raise ConfigError(
+            f"parallel.cp_comm = {parallel.cp_comm}: Transformer Engine {there} is here, and takes packed documents so "
+            f"from {major}.{minor} on.  parallel.cp_comm=p2p works."
+        )
 
 
 def _against_te(config: Config, device_type: str) -> str | None:

@@ -97,7 +97,7 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
     if device_type != "cuda":
         return "it needs CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16, and run.precision is {str(dtype).removeprefix('torch.')}"
+        return "it computes in bf16 only"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"it has heads of up to {MAX_HEAD_DIM} in multiples of 8, and this model's are {head_dim} wide"
     return _missing()

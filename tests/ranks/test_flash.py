@@ -89,7 +89,7 @@ def test_sequences_written_out() -> None:
     "head_dim, dtype, device, reason",
     [
         (128, torch.bfloat16, "cpu", "it needs CUDA"),
-        (128, torch.float32, "cuda", "it computes in bf16, and run.precision is float32"),
+        (128, torch.float32, "cuda", "it computes in bf16 only"),
         (288, torch.bfloat16, "cuda", "it has heads of up to 256 in multiples of 8, and this model's are 288 wide"),
         (100, torch.bfloat16, "cuda", "it has heads of up to 256 in multiples of 8, and this model's are 100 wide"),
         (128, torch.bfloat16, "cuda", None),

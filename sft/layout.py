@@ -14,6 +14,8 @@ from math import lcm
 from sft.config import Config, ModelConfig, divisors, listed
 from sft.errors import ConfigError
 
+ETP_NEEDS_NCCL = "needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -266,7 +268,7 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
             f"{parallel.tp} times.  A mixture of experts needs sequence_parallel, or tp = 1."
         )
     if etp > 1 and config.run.device == "cpu":
-        yield f"parallel.etp = {etp} needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+        yield f"parallel.etp = {etp} {ETP_NEEDS_NCCL}"
     if model.resolved_expert_ffn % etp:
         fitting = _some(iter(divisors(model.resolved_expert_ffn)))
         yield f"parallel.etp = {etp} does not divide an expert of width {model.resolved_expert_ffn}.  Fit: {fitting}."

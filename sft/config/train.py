@@ -26,7 +26,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = True
     """With tp > 1: norms and residuals are split over tp along tokens.  No effect with tp = 1."""
     distributed_optimizer: bool = True
-    """Shard optimizer states over dp x cp."""
+    """Shard optimizer states over dp x cp, those of an expert over the ranks that hold it."""
     overlap: bool = True
     """Overlap gradient reduction with compute (CUDA only)."""
     cp_comm: Literal["p2p", "all_gather", "a2a"] = "p2p"

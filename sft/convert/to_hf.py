@@ -168,7 +168,13 @@ def _model(
     args, model = common.get("args"), before.model
     told: dict[str, Any] = {"rotary_base": model.rope.base, "norm_epsilon": model.norm_epsilon}
     if model.moe.num_experts:
-        told |= {"moe_router_topk": model.moe.top_k, "moe_router_pre_softmax": not model.moe.normalize_top_k}
+        told |= {
+            "moe_router_topk": model.moe.top_k,
+            "moe_router_pre_softmax": not model.moe.normalize_top_k,
+            "moe_router_score_function": "softmax",
+            "moe_router_topk_scaling_factor": None,
+            "moe_router_group_topk": None,
+        }
     wrong = [
         f"{name} is {getattr(args, name)} in the checkpoint, and {value} in config.json"
         for name, value in told.items()

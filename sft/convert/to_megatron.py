@@ -34,6 +34,7 @@ from sft.hf.family import LAYER, Item, Span
 from sft.hf.keys import IMPORTED
 from sft.mcore.model import padded_vocab_size
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 256 << 20  # at once in memory; also the largest part, and what its readers need
 
 
@@ -91,9 +92,29 @@ def _check(stored: Folder, items: list[Item], model: Architecture, source: Path)
         if len(one) > 1:
             told = ", ".join(f"{dtype} ({name})" for dtype, name in one.items())
             other.append(f"of several types, which become one tensor: {told}")
-    if model.model.tie_embeddings and "lm_head.weight" in found:
-        other.append("tie_word_embeddings is true, so lm_head.weight is read by nobody; set it to false, or remove it")
+    if model.model.tie_embeddings and HEAD in found and EMBEDDING in found:
+        if _is_copy(stored, EMBEDDING, HEAD):
+            del found[HEAD]
+        else:
+            other.append(f"tie_word_embeddings is true, and {HEAD} is another tensor than {EMBEDDING}: one is wrong")
     match.check(found, wanted, str(source), other=other)
+
+
+def _is_copy(stored: Folder, one: str, other: str) -> bool:
+    """Bit for bit.  Some published files of tied models hold the embedding twice."""
+    first, second = stored.tensors[one], stored.tensors[other]
+    if (first.dtype, first.shape) != (second.dtype, second.shape) or first.dtype not in DTYPES:
+        return False
+    num_rows, row = first.shape[0], first.num_bytes // max(1, first.shape[0])
+    step = max(1, BLOCK_BYTES // max(1, row))
+    for start in range(0, num_rows, step):
+        shape = (min(step, num_rows - start), *first.shape[1:])
+        blocks = [torch.empty(shape, dtype=DTYPES[first.dtype]) for _ in range(2)]
+        for name, block in zip((one, other), blocks):
+            stored.read_rows(name, start, block)
+        if not torch.equal(*(block.view(torch.uint8) for block in blocks)):
+            return False
+    return True
 
 
 def _write(

@@ -11,8 +11,8 @@ balanced by itself, wherever its tokens lie, so no document's gradient depends o
     the mean loss gets  aux_loss_coef * sum over layers of the mean of aux over real tokens, each told its document's
                       + z_loss_coef * sum over layers of the mean of z over real tokens
 
-Padding goes through experts as any token does, but is counted nowhere; with a capacity it goes nowhere.  Evaluation,
-and the first pass of layers that are recomputed, count nothing.
+Padding, which looks all alike to a router, is sent to all experts in turn, with a weight of 0, and counted nowhere;
+with a capacity it goes nowhere.  Evaluation, and the first pass of layers that are recomputed, count nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -88,37 +88,45 @@ class Router(TopKRouter):
         input      [t, 1, h]
         documents  int32 [1, t], -1 for padding
         """
-        wide = torch.promote_types(input.dtype, torch.float32)
-        logits = torch.nn.functional.linear(input.view(-1, input.shape[-1]).to(wide), self.weight.to(wide))
+        logits: Tensor = _Scores.apply(input.view(-1, input.shape[-1]), self.weight)
         weights, chosen = topk_routing_with_score_function(
             logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax
         )
         documents = documents.view(-1)
-        real, sent = documents >= 0, chosen
+        real = (documents >= 0)[:, None]
+        weights, chosen = weights * real, chosen & real
         if self.config.moe_expert_capacity_factor is not None:
             weights, sent = apply_router_token_dropping(
-                weights * real[:, None],
-                chosen & real[:, None],
-                self.topk,
-                self.config.moe_expert_capacity_factor,
+                weights, chosen, self.topk, self.config.moe_expert_capacity_factor
             )
+        else:
+            sent = chosen | self._in_turn(len(documents), chosen.device) & ~real
         if self.training and torch.is_grad_enabled():
-            self._see(slice(self.num_experts), chosen[real].sum(0))
-            self._see(_DROPPED, chosen[real].sum() - sent[real].sum())
+            self._see(slice(self.num_experts), chosen.sum(0))
+            self._see(_DROPPED, (chosen & ~sent).sum())
             self._see(_TOKENS, real.sum())
-            weights = _Attach.apply(weights, self._loss(logits, chosen, documents, real), self.loss_scale)
+            weights = self._balanced(weights, logits, chosen, documents)
         return weights, sent
 
-    def _loss(self, logits: Tensor, chosen: Tensor, documents: Tensor, real: Tensor) -> Tensor:
-        """This rank's part of the sum over real tokens, weighed by the coefficients."""
-        z = (torch.logsumexp(logits, -1).square() * real).sum()
+    def _in_turn(self, num_tokens: int, device: torch.device) -> Tensor:
+        """bool [tokens, experts]: the first token to the first experts, the second to the next."""
+        first = torch.arange(num_tokens, device=device)[:, None] * self.topk
+        places = torch.arange(self.num_experts, device=device)[None, :]
+        return (places - first) % self.num_experts < self.topk
+
+    def _balanced(self, weights: Tensor, logits: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
+        """`weights`, whose gradient brings that of the balancing losses along; what is only looked at has none."""
+        aux_coef, z_coef = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
+        with torch.set_grad_enabled(bool(z_coef)):
+            z = (torch.logsumexp(logits, -1).square() * (documents >= 0)).sum()
         self._see(_Z, z)
-        loss = (self.config.moe_z_loss_coeff or 0.0) * z
-        if self.config.moe_aux_loss_coeff:
+        if z_coef:
+            weights = _Attach.apply(weights, z, z_coef * self.loss_scale)
+        if aux_coef:
             aux = self._aux(logits.softmax(-1), chosen, documents)
             self._see(_AUX, aux)
-            loss = loss + self.config.moe_aux_loss_coeff * aux
-        return loss
+            weights = _Attach.apply(weights, aux, aux_coef * self.loss_scale)
+        return weights
 
     def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
         rows = documents + 1  # of tables by document; padding goes to the first, which is left out
@@ -132,6 +140,24 @@ class Router(TopKRouter):
         if self.seen is None:
             self.seen = torch.zeros(self.num_experts + 4, dtype=torch.float64, device=value.device)
         self.seen[self.num_experts + where if isinstance(where, int) else where] += value.detach()
+
+
+class _Scores(torch.autograd.Function):
+    """Tokens [t, h] and router's weight [experts, h] -> scores [t, experts] in fp32 at least.
+
+    Keeps both as they came: autograd would keep a wide copy of the tokens in every layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        return tokens.to(wide) @ weight.to(wide).T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, weight = ctx.saved_tensors
+        return (grad @ weight.to(grad.dtype)).to(tokens.dtype), (grad.T @ tokens.to(grad.dtype)).to(weight.dtype)
 
 
 class _Attach(torch.autograd.Function):

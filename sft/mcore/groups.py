@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from sft.errors import SftError
-from sft.layout import Layout
+from sft.errors import ConfigError, SftError
+from sft.layout import ETP_NEEDS_NCCL, Layout
 
 T = TypeVar("T")
 
@@ -60,6 +60,8 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
 
     A process started alone, without torchrun, is a world of one.
     """
+    if device.type == "cpu" and layout.etp > 1:  # run.device = auto, which no check of a recipe sees through
+        raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
     _allow_descriptors()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -72,6 +72,9 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+_READ_BY_CORE = ("moe_permute_fusion",)  # of core's fields about experts
+
+
 def transformer_config(config: Config, layout: Layout, device_type: str, backend: str) -> TransformerConfig:
     """The one place where a TransformerConfig is made."""
     model, dtype = config.model, torch.bfloat16 if config.run.precision == "bf16" else torch.float32
@@ -116,6 +119,14 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
     unknown = sorted(set(model.megatron) - known)
     if unknown:
         raise ConfigError(f"model.megatron names fields that TransformerConfig does not have: {', '.join(unknown)}.")
+    unread = sorted(
+        n for n in model.megatron if n.startswith(("moe_", "num_moe")) and n not in (*fields, *_READ_BY_CORE)
+    )
+    if unread:
+        raise ConfigError(
+            f"model.megatron sets {', '.join(unread)}, which this trainer's experts do not read; what they can do is "
+            f"in model.moe.*, and parallel.ep."
+        )
     clash = sorted(set(model.megatron) & set(fields))
     if clash:
         raise ConfigError(

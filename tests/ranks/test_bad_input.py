@@ -67,6 +67,19 @@ CASES = {  # name: (content of chat.jsonl, overrides, how rank 0 begins, what it
         "ConfigError: model.megatron names fields",
         "no_such",
     ),
+    "megatron field of experts": (
+        GOOD,
+        ["model.megatron={moe_router_score_function: sigmoid, num_moe_experts: 4}"],
+        "ConfigError: model.megatron sets moe_router_score_function, num_moe_experts, which this trainer's experts do "
+        "not read",
+        "parallel.ep",
+    ),
+    "an expert over ranks without NCCL": (
+        GOOD,
+        ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.etp=2", "run.device=auto"],
+        "ConfigError: parallel.etp = 2 needs NCCL",
+        "On the CPU etp is 1",
+    ),
     "refused by megatron": (
         GOOD,
         ["model.megatron={recompute_granularity: sideways}"],

@@ -239,3 +239,56 @@ def evaluated(overrides: Sequence[str]) -> list[float]:
         seen = engine._balance()
         assert seen is not None
         return [float(seen.chosen.sum()), float(seen.z.sum())]
+
+
+def sent(overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each router: how many real tokens and how much padding each expert was sent, and what padding weighs."""
+    with scenarios.running(overrides) as engine:
+        corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
+        found: list[dict[str, Any]] = []
+        for chunk in engine.chunks:
+            for module in chunk.modules():
+                if isinstance(module, experts.Router):
+                    module.register_forward_hook(
+                        lambda m, given, made: found.append(
+                            {
+                                "real": made[1][given[1].view(-1) >= 0].sum(0).tolist(),
+                                "padding": made[1][given[1].view(-1) < 0].sum(0).tolist(),
+                                "weight": float(made[0][given[1].view(-1) < 0].abs().sum()),
+                            }
+                        )
+                    )
+        engine.evaluate([scenarios.microbatch_of(engine, [corpus.sample(i) for i in (1, 3, 6)])])
+        return found
+
+
+def test_padding_goes_to_all_experts_in_turn(ranks: Ranks) -> None:
+    """Samples of 37, 5 and 2 tokens in documents of 64, 32 and 32: 84 of 128 are padding, 2 choices each."""
+    (dropless,) = ranks(1).run(sent, [*MOE, "train.global_batch_size=1"])
+    (capped,) = ranks(1).run(sent, [*MOE, "train.global_batch_size=1", "model.moe.capacity_factor=100"])
+    assert len(dropless) == len(capped) == 4
+    for layer in dropless:
+        assert sum(layer["real"]) == TOP_K * (37 + 5 + 2)
+        assert sum(layer["padding"]) == TOP_K * 84
+        assert max(layer["padding"]) - min(layer["padding"]) <= 6  # a turn may begin anywhere in each document
+        assert layer["weight"] == 0.0
+    for layer in capped:
+        assert sum(layer["real"]) == TOP_K * (37 + 5 + 2) and not any(layer["padding"])
+
+
+def scores(precision: torch.dtype) -> Any:
+    torch.manual_seed(3)
+    tokens = torch.randn(6, 8, dtype=precision, requires_grad=True)
+    weight = torch.randn(4, 8, dtype=precision, requires_grad=True)
+    return tokens, weight, experts._Scores.apply(tokens, weight)
+
+
+def test_scores_are_products_whose_gradient_is_right() -> None:
+    tokens, weight, found = scores(torch.float64)
+    assert torch.equal(found, tokens @ weight.T)
+    assert torch.autograd.gradcheck(experts._Scores.apply, (tokens, weight))
+    tokens, weight, found = scores(torch.bfloat16)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.detach(), tokens.detach().float() @ weight.detach().float().T, rtol=1e-6)
+    kept = {saved.dtype for saved in found.grad_fn.saved_tensors}
+    assert kept == {torch.bfloat16}  # no wide copy of the tokens

@@ -353,11 +353,26 @@ def test_one_tensor_of_ours_cannot_have_two_types(made: Make) -> None:
     assert "of several types, which become one tensor: F32 (model.layers.0.mlp.gate_proj.weight), BF16 (" in told
 
 
-def test_an_output_that_is_tied_and_stored_is_refused(made: Make) -> None:
-    told = import_refused(rewrite(made(tied=True), **{"lm_head/weight": torch.zeros(301, 32)}))
-    assert (
-        "surplus: lm_head.weight" in told and "tie_word_embeddings is true, so lm_head.weight is read by nobody" in told
-    )
+def test_an_output_that_is_tied_and_stored_twice_is_left_out(made: Make, tmp_path: Path) -> None:
+    """As some published files have it; transformers stores it once, too."""
+    source = made(tied=True)
+    before = tensors(source)
+    rewrite(source, **{"lm_head/weight": before["model.embed_tokens.weight"].clone()})
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert same(before, tensors(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("what", ["one number", "another type", "another shape"])
+def test_an_output_that_is_tied_and_another_is_refused(made: Make, what: str) -> None:
+    source = made(tied=True)
+    head = tensors(source)["model.embed_tokens.weight"].clone()
+    if what == "one number":
+        head[-1, -1] += 1
+    head = head.half() if what == "another type" else head[:-1] if what == "another shape" else head
+    told = import_refused(rewrite(source, **{"lm_head/weight": head}))
+    assert "surplus: lm_head.weight" in told
+    assert "lm_head.weight is another tensor than model.embed_tokens.weight: one is wrong" in told
 
 
 def test_frequencies_that_old_files_store_are_passed_over(made: Make, tmp_path: Path) -> None:

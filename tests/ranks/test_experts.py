@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore import experts, shards
+from sft.mcore import experts, safe, shards
+from sft.mcore.model import sharded_tensors
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_one_curve import ALL_ON, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, sizes
+from tests.ranks.test_resume import part
 
 Ranks = Callable[[int], RankPool]
 
@@ -117,7 +119,7 @@ def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str
             for name, module in chunk.named_modules():
                 if isinstance(module, experts.Router):
                     module.register_forward_hook(
-                        lambda m, a, _, name=name: given.append((name, m.weight.detach(), a[0].detach(), a[1]))
+                        lambda m, a, made, name=name: given.append((name, m.weight, *a, *made))
                     )
         batch = [scenarios.microbatch_of(engine, [corpus.sample(i) for i in ids]) for ids in packs]
         totals = engine._run(batch, forward_only=False)
@@ -125,7 +127,12 @@ def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str
         assert seen is not None
         return {
             "gradients": {n: p.main_grad.clone().numpy() for c in engine.chunks for n, p in c.named_parameters()},
-            "routers": [(n, w.double().numpy(), x[:, 0].double().numpy(), d.numpy().ravel()) for n, w, x, d in given],
+            "routers": [
+                (n, w.detach().double().numpy(), x[:, 0].detach().double().numpy(), d.numpy().ravel())
+                for n, w, x, d, _, _ in given
+            ],
+            "made": [(weights.detach().numpy(), sent.numpy()) for *_, weights, sent in given],
+            "dropped": seen.dropped,
             "aux": seen.aux,
             "z": seen.z,
             "real": totals.num_real_tokens,
@@ -154,19 +161,31 @@ def reference_losses(routers: list[Any]) -> tuple[dict[str, float], dict[str, fl
 PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]  # two or more documents, one, and padding in all
 
 
-def test_balancing_losses_are_those_of_the_definition(ranks: Ranks) -> None:
-    (found,) = ranks(1).run(routed, [*MOE, *AUX, "train.global_batch_size=3"], PACKS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_balancing_losses_are_those_of_the_definition(ranks: Ranks, precision: str) -> None:
+    """In half precision too, of the numbers that a router is given: it computes in fp32."""
+    recipe = [*MOE, *AUX, "train.global_batch_size=3", f"run.precision={precision}"]
+    (found,) = ranks(1).run(routed, recipe, PACKS)
     aux, z = reference_losses(found["routers"])
     assert len(aux) == 4
     np.testing.assert_allclose(found["aux"], [s / found["real"] for s in aux.values()], rtol=BALANCE_TOLERANCE)
     np.testing.assert_allclose(found["z"], [s / found["real"] for s in z.values()], rtol=BALANCE_TOLERANCE)
 
 
-@pytest.mark.parametrize("name,coefficient", [("aux_loss_coef", 0.1), ("z_loss_coef", 0.01)])
-def test_their_gradient_is_that_of_the_definition(ranks: Ranks, name: str, coefficient: float) -> None:
+@pytest.mark.parametrize(
+    "name,coefficient,weighting",
+    [
+        ("aux_loss_coef", 0.1, []),
+        ("z_loss_coef", 0.01, []),
+        ("z_loss_coef", 0.01, ["loss.reduction=sample", "loss.denominator=weights"]),
+    ],
+)
+def test_their_gradient_is_that_of_the_definition(
+    ranks: Ranks, name: str, coefficient: float, weighting: list[str]
+) -> None:
     """Of the last layer's router, which nothing but its own loss reaches on the way back: added to that of the
-    language model, a mean over real tokens, though only a quarter of them is supervised."""
-    recipe = [*MOE, "train.global_batch_size=3"]
+    language model, a mean over real tokens, though only a quarter of them is supervised, and whatever they weigh."""
+    recipe = [*MOE, "train.global_batch_size=3", *weighting]
     (without,) = ranks(1).run(routed, recipe, PACKS)
     (found,) = ranks(1).run(routed, [*recipe, f"model.moe.{name}={coefficient}"], PACKS)
     key = "module.decoder.layers.3.mlp.router.weight"
@@ -226,9 +245,73 @@ def test_without_room_choices_are_dropped_and_told(ranks: Ranks, shared: tuple[s
     assert not roomy["dropped"].any()
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_an_expert_takes_the_real_tokens_that_weigh_most(ranks: Ranks, factor: float) -> None:
+    """Of a pack, factor * tokens * top_k / experts.  Padding goes nowhere, and takes nobody's place."""
+    recipe = [*MOE, "train.global_batch_size=3", f"model.moe.capacity_factor={factor}"]
+    (found,) = ranks(1).run(routed, recipe, PACKS)
+    dropped: dict[str, int] = {}
+    for (name, matrix, inputs, documents), (weights, sent) in zip(found["routers"], found["made"]):
+        logits, expected = inputs @ matrix.T, np.zeros(sent.shape)
+        for token in np.flatnonzero(documents >= 0):
+            best = np.argsort(-logits[token])[:TOP_K]
+            odds = np.exp(logits[token, best])
+            expected[token, best] = odds / odds.sum()
+        room = int(np.ceil(factor * len(inputs) * TOP_K / EXPERTS))
+        for expert in range(EXPERTS):
+            late = np.argsort(-expected[:, expert])[room:]
+            dropped[name] = dropped.get(name, 0) + np.count_nonzero(expected[late, expert])
+            expected[late, expert] = 0.0
+        np.testing.assert_array_equal(sent, expected > 0)
+        np.testing.assert_allclose(weights, expected, atol=1e-5)
+    assert found["dropped"].tolist() == list(dropped.values()) and min(dropped.values()) > 0
+
+
+@pytest.mark.parametrize("recompute,times", [("none", 1), ("selective", 2), ("full", 2)])
+def test_recomputed_layers_route_again(ranks: Ranks, recompute: str, times: int) -> None:
+    """Else what was asked for is kept in memory after all."""
+    (found,) = ranks(1).run(routed, [*MOE, "train.global_batch_size=1", f"train.recompute={recompute}"], [[1]])
+    assert len(found["routers"]) == 4 * times
+
+
 def test_evaluation_counts_nothing(ranks: Ranks) -> None:
     (seen,) = ranks(1).run(evaluated, MOE + AUX)
     assert seen == [0.0, 0.0]
+
+
+def initial(overrides: Sequence[str]) -> dict[Any, float]:
+    """The sum of every tensor of new experts and routers, by key and place among layers and experts."""
+    with scenarios.running(overrides) as engine:
+        found = [s for chunk in engine.chunks for s in sharded_tensors(chunk.module.sharded_state_dict())]
+        return {(s.key, s.global_offset): float(s.data.double().sum()) for s in found if ".mlp." in s.key}
+
+
+def test_new_experts_differ_and_are_the_same_on_every_layout(ranks: Ranks) -> None:
+    (one,) = ranks(1).run(initial, MOE)
+    assert len(one) == len(set(one.values())) == 4 + 4 * EXPERTS * 3  # routers; gate, up and down of each
+    for overrides in (EP, ["parallel.pp=2"]):
+        first, second = ranks(2).run(initial, [*MOE, *overrides])
+        assert first | second == one and first != one
+
+
+def resumed(overrides: list[str], folder: str) -> tuple[dict[str, Any], bool]:
+    """Three more steps, and whether it was taken for the layout that wrote the checkpoint."""
+    with scenarios.running(overrides) as engine:
+        same = shards.is_same_layout(engine, safe.common_state(Path(folder)))
+    return part(overrides, [2, 3, 4], folder, None), same
+
+
+def test_a_run_cut_in_two_is_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Moments of experts are found again wherever the experts are."""
+    recipe, sharded = [*MOE, *AUX], ["parallel.distributed_optimizer=true"]
+    (whole,) = ranks(1).run(part, recipe, [0, 1, 2, 3, 4], None, None)
+    ranks(2).run(part, [*recipe, *EP, *sharded], [0, 1], None, str(tmp_path))
+    layouts = [(2, [*EP, *sharded]), (2, sharded), (2, ["parallel.tp=2", *SP]), (1, [])]
+    for i, (world_size, overrides) in enumerate(layouts):
+        for found, same in ranks(world_size).run(resumed, recipe + overrides, str(tmp_path)):
+            assert same is (i == 0)
+            np.testing.assert_allclose(found["loss"], whole["loss"][2:], rtol=LOSS_TOLERANCE)
+            np.testing.assert_allclose(found["grad_norm"], whole["grad_norm"][2:], rtol=NORM_TOLERANCE)
 
 
 def evaluated(overrides: Sequence[str]) -> list[float]:

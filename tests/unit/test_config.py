@@ -222,3 +222,32 @@ def test_chunks_of_what_has_none_are_refused() -> None:
 def test_edges_that_do_not_increase_are_refused(edges: str) -> None:
     with pytest.raises(ConfigError, match="position_edges .*must increase"):
         config(f"log.position_edges={edges}")
+
+
+MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        (("model.moe.top_k=2",), "model.moe.top_k = 2 .*has no effect without model.moe.num_experts"),
+        (("model.moe.capacity_factor=2",), "model.moe.capacity_factor .*has no effect without model.moe.num_experts"),
+        (("model.moe.num_experts=8",), "model.moe.top_k .*is required with num_experts"),
+        ((*MOE, "model.moe.top_k=9"), "model.moe.top_k = 9 .*is more than num_experts = 8"),
+        ((*MOE, "model.moe.top_k=1"), "model.moe.normalize_top_k .*makes all weights 1 where top_k is 1"),
+        ((*MOE, "model.moe.aux_loss_coef=-1e-3"), "model.moe.aux_loss_coef = -0.001"),
+        ((*MOE, "model.moe.z_loss_coef=-1e-3"), "model.moe.z_loss_coef = -0.001"),
+        ((*MOE, "model.moe.capacity_factor=0"), "model.moe.capacity_factor = 0"),
+    ],
+)
+def test_experts_that_cannot_be(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        config(*overrides)
+
+
+def test_experts_as_wide_as_they_are_told() -> None:
+    """And one expert a token, where its weight says how sure the router was."""
+    assert config(*MOE, "model.moe.ffn_hidden_size=7").model.resolved_expert_ffn == 7
+    wide = config(*MOE).model
+    assert wide.resolved_expert_ffn == wide.ffn_hidden_size
+    assert config(*MOE, "model.moe.top_k=1", "model.moe.normalize_top_k=false").model.moe.top_k == 1

@@ -241,6 +241,15 @@ def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("family,pre_softmax", [("qwen3_moe", True), ("mixtral", False)])
+def test_arguments_of_experts(made: Make, tmp_path: Path, family: str, pre_softmax: bool) -> None:
+    """What Megatron-LM reads of a checkpoint about them: four, two for a token, of width 24."""
+    import_hf(made(family), tmp_path / "there", QUIET)
+    args = safe.common_state(tmp_path / "there" / "iter_0000000")["args"]
+    assert (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size) == (4, 2, 24)
+    assert args.moe_router_pre_softmax is pre_softmax
+
+
 def test_objects_beside_experts(made: Make, tmp_path: Path) -> None:
     """One for each expert's matrix in the place of one for each layer's, as Megatron's experts name them."""
     import_hf(made("mixtral"), tmp_path / "there", QUIET)
@@ -620,6 +629,16 @@ def test_a_box_in_a_stack_of_experts(tmp_path: Path) -> None:
     assert torch.equal(boxes.read("a", (0, 1, 0, 1), (2, 2, 4, 1)), whole[:, 1:, :, 1:])
     with pytest.raises(CheckpointError, match="parts of a are missing"):
         boxes.read("a", (1, 3, 0, 0), (1, 1, 4, 2))
+
+
+def test_a_row_of_a_part_that_is_not_the_first(tmp_path: Path) -> None:
+    """That the first part has one row, as every part of a stack has one layer, says nothing of the others."""
+    whole = torch.arange(6.0).view(3, 2)
+    writer = PartsWriter(tmp_path)
+    for start, stop in ((0, 1), (1, 3)):
+        writer.tensor("a", (3, 2), (start, 0), whole[start:stop].clone())
+    writer.finish()
+    assert torch.equal(Boxes(tmp_path).read("a", (2, 0), (1, 2)), whole[2:])
 
 
 def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,8 @@ def test_experts_share_the_ranks_of_a_stage() -> None:
     assert (layout.dp, layout.ep, layout.etp) == (2, 4, 1)
     assert "experts: 8 ranks of a stage = ep 4 x etp 1 x 2 copies" in layout.equations(32768)
     assert not any("experts" in line for line in Layout.resolve(config(model=MOE), 2).equations(32768))
+    layout = Layout.resolve(config(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2}), 8)
+    assert "experts: 8 ranks of a stage = ep 2 x etp 2 x 2 copies" in layout.equations(32768)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,9 @@ def test_experts_share_the_ranks_of_a_stage() -> None:
                               "dp).  Expert-parallel sizes that fit: 1, 2, 4, 8."),
         (8, {"ep": 8, "pp": 2}, MOE, "on 4 ranks of a pipeline stage (tp x cp x dp).  Expert-parallel sizes that fit: "
                                      "1, 2, 4."),
+        (4, {"ep": 4, "etp": 2}, MOE, "parallel.ep = 4 x etp = 2 does not fit 8 experts on 4 ranks of a pipeline stage "
+                                      "(tp x cp x dp).  Expert-parallel sizes that fit: 1, 2."),
+        (2, {"etp": 2}, {}, "ep = 1 and etp = 2 are for experts; without model.moe.num_experts both must be 1."),
         (4, {"ep": 2, "etp": 4}, MOE, "parallel.etp = 4 does not divide an expert of width 6.  Fit: 1, 2, 3, 6."),
         (4, {"tp": 2, "sequence_parallel": False}, MOE, "A mixture of experts needs sequence_parallel, or tp = 1."),
     ],
@@ -340,6 +345,12 @@ def test_experts_that_do_not_fit(
     world_size: int, parallel: dict[str, object], model: dict[str, object], message: str
 ) -> None:
     assert any(message in line for line in told(world_size, parallel=parallel, model=model))
+
+
+def test_experts_are_not_spoken_of_where_the_stages_do_not_fit() -> None:
+    """Five ranks are no two stages: how experts would share one of them is nobody's question."""
+    (line,) = told(5, parallel={"pp": 2, "ep": 4}, model=MOE)
+    assert line.startswith("parallel.pp = 2 does not fit 5 GPUs")
 
 
 def test_experts_are_not_split_on_the_cpu() -> None:

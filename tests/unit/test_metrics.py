@@ -54,15 +54,16 @@ def train(*overrides: str, **changes: Any) -> dict[str, Any]:
     return train_record(3, result, layout, recipe, schema=SCHEMA, vocab_size=10, seconds=2.0)
 
 
-def mixture(*overrides: str) -> dict[str, Any]:
+def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
     """A step of a mixture of experts."""
     recipe = config("model.moe.num_experts=4", "model.moe.top_k=2", *overrides)
-    balance = Balance(
+    seen = dict(
         chosen=np.array([[6.0, 4.0, 2.0, 0.0], [0.0, 12.0, 0.0, 0.0]]),
         dropped=np.array([1.0, 5.0]),
         aux=np.array([1.0, 2.0]),
         z=np.array([4.0, 6.0]),
     )
+    balance = Balance(**{**seen, **changes})
     result = StepResult(totals=totals(), grad_norm=0.5, learning_rate=1e-3, skipped=False, balance=balance)
     return train_record(3, result, Layout.resolve(recipe, 2), recipe, schema=SCHEMA, vocab_size=10, seconds=2.0)
 
@@ -132,6 +133,18 @@ def test_experts_written_out() -> None:
         "experts/z-loss": 5.0,
     }
     assert "experts/aux-loss" not in mixture() and "experts/z-loss" in mixture()
+
+
+def test_experts_of_a_step_without_tokens() -> None:
+    """Every number is one: nothing is divided by the choices that were not made."""
+    nothing = mixture("model.moe.aux_loss_coef=0.01", chosen=np.zeros((2, 4)), dropped=np.zeros(2))
+    assert [nothing[f"experts/{name}"] for name in ("imbalance", "imbalance-max", "dropped-share")] == [0.0, 0.0, 0.0]
+    assert nothing["experts/unused-share"] == 1.0
+
+
+def test_losses_of_routers_that_are_no_number() -> None:
+    broken = mixture("model.moe.aux_loss_coef=0.01", aux=np.array([1.0, np.nan]), z=np.array([np.inf, 1.0]))
+    assert broken["experts/aux-loss"] is broken["experts/z-loss"] is None
 
 
 def test_what_nobody_asked_for_is_not_there() -> None:

@@ -5,16 +5,15 @@ What the checkpoint may contain is decided by `sft.mcore.safe`, through which ev
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sft.errors import CheckpointError
+from sft.mcore.overlap import Parts
 from sft.mcore.safe import Reader
 
 
@@ -29,25 +28,6 @@ class _Into(DefaultLoadPlanner):
         return self._target
 
 
-class _Parts:
-    """The parts of a tensor by their place in the stack of layers and experts, so that no box is compared with all."""
-
-    def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
-        num_axes = min((len(chunk.sizes) for chunk in chunks), default=0)
-        wide = (axis for axis in range(num_axes) if any(chunk.sizes[axis] != 1 for chunk in chunks))
-        self._depth = next(wide, num_axes)
-        self._all = chunks
-        self._at: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
-        for chunk in chunks:
-            self._at.setdefault(tuple(chunk.offsets[: self._depth]), []).append(chunk)
-
-    def near(self, box: ChunkStorageMetadata) -> list[ChunkStorageMetadata]:
-        """All that the box can overlap, and perhaps some more."""
-        if any(size != 1 for size in box.sizes[: self._depth]):
-            return self._all
-        return self._at.get(tuple(box.offsets[: self._depth]), [])
-
-
 class Boxes:
     """The tensors of the checkpoint in `folder`.  Raises CheckpointError where it has no harmless index."""
 
@@ -58,7 +38,7 @@ class Boxes:
         self._entries = {
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
         }
-        self._parts = {key: _Parts(entry.chunks) for key, entry in self._entries.items()}
+        self._parts = {key: Parts(key, entry) for key, entry in self._entries.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,8 +52,7 @@ class Boxes:
         """The box of `sizes` at `offset`.  Takes the memory of it, and of the largest part that was written at once."""
         target = torch.empty(*sizes, dtype=self.dtype(key))
         box = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
-        near = replace(self._entries[key], chunks=self._parts[key].near(box))
-        items = create_read_items_for_chunk_list(key, near, [box])
+        items = self._parts[key].items([box])
         if sum(math.prod(item.lengths) for item in items) != target.numel():
             raise CheckpointError(f"{self._folder}: parts of {key} are missing, or there more than once.")
         self._reader.read_data(LoadPlan(items), _Into(target))

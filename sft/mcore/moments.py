@@ -94,10 +94,14 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step
 
 
-def plain_form(optimizer: MegatronOptimizer) -> Any:
-    """What Megatron-LM stores of an optimizer beside its tensors, in the form that the same optimizer of core loads."""
+def plain_form(optimizer: MegatronOptimizer, ep: int) -> Any:
+    """What Megatron-LM stores of an optimizer beside its tensors, in the form that it loads.
+
+    It has an optimizer of its own for experts only where expert parallelism, `ep`, is above 1.  Here there may be one
+    at 1 as well (see `model._reduce_experts_apart`), which says nothing that the first does not.
+    """
     forms = [_plain_form(part) for part in parts(optimizer)]
-    return forms[0] if len(forms) == 1 else dict(enumerate(forms))
+    return dict(enumerate(forms)) if ep > 1 else forms[0]
 
 
 def stored_step(plain: Any) -> int:

@@ -86,7 +86,8 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     Generators are left as they are where the checkpoint is of another layout, or has none.
     Raises CheckpointError where the folder does not hold what this model needs.
     """
-    common, there = safe.common_state(folder), safe.tensors(folder)
+    reader = safe.Reader(folder)
+    common, there = safe.common_state(reader), safe.tensors(reader)
     model = _model_state(engine)
     held = list(moments.held(engine.optimizer))
     # An fp32 run without the distributed optimizer has no weights but the model's own.
@@ -94,14 +95,14 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     wanted = moments.sharded(held, model, main=main)
     step = _stored_step(common, folder)
     _check_shapes([*sharded_tensors(model), *wanted], there, folder)
-    _read_model(engine, model, folder)
-    torch_dist.read(wanted, folder)
+    _read_model(engine, model, reader)
+    torch_dist.read(wanted, reader)
     moments.set_step(engine.optimizer, step)
     _set_schedule(engine, int(common["iteration"]))
     key = rng.key_of(engine.groups)
-    if is_same_layout(engine, common) and key in safe.objects(folder):
+    if is_same_layout(engine, common) and key in safe.objects(reader):
         stored: dict[str, Any] = {key: None}
-        safe.load(stored, folder)
+        safe.load(stored, reader)
         rng.restore(engine.groups, stored[key][0])
     return common
 
@@ -116,9 +117,9 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 
 def load_weights(engine: Engine, folder: Path) -> None:
     """Read the model only; moments, schedule and step stay those of a new run.  Collective."""
-    model = _model_state(engine)
-    _check_shapes(list(sharded_tensors(model)), safe.tensors(folder), folder)
-    _read_model(engine, model, folder)
+    model, reader = _model_state(engine), safe.Reader(folder)
+    _check_shapes(list(sharded_tensors(model)), safe.tensors(reader), folder)
+    _read_model(engine, model, reader)
     engine.optimizer.reload_model_params()
 
 
@@ -156,7 +157,7 @@ def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
         "args": _arguments(engine, plain.get("iteration", 0)),
         "checkpoint_version": CHECKPOINT_VERSION,
         "content_metadata": _form(engine),
-        "optimizer": moments.plain_form(engine.optimizer),
+        "optimizer": moments.plain_form(engine.optimizer, engine.layout.ep),
         "opt_param_scheduler": _schedule(engine),
         **plain,
     }
@@ -276,9 +277,9 @@ def _check_shapes(wanted: list[Any], there: dict[str, Any], folder: Path) -> Non
         raise CheckpointError(f"{folder} is of another model: {'; '.join(shown)}{more}.")
 
 
-def _read_model(engine: Engine, model: dict[str, Any], folder: Path) -> None:
+def _read_model(engine: Engine, model: dict[str, Any], reader: safe.Reader) -> None:
     """In place.  Objects of modules stay as they are: without fp8 they say nothing."""
-    torch_dist.read_shared(list(sharded_tensors(model)), folder, engine.groups.collection.dp_cp)
+    torch_dist.read_shared(list(sharded_tensors(model)), reader, engine.groups.collection.dp_cp)
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:

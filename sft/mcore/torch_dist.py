@@ -9,7 +9,7 @@ What the tensors are is `shards.py`; what a file may contain, `safe.py`.
 """
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as md
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.checkpointable import (
     CheckpointableShardedTensor,
@@ -30,9 +31,15 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistLoadShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
 
 from sft.errors import CheckpointError, StorageError
 from sft.mcore import safe
+from sft.mcore.overlap import Parts
+
+PART_BYTES = 256 << 20  # of one stored part: whoever wants a row of it reads it whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +96,22 @@ def part_of_rank(shards: Sequence[ShardedTensor], objects: Sequence[ShardedObjec
     distribution = determine_main_replica_uniform_distribution(described, sharers)
     distribute_main_replicas_with_precomputed_distribution(described, sharers, distribution)
     return Part(
-        shards=[shard for shard in described.values() if is_main_replica(shard.replica_id)],
+        shards=[piece for s in described.values() if is_main_replica(s.replica_id) for piece in _pieces(s)],
         objects={one.unique_key: _bytes(one.data) for one in objects if is_main_replica(one.replica_id)},
     )
+
+
+def _pieces(shard: ShardedTensor) -> Iterator[ShardedTensor]:
+    """The shard in boxes of at most `PART_BYTES`, cut along its first axis that is longer than 1."""
+    data, shape = shard.data, shard.data.shape
+    axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
+    if axis is None or data.nbytes <= PART_BYTES:
+        yield shard
+        return
+    rows = max(1, PART_BYTES * shape[axis] // data.nbytes)
+    for piece, start in zip(data.split(rows, dim=axis), range(0, shape[axis], rows)):
+        offset = (*shard.global_offset[:axis], shard.global_offset[axis] + start, *shard.global_offset[axis + 1 :])
+        yield replace(shard, data=piece, local_shape=tuple(piece.shape), global_offset=offset)
 
 
 def write(part: Part, folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -100,18 +120,34 @@ def write(part: Part, folder: Path, group: dist.ProcessGroup | None) -> None:
     Raises StorageError.
     """
     state = {**_by_key(part.shards), **part.objects}
-    planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException
         raise StorageError(f"{folder.name} was not written: {_causes(error)}") from error
 
 
-def read(shards: Sequence[ShardedTensor], folder: Path) -> None:
-    """Fill the shards' tensors, in place, from the files in `folder`; each rank for itself.
+class _SavePlanner(MCoreSavePlanner):
+    """Core's planner, with a check of the whole that is quick for many experts."""
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], md.Metadata]:
+        # Numbered anew over all ranks, a part would no longer be found by its number, but by a search of all.
+        plans, index = create_default_global_save_plan(dedup_save_plans(all_plans), rewrite_index_hints=False)
+        for key, entry in index.state_dict_metadata.items():
+            if isinstance(entry, md.TensorStorageMetadata) and (fault := Parts(key, entry).fault()):
+                raise ValueError(fault)
+        self.global_plan, self.metadata = plans, index
+        return plans, index
+
+
+def read(shards: Sequence[ShardedTensor], source: Path | safe.Reader) -> None:
+    """Fill the shards' tensors, in place, from the files of a checkpoint; each rank for itself.
+
+    source: its folder, or a reader of it
     Raises CheckpointError.
     """
+    if not shards:
+        return
     wanted = [_box(shard) for shard in shards]
     flexible = {shard.key: shard for shard in wanted if shard.allow_shape_mismatch}
     for shard in flexible.values():
@@ -120,17 +156,17 @@ def read(shards: Sequence[ShardedTensor], folder: Path) -> None:
         shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
         allow_shape_mismatch_sharded_tensors=flexible,
     )
-    safe.load(_by_key(wanted), folder, planner)
+    safe.load(_by_key(wanted), source, planner)
 
 
-def read_shared(shards: Sequence[ShardedTensor], folder: Path, sharers: dist.ProcessGroup) -> None:
+def read_shared(shards: Sequence[ShardedTensor], reader: safe.Reader, sharers: dist.ProcessGroup) -> None:
     """The same where the ranks of `sharers` want the same: each reads an even part of it and hands it to the others.
 
     Collective over `sharers`.
     """
     wanted = {str(i): _box(shard) for i, shard in enumerate(shards)}
     targets = {name: shard.data for name, shard in wanted.items()}
-    found = FullyParallelLoadStrategyWrapper(_Strategy(), sharers).load(wanted, folder)
+    found = FullyParallelLoadStrategyWrapper(_Strategy(reader), sharers).load(wanted, reader.path)
     for name, target in targets.items():
         if found[name].data_ptr() != target.data_ptr():  # another rank read it
             target.copy_(found[name])
@@ -139,8 +175,12 @@ def read_shared(shards: Sequence[ShardedTensor], folder: Path, sharers: dist.Pro
 class _Strategy(TorchDistLoadShardedStrategy):
     """How core's fully parallel load reads its part: by `read`."""
 
+    def __init__(self, reader: safe.Reader) -> None:
+        super().__init__()
+        self._reader = reader
+
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
-        read(list(sharded_state_dict.values()), checkpoint_dir)
+        read(list(sharded_state_dict.values()), self._reader)
         return {name: shard.data for name, shard in sharded_state_dict.items()}
 
 

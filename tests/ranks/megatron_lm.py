@@ -45,7 +45,7 @@ from tests.ranks.pool import join
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 VOCAB = 301
 LAYERS = 4
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 BATCH = 4  # samples per update, Megatron-LM's unit of the schedule
 
 # The model and schedule of scenarios.RECIPE.
@@ -59,6 +59,8 @@ COMMAND = (
     "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion "
     "--no-bias-dropout-fusion --no-bias-swiglu-fusion --dist-ckpt-optim-fully-reshardable"
 )
+# The experts of test_experts.MOE.
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
 
 
 @dataclass
@@ -124,6 +126,7 @@ def _understood(words: list[str]) -> argparse.Namespace:
     args = argparse.Namespace(**dict.fromkeys(SIZES, 1), add_position_embedding=True, bf16=False)
     args.use_distributed_optimizer = args.no_save_optim = args.no_save_rng = False
     args.override_opt_param_scheduler = args.use_checkpoint_opt_param_scheduler = False
+    args.num_experts = None
     for flag, value in zip(words, [*words[1:], "--"]):
         if flag.startswith("--"):
             given: Any = value
@@ -140,12 +143,23 @@ def _model(args: argparse.Namespace) -> DistributedDataParallel:
     gated = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     dtypes = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=args.bf16)
     sizes = {name: getattr(args, name) for name in SIZES}
+    experts = {}
+    if args.num_experts:
+        experts = dict(num_moe_experts=args.num_experts, moe_router_topk=args.moe_router_topk)
+        experts |= dict(moe_ffn_hidden_size=args.moe_ffn_hidden_size, moe_token_dispatcher_type="alltoall")
     config = TransformerConfig(
-        **shape, **kind, **gated, **dtypes, **sizes, use_cpu_initialization=True, **device.CPU_TRANSFORMER_FIELDS
+        **shape,
+        **kind,
+        **gated,
+        **dtypes,
+        **sizes,
+        **experts,
+        use_cpu_initialization=True,
+        **device.CPU_TRANSFORMER_FIELDS,
     )
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        transformer_layer_spec=_layer_spec(args.num_experts),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=256,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -156,6 +170,16 @@ def _model(args: argparse.Namespace) -> DistributedDataParallel:
     sharded = args.use_distributed_optimizer
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     return DistributedDataParallel(config, ddp, chunk.bfloat16() if args.bf16 else chunk)
+
+
+def _layer_spec(num_experts: int | None) -> Any:
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm", num_experts=num_experts)
+    if num_experts:
+        # Core's local spec stores the norm before the experts under a key of the dense layers' first matrix; with
+        # Transformer Engine, which Megatron-LM's users have, it goes under its own name, and so it does here.
+        keys = spec.submodules.sharded_state_dict_keys_map
+        spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if k != "pre_mlp_layernorm."}
+    return spec
 
 
 def _optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> Any:
@@ -172,10 +196,11 @@ def _optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> Any:
     )
     overrides = get_standard_config_overrides(config)
     optimizer = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
-    for group in optimizer.param_groups:  # torch's Adam describes only states that exist, Transformer Engine's all
-        for param in group["params"]:
-            zeros = {name: torch.zeros_like(param.data) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.chained_optimizers[0].optimizer.state[param] = {"step": torch.zeros(()), **zeros}
+    for part in optimizer.chained_optimizers:  # torch's Adam describes only states that exist, Transformer Engine's all
+        for group in part.param_groups:
+            for param in group["params"]:
+                zeros = {name: torch.zeros_like(param.data) for name in ("exp_avg", "exp_avg_sq")}
+                part.optimizer.state[param] = {"step": torch.zeros(()), **zeros}
     return optimizer
 
 

@@ -46,6 +46,8 @@ AXES = {
 
 
 def cut_axis(name: str) -> int | None:
+    if ".experts." in name:  # whole on every rank that has them
+        return None
     return next((axis for end, axis in AXES.items() if name.endswith(end)), None)
 
 
@@ -73,15 +75,21 @@ def part_of(name: str, whole: Tensor, tp: int, rank: int) -> Tensor:
 
 
 def named(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of this rank by the name they have in the whole model."""
+    """Parameters of this rank by the name they have in the whole model, each expert with its number there."""
     first = parallel_state.get_pipeline_model_parallel_rank() * LAYERS
     first //= parallel_state.get_pipeline_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (chunks[0].config.num_moe_experts or 0)
+    first_expert //= parallel_state.get_expert_model_parallel_world_size()
     for chunk in chunks:
         for name, param in chunk.module.named_parameters():
             head, layers, rest = name.partition("layers.")
             if layers:
                 number, _, rest = rest.partition(".")
                 rest = f"{int(number) + first}.{rest}"
+            rest, experts, expert = rest.partition("local_experts.")
+            if experts:
+                number, _, end = expert.partition(".")
+                rest += f"{experts}{int(number) + first_expert}.{end}"
             yield head + layers + rest, param
 
 
@@ -111,29 +119,31 @@ def copy_of(tensor: Tensor) -> np.ndarray:
 
 def held(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
     """What this rank holds: of each parameter its tensors, flat, and which elements of its local part they are."""
-    (inner,) = optimizer.chained_optimizers
+    parts = optimizer.chained_optimizers  # experts may have one of their own
     tensors = {}
     for name, param in named(chunks):
         begin, main = 0, getattr(param, "main_param", param)
-        if hasattr(inner, "model_param_group_index_map"):  # the distributed optimizer: a range of each parameter
-            if param not in inner.model_param_group_index_map:
+        if hasattr(parts[0], "model_param_group_index_map"):  # the distributed optimizer: a range of each parameter
+            holding = [part for part in parts if param in part.model_param_group_index_map]
+            if not holding:
                 continue
+            (inner,) = holding
             group, order = inner.model_param_group_index_map[param]
             begin = inner._get_model_param_range_map(param)["param"].start
             main = inner.optimizer.param_groups[group]["params"][order]
-        state = inner.optimizer.state[main]  # of a new run: empty
+        (state,) = [s for part in parts if (s := part.optimizer.state.get(main)) is not None] or [{}]  # of a new run
         of = {"main": main, **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq") if kind in state}}
         flat = {kind: copy_of(tensor) for kind, tensor in of.items()}
         tensors[name] = (begin, tuple(param.shape), copy_of(param), flat, float(state.get("step", 0)))
     return {
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
         "tensors": tensors,
-        "lr": [group["lr"] for group in inner.param_groups],
-        "weight_decay": [group["weight_decay"] for group in inner.param_groups],
+        "lr": [group["lr"] for group in optimizer.param_groups],
+        "weight_decay": [group["weight_decay"] for group in optimizer.param_groups],
     }
 
 
-def whole(ranks: list[dict[str, Any]]) -> Dump:
+def whole(ranks: list[dict[str, Any]], num_parameters: int = NUM_PARAMETERS) -> Dump:
     """Of what all ranks hold: {"exp_avg decoder.layers.3.mlp.linear_fc2.weight": array, ..., "steps": Adam's count}."""
     parts: dict[str, dict[int, np.ndarray]] = {}
     seen: dict[str, dict[int, np.ndarray]] = {}
@@ -142,7 +152,7 @@ def whole(ranks: list[dict[str, Any]]) -> Dump:
         for name, (begin, shape, weight, flat, step) in rank["tensors"].items():
             steps.add(step)
             for kind, values in {"weight": weight, **flat}.items():
-                key, tp = f"{kind} {name}", rank["tp_rank"]
+                key, tp = f"{kind} {name}", rank["tp_rank"] if cut_axis(name) is not None else 0
                 start = 0 if kind == "weight" else begin
                 into = parts.setdefault(key, {}).setdefault(tp, np.zeros(shape, np.float32))
                 mask = seen.setdefault(key, {}).setdefault(tp, np.zeros(shape, bool))
@@ -151,7 +161,7 @@ def whole(ranks: list[dict[str, Any]]) -> Dump:
                 into.flat[span], mask.flat[span] = values, True
     assert all(mask.all() for masks in seen.values() for mask in masks.values())
     dump: Dump = {key: joined(key, [by_rank[tp] for tp in sorted(by_rank)]) for key, by_rank in parts.items()}
-    assert len(dump) % NUM_PARAMETERS == 0
+    assert len(dump) % num_parameters == 0
     return {**dump, "steps": steps}
 
 

@@ -1,16 +1,20 @@
 """A run cut in two is the run: 5 steps = 2 steps, save, load into new weights, 3 steps."""
 
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore import moments, shards
+from sft.mcore import moments, shards, torch_dist
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -69,6 +73,34 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
             "optimizer": optimizer_hash(engine),
             "adam_steps": adam_steps(engine),
         }
+
+
+PART_BYTES = 1000
+
+
+def part_in_pieces(overrides: list[str], steps: list[int], load: str | None, save: str | None) -> dict[str, Any]:
+    """The same, of which no stored part is larger than PART_BYTES where a row is not."""
+    with mock.patch.object(torch_dist, "PART_BYTES", PART_BYTES):
+        return part(overrides, steps, load, save)
+
+
+def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> None:
+    """And read as if they were not: bitwise on the same layout, on the curve on another."""
+    uninterrupted = ranks(2).run(part, [SHARDED], [0, 1, 2, 3], None, None)
+    ranks(2).run(part_in_pieces, [SHARDED], [0, 1], None, str(tmp_path / "pieces"))
+    index = FileSystemReader(tmp_path / "pieces").read_metadata()
+    sizes = [
+        math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+        for entry in index.state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    ]
+    assert max(sizes) <= PART_BYTES and len(sizes) > 400
+    for whole, found in zip(uninterrupted, ranks(2).run(part, [SHARDED], [2, 3], str(tmp_path / "pieces"), None)):
+        assert found["loss"] == whole["loss"][2:]
+        assert (found["parameters"], found["optimizer"]) == (whole["parameters"], whole["optimizer"])
+    for found in ranks(2).run(part, ["parallel.pp=2", WHOLE], [2, 3], str(tmp_path / "pieces"), None):
+        np.testing.assert_allclose(found["loss"], uninterrupted[0]["loss"][2:], rtol=TOLERANCE["fp32"])
 
 
 def optimizer_hash(engine: Engine) -> str:

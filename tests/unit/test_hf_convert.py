@@ -649,7 +649,7 @@ def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monke
         seen.append(len(entry.chunks))
         return create_read_items_for_chunk_list(key, entry, boxes)
 
-    monkeypatch.setattr("sft.convert.boxes.create_read_items_for_chunk_list", plan)
+    monkeypatch.setattr("sft.mcore.overlap.create_read_items_for_chunk_list", plan)
     import_hf(made("mixtral"), tmp_path / "there", QUIET)
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
     assert len(seen) > 16 and set(seen) == {1}

@@ -26,8 +26,8 @@ class Layout:
     cp: int
     pp: int
     dp: int
-    ep: int  # ranks that share a stage's experts
-    etp: int  # ranks that share one expert
+    ep: int = 1  # ranks that share a stage's experts
+    etp: int = 1  # ranks that share one expert
     virtual_stages: int
     sequence_parallel: bool
     global_batch_size: int  # packs per optimizer step

@@ -163,8 +163,8 @@ def balance(name: str, lengths: np.ndarray, plans: list[Plan], missed: list[str]
 def collate(missed: list[str]) -> None:
     """Prints tokens per second that one core turns from mapped files into microbatches."""
     layout = Layout(
-        world_size=1, tp=1, cp=1, pp=1, dp=1, ep=1, etp=1, virtual_stages=1, sequence_parallel=False,
-        global_batch_size=4, num_microbatches=4, doc_multiple=MULTIPLE, pack_multiple=MULTIPLE,
+        world_size=1, tp=1, cp=1, pp=1, dp=1, virtual_stages=1, sequence_parallel=False, global_batch_size=4,
+        num_microbatches=4, doc_multiple=MULTIPLE, pack_multiple=MULTIPLE,
     )  # fmt: skip
     for name, n in (("chat", 20_000), ("agent", 1000)):
         lengths, data = lengths_of(name, n), DataConfig(train=["a"], seq_length=DISTRIBUTIONS[name])

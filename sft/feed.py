@@ -7,13 +7,14 @@ from typing import Any
 
 from sft import cp
 from sft.console import Console
+from sft.cost import attention_crossover
 from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.loader import Loader
 from sft.data.plan.mixture import Mixture
 from sft.data.plan.plan import Plan
 from sft.data.plan.replay import follows_from, replayed_plans
-from sft.layout import Layout, attention_crossover, vocab_rows
+from sft.layout import Layout, vocab_rows
 from sft.mcore.groups import Groups, agree
 from sft.recipe import Recipe
 

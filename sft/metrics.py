@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from sft.config import Config, LossConfig, MoeConfig
-from sft.layout import Layout, train_flops
+from sft.cost import train_flops
+from sft.layout import Layout
 from sft.mcore.engine import StepResult
 from sft.mcore.experts import Balance
 from sft.tally import Ratio, Schema, Totals

@@ -14,13 +14,14 @@ from sft.checkpoint.save import Saver
 from sft.checkpoint.state import Conditions, RunState, installed
 from sft.config.train import LOWER_IS_BETTER
 from sft.console import Console
+from sft.cost import num_parameters, told_parameters
 from sft.data.loader import Loader
 from sft.durable import replace_text
 from sft.errors import ConfigError, TrainingError
 from sft.evaluate import evaluate
 from sft.feed import Feed
 from sft.keys import values
-from sft.layout import Layout, num_parameters
+from sft.layout import Layout
 from sft.lifecycle.status import Kind
 from sft.lifecycle.stop import leave_with_parent
 from sft.mcore import device, groups
@@ -234,9 +235,12 @@ class Run:
         )
         every = self.config.log.every
         metrics = Metrics(writers, self.console, step=state.step, num_steps=self.num_steps, every=every)
-        parameters = num_parameters(self.config.model, self.engine.vocab_size)
-        self.console.say(f"parameters {parameters:,} | attention {self.engine.backend} | steps {self.num_steps:,}")
-        metrics.start({"parameters": parameters, "num-steps": self.num_steps, "layout": _sizes(self.layout)})
+        model, rows = self.config.model, self.engine.vocab_size
+        told = told_parameters(model, rows)
+        self.console.say(f"parameters {told} | attention {self.engine.backend} | steps {self.num_steps:,}")
+        metrics.start(
+            {"parameters": num_parameters(model, rows), "num-steps": self.num_steps, "layout": _sizes(self.layout)}
+        )
         return metrics
 
     def _record(self, state: RunState, result: StepResult) -> Record:

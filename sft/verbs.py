@@ -251,13 +251,14 @@ def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
 
 
 def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
-    from sft.layout import num_parameters, vocab_rows
+    from sft.cost import told_parameters
+    from sft.layout import vocab_rows
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
         return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
     rows = vocab_rows(model, tokenizer_size or 0)
-    return f"parameters {num_parameters(model, rows):,} with a vocabulary of {rows:,}"
+    return f"parameters {told_parameters(model, rows)} with a vocabulary of {rows:,}"
 
 
 def _told() -> "Console":

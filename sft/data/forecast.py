@@ -11,6 +11,7 @@ from statistics import median
 import numpy as np
 
 from sft.config import Config
+from sft.cost import attention_crossover
 from sft.data.align import aligned
 from sft.data.corpus import Corpus
 from sft.data.loader import Loader
@@ -19,7 +20,7 @@ from sft.data.plan.bounds import Bounds, bounds
 from sft.data.plan.mixture import Mixture
 from sft.data.plan.plan import Plan
 from sft.data.plan.replay import follows_from, replayed_plans, write_plans
-from sft.layout import Layout, attention_crossover, smallest_world
+from sft.layout import Layout, smallest_world
 
 LOOKED_AT = 50  # global batches, spread over the epoch, that are balanced for the forecast
 LIMITED = 0.95  # below this a larger cp is looked for

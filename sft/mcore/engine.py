@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sft.batch import Microbatch
 from sft.config import Config
-from sft.layout import Layout, train_flops
+from sft.cost import train_flops
+from sft.layout import Layout
 from sft.mcore import attention, backend, device, experts, model, optim
 from sft.mcore.experts import Balance
 from sft.mcore.groups import Groups

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from sft import cp
 from sft.batch import Microbatch, Sample
+from sft.cost import attention_crossover
 from sft.data.loader import Loader, local_part
 from sft.data.pack import add_filler, filler_pack, make_pack
-from sft.layout import Layout, attention_crossover
+from sft.layout import Layout
 from sft.mcore import device, groups, shards
 from sft.mcore.engine import Engine
 from sft.recipe import parse_recipe

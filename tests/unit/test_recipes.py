@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sft.layout import Layout, num_parameters
+from sft.cost import active_parameters, num_parameters
+from sft.layout import Layout
 from sft.recipe import dump, load_recipe, parse_recipe
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
@@ -101,3 +102,10 @@ def test_positions(name: str, rope: tuple[float, str, float, int | None]) -> Non
     assert (found.base, found.scaling, found.factor, found.original_max_position) == rope
     if found.scaling == "yarn" and found.original_max_position:
         assert found.original_max_position * found.factor == config.data.seq_length
+
+
+def test_what_a_token_meets_of_a_mixture() -> None:
+    """Qwen3-30B-A3B is said to activate 3.3 billion."""
+    model = load_recipe(str(FOLDER / "qwen3_30b_a3b_64k.yaml")).config.model
+    assert model.vocab_size is not None
+    assert active_parameters(model, model.vocab_size) == 3_353_032_704

@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-triton test-slurm test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-triton test-slurm test-gpu test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
+	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
 	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
@@ -78,6 +79,10 @@ test-faults: $(READY)
 test-triton: $(READY)
 	test -d $(VENV)/triton/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/triton --no-deps --constraint constraints.txt triton
 	PYTHONPATH='$(CURDIR)/$(VENV)/triton' $(BIN)/python -m pytest tests/unit/test_loss_triton.py $(PYTEST_FLAGS)
+
+# On a machine with CUDA; elsewhere every test says that it is skipped.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
 
 # Where SLURM is missing and cannot be installed, the tests are skipped and say so.
 test-slurm: $(READY)

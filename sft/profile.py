@@ -118,7 +118,7 @@ class Profile:
 def name(place: Groups) -> str:
     """node-7-rank3-pp0-dp0-cp1-tp1-ep0: the host, the rank, and where it stands in the layout."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
-    at = f"pp{place.pp_rank}-dp{place.dp_rank}-cp{place.cp_rank}-tp{place.tp_rank}-ep0"  # no expert parallelism yet
+    at = f"pp{place.pp_rank}-dp{place.dp_rank}-cp{place.cp_rank}-tp{place.tp_rank}-ep{place.ep_rank}"
     return f"{host}-rank{place.rank}-{at}"
 
 

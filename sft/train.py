@@ -319,7 +319,7 @@ class Run:
             "rank": self.place.rank,
             "summed loss of each microbatch": [repr(loss) for loss in self.engine.local_losses],
         }
-        mine |= {f"{kind}_rank": getattr(self.place, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp")}
+        mine |= {f"{kind}_rank": getattr(self.place, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp", "ep")}
         ranks = groups.exchange(lambda: mine, self.place.control)
         samples = [{"sample": i, "row": self.feed.name(i)} for i in sorted(self.feed.samples(state.step - 1))]
         return groups.agree(

@@ -36,6 +36,7 @@ class Groups:
     pp_rank: int
     control: dist.ProcessGroup  # all ranks, by way of the CPU: small questions, which do not queue behind a GPU's work
     saving: dist.ProcessGroup  # the same for the thread that saves, which talks while the main thread does
+    ep_rank: int = 0
 
     @property
     def cp(self) -> dist.ProcessGroup:
@@ -90,6 +91,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         cp_rank=parallel_state.get_context_parallel_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
         control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
         saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
     )

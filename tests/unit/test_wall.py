@@ -167,6 +167,7 @@ NAMES: dict[str, list[str]] = {
     "parallel_state.destroy_model_parallel": [],
     "parallel_state.get_context_parallel_rank": [],
     "parallel_state.get_data_parallel_rank": [],
+    "parallel_state.get_expert_model_parallel_rank": [],
     "parallel_state.get_pipeline_model_parallel_rank": [],
     "parallel_state.get_tensor_model_parallel_rank": [],
     "parallel_state.initialize_model_parallel": [

@@ -1,0 +1,12 @@
+"""Tests that need a GPU: `make test-gpu`, or `python -m pytest tests/gpu` with what that Python has."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu" in str(item.path):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))

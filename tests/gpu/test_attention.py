@@ -1,0 +1,75 @@
+"""Attention on a GPU: torch's flash kernel, and Transformer Engine's, against the plain tiles in fp32."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sft import cp
+from sft.mcore import attention, flash
+
+HEADS, GROUPS, SCALE = 8, 2, 0.125
+# bf16 has 8 bits of mantissa, and inputs are rounded alike on both sides: of the norm.
+FORWARD_TOLERANCE, BACKWARD_TOLERANCE = 1e-2, 2e-2
+MIXES = {
+    "one": [4096],
+    "many": [64, 192, 320, 64, 1024, 256, 64, 64],
+    "skewed": [64] * 16 + [3072],
+}
+
+
+def packed(lengths: list[int], head_dim: int) -> tuple[np.ndarray, tuple[Tensor, ...]]:
+    """Boundaries; query, key, value and a gradient of the output, bf16 on the GPU."""
+    torch.manual_seed(11)
+    boundaries = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    shapes = [(heads, head_dim) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    return boundaries, tuple(torch.randn(sum(lengths), *s, device="cuda").bfloat16() for s in shapes)
+
+
+def by_tiles(boundaries: np.ndarray, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients in fp32."""
+    query, key, value = (x.float().requires_grad_() for x in tensors[:3])
+    documents = attention.describe(
+        torch.from_numpy(boundaries), int(np.diff(boundaries).max()), cp_size=1, cp_rank=0, device=query.device
+    )
+    out = attention.document_attention(query, key, value, documents, SCALE, None)  # type: ignore[arg-type]
+    out.backward(tensors[3].float())
+    return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]
+
+
+def by_flash(boundaries: np.ndarray, tensors: tuple[Tensor, ...], cp_size: int) -> list[Tensor]:
+    """The same by the ranks of `cp_size`, one after the other; keys are gathered here as they are between ranks."""
+    query, key, value = (x.clone().requires_grad_() for x in tensors[:3])
+    order = np.concatenate([cp.local_indices(boundaries, cp_size, rank) for rank in range(cp_size)])
+    gathered = [x[torch.from_numpy(order).cuda()] for x in (key, value)]
+    out = torch.empty_like(query)
+    for rank in range(cp_size):
+        seen = flash.sequences(boundaries, cp_size, rank, query.device)
+        here = torch.from_numpy(cp.local_indices(boundaries, cp_size, rank)).cuda()
+        keys, values = (x if seen.keys is None else x[seen.keys] for x in gathered)
+        alone = flash.Sequences(**{**vars(seen), "keys": None})
+        part = flash.attention(query[here], keys, values, alone, SCALE, None)
+        out = out.index_copy(0, here, part)
+    out.backward(tensors[3])
+    return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mix", MIXES)
+def test_flash_is_the_tiles(mix: str, head_dim: int, cp_size: int) -> None:
+    boundaries, tensors = packed(MIXES[mix], head_dim)
+    expected, found = by_tiles(boundaries, tensors), by_flash(boundaries, tensors, cp_size)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected)]
+    assert errors[0] < FORWARD_TOLERANCE and max(errors[1:]) < BACKWARD_TOLERANCE, errors
+
+
+def test_another_document_changes_nothing() -> None:
+    """Bitwise, in value and gradients, whatever stands in the place of the second document."""
+    boundaries, tensors = packed([512, 1024, 320], 128)
+    other = [x.clone() for x in tensors]
+    for x in other:
+        x[512:1536] = torch.randn_like(x[512:1536])
+    kept = torch.cat([torch.arange(512), torch.arange(1536, 1856)]).cuda()
+    for a, b in zip(by_flash(boundaries, tensors, 1), by_flash(boundaries, tuple(other), 1)):
+        assert torch.equal(a[kept], b[kept])

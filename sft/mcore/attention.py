@@ -47,7 +47,7 @@ def describe(
     """
     boundaries = cu_seqlens.to(device)
     host = cu_seqlens.cpu().numpy()
-    order = None if cp_size == 1 else torch.from_numpy(cp.gathered_positions(host, cp_size)).to(device)
+    order = None if cp_size == 1 or by_flash else torch.from_numpy(cp.gathered_positions(host, cp_size)).to(device)
     return PackedDocuments(
         qkv_format="thd",
         cu_seqlens_q=boundaries,

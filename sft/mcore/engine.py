@@ -49,7 +49,6 @@ class _Seen:
     """Of one microbatch, on the device until the step is over: a GPU is not waited for in between."""
 
     objective: Tensor
-    denominator: Tensor
     rows: RowStatistics
 
     def on_cpu(self) -> dict[str, Any]:
@@ -57,7 +56,6 @@ class _Seen:
         rows = self.rows
         return {
             "objective": self.objective.item(),
-            "denominator": self.denominator.item(),
             "logprob": rows.logprob.cpu().numpy(),
             "entropy": None if rows.entropy is None else rows.entropy.cpu().numpy(),
             "correct": rows.correct.cpu().numpy(),
@@ -147,8 +145,9 @@ class Engine:
         forward_only: bool,
         data_wait_s: float = 0.0,
     ) -> Totals:
+        denominators = [self._denominator_of(mb) for mb in microbatches]
         if not forward_only:
-            self._weigh(microbatches)
+            self._begin(microbatches, sum(denominators))
         local: list[_Seen] = self._schedule(microbatches, self._loss, forward_only=forward_only)
         per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
         tally = Tally(self.schema(sources), (per_token, per_square))
@@ -156,16 +155,20 @@ class Engine:
         seen_here = [seen.on_cpu() for seen in local]  # none on other stages than the last
         self.local_losses = [one["objective"] for one in seen_here]
         for index, one in enumerate(seen_here):
-            tally.tokens(microbatches, index, **one)
+            tally.tokens(microbatches, index, denominator=denominators[index], **one)
         return tally.reduce(self._place(), {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)})
 
-    def _weigh(self, microbatches: Sequence[Microbatch]) -> None:
+    def _denominator_of(self, mb: Microbatch) -> float:
+        """What this rank's part of a microbatch adds to what the objective is divided by."""
+        if self.config.loss.denominator == "weights":
+            return float(mb.loss_weights.sum(dtype=torch.float64))
+        return float(mb.loss_mask.sum())
+
+    def _begin(self, microbatches: Sequence[Microbatch], denominator: float) -> None:
         """What the objective of the global batch is divided by; what routers add to it is per real token, so theirs
         is weighed by the ratio.  Collective over dp x cp."""
-        weighs = self.config.loss.denominator == "weights"
-        weights = [mb.loss_weights.double() if weighs else mb.loss_mask for mb in microbatches]
-        local = [sum(float(w.sum()) for w in weights), sum(int((~mb.is_padding).sum()) for mb in microbatches)]
-        total = torch.tensor(local, dtype=torch.float64, device=self.groups.device)
+        real = sum(mb.num_real_tokens for mb in microbatches) if self.groups.cp_rank == 0 else 0  # of whole packs
+        total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
         self._denominator, num_real_tokens = total.tolist()
         experts.begin(
@@ -236,9 +239,7 @@ class Engine:
         targets = Targets.of(mb, hidden.device)
         terms = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
         count = torch.tensor(len(targets), device=hidden.device)
-        weighs = self.config.loss.denominator == "weights"
-        denominator = targets.weights.sum(dtype=torch.float64) if weighs else count.double()
-        seen = _Seen(objective=terms.objective.detach().clone(), denominator=denominator, rows=terms.rows)
+        seen = _Seen(objective=terms.objective.detach().clone(), rows=terms.rows)
         return terms.objective, count.int(), seen
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:

@@ -75,7 +75,7 @@ def attention(
 ) -> Tensor:
     """Causal attention within documents.  query [t, heads, d], key and value [t, groups, d] -> [t, heads, d].
 
-    kernel: a stand-in for torch's, for tests
+    kernel: another than torch's, for benchmarks
     """
     keys, values = (key, value) if seen.keys is None else _LaidOut.apply(key, value, seen.keys, cp_group)
     out: Tensor = (kernel or _kernel())(

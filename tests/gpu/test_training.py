@@ -53,10 +53,6 @@ def first_steps(overrides: Sequence[str], folder: str) -> list[float]:
     """Two steps on the CPU, in a process of a pool, and a checkpoint of them."""
     with scenarios.running(overrides) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in range(4)]
-        del results
-    with scenarios.running(overrides) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
         shards.save(engine, Path(folder), {"iteration": 2})

@@ -15,7 +15,7 @@ from sft.mcore import index, safe, shards, torch_dist
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE
-from tests.ranks.test_resume import CUT, NORM_TOLERANCE, SHARDED, TOLERANCE, WHOLE, optimizer_hash, part
+from tests.ranks.test_resume import CUT, NORM_TOLERANCE, SHARDED, TOLERANCE, WHOLE, check_bitwise, optimizer_hash, part
 
 Ranks = Callable[[int], RankPool]
 MODEL = [*MOE, *AUX]
@@ -51,15 +51,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world_size,overrides", SAME, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
 def test_the_same_layout_continues_bitwise(ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]) -> None:
-    pool, overrides = ranks(world_size), MODEL + overrides
-    whole = pool.run(part, overrides, [0, 1, 2, 3, 4], None, None)
-    first = pool.run(part, overrides, [0, 1], None, str(tmp_path))
-    second = pool.run(part, overrides, [2, 3, 4], str(tmp_path), None)
-    for w, f, s in zip(whole, first, second):
-        for name in ("loss", "grad_norm", "learning_rate"):
-            assert f[name] + s[name] == w[name]
-        assert s["parameters"] == w["parameters"] and s["optimizer"] == w["optimizer"]
-        assert f["adam_steps"] == {2.0} and s["adam_steps"] == w["adam_steps"] == {5.0}
+    check_bitwise(ranks(world_size), tmp_path, MODEL + overrides)
 
 
 @pytest.fixture(scope="module")

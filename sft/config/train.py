@@ -84,7 +84,11 @@ class TrainConfig(Section):
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in backward: none, the MLP (te: and norms; not attention), or whole layers."""
+    """Activations computed again in backward: none; norms and the MLP or experts (selective); or whole layers."""
+    mlp_tile: Positive | None = None
+    """Tokens of a rank that the MLP takes at once, which is then computed again in backward; null takes all."""
+    offload_activations: bool = False
+    """What layers keep for backward waits in host memory; needs recompute, without which that is too much to move."""
     eval_every: Positive | None = None
     """Steps between evaluations; null means before the first step and at the end only."""
     max_bad_steps: NonNegative = 2
@@ -94,7 +98,9 @@ class TrainConfig(Section):
     def _one_length(self) -> "TrainConfig":
         steps, epochs = self.num_steps, self.num_epochs
         neither, both = steps is None and epochs is None, steps is not None and epochs is not None
+        too_much = self.offload_activations and self.recompute == "none"
         refuse(
+            (too_much, "offload_activations", "needs recompute = selective or full"),
             (neither, "num_steps", "and num_epochs is null too; give one of them"),
             (both, "num_epochs", f"clashes with num_steps = {steps}; set one of them to null"),
         )

@@ -1,53 +1,68 @@
 """Attention over packed documents: the `portable` backend, context parallelism included.
 
-On CUDA in bf16 torch's flash kernel does the work (`flash.py`); everywhere else what follows, in plain torch.
+A token attends to the tokens of its own document up to itself.  Queries stay where they are.  Keys and values are
+all-gathered over the context-parallel group some heads at a time, and while a kernel works on one lot of heads the
+next lot is on its way.  What is gathered is not kept: backward gathers it once more, and sums the gradients of keys
+and values over the group, lot by lot.
 
-A token attends to the tokens of its own document up to itself.  Keys and values are all-gathered over the
-context-parallel group and put back into pack order; queries stay where they are.  A document gives a rank two
-chunks of queries, and each chunk is worked off in tiles with an online softmax (Dao 2023, FlashAttention-2), so
-that no score matrix larger than one tile exists, forward or backward.  In backward the gradients of keys and values
-are summed over the group by one reduce-scatter.
-
-A document's result depends on nothing outside the document, bit for bit: tiles never span documents.
+    kernel   flash.py   torch's own, on CUDA in bf16
+             tiles.py   plain torch, everywhere else
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from sft import cp
-from sft.mcore import flash
+from sft.mcore import flash, tiles
+from sft.mcore.rope import Rotation
 
-QUERY_TILE = 256  # rows of scores at once
-KEY_TILE = 512  # columns of scores at once
+MAX_LOTS = 4  # of heads: with more, kernels and messages become small
+
+
+class Kernel(Protocol):
+    """Attention of this rank's queries to keys that were laid out for it."""
+
+    @property
+    def keys(self) -> Tensor | None:
+        """int64 [k]: of the gathered local parts, one after the other, the keys it wants; None: as they lie (cp 1)."""
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """query [t, heads, d], keys and values [k, groups, d] -> out [t, heads, d] and what backward wants of it."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, keys and values, those of keys and values from these queries alone."""
 
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
     """What attention must know of a microbatch; made by the engine on every pipeline stage, dropped there."""
 
-    chunks: tuple[cp.Chunk, ...] = ()  # the query rows of this rank
-    pack_order: Tensor | None = None  # int64 [t * cp]: concat(local parts)[pack_order] is the pack; None for cp 1
-    sequences: flash.Sequences | None = None  # where torch's kernel is to be used
+    kernel: Kernel | None = None  # None: Transformer Engine's
+    rotation: Rotation | None = None  # of this rank's tokens, with a kernel
 
 
 def describe(
-    cu_seqlens: Tensor, max_seqlen: int, *, cp_size: int, cp_rank: int, device: torch.device, by_flash: bool = False
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    kernel: Kernel | None,
+    rotation: Rotation | None = None,
+    device: torch.device,
 ) -> PackedDocuments:
-    """Boundaries of a whole pack -> what attention and RoPE need on this rank; by_flash: in torch's flash kernel.
+    """Boundaries of a whole pack -> what attention needs on this rank.
 
     The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
     causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
     """
     boundaries = cu_seqlens.to(device)
-    host = cu_seqlens.cpu().numpy()
-    order = None if cp_size == 1 or by_flash else torch.from_numpy(cp.gathered_positions(host, cp_size)).to(device)
     return PackedDocuments(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -56,14 +71,19 @@ def describe(
         cu_seqlens_kv_padded=boundaries,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
-        chunks=cp.local_chunks(host, cp_size, cp_rank),
-        pack_order=order,
-        sequences=flash.sequences(host, cp_size, cp_rank, device) if by_flash else None,
+        kernel=kernel,
+        rotation=rotation,
     )
 
 
+def kernel_of(cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, device: torch.device, by_flash: bool) -> Kernel:
+    """cu_seqlens: padded boundaries of the documents of the whole pack; by_flash: torch's kernel."""
+    make = flash.Sequences.of if by_flash else tiles.Tiles.of
+    return make(cu_seqlens.cpu().numpy(), cp_size, cp_rank, device)
+
+
 class PortableAttention(torch.nn.Module):
-    """megatron-core's CoreAttention protocol over `document_attention`."""
+    """megatron-core's CoreAttention protocol over `document_attention`; it rotates queries and keys, too."""
 
     def __init__(
         self,
@@ -93,191 +113,139 @@ class PortableAttention(torch.nn.Module):
         packed_seq_params: PackedDocuments | None = None,
         **unused: Any,
     ) -> Tensor:
-        assert packed_seq_params is not None and attention_mask is None and attention_bias is None
-        if packed_seq_params.sequences is not None:
-            out = flash.attention(query, key, value, packed_seq_params.sequences, self.scale, self.cp_group)
-        else:
-            out = document_attention(query, key, value, packed_seq_params, self.scale, self.cp_group)
-        return out.flatten(1)  # [t, heads * d]
+        documents = packed_seq_params
+        assert documents is not None and attention_mask is None and attention_bias is None
+        assert documents.kernel is not None and documents.rotation is not None
+        return document_attention(
+            query, key, value, documents.kernel, self.scale, self.cp_group, documents.rotation
+        ).flatten(1)
 
 
 def document_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: PackedDocuments,
+    kernel: Kernel,
     scale: float,
-    cp_group: dist.ProcessGroup,
+    cp_group: Any,
+    rotation: Rotation | None = None,
 ) -> Tensor:
-    """Causal attention within documents.  query [t, heads, d], key and value [t, groups, d] -> [t, heads, d]."""
-    out: Tensor = _DocumentAttention.apply(query, key, value, documents, scale, cp_group)
+    """Causal attention within documents.  query [t, heads, d], key and value [t, groups, d] -> [t, heads, d].
+
+    rotation: of queries and keys, before; None: none
+    """
+    out: Tensor = _DocumentAttention.apply(query, key, value, kernel, scale, cp_group, rotation)
     return out
 
 
 class _DocumentAttention(torch.autograd.Function):
+    """Keeps queries and keys as they were before rotation: a norm may give them back (`saved.py`)."""
+
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: PackedDocuments,
+        kernel: Kernel,
         scale: float,
         cp_group: Any,
+        rotation: Rotation | None,
     ) -> Tensor:
-        keys, values = _gather(key, value, documents, cp_group)
+        query, key, value = (x.contiguous() for x in (query, key, value))  # not a view of what the projection made
+        lots = _num_lots(key, kernel)
         out = torch.empty_like(query)
-        lse = torch.empty(query.shape[:2], dtype=_compute_dtype(query), device=query.device)  # [t, heads]
-        for chunk in documents.chunks:
-            for tile in _query_tiles(chunk):
-                out[tile.rows], lse[tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.documents, ctx.scale, ctx.cp_group = documents, scale, cp_group
+        kept = []
+        queries = _rotated(query, rotation).chunk(lots, dim=1)
+        gathered = _gathered(_rotated(key, rotation), value, kernel, cp_group, lots)
+        for some, (keys, values), place in zip(queries, gathered, out.chunk(lots, dim=1)):
+            part, lse = kernel.forward(some, keys, values, scale)
+            place.copy_(part)
+            kept.append(lse)
+        ctx.save_for_backward(query, key, value, out, *kept)
+        ctx.kernel, ctx.scale, ctx.cp_group, ctx.rotation = kernel, scale, cp_group, rotation
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        query, key, value, out, lse = ctx.saved_tensors
-        keys, values = _gather(key, value, ctx.documents, ctx.cp_group)
-        dquery = torch.empty_like(query)
-        dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
-        dvalues = torch.zeros_like(dkeys)
-        for chunk in ctx.documents.chunks:
-            for tile in _query_tiles(chunk):
-                rows = tile.rows
-                dquery[rows] = _attend_backward(
-                    (query[rows], out[rows], lse[rows], grad[rows]),
-                    (keys, values),
-                    (dkeys, dvalues),
-                    tile,
-                    ctx.scale,
-                )
-        dkey, dvalue = _scatter(dkeys, dvalues, ctx.documents, ctx.cp_group)
-        return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None
+        query, key, value, out, *kept = ctx.saved_tensors
+        kernel, rotation, lots = ctx.kernel, ctx.rotation, len(kept)
+        dquery, sums = torch.empty_like(query), []
+        queries = _rotated(query, rotation).chunk(lots, dim=1)
+        gathered = _gathered(_rotated(key, rotation), value, kernel, ctx.cp_group, lots)
+        parts = zip(queries, gathered, grads[0].chunk(lots, 1), out.chunk(lots, 1), kept, dquery.chunk(lots, 1))
+        for some, (keys, values), grad, part, lse, place in parts:
+            dpart, dkeys, dvalues = kernel.backward(grad, some, keys, values, part, lse, ctx.scale)
+            place.copy_(dpart)
+            sums.append(_Summed(dkeys, dvalues, kernel, len(key), ctx.cp_group))
+        both = torch.cat([summed.take() for summed in sums], dim=1)
+        dkey, dvalue = both.split(key.shape[-1], dim=-1)
+        if rotation is not None:
+            dquery, dkey = rotation.undo(dquery), rotation.undo(dkey)
+        return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None, None
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Some consecutive queries of one document."""
-
-    rows: slice  # of the local queries
-    document: int  # where the document starts in the pack
-    position: int  # of the first query, within the document
-
-    def key_tiles(self) -> Iterator[tuple[slice, bool]]:
-        """Keys these queries may see, in pack order, and whether a causal mask is needed."""
-        num_queries = self.rows.stop - self.rows.start
-        seen = self.position + num_queries
-        for start in range(0, seen, KEY_TILE):
-            stop = min(start + KEY_TILE, seen)
-            yield slice(self.document + start, self.document + stop), stop > self.position + 1
-
-    def hidden(self, keys: slice, device: torch.device) -> Tensor:
-        """bool [queries, keys]: keys that come after the query."""
-        queries = torch.arange(self.position, self.position + self.rows.stop - self.rows.start, device=device)
-        positions = torch.arange(keys.start - self.document, keys.stop - self.document, device=device)
-        return positions[None, :] > queries[:, None]
+def _rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
+    return x if rotation is None else rotation.apply(x)
 
 
-def _query_tiles(chunk: cp.Chunk) -> Iterator[_Tile]:
-    for start in range(0, chunk.length, QUERY_TILE):
-        stop = min(start + QUERY_TILE, chunk.length)
-        yield _Tile(
-            slice(chunk.local_start + start, chunk.local_start + stop),
-            chunk.document_start,
-            chunk.position + start,
-        )
+def _num_lots(key: Tensor, kernel: Kernel) -> int:
+    """1 where nothing is gathered."""
+    groups = key.shape[1]
+    return 1 if kernel.keys is None else max(n for n in range(1, MAX_LOTS + 1) if groups % n == 0)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """query [n, heads, d] -> out [n, heads, d], log-sum-exp of the scores [n, heads]."""
-    rows = _grouped(query, keys.shape[1])
-    largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
-    total = torch.zeros_like(largest)
-    out = torch.zeros_like(rows)
-    for columns, masked in tile.key_tiles():
-        scores = _scores(rows, keys[columns], tile, columns, masked, scale)
-        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        shrink = torch.exp(largest - new_largest)
-        weights = scores.sub_(new_largest).exp_()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        out = out * shrink + weights.flatten(1, 2).matmul(_by_group(values[columns])).view(rows.shape)
-        largest = new_largest
-    lse = largest + total.log()
-    return _ungrouped(out / total).to(query.dtype), _ungrouped(lse).squeeze(-1)
+def _gathered(
+    key: Tensor, value: Tensor, kernel: Kernel, cp_group: Any, lots: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [k, groups / lots, d] as the kernel wants them, lot by lot.  Collective over cp."""
+    if kernel.keys is None:
+        yield key, value
+        return
+    some = list(zip(key.chunk(lots, dim=1), value.chunk(lots, dim=1)))
+    coming = _Gathering(*some[0], kernel.keys, cp_group)
+    for lot in range(lots):
+        here = coming
+        if lot + 1 < lots:
+            coming = _Gathering(*some[lot + 1], kernel.keys, cp_group)
+        yield here.take()
 
 
-def _attend_backward(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    gathered: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
-    tile: _Tile,
-    scale: float,
-) -> Tensor:
-    """Add this tile's part to the gradients of keys and values; return the gradient of its queries."""
-    query, out, lse, grad = saved
-    (keys, values), (dkeys, dvalues) = gathered, gradients
-    groups = keys.shape[1]
-    rows, dout = _grouped(query, groups), _grouped(grad, groups)
-    delta = (dout * _grouped(out, groups)).sum(-1, keepdim=True)
-    norm = _grouped(lse.unsqueeze(-1), groups)
-    drows = torch.zeros_like(rows)
-    for columns, masked in tile.key_tiles():
-        weights = _scores(rows, keys[columns], tile, columns, masked, scale).sub_(norm).exp_()
-        dvalues[columns] += weights.flatten(1, 2).transpose(1, 2).matmul(dout.flatten(1, 2)).transpose(0, 1)
-        dweights = dout.flatten(1, 2).matmul(_by_group(values[columns]).transpose(1, 2)).view(weights.shape)
-        dscores = dweights.sub_(delta).mul_(weights).mul_(scale).flatten(1, 2)
-        drows += dscores.matmul(_by_group(keys[columns])).view(rows.shape)
-        dkeys[columns] += dscores.transpose(1, 2).matmul(rows.flatten(1, 2)).transpose(0, 1)
-    return _ungrouped(drows).to(query.dtype)
+class _Gathering:
+    """Local keys and values of some heads, on their way to all ranks."""
+
+    def __init__(self, key: Tensor, value: Tensor, order: Tensor, cp_group: Any) -> None:
+        self._order, self._width = order, key.shape[-1]
+        local = torch.cat((key, value), dim=-1)
+        self._gathered = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
+        self._work = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Both [k, groups, d], laid out by `order`."""
+        self._work.wait()
+        keys, values = self._gathered.index_select(0, self._order).split(self._width, dim=-1)
+        return keys, values
 
 
-def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, masked: bool, scale: float) -> Tensor:
-    """rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k]."""
-    scores = rows.flatten(1, 2).matmul(_by_group(keys).transpose(1, 2)).mul_(scale)
-    scores = scores.view(*rows.shape[:-1], keys.shape[0])
-    return scores.masked_fill_(tile.hidden(columns, rows.device), -math.inf) if masked else scores
+class _Summed:
+    """Gradients of laid out keys and values, partial on every rank, on their way to those of the local ones.
 
+    Sums over chunks and ranks are in fp32 at least.
+    """
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    def __init__(self, dkeys: Tensor, dvalues: Tensor, kernel: Kernel, num_tokens: int, cp_group: Any) -> None:
+        both = torch.cat((dkeys, dvalues), dim=-1)
+        self._local, self._work = both, None
+        if kernel.keys is None:
+            return
+        wide = torch.promote_types(both.dtype, torch.float32)
+        total = both.new_zeros((num_tokens * cp_group.size(), *both.shape[1:]), dtype=wide)
+        total.index_add_(0, kernel.keys, both.to(wide))
+        self._local = total.new_empty((num_tokens, *both.shape[1:]))
+        self._work = dist.reduce_scatter_tensor(self._local, total, group=cp_group, async_op=True)
 
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[n, heads, d] -> [groups, heads per group, n, d] in the dtype of the computation."""
-    return x.to(_compute_dtype(x)).unflatten(1, (groups, -1)).permute(1, 2, 0, 3).contiguous()
-
-
-def _ungrouped(x: Tensor) -> Tensor:
-    """[groups, heads per group, n, d] -> [n, heads, d]"""
-    return x.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _by_group(x: Tensor) -> Tensor:
-    """[k, groups, d] -> [groups, k, d]"""
-    return x.to(_compute_dtype(x)).transpose(0, 1)
-
-
-def _gather(key: Tensor, value: Tensor, documents: PackedDocuments, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Local keys and values -> those of the whole pack, in pack order."""
-    if documents.pack_order is None:
-        return key, value
-    local = torch.cat((key, value), dim=-1).contiguous()
-    gathered = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
-    dist.all_gather_into_tensor(gathered, local, group=cp_group)
-    keys, values = gathered.index_select(0, documents.pack_order).split(key.shape[-1], dim=-1)
-    return keys, values
-
-
-def _scatter(dkeys: Tensor, dvalues: Tensor, documents: PackedDocuments, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Gradients for the whole pack, partial on every rank -> summed gradients of the local keys and values."""
-    if documents.pack_order is None:
-        return dkeys, dvalues
-    partial = torch.cat((dkeys, dvalues), dim=-1)
-    by_rank = torch.empty_like(partial)
-    by_rank[documents.pack_order] = partial
-    local = by_rank.new_empty((by_rank.shape[0] // cp_group.size(), *by_rank.shape[1:]))
-    dist.reduce_scatter_tensor(local, by_rank, group=cp_group)
-    dkey, dvalue = local.split(dkeys.shape[-1], dim=-1)
-    return dkey, dvalue
+    def take(self) -> Tensor:
+        """[t, groups, 2 d]"""
+        if self._work is not None:
+            self._work.wait()
+        return self._local

@@ -21,10 +21,14 @@ from sft.batch import Microbatch
 from sft.config import Config
 from sft.cost import train_flops
 from sft.layout import Layout
-from sft.mcore import attention, backend, device, experts, model, optim
+from sft.mcore import attention, backend, device, experts, model, optim, rope
+from sft.mcore.attention import PackedDocuments
 from sft.mcore.experts import Balance
 from sft.mcore.groups import Groups
+from sft.mcore.host import HostMemory
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
+from sft.mcore.rope import Rotation
+from sft.mcore.saved import Saving
 from sft.tally import Place, Schema, Tally, Totals
 
 
@@ -69,6 +73,8 @@ class Engine:
         self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
         self.backend = backend.choose(config, groups.device.type)
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend.name)
+        self._inv_freq = rope.frequencies(config.model.rope, config.model.resolved_head_dim).to(groups.device)
+        self._saving = self._how_to_save()
         self.optimizer = optim.build_optimizer(config, self.chunks)
         self.scheduler = optim.build_scheduler(config.optim, self.optimizer, num_steps)
         self.core_config = self.chunks[0].config
@@ -210,19 +216,32 @@ class Engine:
     def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
         mb = next(microbatches)
         here = self.groups.device
-        documents = attention.describe(
-            mb.cu_seqlens,
-            mb.max_seqlen,
-            cp_size=self.layout.cp,
-            cp_rank=self.groups.cp_rank,
-            device=here,
-            by_flash=self.backend.by_flash,
-        )
+        tokens, positions, documents = mb.tokens.to(here), mb.position_ids.to(here), self._documents(mb)
         by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
-        hidden = chunk(
-            mb.tokens.to(here), mb.position_ids.to(here), None, packed_seq_params=documents, padding_mask=by_token
-        )
+        with self._saving.forward():
+            hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=by_token)
         return hidden, partial(loss, chunk, mb)
+
+    def _documents(self, mb: Microbatch) -> PackedDocuments:
+        here, kernel, rotation = self.groups.device, None, None
+        if self.backend.name == "portable":
+            kernel = attention.kernel_of(
+                mb.cu_seqlens,
+                cp_size=self.layout.cp,
+                cp_rank=self.groups.cp_rank,
+                device=here,
+                by_flash=self.backend.by_flash,
+            )
+            rotation = Rotation.of(mb.position_ids.to(here).flatten(), self._inv_freq, self.core_config.params_dtype)
+        return attention.describe(mb.cu_seqlens, mb.max_seqlen, kernel=kernel, rotation=rotation, device=here)
+
+    def _how_to_save(self) -> Saving:
+        train = self.config.train
+        return Saving(
+            again=train.recompute == "selective",
+            host=HostMemory(self.groups.device) if train.offload_activations else None,
+            stays=[weight for chunk in self.chunks for weight in chunk.parameters()],
+        )
 
     def _by_token(self, mb: Microbatch, chunk: Any) -> Tensor:
         """The document of each token, -1 for padding: int32 [1, t].  See `experts.ExpertLayer`.

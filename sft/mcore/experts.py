@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
@@ -60,18 +59,11 @@ class ExpertLayer(MoELayer):
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> [t, 1, h], and no bias."""
         assert padding_mask is not None and intermediate_tensors is None
-        if self.moe_layer_recompute and self.training:
-            output: Tensor = tensor_parallel.checkpoint(self._through, False, hidden_states, padding_mask)
-        else:
-            output = self._through(hidden_states, padding_mask)
-        return output, None
-
-    def _through(self, hidden_states: Tensor, documents: Tensor) -> Tensor:
-        weights, chosen = self.router(hidden_states, documents)
+        weights, chosen = self.router(hidden_states, padding_mask)
         sent, weights = self.preprocess(hidden_states, weights, chosen)
         output, _ = self.routed_experts_compute(*self.dispatch(sent, weights))
         combined: Tensor = self.postprocess(self.combine(output), None)
-        return combined
+        return combined, None
 
 
 class Router(TopKRouter):

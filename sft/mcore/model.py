@@ -35,21 +35,8 @@ from sft.mcore.attention import PortableAttention
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 from sft.mcore.experts import ExpertLayer, Router
 from sft.mcore.groups import Groups
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32 whose weight tells core's gradient reduction that it saw a slice of the tokens."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+from sft.mcore.layer import Layer
+from sft.mcore.norm import RMSNorm
 
 
 class HiddenStatesGPT(GPTModel):
@@ -113,7 +100,7 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         **_expert_fields(model, layout, backend),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
         **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else {}),
-        **_recompute_fields(config.train.recompute, backend, has_experts=model.moe.num_experts is not None),
+        **_recompute_fields(config.train.recompute),
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(set(model.megatron) - known)
@@ -158,32 +145,37 @@ def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str
     )
 
 
-def _recompute_fields(recompute: str, backend: str, *, has_experts: bool) -> dict[str, Any]:
+def _recompute_fields(recompute: str) -> dict[str, Any]:
+    """Of whole layers; of parts of them see `layer.py`."""
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    if recompute == "selective":  # attention is the dear part of a long context: keep its output
-        # Core's recomputation of norms names Transformer Engine's functions even without fp8.
-        mlp = "moe" if has_experts else "mlp"
-        modules = ["layernorm", mlp] if backend == "te" else [mlp]
-        return dict(recompute_granularity="selective", recompute_modules=modules)
     return {}
 
 
-def layer_spec(model: ModelConfig, backend: str) -> ModuleSpec:
+def layer_spec(config: Config, backend: str) -> ModuleSpec:
     """The modules of one transformer layer; both backends store the same checkpoint keys."""
+    experts, train = config.model.moe.num_experts, config.train
+    spec = _te_spec(config.model) if backend == "te" else _portable_spec(config.model)
+    again = train.recompute == "selective" or train.mlp_tile is not None
+    spec.module, spec.params = Layer, {"again": again, "tile": train.mlp_tile}
+    return _with_experts(spec) if experts else spec
+
+
+def _te_spec(model: ModelConfig) -> ModuleSpec:
     experts = model.moe.num_experts
-    if backend == "te":
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=model.qk_norm
-        )
-        return _with_experts(spec) if experts else spec
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=model.qk_norm)
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=model.qk_norm
+    )
+
+
+def _portable_spec(model: ModelConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=model.moe.num_experts, qk_layernorm=model.qk_norm)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PortableAttention
     if model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return _with_experts(spec) if experts else spec
+    return spec
 
 
 def _with_experts(spec: ModuleSpec) -> ModuleSpec:
@@ -234,7 +226,7 @@ def _build_chunk(
 ) -> HiddenStatesGPT:
     model = config.model
     vp_stage = stage if layout.virtual_stages > 1 else None
-    spec = layer_spec(model, backend)
+    spec = layer_spec(config, backend)
     chunk = HiddenStatesGPT(
         config=core,
         transformer_layer_spec=spec if backend == "te" else _with_final_norm(spec, core, groups, vp_stage),
@@ -243,12 +235,13 @@ def _build_chunk(
         pre_process=groups.pp_rank == 0 and stage == 0,
         post_process=groups.is_last_stage and stage == layout.virtual_stages - 1,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if backend == "te" else "none",  # portable attention rotates by itself
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
-    inv_freq = rope.frequencies(model.rope, model.resolved_head_dim).to(groups.device)
-    chunk.rotary_pos_emb = rope.RotaryTable(inv_freq)
+    if backend == "te":
+        inv_freq = rope.frequencies(model.rope, model.resolved_head_dim).to(groups.device)
+        chunk.rotary_pos_emb = rope.RotaryTable(inv_freq)
     chunk.to(groups.device)
     if layout.tp != layout.etp:
         _reduce_experts_apart(chunk)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of every scaling, and the table of angles.
+"""Rotary position embedding: the frequencies of every scaling, the rotation, and the table of angles.
 
 Frequencies follow Hugging Face transformers' definitions, which is what released weights were trained with:
 linear (Chen 2023), llama3 (Llama 3.1), YaRN (Peng 2023).  YaRN's temperature multiplies queries and keys alike, so
@@ -6,6 +6,7 @@ it is applied to the attention scale, squared, instead of to both rotations.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,8 +62,39 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     return plain / rope.factor * scaled + plain * (1 - scaled)
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """What queries and keys of some tokens are turned by; made once for a microbatch, for all layers.
+
+    cos, sin [t, 1, head_dim], each pair's twice over (rotate-half convention)
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def of(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> "Rotation":
+        """positions: of the tokens within their documents, int64 [t].  Angles are fp32, as in transformers."""
+        angles = torch.outer(positions.to(torch.float32), inv_freq)
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [t, heads, head_dim] -> the same, turned."""
+        return x * self.cos + _half_turned(x) * self.sin
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Turned back: also what the gradient of the turned is to that of the unturned."""
+        return x * self.cos - _half_turned(x) * self.sin
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
 class RotaryTable(torch.nn.Module):
-    """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, which applies them per document.
+    """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, where Transformer Engine applies them.
 
     Takes the place of core's RotaryEmbedding, which keeps up to 32 tables, one per longest-document length ever
     seen: 16 GiB at 1M positions.  One table is kept here, as long as the longest document so far.

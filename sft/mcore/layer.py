@@ -1,0 +1,100 @@
+"""One transformer layer: megatron-core's, with the second half computed again in backward where the recipe says so.
+
+The second half is the norm, the MLP or the experts, and the sum with what came in: of all that, only what came in is
+kept.  It may be worked off in tiles of tokens, forward and backward, so that the wide inside of an MLP never exists for
+more tokens than a tile has.  The first half, attention, is computed once (`saved.py` tells what that keeps); core
+itself recomputes whole layers (train.recompute = full).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from sft.mcore import saved
+
+
+class Layer(TransformerLayer):
+    """again: compute the second half again in backward; tile: tokens it takes at once, null for all."""
+
+    def __init__(self, config: Any, *args: Any, again: bool = False, tile: int | None = None, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._again, self._tile = again, tile
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        saved.begin_layer()
+        return super().forward(*args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        of_core = super()._forward_mlp
+
+        def half(tokens: Tensor) -> Any:
+            return of_core(tokens, *args, **kwargs)
+
+        if not self._again or not self.training:
+            return half(hidden_states)
+        if self.config.fp8:  # scales of the first pass are Transformer Engine's business
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            return te_checkpoint(half, False, tracker, self.pg_collection.tp, hidden_states)
+        weights = [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()]
+        return _Again.apply(half, self._tile, hidden_states, *weights)
+
+
+class _Again(torch.autograd.Function):
+    """A function of tokens [t, ...], row by row, and of weights.
+
+    The gradient of a weight is one product for each tile, in the weight's dtype; they are summed in fp32, as those of
+    microbatches are: in `main_grad`, but for the last, which takes autograd's way there, where a reduction may wait.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[[Tensor], Tensor], tile: int | None, hidden: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.tile, ctx.weights = function, tile or len(hidden), weights
+        ctx.save_for_backward(hidden)
+        if ctx.tile >= len(hidden):
+            return function(hidden)
+        out = torch.empty_like(hidden)
+        for rows, place in zip(hidden.split(ctx.tile), out.split(ctx.tile)):
+            place.copy_(function(rows))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden)
+        sums = [_Sum(weight) for weight in ctx.weights]
+        for rows, grad, place in zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)):
+            rows = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.function(rows)
+            drows, *found = torch.autograd.grad(out, (rows, *ctx.weights), grad, allow_unused=True)
+            place.copy_(drows)
+            for total, part in zip(sums, found):
+                total.add(part)
+        return None, None, dhidden, *(total.last for total in sums)
+
+
+class _Sum:
+    """The gradient of a weight, one part after the other; in the end `last` is what is not in `main_grad` yet."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.last: Tensor | None = None
+
+    def add(self, part: Tensor | None) -> None:
+        if part is None:  # nothing of this tile went through it
+            return
+        before, self.last = self.last, part
+        if before is None or getattr(self._weight, "grad_added_to_main_grad", False):  # the product went there itself
+            return
+        if (total := getattr(self._weight, "main_grad", None)) is not None:
+            total.add_(before)
+        else:  # a layer by itself, without core's data parallelism
+            self.last = part + before

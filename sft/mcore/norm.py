@@ -1,0 +1,51 @@
+"""RMSNorm: one kernel on CUDA, plain torch elsewhere; it keeps its input and one number per row for backward."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from sft.mcore import saved
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm, in fp32 within, whose weight tells core's gradient reduction that it saw a slice of the
+    tokens.  What it gives is cheap to have again."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()  # of queries and keys: not a view, which would keep all that the projection made
+        out = self._norm(x)
+        saved.cheap(out, self._norm, x)
+        return out
+
+    def _norm(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """rms_norm, which in plain torch would keep four wide copies of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, shrink)
+        return (wide * shrink * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, shrink = ctx.saved_tensors
+        grad = grad.to(shrink.dtype)
+        normed, scaled = x.to(shrink.dtype) * shrink, grad * weight
+        dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (grad * normed).flatten(0, -2).sum(0).to(weight.dtype), None

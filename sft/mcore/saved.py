@@ -1,0 +1,166 @@
+"""What the forward pass of a model chunk keeps for backward: as it is, in host memory, or as a way to have it again.
+
+autograd asks for every tensor that an operation keeps (torch.autograd.graph.saved_tensors_hooks).  Here it gets
+
+    again   what a norm gave: computed once more when backward asks for it, from what the norm was given
+    host    anything large: a copy in host memory, fetched a layer ahead (`host.py`)
+    itself  all the rest: weights, small tensors, and everything while nothing of this is wanted
+
+No gradient flows through what is computed again: the norm's own backward has that.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sft.mcore.host import HostMemory, Layers
+
+LEAST_BYTES = 1 << 20  # smaller tensors stay where they are
+
+
+class Kept(Protocol):
+    """What stands for a tensor until backward wants it."""
+
+    def take(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Itself:
+    tensor: Tensor
+
+    def take(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Again:
+    compute: Callable[..., Tensor]
+    inputs: tuple[Kept, ...]
+
+    def take(self) -> Tensor:
+        with torch.no_grad():
+            return self.compute(*(kept.take() for kept in self.inputs))
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of what is kept, or another shape of it."""
+
+    kept: Kept
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def take(self) -> Tensor:
+        return self.kept.take().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Cheap:
+    """How to have the content of a storage again."""
+
+    storage: StorageWeakRef
+    compute: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+
+class Saving:
+    """The rule of one model chunk.
+
+    again        compute again what is cheap
+    host         where large tensors go; None: nowhere
+    stays        tensors that are there anyway, such as weights
+    least_bytes  of what goes to the host
+    """
+
+    def __init__(
+        self, *, again: bool, host: HostMemory | None, stays: Iterable[Tensor] = (), least_bytes: int = LEAST_BYTES
+    ) -> None:
+        self._again, self._host, self._least_bytes = again, host, least_bytes
+        self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass; what is recomputed in backward is kept as autograd has it."""
+        global _now
+        if not (self._again or self._host) or not torch.is_grad_enabled():
+            yield
+            return
+        assert _now is None
+        _now = pass_ = _Pass(self._again, self._host, self._stays, self._least_bytes)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pass_.keep, lambda kept: kept.take()):
+                yield
+        finally:
+            _now = None
+
+
+class _Pass:
+    """One forward pass."""
+
+    def __init__(self, again: bool, host: HostMemory | None, stays: set[int], least_bytes: int) -> None:
+        self.again, self.layers = again, None if host is None else Layers(host)
+        self._stays, self._least_bytes = stays, least_bytes
+        self._cheap: dict[int, _Cheap] = {}  # by address
+        self._kept: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, Kept]] = {}  # whole storages, once each
+
+    def add(self, out: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        for key in [key for key, cheap in self._cheap.items() if cheap.storage.expired()]:
+            del self._cheap[key]
+        storage = out.untyped_storage()
+        self._cheap[storage.data_ptr()] = _Cheap(StorageWeakRef(storage), compute, inputs)
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """The pack hook."""
+        storage = tensor.untyped_storage()
+        whole = self._whole(tensor, storage)
+        if whole is None:
+            return Itself(tensor)
+        return View(whole, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _whole(self, tensor: Tensor, storage: torch.UntypedStorage) -> Kept | None:
+        """What the whole storage of the tensor is kept as; None: as it is."""
+        key = storage.data_ptr(), tensor.dtype
+        before = self._kept.get(key)
+        if before is not None and not before[0].expired():
+            return before[1]
+        cheap = self._cheap.get(storage.data_ptr())
+        kept: Kept | None = None
+        if cheap is not None and not cheap.storage.expired():
+            kept = Again(cheap.compute, tuple(self.keep(x) for x in cheap.inputs))
+        elif self._goes_to_host(tensor, storage):
+            assert self.layers is not None
+            kept = self.layers.store(tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0))
+        if kept is not None:
+            self._kept[key] = StorageWeakRef(storage), kept
+        return kept
+
+    def _goes_to_host(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+        return (
+            self.layers is not None
+            and tensor.is_floating_point()
+            and storage.nbytes() >= self._least_bytes
+            and storage.data_ptr() not in self._stays
+        )
+
+
+_now: _Pass | None = None  # backward never runs inside of a forward pass
+
+
+def cheap(out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
+    """Tell that `compute(*inputs)` gives `out` again, at next to no cost.  `out` must be contiguous, and all of its
+    storage."""
+    if _now is not None and _now.again and torch.is_grad_enabled():
+        assert out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.element_size()
+        _now.add(out, compute, inputs)
+
+
+def begin_layer() -> None:
+    """What is kept from here on is the next layer's."""
+    if _now is not None and _now.layers is not None:
+        _now.layers.begin()

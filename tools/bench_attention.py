@@ -16,6 +16,7 @@ most memory beyond the inputs, gradients included.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sft import cp
-from sft.mcore import attention, flash
+from sft.mcore import attention, flash, tiles
 from tools import measure
 
 MULTIPLE = 64  # of a document, enough for cp 16 and 32
@@ -70,15 +71,13 @@ def by_sdpa(p: Problem) -> tuple[Tensor, Tensor]:
 
 def by_tiles(p: Problem) -> Way:
     query, key, value, gradient = p.tensors
-    longest = int(np.diff(p.boundaries).max())
-    documents = attention.describe(torch.from_numpy(p.boundaries), longest, cp_size=1, cp_rank=0, device=p.device)
-    nobody: Any = None
-    return lambda: (attention.document_attention(query, key, value, documents, p.scale, nobody), gradient)
+    kernel, nobody = tiles.Tiles.of(p.boundaries, 1, 0, p.device), None
+    return lambda: (attention.document_attention(query, key, value, kernel, p.scale, nobody), gradient)
 
 
 def by_flash(p: Problem, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
     """The share of a rank; its own queries, keys and values; and where they are in the pack."""
-    seen = flash.sequences(p.boundaries, cp_size, rank, p.device)
+    kernel = flash.Sequences.of(p.boundaries, cp_size, rank, p.device, measure.operators_for(p.device))
     here = cp.local_indices(p.boundaries, cp_size, rank)
     rows = torch.from_numpy(here).to(p.device)
     if cp_size == 1:
@@ -86,9 +85,8 @@ def by_flash(p: Problem, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor]
     else:
         query, key, value, gradient = (x.detach()[rows].requires_grad_(i < 3) for i, x in enumerate(p.tensors))
     everybody = SimpleNamespace(size=lambda: cp_size, rank=lambda: rank)
-    kernel = measure.kernel_for(p.device)
     return (
-        lambda: (flash.attention(query, key, value, seen, p.scale, everybody, kernel), gradient),
+        lambda: (attention.document_attention(query, key, value, kernel, p.scale, everybody), gradient),
         (query, key, value),
         here,
     )
@@ -100,16 +98,22 @@ def alone(p: Problem, cp_size: int) -> Iterator[None]:
     order = np.concatenate([cp.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
     both = torch.cat([x.detach() for x in p.tensors[1:3]], dim=-1)[torch.from_numpy(order).to(p.device)]
 
-    def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any) -> None:
-        out.copy_(both)
+    done, lots = SimpleNamespace(wait=lambda: None), itertools.count()
 
-    def reduce_scatter_tensor(local: Tensor, total: Tensor, group: Any) -> None:
+    def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any, async_op: bool) -> Any:
+        some = local.shape[1]  # of the heads; lots come in order, forward and backward
+        first = next(lots) * some % both.shape[1]
+        out.copy_(both[:, first : first + some])
+        return done
+
+    def reduce_scatter_tensor(local: Tensor, total: Tensor, group: Any, async_op: bool) -> Any:
         local.copy_(total[group.rank() * len(local) : (group.rank() + 1) * len(local)])
+        return done
 
     stand_in = SimpleNamespace(
         all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
     )
-    with mock.patch.object(flash, "dist", stand_in):
+    with mock.patch.object(attention, "dist", stand_in):
         yield
 
 

@@ -102,24 +102,33 @@ def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
 # --- attention ---------------------------------------------------------------------------------------------------
 
 
-def kernel_for(device: torch.device) -> flash.Kernel | None:
-    """None, which is torch's flash kernel; on a CPU a stand-in, so that the rest can be tried."""
-    return None if device.type == "cuda" else stand_in
+def operators_for(device: torch.device) -> flash.Operators | None:
+    """None, which are torch's flash kernel; on a CPU a stand-in, so that the rest can be tried."""
+    return None if device.type == "cuda" else flash.Operators(stand_in, _stand_in_backward)
 
 
 def stand_in(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *longest: int, scale: float,
-    window_size: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """What the kernel does, a sequence at a time, causal from the bottom right."""
+    query: Tensor, keys: Tensor, values: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *longest: Any, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What the kernel does, a sequence at a time, causal from the bottom right; no log-sum-exp."""
     outs = []
     ends = zip(
         cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), cu_seqlens_k[:-1].tolist(), cu_seqlens_k[1:].tolist()
     )
     for q0, q1, k0, k1 in ends:
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device).tril(k1 - k0 - (q1 - q0))
-        outs.append(sdpa(query[q0:q1], key[k0:k1], value[k0:k1], scale, mask=seen))
-    return torch.cat(outs)
+        outs.append(sdpa(query[q0:q1], keys[k0:k1], values[k0:k1], scale, mask=seen))
+    return torch.cat(outs), query.new_empty(0)
+
+
+def _stand_in_backward(
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, *boundaries: Any, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (query, keys, values)]
+    with torch.enable_grad():
+        again, _ = stand_in(*inputs, *boundaries, scale=scale)
+    dquery, dkeys, dvalues = torch.autograd.grad(again, inputs, grad)
+    return dquery, dkeys, dvalues
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from sft.batch import Sample
 from sft.cost import attention_crossover
 from sft.data.loader import Loader
 from sft.layout import Layout
+from sft.mcore import attention
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
 from sft.mcore import flash, groups
@@ -96,7 +97,8 @@ def attention_rates(case: Any, device: torch.device, kernels: Sequence[str]) -> 
     heads, width = model.num_attention_heads, model.resolved_head_dim
     boundaries = np.array([0, case.length], dtype=np.int32)
     query, key, value, gradient = measure.random_inputs(case.length, heads, model.resolved_query_groups, width, device)
-    seen, scale = flash.sequences(boundaries, 1, 0, device), width**-0.5
+    scale, operators = width**-0.5, measure.operators_for(device)
+    kernel = flash.Sequences.of(boundaries, 1, 0, device, operators)
     nobody: Any = None
 
     def cudnn() -> Tensor:
@@ -104,7 +106,7 @@ def attention_rates(case: Any, device: torch.device, kernels: Sequence[str]) -> 
             return measure.sdpa(query, key, value, scale)
 
     ways: dict[str, Callable[[], Tensor]] = {
-        "flash": lambda: flash.attention(query, key, value, seen, scale, nobody, measure.kernel_for(device)),
+        "flash": lambda: attention.document_attention(query, key, value, kernel, scale, nobody),
         "sdpa": lambda: measure.sdpa(query, key, value, scale),
     }
     ways |= {"cudnn": cudnn} if device.type == "cuda" else {}

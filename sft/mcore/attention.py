@@ -195,9 +195,7 @@ def _num_lots(key: Tensor, kernel: Kernel) -> int:
     return 1 if kernel.keys is None else max(n for n in range(1, MAX_LOTS + 1) if groups % n == 0)
 
 
-def _gathered(
-    key: Tensor, value: Tensor, kernel: Kernel, cp_group: Any, lots: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _gathered(key: Tensor, value: Tensor, kernel: Kernel, cp_group: Any, lots: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values [k, groups / lots, d] as the kernel wants them, lot by lot.  Collective over cp."""
     if kernel.keys is None:
         yield key, value

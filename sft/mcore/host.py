@@ -20,8 +20,8 @@ SLAB_BYTES = 1 << 28
 class HostMemory:
     """Slabs of pinned memory, and the stream of copies.  On a CPU: plain memory, and all in order."""
 
-    def __init__(self, device: torch.device, slab_bytes: int = SLAB_BYTES) -> None:
-        self.device, self.slab_bytes = device, slab_bytes
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.slab_bytes = device, SLAB_BYTES
         self.stream = torch.cuda.Stream()
         self.num_slabs = 0  # ever taken
         self._free: list[Tensor] = []
@@ -43,7 +43,7 @@ class HostMemory:
 
 
 class Layers:
-    """What the layers of one forward pass keep.  Its slabs go back when nothing of it is referred to: after backward."""
+    """What the layers of one forward pass keep.  Its slabs go back when nothing refers to it: after backward."""
 
     def __init__(self, host: HostMemory) -> None:
         self.host = host

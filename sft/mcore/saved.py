@@ -72,16 +72,13 @@ class _Cheap:
 class Saving:
     """The rule of one model chunk.
 
-    again        compute again what is cheap
-    host         where large tensors go; None: nowhere
-    stays        tensors that are there anyway, such as weights
-    least_bytes  of what goes to the host
+    again  compute again what is cheap
+    host   where large tensors go; None: nowhere
+    stays  tensors that are there anyway, such as weights
     """
 
-    def __init__(
-        self, *, again: bool, host: HostMemory | None, stays: Iterable[Tensor] = (), least_bytes: int = LEAST_BYTES
-    ) -> None:
-        self._again, self._host, self._least_bytes = again, host, least_bytes
+    def __init__(self, *, again: bool, host: HostMemory | None, stays: Iterable[Tensor] = ()) -> None:
+        self._again, self._host = again, host
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
 
     @contextmanager
@@ -92,20 +89,21 @@ class Saving:
             yield
             return
         assert _now is None
-        _now = pass_ = _Pass(self._again, self._host, self._stays, self._least_bytes)
+        _now = pass_ = _Pass(self._again, self._host, self._stays)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pass_.keep, lambda kept: kept.take()):
                 yield
         finally:
             _now = None
+            pass_.end()
 
 
 class _Pass:
     """One forward pass."""
 
-    def __init__(self, again: bool, host: HostMemory | None, stays: set[int], least_bytes: int) -> None:
+    def __init__(self, again: bool, host: HostMemory | None, stays: set[int]) -> None:
         self.again, self.layers = again, None if host is None else Layers(host)
-        self._stays, self._least_bytes = stays, least_bytes
+        self._stays = stays
         self._cheap: dict[int, _Cheap] = {}  # by address
         self._kept: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, Kept]] = {}  # whole storages, once each
 
@@ -115,13 +113,18 @@ class _Pass:
         storage = out.untyped_storage()
         self._cheap[storage.data_ptr()] = _Cheap(StorageWeakRef(storage), compute, inputs)
 
+    def end(self) -> None:
+        """autograd, which has the hook as long as what it gave, is now the only one to refer to that."""
+        self._cheap.clear()
+        self._kept.clear()
+
     def keep(self, tensor: Tensor) -> Kept:
         """The pack hook."""
         storage = tensor.untyped_storage()
         whole = self._whole(tensor, storage)
         if whole is None:
             return Itself(tensor)
-        return View(whole, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return View(whole, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _whole(self, tensor: Tensor, storage: torch.UntypedStorage) -> Kept | None:
         """What the whole storage of the tensor is kept as; None: as it is."""
@@ -144,7 +147,7 @@ class _Pass:
         return (
             self.layers is not None
             and tensor.is_floating_point()
-            and storage.nbytes() >= self._least_bytes
+            and storage.nbytes() >= LEAST_BYTES
             and storage.data_ptr() not in self._stays
         )
 

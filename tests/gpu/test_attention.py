@@ -1,12 +1,14 @@
 """Attention on a GPU: torch's flash kernel, and Transformer Engine's, against the plain tiles in fp32."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from sft import cp
-from sft.mcore import attention, flash
+from sft.mcore import attention, flash, tiles
 
 HEADS, GROUPS, SCALE = 8, 2, 0.125
 # bf16 has 8 bits of mantissa, and inputs are rounded alike on both sides: of the norm.
@@ -29,10 +31,8 @@ def packed(lengths: list[int], head_dim: int) -> tuple[np.ndarray, tuple[Tensor,
 def by_tiles(boundaries: np.ndarray, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients in fp32."""
     query, key, value = (x.float().requires_grad_() for x in tensors[:3])
-    documents = attention.describe(
-        torch.from_numpy(boundaries), int(np.diff(boundaries).max()), cp_size=1, cp_rank=0, device=query.device
-    )
-    out = attention.document_attention(query, key, value, documents, SCALE, None)  # type: ignore[arg-type]
+    kernel = tiles.Tiles.of(boundaries, 1, 0, query.device)
+    out = attention.document_attention(query, key, value, kernel, SCALE, None)
     out.backward(tensors[3].float())
     return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]
 
@@ -44,11 +44,10 @@ def by_flash(boundaries: np.ndarray, tensors: tuple[Tensor, ...], cp_size: int) 
     gathered = [x[torch.from_numpy(order).cuda()] for x in (key, value)]
     out = torch.empty_like(query)
     for rank in range(cp_size):
-        seen = flash.sequences(boundaries, cp_size, rank, query.device)
+        seen = flash.Sequences.of(boundaries, cp_size, rank, query.device)
         here = torch.from_numpy(cp.local_indices(boundaries, cp_size, rank)).cuda()
         keys, values = (x if seen.keys is None else x[seen.keys] for x in gathered)
-        alone = flash.Sequences(**{**vars(seen), "keys": None})
-        part = flash.attention(query[here], keys, values, alone, SCALE, None)
+        part = attention.document_attention(query[here], keys, values, replace(seen, keys=None), SCALE, None)
         out = out.index_copy(0, here, part)
     out.backward(tensors[3])
     return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]

@@ -97,7 +97,13 @@ class Config(Section):
         no_cuda = self.run.device == "cpu" and self.attention.backend == "te"
         best, sets = self.checkpoint.best, self.data.eval_sets
         no_set = best is not None and best[0] not in sets
+        cut_experts = self.train.mlp_tile is not None and self.model.moe.num_experts is not None
         refuse(
+            (
+                cut_experts,
+                "train.mlp_tile",
+                "is for dense models: experts are balanced over whole documents.  recompute = selective keeps as little",
+            ),
             (
                 no_set,
                 "checkpoint.keep_best",

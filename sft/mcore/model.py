@@ -99,7 +99,7 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         moe_token_dispatcher_type="alltoall",  # core demands it with variable_seq_lengths, dense or not
         **_expert_fields(model, layout, backend),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
-        **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else {}),
+        **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _fused(backend)),
         **_recompute_fields(config.train.recompute),
     )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -123,6 +123,11 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         return TransformerConfig(**fields, **model.megatron)
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
+
+
+def _fused(backend: str) -> dict[str, bool]:
+    """Compiled by torch, where not by Transformer Engine; TORCHDYNAMO_DISABLE=1 has them run as they are written."""
+    return dict(bias_activation_fusion=True, bias_dropout_fusion=True, apply_rope_fusion=backend == "te")
 
 
 def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str, Any]:

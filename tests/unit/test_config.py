@@ -22,7 +22,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
-    assert len(leaves()) <= 111
+    assert len(leaves()) <= 116
     for key, info in leaves().items():
         assert info.description and info.description.endswith("."), key
     for group, model in sections().items():
@@ -241,6 +241,19 @@ MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
     ],
 )
 def test_experts_that_cannot_be(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        config(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        (("train.mlp_tile=0",), "train.mlp_tile = 0"),
+        ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*is for dense models: experts are balanced over whole"),
+        (("train.offload_activations=true",), "train.offload_activations .*needs recompute = selective or full"),
+    ],
+)
+def test_memory_that_cannot_be_saved(overrides: tuple[str, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         config(*overrides)
 

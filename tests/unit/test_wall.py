@@ -217,6 +217,7 @@ NAMES: dict[str, list[str]] = {
     "transformer.moe.token_dispatcher.all_to_all": ["group", "input_", "output_split_sizes_", "input_split_sizes"],
     "transformer.transformer_block.TransformerBlockSubmodules": ["layer_specs", "layer_norm"],
     "transformer.transformer_block.get_num_layers_to_build": ["config", "vp_stage", "pp_rank"],
+    "transformer.transformer_layer.TransformerLayer": ["config", "submodules", "layer_number"],
 }
 
 # Fields of TransformerConfig that model.py and engine.py set.
@@ -267,7 +268,6 @@ FIELDS = [
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
-    "recompute_modules",
     "finalize_model_grads_func",
     "grad_scale_func",
     "grad_sync_func",
@@ -364,16 +364,11 @@ def test_no_field_is_set_that_is_not_listed() -> None:
     assert named <= set(FIELDS)
 
 
-@pytest.mark.parametrize("modules", [["mlp"], ["core_attn"]])
-def test_parts_of_a_layer_can_be_recomputed(modules: list[str]) -> None:
-    config = find("transformer.TransformerConfig")(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        recompute_granularity="selective",
-        recompute_modules=modules,
-    )
-    assert config.recompute_modules == modules
+def test_the_second_half_of_a_layer_is_a_method_of_hidden_states() -> None:
+    """`layer.py` calls it for some of the tokens; it is called with hidden states first."""
+    layer = find("transformer.transformer_layer.TransformerLayer")
+    assert list(inspect.signature(layer._forward_mlp).parameters)[:2] == ["self", "hidden_states"]
+    assert "output=self._forward_mlp(hidden_states," in text("transformer.transformer_layer.TransformerLayer.forward")
 
 
 def test_groups_of_the_collection() -> None:

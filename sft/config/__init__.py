@@ -95,6 +95,7 @@ class Config(Section):
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
         no_peak = steps is not None and warmup is not None and warmup >= steps
         no_cuda = self.run.device == "cpu" and self.attention.backend == "te"
+        can_offload = self.run.precision == "bf16" and self.parallel.distributed_optimizer
         best, sets = self.checkpoint.best, self.data.eval_sets
         no_set = best is not None and best[0] not in sets
         cut_experts = self.train.mlp_tile is not None and self.model.moe.num_experts is not None
@@ -102,7 +103,8 @@ class Config(Section):
             (
                 cut_experts,
                 "train.mlp_tile",
-                "is for dense models: experts are balanced over whole documents.  recompute = selective keeps as little",
+                "is for dense models: experts are balanced over whole documents.  recompute = selective takes all "
+                "tokens at once",
             ),
             (
                 no_set,
@@ -113,6 +115,12 @@ class Config(Section):
                 no_peak,
                 "optim.warmup_steps",
                 f"must be below train.num_steps = {steps}; lower one, raise the other",
+            ),
+            (
+                self.optim.offload_fraction > 0.0 and not can_offload,
+                "optim.offload_fraction",
+                "needs run.precision = bf16 and parallel.distributed_optimizer = true, the only ones whose weights "
+                "megatron-core's hybrid optimizer updates in full; set those, or offload_fraction = 0",
             ),
             (no_cuda, "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"),
         )

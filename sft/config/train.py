@@ -130,6 +130,8 @@ class OptimConfig(Section):
     """Adam's epsilon."""
     clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm; 0 switches clipping off."""
+    offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of Adam's states and update in host memory, 16 bytes a parameter; needs bf16 and distributed_optimizer."""
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> "OptimConfig":

@@ -20,6 +20,8 @@ _CPU_TYPE_NAMES = {
     torch.float16: "torch.cuda.HalfTensor",
 }
 
+_IS_CUDA = getattr(torch.Tensor, "is_cuda").__get__  # noqa: B009 - what a mode is told when the property is read
+
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; a process alone is the only one
 
 # Fields of TransformerConfig whose defaults need CUDA kernels.
@@ -113,12 +115,32 @@ class _Stream:
         return event or _Stream()
 
 
+class _ToHost(TorchFunctionMode):
+    """Every tensor is on a GPU, until a copy of it in host memory is asked for; that one and what follows are not.
+
+    For core's hybrid optimizer, which takes the share of parameters that it moves to the host from those on a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: dict[int, Any] = {}  # by id; kept, so that no other tensor has the id
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_CUDA:
+            return id(args[0]) not in self._host
+        made = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and (func is torch.Tensor.cpu or id(args[0]) in self._host):
+            self._host[id(made)] = made
+        return made
+
+
 def _listed(sizes: Any) -> Any:
     """Core hands numpy arrays on, which gloo does not take."""
     return sizes if sizes is None else [int(size) for size in sizes]
 
 
 def _redirect_cuda_to_cpu() -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as core_random
     from megatron.core.transformer.moe import token_dispatcher
@@ -140,5 +162,13 @@ def _redirect_cuda_to_cpu() -> None:
     dispatcher.all_to_all = lambda group, x, out, into, **more: mappings.all_to_all(
         group, x, _listed(out), _listed(into), **more
     )
+    hybrid: Any = HybridDeviceOptimizer
+    share_out = hybrid._get_sub_optimizer_param_groups
+
+    def share_out_as_on_a_gpu(optimizer: Any, fraction: float) -> Any:
+        with _ToHost():
+            return share_out(optimizer, fraction)
+
+    hybrid._get_sub_optimizer_param_groups = share_out_as_on_a_gpu
     _Redirect().__enter__()
     _Redirect.active = True

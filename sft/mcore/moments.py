@@ -24,8 +24,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
-from torch.optim import Adam, AdamW
+from torch.optim import Optimizer
 
+from sft.mcore.adams import adams, counts_by_parameter, finder, group_values, new_step, parts
 from sft.mcore.model import sharded_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,10 +44,6 @@ class Held:
     start: int
     tensors: dict[str, Tensor]
     is_part: bool  # other data-parallel ranks hold other elements; otherwise they all hold the same
-
-
-def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def held(optimizer: MegatronOptimizer) -> Iterator[Held]:
@@ -73,11 +70,11 @@ def sharded(held_here: Sequence[Held], model: Any, *, main: str) -> list[Sharded
 
 def step_of(optimizer: MegatronOptimizer) -> int:
     """Updates that Adam has made; core keeps all parameters at the same."""
-    for part in parts(optimizer):
-        for state in part.optimizer.state.values():
+    for adam in _all_adams(optimizer):
+        for state in adam.state.values():
             if "step" in state:
                 return int(state["step"])
-        for group in part.optimizer.param_groups:
+        for group in adam.param_groups:
             if "step" in group:
                 return int(group["step"])
     return 0
@@ -85,12 +82,12 @@ def step_of(optimizer: MegatronOptimizer) -> int:
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Give every parameter a step of its own: one shared tensor would advance once per parameter."""
-    for part in parts(optimizer):
-        if _counts_by_parameter(part):
-            for state in part.optimizer.state.values():
-                state["step"] = torch.tensor(float(step))
+    for adam in _all_adams(optimizer):
+        if counts_by_parameter(adam):
+            for state in adam.state.values():
+                state["step"] = torch.full_like(state["step"], step)
         else:
-            for group in part.optimizer.param_groups:
+            for group in adam.param_groups:
                 group["step"] = step
 
 
@@ -122,27 +119,25 @@ def stored_step(plain: Any) -> int:
 def _plain_form(part: MegatronOptimizer) -> dict[str, Any]:
     step = step_of(part)
     # Transformer Engine's Adam takes its step from a group, and asks for bias_correction, which torch's has not.
-    groups = [
-        {"bias_correction": True, **{key: value for key, value in group.items() if key != "params"}, "step": step}
-        for group in part.optimizer.param_groups
-    ]
+    groups = [{"bias_correction": True, **group, "step": step} for group in group_values(part)]
     if isinstance(part, DistributedOptimizer):
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    has_common = step and _counts_by_parameter(part)
+    has_common = step and counts_by_parameter(part.optimizer)
     inner = {"state": {"common_step": torch.tensor(float(step))} if has_common else {}, "param_groups": groups}
     return {"optimizer": inner} if hasattr(part, "fp32_from_float16_groups") else inner
 
 
-def _counts_by_parameter(part: MegatronOptimizer) -> bool:
-    """torch's Adam keeps `step` beside the moments of each parameter; Transformer Engine's and Apex's in the group."""
-    return isinstance(part.optimizer, Adam | AdamW)
+def _all_adams(optimizer: MegatronOptimizer) -> Iterator[Optimizer]:
+    for part in parts(optimizer):
+        yield from adams(part)
 
 
 def _held_in_part(part: Any) -> Iterator[Held]:
+    find = finder(part)
     for param, (group, order) in part.model_param_group_index_map.items():
         elements = part._get_model_param_range_map(param)["param"]
-        main = part.optimizer.param_groups[group]["params"][order]
-        tensors = {MAIN: main.detach(), **_moments(part, main)}
+        adam, main = find(part.optimizer.param_groups[group]["params"][order])
+        tensors = {MAIN: main.detach(), **_moments(adam, main)}
         yield Held(param=param, start=elements.start, tensors=tensors, is_part=True)
 
 
@@ -150,21 +145,21 @@ def _held_whole(part: Any) -> Iterator[Held]:
     if hasattr(part, "fp32_from_float16_groups"):
         for params, mains in zip(part.float16_groups, part.fp32_from_float16_groups):
             for param, main in zip(params, mains):
-                tensors = {MAIN: main.detach().flatten(), **_moments(part, main)}
+                tensors = {MAIN: main.detach().flatten(), **_moments(part.optimizer, main)}
                 yield Held(param=param, start=0, tensors=tensors, is_part=False)
         params = [param for group in part.fp32_from_fp32_groups for param in group]
     else:
         params = [param for group in part.optimizer.param_groups for param in group["params"]]
     for param in params:
-        yield Held(param=param, start=0, tensors=_moments(part, param), is_part=False)
+        yield Held(param=param, start=0, tensors=_moments(part.optimizer, param), is_part=False)
 
 
-def _moments(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
-    state = part.optimizer.state[main]
+def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
+    state = adam.state[main]
     if not state:
         state.update({name: torch.zeros_like(main.data) for name in MOMENTS})
-        if _counts_by_parameter(part):
-            state["step"] = torch.zeros((), dtype=torch.float32)
+        if counts_by_parameter(adam):
+            state["step"] = new_step(adam, main)
     return {name: state[name].view(-1) for name in MOMENTS}
 
 

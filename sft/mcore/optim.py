@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from sft.config import Config, OptimConfig
 from sft.errors import ConfigError
+from sft.mcore import adams
 
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -37,9 +38,14 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
-    return get_megatron_optimizer(
+    if optim.offload_fraction:
+        adams.offload(core, optim.offload_fraction)
+    optimizer = get_megatron_optimizer(
         core, chunks, config_overrides=get_standard_config_overrides(core), use_gloo_process_groups=False
     )
+    if optim.offload_fraction:
+        adams.settle(optimizer)
+    return optimizer
 
 
 def update(optimizer: MegatronOptimizer) -> float:

@@ -264,3 +264,25 @@ def test_experts_as_wide_as_they_are_told() -> None:
     wide = config(*MOE).model
     assert wide.resolved_expert_ffn == wide.ffn_hidden_size
     assert config(*MOE, "model.moe.top_k=1", "model.moe.normalize_top_k=false").model.moe.top_k == 1
+
+
+@pytest.mark.parametrize("wrong", ["-0.1", "1.01", "2", "true", "all", "null"])
+def test_no_share_of_the_optimizer_beyond_all_of_it_is_on_the_host(wrong: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"optim\.offload_fraction = .*; expected a number of at least 0\.0 and of at most 1\.0"
+    ):
+        config(f"optim.offload_fraction={wrong}")
+
+
+@pytest.mark.parametrize("also", ["run.precision=fp32", "parallel.distributed_optimizer=false"])
+def test_what_an_optimizer_on_the_host_needs(also: str) -> None:
+    for works in ("0", "0.5", "1"):
+        assert config(f"optim.offload_fraction={works}").optim.offload_fraction == float(works)
+    assert config("optim.offload_fraction=0", also).optim.offload_fraction == 0.0
+    with pytest.raises(ConfigError) as caught:
+        config("optim.offload_fraction=0.5", also)
+    assert str(caught.value) == (
+        "optim.offload_fraction = 0.5 (command line: optim.offload_fraction=0.5) needs run.precision = bf16 and "
+        "parallel.distributed_optimizer = true, the only ones whose weights megatron-core's hybrid optimizer updates "
+        "in full; set those, or offload_fraction = 0."
+    )

@@ -82,6 +82,12 @@ NAMES: dict[str, list[str]] = {
         "check_for_nan_in_grad",
     ],
     "distributed.finalize_model_grads": ["model", "num_tokens"],
+    "extensions.transformer_engine.te_checkpoint": [
+        "forward_func",
+        "distribute_saved_activations",
+        "get_rng_state_tracker",
+        "tp_group",
+    ],
     "models.gpt.GPTModel": [
         "config",
         "transformer_layer_spec",
@@ -127,7 +133,13 @@ NAMES: dict[str, list[str]] = {
         "params_dtype",
         "use_distributed_optimizer",
         "overlap_param_gather",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "use_precision_aware_optimizer",
     ],
+    "optimizer.cpu_offloading.HybridDeviceOptimizer": ["offload_fraction", "cpu_optimizer_cls", "param_update_in_fp32"],
+    "optimizer.cpu_offloading.HybridDeviceOptimizer._get_sub_optimizer_param_groups": ["self", "offload_fraction"],
     "optimizer.distrib_optimizer.DistributedOptimizer": [],
     "optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map": ["param"],
     "optimizer.get_megatron_optimizer": [
@@ -384,6 +396,20 @@ def test_optimizers_keep_their_parameters_where_we_look() -> None:
     assert {"float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups"} <= set(
         re.findall(r"self\.(\w+_groups)=", mixed)
     )
+
+
+def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
+    """`adams.py` finds each parameter's Adam and fp32 copy, `device.py` has parameters taken for those of a GPU."""
+    hybrid = text("optimizer.cpu_offloading.HybridDeviceOptimizer")
+    assert "self.param_to_inner_param[param]=inner_param" in hybrid
+    assert "self.param_to_fp32_param,)=self._get_sub_optimizer_param_groups(self.offload_fraction)" in hybrid
+    assert "param=param.detach().clone().cpu().pin_memory()" in hybrid
+    assert "param=param.detach().clone().float()" in hybrid
+    assert hybrid.count("is_cuda") == 3
+    assert "fused=True" in text("optimizer._get_megatron_optimizer_based_on_param_groups")
+    given = text("optimizer.distrib_optimizer.DistributedOptimizer._copy_model_grads_to_main_grads")
+    assert "ifself.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:" in given
+    assert "use_precision_aware_optimizer_no_fp8_or_ds_fp8" in text("optimizer.OptimizerConfig.__post_init__")
 
 
 def test_tensors_of_the_optimizer_are_called_as_core_calls_them() -> None:

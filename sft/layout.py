@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
+from sft.alignment import FP8_TOKENS, because, pack_multiple, uneven_widths
 from sft.config import Config, ModelConfig, divisors, listed
 from sft.errors import ConfigError
 
@@ -34,6 +35,8 @@ class Layout:
     num_microbatches: int  # packs per optimizer step and data-parallel rank
     doc_multiple: int  # documents are padded to a multiple of this
     pack_multiple: int  # microbatches are filled to a multiple of this, with unsupervised filler documents
+    cp_a2a: int | None = None  # cp ranks that exchange heads, where the ring goes from group to group (a2a+p2p)
+    fp8: str | None = None  # as run.fp8; asks for more of pack_multiple
 
     @staticmethod
     def resolve(config: Config, world_size: int) -> "Layout":
@@ -70,7 +73,9 @@ class Layout:
             global_batch_size=config.train.global_batch_size,
             num_microbatches=config.train.global_batch_size // dp,
             doc_multiple=config.data.doc_multiple,
-            pack_multiple=_pack_multiple(config),
+            pack_multiple=pack_multiple(config),
+            cp_a2a=None if _is_portable(config) else parallel.cp_a2a,
+            fp8=config.run.fp8,
         )
 
     def equations(self, seq_length: int) -> list[str]:
@@ -98,6 +103,12 @@ class Layout:
             lines.append(f"experts: {ranks} ranks of a stage = ep {self.ep} x etp {self.etp} x {copies} copies")
         if self.sequence_parallel:
             lines.append(f"between layers, sequence parallel: {local:,} / tp {tp} = {local // tp:,}")
+        if self.cp_a2a:
+            lines.append(f"cp {cp} = {self.cp_a2a} ranks of all-to-all x {cp // self.cp_a2a} of the ring")
+        if self.fp8:
+            tokens, split = FP8_TOKENS[self.fp8], f" x tp {tp}" if self.sequence_parallel else ""
+            total = tokens * cp * (tp if self.sequence_parallel else 1)
+            lines.append(f"fp8 {self.fp8}: {tokens} tokens of a rank x cp {cp}{split} = {total:,}, which divides packs")
         padding = f"documents padded to a multiple of {self.doc_multiple}"
         return [*lines, f"{padding}, packs to a multiple of {self.pack_multiple}"]
 
@@ -118,13 +129,6 @@ def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
             f"tokens.  Use the model's own tokenizer (data.tokenizer), or at least {tokenizer_size} rows."
         )
     return model.vocab_size or tokenizer_size
-
-
-def _pack_multiple(config: Config) -> int:
-    """Whole documents, equal chunks for every cp rank, and local tokens that sequence parallel can split."""
-    parallel = config.parallel
-    split = parallel.tp if parallel.sequence_parallel else 1
-    return lcm(config.data.doc_multiple, 2 * parallel.cp, parallel.cp * split)
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
@@ -175,21 +179,40 @@ def _split_by_tp(config: Config) -> dict[str, int]:
 
 
 def _tensor(config: Config) -> Iterator[str]:
-    tp, cp, split = config.parallel.tp, config.parallel.cp, _split_by_tp(config)
+    tp, split = config.parallel.tp, _split_by_tp(config)
     uneven = [f"{key} = {size}" for key, size in split.items() if size % tp]
     if uneven:
         names = ", ".join(uneven)
         fitting = _some(size for size in divisors(min(split.values())) if _tp_fits(config, size))
         yield f"parallel.tp = {tp} does not divide {names}.  Tensor-parallel sizes that fit: {fitting}."
-    portable = config.attention.backend == "portable" or config.run.device == "cpu"
-    if config.parallel.cp_comm == "a2a" and not portable and not uneven:
-        heads = {key: size for key, size in split.items() if key != "model.ffn_hidden_size"}
-        if short := [f"{key} = {size}" for key, size in heads.items() if size % (tp * cp)]:
-            fitting = _some(c for c in divisors(cp) if all(size % (tp * c) == 0 for size in heads.values()))
-            yield (
-                f"parallel.cp_comm = a2a hands out whole heads: tp {tp} x cp {cp} = {tp * cp} does not "
-                f"divide {', '.join(short)}.  Use p2p or all_gather, or a cp of {fitting}."
-            )
+    else:
+        yield from _heads_by_all_to_all(config)
+        yield from uneven_widths(config)
+
+
+def _is_portable(config: Config) -> bool:
+    """Whether the recipe alone rules Transformer Engine out, the only one that asks for parallel.cp_comm."""
+    return config.attention.backend == "portable" or config.run.device == "cpu"
+
+
+def _heads_by_all_to_all(config: Config) -> Iterator[str]:
+    """a2a hands out whole heads to all cp ranks, a2a+p2p to those of a group."""
+    parallel, model = config.parallel, config.model
+    if _is_portable(config) or parallel.cp_comm not in ("a2a", "a2a+p2p"):
+        return
+    heads = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.resolved_query_groups,
+    }
+    tp, cp, two_levels = parallel.tp, parallel.cp, parallel.cp_a2a is not None
+    key, size = ("cp_a2a", parallel.cp_a2a or cp) if two_levels else ("cp", cp)
+    if short := [f"{name} = {number}" for name, number in heads.items() if number % (tp * size)]:
+        possible = [c for c in divisors(cp) if not two_levels or 1 < c < cp]
+        fitting = _some(c for c in possible if all(number % (tp * c) == 0 for number in heads.values()))
+        yield (
+            f"parallel.cp_comm = {parallel.cp_comm} hands out whole heads: tp {tp} x {key} {size} = {tp * size} does "
+            f"not divide {', '.join(short)}.  Use p2p or all_gather, or a {key} of {fitting}."
+        )
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -253,11 +276,9 @@ def _tokens(config: Config) -> Iterator[str]:
         )
     # A size that is refused already would only blur what is wrong with seq_length.
     fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
-    pack = _pack_multiple(config) if fits else multiple
+    pack = pack_multiple(config) if fits else multiple
     if seq_length % pack:
-        why = f"doc_multiple {multiple}, cp {cp}" if fits else "doc_multiple"
-        if fits and config.parallel.sequence_parallel and config.parallel.tp > 1:
-            why += f", tp {config.parallel.tp} with sequence parallel"
+        why = because(config) if fits else "doc_multiple"
         nearest = _around(seq_length, pack)
         yield f"data.seq_length = {seq_length} is not a multiple of {pack} ({why}).  {nearest}."
 

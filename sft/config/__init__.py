@@ -47,6 +47,8 @@ class RunConfig(Section):
     """auto takes CUDA where torch sees it.  The CPU runs every parallelism, on gloo."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps main parameters and gradients in fp32.  fp32 is for proofs and CPU runs."""
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    """FP8 for the products of layers, by how it is scaled (not yet run on GPUs); te only, beside precision bf16."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Seeds initial weights and the order of the data."""
     timeout_s: Positive = 1800
@@ -99,6 +101,7 @@ class Config(Section):
         best, sets = self.checkpoint.best, self.data.eval_sets
         no_set = best is not None and best[0] not in sets
         cut_experts = self.train.mlp_tile is not None and self.model.moe.num_experts is not None
+        fp8 = self.run.fp8 is not None
         refuse(
             (
                 cut_experts,
@@ -123,5 +126,17 @@ class Config(Section):
                 "megatron-core's hybrid optimizer updates in full; set those, or offload_fraction = 0",
             ),
             (no_cuda, "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"),
+            (fp8 and self.train.mlp_tile is not None, "train.mlp_tile", "is not built for fp8; use run.fp8 = null"),
+            (fp8 and self.run.device == "cpu", "run.fp8", "needs CUDA, and run.device is cpu; use null"),
+            (
+                fp8 and self.run.precision == "fp32",
+                "run.fp8",
+                "stands beside bf16, and run.precision is fp32; use bf16",
+            ),
+            (
+                fp8 and self.attention.backend == "portable",
+                "run.fp8",
+                "is Transformer Engine's, and attention.backend is portable; use te or auto, or null",
+            ),
         )
         return self

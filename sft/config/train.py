@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sft.config.section import Fraction, NonNegative, Path, Positive, Section, refuse
+from sft.config.section import Fraction, NonNegative, Path, Positive, Section, divisors, refuse
 
 # Metrics of held-out sets that tell a better checkpoint from a worse one.
 LOWER_IS_BETTER = {"lm loss": True, "sample loss": True, "perplexity/avg": True, "token accuracy": False}
@@ -29,13 +29,31 @@ class ParallelConfig(Section):
     """Shard optimizer states over dp x cp, those of an expert over the ranks that hold it."""
     overlap: bool = True
     """Overlap gradient reduction with compute (CUDA only)."""
-    cp_comm: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How Transformer Engine moves keys and values over cp (not yet run on GPUs); portable always all-gathers."""
+    cp_a2a: Positive | None = None
+    """With a2a+p2p: how many neighbouring cp ranks exchange heads (a2a); between such groups goes the ring (p2p)."""
 
     @model_validator(mode="after")
     def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
         flat = self.virtual_stages > 1 and self.pp == 1
         refuse((flat, "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"))
+        return self
+
+    @model_validator(mode="after")
+    def _two_levels_need_two_sizes(self) -> "ParallelConfig":
+        two, size = self.cp_comm == "a2a+p2p", self.cp_a2a
+        fitting = [size for size in divisors(self.cp) if 1 < size < self.cp]
+        choices = f"sizes that fit: {', '.join(map(str, fitting))}" if fitting else "none fits; use p2p or a2a"
+        refuse(
+            (two and size is None, "cp_a2a", f"is needed with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"),
+            (not two and size is not None, "cp_a2a", f"is for cp_comm = a2a+p2p; got {self.cp_comm}.  Use null"),
+            (
+                two and size is not None and size not in fitting,
+                "cp_a2a",
+                f"must divide cp = {self.cp} into two factors above 1, and {size} does not; {choices}",
+            ),
+        )
         return self
 
 

@@ -5,6 +5,7 @@ they are initialised from the same Layout and the two can never disagree.
 """
 
 import datetime
+import importlib.util
 import os
 import resource
 from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
         context_parallel_size=layout.cp,
+        **_two_levels(layout),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,  # nothing of ours uses them, and each takes a descriptor for every rank
@@ -97,6 +99,17 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
     )
 
 
+def _two_levels(layout: Layout) -> dict[str, Any]:
+    """For cp_comm a2a+p2p, whose groups Transformer Engine takes as [all-to-all, ring].
+
+    Neighbours exchange heads: of cp 4 by 2, ranks 0 1 2 3 in order of cp are [0, 1] [2, 3] and rings [0, 2] [1, 3].
+    """
+    # Core cuts them by einops, which it does not require.  Transformer Engine does: without, nobody asks for them.
+    if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:
+        return {}
+    return {"hierarchical_context_parallel_sizes": [layout.cp_a2a, layout.cp // layout.cp_a2a]}
+
+
 def _allow_descriptors() -> None:
     """A group over the CPU takes a descriptor for every rank in it, and many systems begin with 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -107,6 +120,7 @@ def _allow_descriptors() -> None:
 def stop() -> None:
     """Leave every group, the world included, and end their threads (gloo keeps some per group)."""
     parallel_state.destroy_model_parallel()
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # the one kind that core leaves behind
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from sft.errors import CheckpointError
 INDEX = ".metadata"
 
 
-class _Record:
+class Record:
     """Stands in for each class that an index names: keeps what it is given, does nothing with it.
 
     That __setstate__ is here matters: without it, a pickle can set attributes of the class itself.
@@ -34,7 +34,7 @@ class _Record:
 
 
 def _records(module: str, names: str) -> dict[tuple[str, str], type]:
-    return {(module, name): type(name, (_Record,), {}) for name in names.split()}
+    return {(module, name): type(name, (Record,), {}) for name in names.split()}
 
 
 # Written by torch 2.13 under core 0.16.1 and 0.19.2; the plans of all ranks are in it, and passed over.  Core up to
@@ -42,7 +42,7 @@ def _records(module: str, names: str) -> dict[tuple[str, str], type]:
 _DCP = "torch.distributed.checkpoint"
 _INDEX_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Record,
+    ("torch.serialization", "_get_layout"): Record,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **_records(f"{_DCP}.metadata", "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"),
     **_records(f"{_DCP}.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
@@ -69,7 +69,7 @@ def _sizes(value: Any) -> torch.Size:
 
 
 def _kind(record: Any) -> str:
-    return type(record).__name__ if isinstance(record, _Record) else ""
+    return type(record).__name__ if isinstance(record, Record) else ""
 
 
 def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:

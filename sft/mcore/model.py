@@ -30,7 +30,7 @@ from torch import Tensor
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
 from sft.layout import Layout
-from sft.mcore import rope
+from sft.mcore import fp8, rope
 from sft.mcore.attention import PortableAttention
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 from sft.mcore.experts import ExpertLayer, Router
@@ -99,6 +99,7 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         moe_token_dispatcher_type="alltoall",  # core demands it with variable_seq_lengths, dense or not
         **_expert_fields(model, layout, backend),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
+        **fp8.fields(config.run.fp8),
         **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _fused(backend)),
         **_recompute_fields(config.train.recompute),
     )
@@ -127,7 +128,7 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
 
 def _fused(backend: str) -> dict[str, bool]:
     """Compiled by torch, where not by Transformer Engine; TORCHDYNAMO_DISABLE=1 has them run as they are written."""
-    return dict(bias_activation_fusion=True, bias_dropout_fusion=True, apply_rope_fusion=backend == "te")
+    return dict(bias_activation_fusion=True, apply_rope_fusion=backend == "te")
 
 
 def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Stock readers run code that a file names in three places: the index `.metadata` (plain pickle), every byte object inside
 the shards (random states, extra states, since core 0.19 the plain values) and, one step later, Transformer Engine,
-which unpickles the extra states it is handed.  Here the index is taken apart by `index.py`; byte objects go through
-torch's weights-only unpickler with a short list of classes; extra states come out as None.
+which up to 2.17 unpickles the extra states it is handed.  Here the index is taken apart by `index.py`; byte objects go
+through torch's weights-only unpickler with a short list of classes; extra states come out as None, but for `scales.py`.
 
 Decides what may be read.  What a checkpoint must hold to suit a model is `shards.py`'s business.
 """
@@ -191,8 +191,10 @@ class Planner(MCoreLoadPlanner):
 
     state_dict: dict[str, Any]
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, *, extra_states: bool = False, **arguments: Any) -> None:
+        """extra_states: as they are stored, for `scales.py`, and not None; nobody else may be handed them."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **arguments)
+        self._extra_states = extra_states
 
     def create_local_plan(self) -> LoadPlan:
         everything, entries = self.state_dict, self.metadata.state_dict_metadata
@@ -211,7 +213,7 @@ class Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         found = _values(value, f"The object {key} of the checkpoint")
-        if EXTRA_STATE.search(key):
+        if EXTRA_STATE.search(key) and not self._extra_states:
             # FP8 scales, as a pickle inside: Transformer Engine would run it.  None means that there are none.
             found = [None] * len(found) if isinstance(found, list) else None
         self.state_dict[key] = found

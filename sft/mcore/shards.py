@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from sft.config import ModelConfig
 from sft.durable import flush
 from sft.errors import CheckpointError, StorageError
-from sft.mcore import moments, rng, safe, torch_dist
+from sft.mcore import moments, rng, safe, scales, torch_dist
 from sft.mcore.engine import Engine
 from sft.mcore.groups import agree, exchange
 from sft.mcore.model import padded_vocab_size, sharded_tensors
@@ -97,6 +97,8 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     _check_shapes([*sharded_tensors(model), *wanted], there, folder)
     _read_model(engine, model, reader)
     torch_dist.read(wanted, reader)
+    if engine.config.run.fp8 == "delayed":
+        scales.restore([chunk.module for chunk in engine.chunks], model, engine.core_config, reader)
     moments.set_step(engine.optimizer, step)
     _set_schedule(engine, int(common["iteration"]))
     key = rng.key_of(engine.groups)
@@ -278,7 +280,7 @@ def _check_shapes(wanted: list[Any], there: dict[str, Any], folder: Path) -> Non
 
 
 def _read_model(engine: Engine, model: dict[str, Any], reader: safe.Reader) -> None:
-    """In place.  Objects of modules stay as they are: without fp8 they say nothing."""
+    """In place.  Objects of modules are the business of `scales.py`: without fp8 they say nothing."""
     torch_dist.read_shared(list(sharded_tensors(model)), reader, engine.groups.collection.dp_cp)
 
 

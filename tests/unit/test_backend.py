@@ -3,8 +3,10 @@
 import importlib.metadata
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from sft.config import Config
 from sft.errors import ConfigError
@@ -62,3 +64,105 @@ def test_a_release_that_cannot_is_refused(te: None, monkeypatch: pytest.MonkeyPa
     assert choose(config(f"parallel.cp_comm={way}", "parallel.cp=1"), "cuda").name == "te"  # nothing to move
     monkeypatch.setattr(importlib.metadata, "version", lambda package: f"{since}.1")
     assert choose(wanted, "cuda").name == "te"
+
+
+def test_two_levels_of_context_parallelism(te: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = config("parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=2")
+    for there in ("2.18.0", "2.9.0"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda package: there)
+        with pytest.raises(ConfigError, match=rf"a2a\+p2p: Transformer Engine {there} is here, .* from 2.19 on"):
+            choose(wanted, "cuda")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.19.0")
+    assert choose(wanted, "cuda").name == "te"
+
+
+@pytest.fixture
+def gpu(te: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], str, str], None]:
+    """As if that GPU, that release of Transformer Engine and that CUDA were there."""
+
+    def be(capability: tuple[int, int], release: str = "2.20.2", cuda: str = "13.0") -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(importlib.metadata, "version", lambda package: release)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+
+    return be
+
+
+ADA, HOPPER, BLACKWELL, CONSUMER = (8, 9), (9, 0), (10, 0), (12, 0)
+DO_FP8 = {
+    (8, 0): [],
+    ADA: ["delayed", "tensorwise"],
+    HOPPER: ["delayed", "tensorwise", "blockwise"],
+    BLACKWELL: ["delayed", "tensorwise", "blockwise", "mxfp8"],
+    (10, 3): ["delayed", "tensorwise", "blockwise", "mxfp8"],
+    CONSUMER: ["delayed", "tensorwise", "blockwise"],
+}
+
+
+@pytest.mark.parametrize("capability, able", DO_FP8.items())
+def test_fp8_by_gpu(gpu: Callable[..., None], capability: tuple[int, int], able: list[str]) -> None:
+    gpu(capability)
+    for name in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        if name in able:
+            assert choose(config(f"run.fp8={name}"), "cuda").name == "te"
+        else:
+            with pytest.raises(ConfigError, match=f"^run.fp8 = {name}: it needs a GPU of compute capability"):
+                choose(config(f"run.fp8={name}"), "cuda")
+
+
+FP8_REFUSED = {
+    "too old a GPU": (
+        (HOPPER, "2.20.2", "13.0"),
+        "mxfp8",
+        "run.fp8 = mxfp8: it needs a GPU of compute capability 10.0 or more, below 12.0 (Blackwell of data centres), "
+        "and this one has 9.0.  For this GPU there are: delayed, tensorwise, blockwise, null.",
+    ),
+    "no FP8 at all": (
+        ((8, 0), "2.20.2", "13.0"),
+        "delayed",
+        "run.fp8 = delayed: it needs a GPU of compute capability 8.9 or more (Ada or later), and this one has 8.0.  "
+        "For this GPU there are: null.",
+    ),
+    "too old a release": (
+        (HOPPER, "2.2.1", "13.0"),
+        "blockwise",
+        "run.fp8 = blockwise: it needs Transformer Engine 2.3, and 2.2 is here.  For this GPU there are: delayed, "
+        "tensorwise, null.",
+    ),
+    "too old a CUDA": (
+        (HOPPER, "2.20.2", "12.8"),
+        "blockwise",
+        "run.fp8 = blockwise: it needs CUDA 12.9, and torch was built for 12.8.  For this GPU there are: delayed, "
+        "tensorwise, null.",
+    ),
+}
+
+
+@pytest.mark.parametrize("there, name, message", FP8_REFUSED.values(), ids=FP8_REFUSED.keys())
+def test_fp8_refused(
+    gpu: Callable[..., None], there: tuple[tuple[int, int], str, str], name: str, message: str
+) -> None:
+    gpu(*there)
+    with pytest.raises(ConfigError) as caught:
+        choose(config(f"run.fp8={name}"), "cuda")
+    assert str(caught.value) == message
+
+
+def test_releases_that_bring_fp8(gpu: Callable[..., None]) -> None:
+    """From megatron-core's fp8_utils: which recipe since which release."""
+    for name, since, before in [("tensorwise", "2.2", "2.1"), ("mxfp8", "2.1", "2.0"), ("blockwise", "2.3", "2.2")]:
+        gpu(BLACKWELL, f"{since}.0+abc")
+        assert choose(config(f"run.fp8={name}"), "cuda").name == "te"
+        gpu(BLACKWELL, f"{before}.9")
+        with pytest.raises(ConfigError, match=f"it needs Transformer Engine {since}, and {before} is here"):
+            choose(config(f"run.fp8={name}"), "cuda")
+
+
+def test_fp8_without_transformer_engine() -> None:
+    """attention.backend = auto would take portable, which has no FP8."""
+    with pytest.raises(ConfigError) as caught:
+        choose(config("run.fp8=delayed"), "cuda")
+    told = str(caught.value)
+    assert told.startswith("run.fp8 = delayed is Transformer Engine's: transformer_engine does not import here (")
+    with pytest.raises(ConfigError, match="run.fp8 = delayed is Transformer Engine's: .* this run is on the CPU"):
+        choose(config("run.fp8=delayed"), "cpu")

@@ -204,6 +204,18 @@ MISFITS = {
         "model.num_query_groups = 4.  "
         "Use p2p or all_gather, or a cp of 1, 2, 4.",
     ),
+    "heads and all-to-all of two levels": (
+        16,
+        {"parallel": {"cp": 8, "tp": 2, "cp_comm": "a2a+p2p", "cp_a2a": 4}, "model": {"num_query_groups": 4}},
+        "parallel.cp_comm = a2a+p2p hands out whole heads: tp 2 x cp_a2a 4 = 8 does not divide "
+        "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of 2.",
+    ),
+    "heads that no second level could share": (
+        16,
+        {"parallel": {"cp": 4, "tp": 4, "cp_comm": "a2a+p2p", "cp_a2a": 2}, "model": {"num_query_groups": 4}},
+        "parallel.cp_comm = a2a+p2p hands out whole heads: tp 4 x cp_a2a 2 = 8 does not divide "
+        "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of none.",
+    ),
     "a rank to profile": (
         8,
         {"profile": {"torch": {"steps": [1], "ranks": [0, 8]}}},
@@ -226,6 +238,16 @@ def test_microbatches_without_virtual_stages_may_be_any_number() -> None:
 def test_all_to_all_binds_transformer_engine_only(elsewhere: dict[str, dict[str, object]]) -> None:
     short = config(parallel={"cp": 16, "cp_comm": "a2a"}, **elsewhere)
     assert Layout.resolve(short, 16).cp == 16
+
+
+def test_two_levels_need_heads_for_one() -> None:
+    """cp 8 as 2 x 4: two ranks share the 4 groups of a tp rank, which all 8 could not."""
+    parallel = {"tp": 2, "cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}
+    layout = Layout.resolve(config(parallel=parallel, model={"num_query_groups": 4}), 16)
+    assert layout.cp_a2a == 2
+    assert "cp 8 = 2 ranks of all-to-all x 4 of the ring" in layout.equations(32768)
+    elsewhere = config(parallel=parallel, attention={"backend": "portable"})
+    assert Layout.resolve(elsewhere, 16).cp_a2a is None
 
 
 def test_all_misfits_at_once() -> None:

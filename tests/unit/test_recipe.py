@@ -433,8 +433,7 @@ MISTAKES = {
     "misspelt choice": (
         "parallel.cp_comm=p2pp",
         'parallel.cp_comm = "p2pp" (command line: parallel.cp_comm=p2pp); expected one of p2p, all_gather, '
-        "a2a.  "
-        "Did you mean p2p?",
+        "a2a, a2a+p2p.  Did you mean p2p?",
     ),
     "a choice of other tools": (
         "run.device=gpu",
@@ -469,7 +468,7 @@ MISTAKES = {
     "value for a group": (
         "parallel=4",
         "parallel = 4 (command line: parallel=4); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, "
-        "virtual_stages, sequence_parallel, distributed_optimizer, overlap, cp_comm.",
+        "virtual_stages, sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a.",
     ),
     "nested value for a megatron field": (
         "model.megatron.a={b: 1}",
@@ -591,6 +590,42 @@ CLASHES = {
         ["attention.backend=te", "run.device=cpu"],
         'attention.backend = "te" (command line: attention.backend=te) needs CUDA, and run.device is cpu; '
         "use portable or auto.",
+    ),
+    "fp8 on a CPU": (
+        ["run.fp8=delayed", "run.device=cpu"],
+        'run.fp8 = "delayed" (command line: run.fp8=delayed) needs CUDA, and run.device is cpu; use null.',
+    ),
+    "fp8 beside fp32": (
+        ["run.fp8=mxfp8", "run.precision=fp32"],
+        'run.fp8 = "mxfp8" (command line: run.fp8=mxfp8) stands beside bf16, and run.precision is fp32; use bf16.',
+    ),
+    "fp8 without its layers": (
+        ["run.fp8=blockwise", "attention.backend=portable"],
+        'run.fp8 = "blockwise" (command line: run.fp8=blockwise) is Transformer Engine\'s, and attention.backend is '
+        "portable; use te or auto, or null.",
+    ),
+    "two levels without their size": (
+        ["parallel.cp_comm=a2a+p2p", "parallel.cp=12"],
+        "parallel.cp_a2a = null (default) is needed with cp_comm = a2a+p2p; for cp = 12, sizes that fit: 2, 3, 4, 6.",
+    ),
+    "a size without its levels": (
+        ["parallel.cp_a2a=2", "parallel.cp=4"],
+        "parallel.cp_a2a = 2 (command line: parallel.cp_a2a=2) is for cp_comm = a2a+p2p; got p2p.  Use null.",
+    ),
+    "levels of nobody": (
+        ["parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=4"],
+        "parallel.cp_a2a = 4 (command line: parallel.cp_a2a=4) must divide cp = 4 into two factors above 1, and 4 does "
+        "not; sizes that fit: 2.",
+    ),
+    "one level alone": (
+        ["parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=1"],
+        "parallel.cp_a2a = 1 (command line: parallel.cp_a2a=1) must divide cp = 4 into two factors above 1, and 1 does "
+        "not; sizes that fit: 2.",
+    ),
+    "levels of a prime": (
+        ["parallel.cp_comm=a2a+p2p", "parallel.cp=2", "parallel.cp_a2a=2"],
+        "parallel.cp_a2a = 2 (command line: parallel.cp_a2a=2) must divide cp = 2 into two factors above 1, and 2 does "
+        "not; none fits; use p2p or a2a.",
     ),
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sft.mcore import fp8
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 
 MCORE = Path(__file__).resolve().parents[2] / "sft" / "mcore"
@@ -88,6 +89,7 @@ NAMES: dict[str, list[str]] = {
         "get_rng_state_tracker",
         "tp_group",
     ],
+    "fp8_utils.get_fp8_recipe": ["config"],
     "models.gpt.GPTModel": [
         "config",
         "transformer_layer_spec",
@@ -182,11 +184,13 @@ NAMES: dict[str, list[str]] = {
     "parallel_state.get_expert_model_parallel_rank": [],
     "parallel_state.get_pipeline_model_parallel_rank": [],
     "parallel_state.get_tensor_model_parallel_rank": [],
+    "parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": [],
     "parallel_state.initialize_model_parallel": [
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
         "context_parallel_size",
+        "hierarchical_context_parallel_sizes",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "create_gloo_process_groups",
@@ -265,6 +269,7 @@ FIELDS = [
     "variable_seq_lengths",
     "moe_token_dispatcher_type",
     "calculate_per_token_loss",
+    *{name for fp8_name in (None, "delayed", "tensorwise", "blockwise", "mxfp8") for name in fp8.fields(fp8_name)},
     "num_moe_experts",
     "moe_ffn_hidden_size",
     "moe_router_topk",

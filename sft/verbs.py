@@ -62,7 +62,9 @@ def check(arguments: Namespace) -> None:
     _print_group("layout", layout.equations(recipe.config.data.seq_length))
     if arguments.no_data:
         built_in = recipe.config.data.tokenizer == "byte"
-        _print_group("model", [_parameters(recipe, _tokenizer(recipe).vocab_size if built_in else None)])
+        found = _tokenizer(recipe).vocab_size if built_in else None
+        _print_group("model", [_parameters(recipe, found)])
+        _print_group("memory", _memory(recipe, layout, found))
         _print_group("data", ["not looked at (--no-data)"])
     else:
         _require_data(recipe)
@@ -76,6 +78,7 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     length = recipe.config.train
     tokenizer = _tokenizer(recipe)
     _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
+    _print_group("memory", _memory(recipe, layout, tokenizer.vocab_size))
     corpora = prepare_recipe(recipe.config, tokenizer, _told())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
@@ -259,6 +262,16 @@ def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
         return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
     rows = vocab_rows(model, tokenizer_size or 0)
     return f"parameters {told_parameters(model, rows)} with a vocabulary of {rows:,}"
+
+
+def _memory(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> list[str]:
+    from sft.layout import vocab_rows
+    from sft.memory import told
+
+    model = recipe.config.model
+    if model.vocab_size is None and tokenizer_size is None:
+        return []
+    return told(recipe.config, layout, vocab_rows(model, tokenizer_size or 0))
 
 
 def _told() -> "Console":

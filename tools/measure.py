@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -157,6 +158,7 @@ def about(device: torch.device) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "versions": {"python": platform.python_version(), **installed()},
         "cores": len(os.sched_getaffinity(0)),
+        "host_gib": round(_host_bytes() / 2**30, 1),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -177,7 +179,8 @@ def told(header: Mapping[str, Any]) -> str:
     gpu = (
         f", {header['memory_gib']} GiB, driver {header['driver']}, CUDA {header['cuda']}" if "driver" in header else ""
     )
-    return f"{header['date']}  {header['command']}\n{versions}\n{header['device']}{gpu}, {header['cores']} cores"
+    host = f"{header['cores']} cores, {header['host_gib']} GiB of host memory"
+    return f"{header['date']}  {header['command']}\n{versions}\n{header['device']}{gpu}, {host}"
 
 
 def added_to(path: Path | None) -> Callable[[Mapping[str, Any]], None]:
@@ -189,6 +192,15 @@ def added_to(path: Path | None) -> Callable[[Mapping[str, Any]], None]:
                 file.write(json.dumps(row) + "\n")
 
     return emit
+
+
+def _host_bytes() -> int:
+    """Of this machine, or of what it lends this process."""
+    found = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""
+        found += [int(text)] if text.isdecimal() else []
+    return min(found)
 
 
 def _driver() -> str:

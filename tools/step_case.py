@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,20 +31,12 @@ from sft.mcore import engine as engine_module
 from sft.mcore import flash, groups
 from sft.mcore import model as model_module
 from sft.mcore import optim
-from sft.recipe import parse_recipe
 from tools import measure
 
 RANGE = "sft: "
 PADDED = 16  # samples
 MULTIPLE = 64
 STEPS = 1000  # of the schedule, more than are done
-RECIPE = """
-run: {dir: unused, seed: 7}
-model: {qk_norm: true, norm_epsilon: 1e-6, rope: {base: 1e6}}
-data: {train: unused}
-train: {num_steps: 1000, global_batch_size: 1}
-optim: {lr: 1e-5, schedule: constant, weight_decay: 0.1}
-"""
 
 
 class Corpus:
@@ -135,17 +128,12 @@ def attention_rates(case: Any, device: torch.device, kernels: Sequence[str]) -> 
 
 def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Steps of sft."""
-    measured = constants(case, options, device)
+    measured = {} if options.fit else constants(case, options, device)
     seq_length, multiple, lengths = drawn(case, options.steps + 3)
-    sizes = [f"model.{name}={str(value).lower()}" for name, value in case.sizes.items()]
-    overrides = [
-        *sizes, f"model.vocab_size={case.vocab}", f"run.device={device.type}", f"train.recompute={case.recompute}",
-        f"run.precision={'bf16' if device.type == 'cuda' else 'fp32'}", f"data.seq_length={seq_length}",
-        f"data.doc_multiple={multiple}", *options.set,
-    ]  # fmt: skip
-    config = parse_recipe(RECIPE, "bench_step", overrides).config
+    config = case.config(device.type, seq_length=seq_length, multiple=multiple, also=options.set)
     layout = Layout.resolve(config, 1)
     place = groups.start(layout, devices.start(device.type), seed=config.run.seed, timeout_s=300)
+    before = host_bytes()
     with mock.patch.object(model_module, "_draw", partial(draw, device)):
         engine = engine_module.Engine(config, layout, place, vocab_size=case.vocab, num_steps=STEPS)
     corpus: Any = Corpus(lengths, case.vocab)
@@ -167,9 +155,23 @@ def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dic
         }  # fmt: skip
 
     ranges = {"head": (engine_module, "lm_loss"), "optimizer": (optim, "update")}
-    found = steps(step, options, device, ranges)
+    found = twice(step, device) if options.fit else steps(step, options, device, ranges)
+    found["host_bytes"] = max(0, host_bytes() - before)
     groups.stop()
     return {**found, "constants": measured, "backend": f"attention {engine.backend}"}
+
+
+def twice(step: Callable[[int], dict[str, float]], device: torch.device) -> dict[str, Any]:
+    """The most memory of two steps: the first makes the optimizer's states, and the second finds them there."""
+    seen = [timed(step, index, device)[1] for index in range(2)]
+    return {"peak_bytes": max(one["peak_bytes"] for one in seen) or None, "tokens": seen[-1]["tokens"]}
+
+
+def host_bytes() -> int:
+    """What this process holds in host memory: what is resident, or what is pinned where that is more."""
+    resident: int = psutil.Process().memory_info().rss
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
+    return max(resident, int(pinned))
 
 
 def peer(case: Any, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -279,6 +281,9 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def drawn(case: Any, packs: int) -> tuple[int, int, np.ndarray]:
     """data.seq_length, data.doc_multiple, and lengths of so many packs."""
+    if case.mix == "1k":  # as much memory as one document, and little time
+        size = min(1024, case.length)
+        return case.length, MULTIPLE, np.full(-(-packs * case.length // size), size)
     if case.mix != "padded":
         return case.length, MULTIPLE, measure.lengths_to(case.mix, packs * case.length, case.length)
     few = measure.lengths_to("chat", case.length, case.length)[:PADDED]

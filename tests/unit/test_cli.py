@@ -104,6 +104,10 @@ layout  world_size 8 = tp 2 x cp 2 x pp 1 x dp 2
         between layers, sequence parallel: 512 / tp 2 = 256
         documents padded to a multiple of 32, packs to a multiple of 32
 model   parameters 115,392 with a vocabulary of 259
+memory  per rank, estimated and not measured: 2.9 MiB, of which
+        weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, kept by layers 1.1 MiB, at both ends 96 KiB, \
+working set 1.1 MiB
+        longest context in 80 GB, by the same estimate: 34,305,056 tokens
 data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents
         steps per epoch 5 = 19 packs / global_batch_size 4, rounded up
@@ -124,13 +128,13 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a.yaml", "--no-data"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
-    assert printed[-3:] == [
-        "model   parameters 115,392 with a vocabulary of 259",
-        "data    not looked at (--no-data)",
-        "",
-    ]
+    assert printed[-6] == "model   parameters 115,392 with a vocabulary of 259"
+    assert printed[-5].startswith("memory  per rank, estimated and not measured: ")
+    assert printed[-2:] == ["data    not looked at (--no-data)", ""]
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
-    assert "parameters unknown: the tokenizer gives model.vocab_size" in capsys.readouterr().out
+    printed_without = capsys.readouterr().out
+    assert "parameters unknown: the tokenizer gives model.vocab_size" in printed_without
+    assert "memory" not in printed_without
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t", "model.vocab_size=1000"]) == 0
     assert "parameters 210,240 with a vocabulary of 1,000" in capsys.readouterr().out
 

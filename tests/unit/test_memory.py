@@ -1,0 +1,268 @@
+"""The equations of memory, counted by hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from sft import memory
+from sft.config import Config, LossConfig
+from sft.layout import Layout
+from sft.memory import Memory, estimate, kept_per_token, longest_context
+from tests.unit.test_layout import config
+
+KIB = 1024
+LLAMA = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14_336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "head_dim": 128,
+}
+# Embedding 512 with the rows that pad 10 tokens to 128, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, last norm 4.
+TINY = {
+    "num_layers": 1,
+    "hidden_size": 4,
+    "ffn_hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_query_groups": None,
+    "head_dim": 2,
+    "tie_embeddings": True,
+}
+TINY_PARAMETERS = 684
+
+
+def of(
+    world_size: int = 1, model: Mapping[str, object] = TINY, loss: str = "fused", **sections: Mapping[str, object]
+) -> tuple[Config, Layout]:
+    wanted = config(model=model, **sections).model_copy(update={"loss": LossConfig.model_validate({"impl": loss})})
+    return wanted, Layout.resolve(wanted, world_size)
+
+
+def taken(world_size: int = 1, **sections: Any) -> Memory:
+    return estimate(*of(world_size, **sections), 10, 1024)
+
+
+# --- a layer's token ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute, kib, more", [("full", 8, 0), ("selective", 36, 132), ("none", 136, 136 + 57_344)])
+def test_a_token_in_a_layer_of_llama_8b(recompute: str, kib: int, more: int) -> None:
+    """More: a log-sum-exp of 4 bytes for each of 32 heads, 4 for each norm, and what a fused activation would not keep:
+    the gate after silu and up once more, 2 x 14,336 each."""
+    assert sum(kept_per_token(config(model=LLAMA).model, recompute).values()) == kib * KIB + more
+
+
+@pytest.mark.parametrize(
+    "recompute, norms, expected",
+    [("selective", True, 972), ("selective", False, 932), ("full", True, 128), ("none", True, 972 + 580 + 1920)],
+)
+def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None:
+    """The counts of tests/ranks/test_saved.py, of the same model."""
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
+    model = config(model={**TINY, **sizes, "qk_norm": norms}).model
+    assert sum(kept_per_token(model, recompute).values()) == expected
+
+
+def test_what_a_token_leaves_by_name() -> None:
+    """Hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
+    model = config(model={**LLAMA, "qk_norm": True}).model
+    assert kept_per_token(model, "none") == {
+        "layer's input": 8192,
+        "normed input": 8192,
+        "normed queries and keys": 10_240,
+        "norms' scales": 4 + 4 * 40,
+        "MLP norm's scale": 4,
+        "queries, keys, values": 12_288,
+        "attention's output": 8192,
+        "log-sum-exp": 128,
+        "MLP's norm input": 8192,
+        "MLP's normed input": 8192,
+        "gate and up": 57_344,
+        "gate after silu": 28_672,
+        "up": 28_672,
+        "gated": 28_672,
+    }
+    kept = {"layer's input": 8192, "queries, keys, values": 12_288, "attention's output": 8192}
+    kept |= {"log-sum-exp": 128, "MLP's norm input": 8192, "norms' scales": 164}
+    assert kept_per_token(model, "selective") == kept
+    assert kept_per_token(model, "selective", te=True) == {
+        **kept,
+        "normed input": 8192,
+        "normed queries and keys": 10_240,
+    }
+
+
+def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
+    """What is between layers only with sequence parallelism."""
+    model = config(model=LLAMA).model
+    found = kept_per_token(model, "none", tp=2)
+    assert (found["layer's input"], found["queries, keys, values"], found["log-sum-exp"]) == (8192, 6144, 64)
+    assert (found["gate and up"], found["MLP's normed input"]) == (28_672, 8192)
+    assert kept_per_token(model, "none", tp=2, share=0.5)["MLP's normed input"] == 4096
+    assert sum(kept_per_token(model, "full", width=4).values()) == 16_384
+
+
+def test_a_token_among_experts() -> None:
+    """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers; 8 scores twice."""
+    moe = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
+    found = kept_per_token(config(model=moe).model, "none")
+    assert (found["sent to experts"], found["from experts"]) == (16, 16)
+    assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 64)
+    assert (
+        kept_per_token(config(model=moe).model, "selective").keys()
+        == kept_per_token(config(model=TINY).model, "selective").keys()
+    )
+
+
+# --- weights, gradients, optimizer -------------------------------------------------------------------------------
+
+
+def test_a_parameter_takes_18_bytes() -> None:
+    found = taken()
+    assert (found.weights, found.gradients, found.optimizer) == (
+        2 * TINY_PARAMETERS,
+        4 * TINY_PARAMETERS,
+        12 * TINY_PARAMETERS,
+    )
+    wide = taken(run={"precision": "fp32"})  # the weights are the main ones
+    assert (wide.weights, wide.gradients, wide.optimizer) == (
+        4 * TINY_PARAMETERS,
+        4 * TINY_PARAMETERS,
+        8 * TINY_PARAMETERS,
+    )
+
+
+def test_the_distributed_optimizer_takes_6_and_a_share_of_12() -> None:
+    parallel = {"cp": 2}
+    found = taken(8, parallel=parallel)  # dp 4
+    assert found.static == pytest.approx((6 + 12 / 8) * TINY_PARAMETERS)
+    assert taken(8, parallel={**parallel, "distributed_optimizer": False}).static == 18 * TINY_PARAMETERS
+
+
+def test_experts_are_shared_out_by_themselves() -> None:
+    """8 experts of 24, 192 in all, 48 a rank of ep 4, each of 8 / 4 = 2 ranks half of their states; the rest is 588 and
+    a router of 32."""
+    moe = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
+    found = taken(8, model=moe, parallel={"cp": 2, "ep": 4})
+    assert found.weights == 2 * (620 + 48)
+    assert found.optimizer == pytest.approx(12 * (620 / 8 + 48 / 2))
+
+
+def test_offload_moves_the_optimizer_to_the_host() -> None:
+    """12 bytes there, and 4 of the gradient on its way."""
+    found = taken(optim={"offload_fraction": 0.75})
+    assert (found.optimizer, found.host_optimizer) == (3 * TINY_PARAMETERS, 12 * TINY_PARAMETERS)
+
+
+def test_tensor_and_pipeline_parallelism_divide_parameters() -> None:
+    """tp 2: 256 of the embedding, 80 of 160 of the layer's matrices, norms whole."""
+    assert taken(2, parallel={"tp": 2}).weights == 2 * (256 + 80 + 8 + 4)
+    wanted, layout = of(2, {**TINY, "num_layers": 2}, parallel={"pp": 2})
+    assert memory.parameters(wanted.model, layout, 10, 0) == (512 + 168, 0)
+    assert memory.parameters(wanted.model, layout, 10, 1) == (512 + 168 + 4, 0)  # tied: each has a copy
+
+
+# --- activations -------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_llama_8b() -> None:
+    """1024 tokens in 32 layers: 36 KiB and 132 bytes each."""
+    found = estimate(*of(1, LLAMA, train={"recompute": "selective"}), 128_256, 1024)
+    assert found.layers == 1024 * 32 * (36 * KIB + 132)
+    assert found.ends == 1024 * (2 * 8192 + 4 * 128)  # around the last norm; cosine and sine
+    # the MLP's half, the gradients of gate and up, those that come in and go out, and that of the widest weight
+    assert found.working == 1024 * (8196 + 5 * 28_672 + 57_344 + 2 * 8192) + 2 * 4096 * 28_672
+    assert found.head == 4096 * 128_256 * 2 + 8192 * 1024
+    assert found.device == found.static + found.layers + found.ends + found.head and found.gathered == 0
+
+
+def test_a_tile_is_all_that_the_mlp_works_on() -> None:
+    """Of 208,900 bytes a token; with few of them attention's turn takes more, 30,720 and the norm computed again."""
+    around = 1024 * 2 * 8192 + 2 * 4096 * 28_672
+    found = estimate(*of(1, LLAMA, train={"recompute": "selective", "mlp_tile": 256}), 128_256, 1024)
+    assert found.working == 256 * 208_900 + around
+    found = estimate(*of(1, LLAMA, train={"recompute": "selective", "mlp_tile": 128}), 128_256, 1024)
+    assert found.working == 1024 * (30_720 + 8192) + around
+    whole = estimate(*of(1, LLAMA, train={"recompute": "full"}), 128_256, 1024)
+    tiled = estimate(*of(1, LLAMA, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
+    assert whole.working - tiled.working == 208_900 * 768
+    # attention's half waits meanwhile: 36 KiB without the layer's input, and the normed one
+    assert whole.working == 1024 * (208_900 + 36 * KIB + 132) + around
+    none = estimate(*of(1, LLAMA, train={"mlp_tile": 256}), 128_256, 1024)
+    assert none.layers == 1024 * 32 * (44 * KIB + 132)
+
+
+def test_offloaded_layers_wait_on_the_host_and_two_are_here() -> None:
+    train = {"recompute": "full", "offload_activations": True}
+    found = estimate(*of(1, LLAMA, train=train), 128_256, 1024)
+    assert (found.layers, found.host_layers) == (2 * 8 * KIB * 1024, 32 * 8 * KIB * 1024)
+    assert found.host == found.host_layers
+
+
+def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
+    """cp 8, 8192 tokens: 1024 here; of 8192 keys and values, a quarter of the heads 6 times in bf16 and once in fp32,
+    and all of them once in fp32."""
+    alone = estimate(*of(1, LLAMA, train={"recompute": "full"}), 128_256, 1024)
+    found = estimate(*of(8, LLAMA, train={"recompute": "full"}, parallel={"cp": 8}), 128_256, 8192)
+    assert found.layers == alone.layers and found.gathered == 8192 * 2 * 1024 * ((6 * 2 + 4) / 4 + 4)
+    assert estimate(*of(8, LLAMA, parallel={"cp": 4, "tp": 2}), 128_256, 8192).gathered == found.gathered / 2
+    assert estimate(*of(8, LLAMA, parallel={"tp": 8}), 128_256, 8192).gathered == 0
+    few = of(8, {**LLAMA, "num_query_groups": 2}, parallel={"cp": 8})  # halves
+    assert estimate(*few, 128_256, 8192).gathered == 8192 * 2 * 256 * ((6 * 2 + 4) / 2 + 4)
+    ring = of(8, LLAMA, parallel={"cp": 8}, attention={"backend": "te"})
+    assert estimate(*ring, 128_256, 8192).gathered == 1024 * 2 * 1024 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    "stage, virtual, packs, at_once",
+    [(0, 1, 8, 4), (3, 1, 8, 1), (0, 1, 2, 2), (0, 2, 8, 5.5), (3, 2, 8, 2.5), (0, 2, 4, 4)],
+)
+def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: int, at_once: float) -> None:
+    parallel = {"pp": 4, "virtual_stages": virtual}
+    layers = {**TINY, "num_layers": 8}
+    wanted, layout = of(4, layers, parallel=parallel, train={"global_batch_size": packs, "recompute": "full"})
+    found = memory._stage(wanted, layout, 10, 1024, stage)
+    assert found.layers == 1024 * 2 * 8 * at_once
+
+
+def test_the_fullest_stage_is_told() -> None:
+    """The last one has the loss head, the first has four microbatches."""
+    layers = {**TINY, "num_layers": 8}
+    assert taken(4, model=layers, parallel={"pp": 4}).stage == 0
+    assert taken(4, model=layers, parallel={"pp": 4}, loss="full").stage == 3
+
+
+@pytest.mark.parametrize("loss, per_logit", [("chunked", 4), ("full", 12)])
+def test_losses_that_have_logits(loss: str, per_logit: int) -> None:
+    assert taken(loss=loss).head == per_logit * 1024 * 128
+
+
+# --- the longest context -----------------------------------------------------------------------------------------
+
+
+def test_the_longest_context_fits_and_one_step_more_does_not() -> None:
+    wanted, layout = of(8, LLAMA, train={"recompute": "selective"}, parallel={"cp": 8})
+    longest = longest_context(wanted, layout, 128_256, 80e9)
+    assert longest % layout.pack_multiple == 0
+    assert estimate(wanted, layout, 128_256, longest).device <= 80e9
+    assert estimate(wanted, layout, 128_256, longest + layout.pack_multiple).device > 80e9
+
+
+def test_a_model_that_never_fits() -> None:
+    assert longest_context(*of(1, LLAMA), 128_256, 80e9) == 0
+    assert memory.told(*of(1, LLAMA), 128_256)[-1] == (
+        "longest context in 80 GB, by the same estimate: none; weights, gradients and optimizer take too much"
+    )
+
+
+def test_what_is_told() -> None:
+    wanted = of(8, LLAMA, train={"recompute": "full", "offload_activations": True}, parallel={"cp": 8})
+    assert memory.told(*wanted, 128_256) == [
+        "per rank, estimated and not measured: 58 GiB, of which",
+        "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, at both ends 66 MiB, "
+        "working set 1.7 GiB",
+        "and of the host: layers 1.0 GiB, optimizer 0 B",
+        "longest context in 80 GB, by the same estimate: 366,368 tokens",
+    ]

@@ -1,0 +1,100 @@
+"""The tables of docs/performance.md that follow from sft/memory.py: arithmetic, not measurements.
+
+python -m tools.memory_table            print them
+python -m tools.memory_table --write    put them into the page
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sft import memory
+from sft.config import Config
+from sft.layout import Layout
+from tools.measure import short
+from tools.step_choices import Case
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- python -m tools.memory_table --write -->\n", "<!-- end of it -->\n"
+LENGTHS = (65_536, 131_072, 1_048_576)
+CARDS = (80e9, 141e9)
+WAYS = ("selective", "full", "selective+offload", "full+offload+tile4k")
+LLAMA = ("model.num_layers=32", "model.ffn_hidden_size=14336", "model.vocab_size=128256", "model.qk_norm=false")
+MODELS: dict[str, tuple[str, int, Sequence[str]]] = {  # the nearest shape of bench_step, vocabulary, what differs
+    "Llama-8B": ("8b", 128_256, LLAMA),
+    "Qwen3-1.7B": ("1.7b", 151_936, ()),
+    "Qwen3-4B": ("4b", 151_936, ()),
+    "Qwen3-8B": ("8b", 151_936, ()),
+}
+GPUS = 8
+
+
+def config(model: str, way: str, cp: int) -> tuple[Config, Layout, int]:
+    shape, vocab, also = MODELS[model]
+    found = Case.read(f"{shape}:64k:one:{way}").config("cuda", also=[*also, f"parallel.cp={cp}"])
+    return found, Layout.resolve(found, cp), vocab
+
+
+def tables() -> str:
+    """All of them, Markdown."""
+    return "\n".join([*_tokens(), "", *_lengths(1), "", *_lengths(GPUS), ""])
+
+
+def _tokens() -> Iterator[str]:
+    yield "| model | weights, gradients, optimizer: one GPU | 8, cp 8 | a token in a layer: none | selective | full |"
+    yield "|---|---|---|---|---|---|"
+    for model in MODELS:
+        alone, node = (memory.estimate(*config(model, "full", cp)).static for cp in (1, GPUS))
+        kept = (
+            sum(memory.kept_per_token(config(model, "full", 1)[0].model, way).values())
+            for way in ("none", "selective", "full")
+        )
+        yield f"| {model} | {_gb(alone)} GB | {_gb(node)} GB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"
+
+
+def _lengths(cp: int) -> Iterator[str]:
+    lengths = " | ".join(short(length) if length < 1_000_000 else "1M" for length in LENGTHS)
+    where = "one GPU" if cp == 1 else f"each of {cp} GPUs, cp {cp}"
+    cards = " | ".join(f"longest in {card / 1e9:.0f} GB" for card in CARDS)
+    yield f"| {where}: GB, and GB of its host | {lengths} | {cards} |"
+    yield "|---|" + "---|" * (len(LENGTHS) + len(CARDS))
+    for model in MODELS:
+        for way in WAYS:
+            needed = [_both(memory.estimate(*config(model, way, cp), length)) for length in LENGTHS]
+            longest = [_tokens_of(memory.longest_context(*config(model, way, cp), card)) for card in CARDS]
+            yield f"| {model}, {way} | {' | '.join(needed)} | {' | '.join(longest)} |"
+
+
+def _both(found: memory.Memory) -> str:
+    return _gb(found.device) + (f" + {_gb(found.host)}" if found.host else "")
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / 1e9:.0f}" if amount >= 1e10 else f"{amount / 1e9:.1f}"
+
+
+def _tokens_of(tokens: int) -> str:
+    return f"{tokens // 1024:,}K" if tokens else "none"
+
+
+def page(text: str) -> str:
+    """The page with the tables in their place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    assert rest and after is not None, f"{PAGE} has lost its marks"
+    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    if parser.parse_args(argv).write:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(tables(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

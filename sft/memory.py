@@ -230,7 +230,8 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
     hidden = share * width * model.hidden_size * local
     of_layer = sum(kept.values()) * local
     layers = of_layer * model.num_layers / layout.pp * _at_once(layout, stage)
-    here = min(layers, 2 * of_layer) if train.offload_activations else layers  # one goes or comes, one is worked on
+    away = train.offload_fraction * layers
+    here = min(layers, layers - away + 2 * of_layer)  # one goes or comes, one is worked on
     angles = 4.0 * pack if te else 2.0 * width * local  # fp32 of the longest document, or cosine and sine
     last = stage == layout.pp - 1
     matrix = width * model.hidden_size * 2 * model.resolved_expert_ffn / layout.tp  # the widest weight's own gradient
@@ -245,7 +246,7 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         working=_working(config, kept, everything, local) + 2 * hidden + matrix,
         gathered=_gathered(config, layout, pack, width),
         head=_head(config, layout, vocab_size, local, width) if last else 0.0,
-        host_layers=layers if train.offload_activations else 0.0,
+        host_layers=away,
         host_optimizer=host,
     )
 

@@ -105,8 +105,8 @@ class TrainConfig(Section):
     """Activations computed again in backward: none; norms and the MLP or experts (selective); or whole layers."""
     mlp_tile: Positive | None = None
     """Tokens of a rank that the MLP takes at once, which is then computed again in backward; null takes all."""
-    offload_activations: bool = False
-    """What layers keep for backward waits in host memory; needs recompute, without which that is too much to move."""
+    offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of a rank's layers, the first ones, whose activations wait in host memory; needs recompute."""
     eval_every: Positive | None = None
     """Steps between evaluations; null means before the first step and at the end only."""
     max_bad_steps: NonNegative = 2
@@ -116,9 +116,9 @@ class TrainConfig(Section):
     def _one_length(self) -> "TrainConfig":
         steps, epochs = self.num_steps, self.num_epochs
         neither, both = steps is None and epochs is None, steps is not None and epochs is not None
-        too_much = self.offload_activations and self.recompute == "none"
+        too_much = self.offload_fraction > 0.0 and self.recompute == "none"
         refuse(
-            (too_much, "offload_activations", "needs recompute = selective or full"),
+            (too_much, "offload_fraction", "needs recompute = selective or full: without, that is too much to move"),
             (neither, "num_steps", "and num_epochs is null too; give one of them"),
             (both, "num_epochs", f"clashes with num_steps = {steps}; set one of them to null"),
         )

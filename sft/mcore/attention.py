@@ -177,6 +177,8 @@ class _DocumentAttention(torch.autograd.Function):
         for some, (keys, values), grad, part, lse, place in parts:
             dpart, dkeys, dvalues = kernel.backward(grad, some, keys, values, part, lse, ctx.scale)
             place.copy_(dpart)
+            for before in sums[-1:]:  # one sum over ranks at a time: each is as long as the pack, and wide
+                before.wait()
             sums.append(_Summed(dkeys, dvalues, kernel, len(key), ctx.cp_group))
         both = torch.cat([summed.take() for summed in sums], dim=1)
         dkey, dvalue = both.split(key.shape[-1], dim=-1)
@@ -242,8 +244,12 @@ class _Summed:
         self._local = total.new_empty((num_tokens, *both.shape[1:]))
         self._work = dist.reduce_scatter_tensor(self._local, total, group=cp_group, async_op=True)
 
-    def take(self) -> Tensor:
-        """[t, groups, 2 d]"""
+    def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
+            self._work = None
+
+    def take(self) -> Tensor:
+        """[t, groups, 2 d]"""
+        self.wait()
         return self._local

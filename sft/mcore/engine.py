@@ -218,7 +218,7 @@ class Engine:
         here = self.groups.device
         tokens, positions, documents = mb.tokens.to(here), mb.position_ids.to(here), self._documents(mb)
         by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
-        with self._saving.forward():
+        with self._saving.forward(len(chunk.module.decoder.layers)):
             hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=by_token)
         return hidden, partial(loss, chunk, mb)
 
@@ -239,7 +239,8 @@ class Engine:
         train = self.config.train
         return Saving(
             again=train.recompute == "selective",
-            host=HostMemory(self.groups.device) if train.offload_activations else None,
+            host=HostMemory(self.groups.device) if train.offload_fraction else None,
+            fraction=train.offload_fraction,
             stays=[weight for chunk in self.chunks for weight in chunk.parameters()],
         )
 

@@ -55,6 +55,11 @@ class Layers:
         torch.cuda.current_stream().wait_stream(self.host.stream)  # it may be fetching what nobody came for
         self.host.give_back(self._slabs)
 
+    @property
+    def begun(self) -> int:
+        """Layers that have."""
+        return len(self._blocks) - 1
+
     def begin(self) -> None:
         """A layer begins: from now on the memory of the one before last may be used for something else."""
         self._blocks[-1].copied = self.host.stream.record_event()
@@ -68,7 +73,7 @@ class Layers:
         self.host.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.host.stream):
             _copy(flat, room, out=True)
-        stored = Stored(self, len(self._blocks) - 1, flat, room)
+        stored = Stored(self, self.begun, flat, room)
         self._blocks[-1].members.append(weakref.ref(stored))
         return stored
 

@@ -9,6 +9,7 @@ autograd asks for every tensor that an operation keeps (torch.autograd.graph.sav
 No gradient flows through what is computed again: the norm's own backward has that.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,24 +73,27 @@ class _Cheap:
 class Saving:
     """The rule of one model chunk.
 
-    again  compute again what is cheap
-    host   where large tensors go; None: nowhere
-    stays  tensors that are there anyway, such as weights
+    again     compute again what is cheap
+    host      where large tensors go; None: nowhere
+    fraction  of the layers, the first ones, of which they go there: backward comes to them last
+    stays     tensors that are there anyway, such as weights
     """
 
-    def __init__(self, *, again: bool, host: HostMemory | None, stays: Iterable[Tensor] = ()) -> None:
-        self._again, self._host = again, host
+    def __init__(
+        self, *, again: bool, host: HostMemory | None = None, fraction: float = 1.0, stays: Iterable[Tensor] = ()
+    ) -> None:
+        self._again, self._host, self._fraction = again, host, fraction
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, num_layers: int) -> Iterator[None]:
         """Around a forward pass; what is recomputed in backward is kept as autograd has it."""
         global _now
         if not (self._again or self._host) or not torch.is_grad_enabled():
             yield
             return
         assert _now is None
-        _now = pass_ = _Pass(self._again, self._host, self._stays)
+        _now = pass_ = _Pass(self._again, self._host, math.ceil(self._fraction * num_layers), self._stays)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pass_.keep, lambda kept: kept.take()):
                 yield
@@ -101,9 +105,9 @@ class Saving:
 class _Pass:
     """One forward pass."""
 
-    def __init__(self, again: bool, host: HostMemory | None, stays: set[int]) -> None:
+    def __init__(self, again: bool, host: HostMemory | None, layers_to_host: int, stays: set[int]) -> None:
         self.again, self.layers = again, None if host is None else Layers(host)
-        self._stays = stays
+        self._layers_to_host, self._stays = layers_to_host, stays
         self._cheap: dict[int, _Cheap] = {}  # by address
         self._kept: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, Kept]] = {}  # whole storages, once each
 
@@ -146,6 +150,7 @@ class _Pass:
     def _goes_to_host(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return (
             self.layers is not None
+            and self.layers.begun <= self._layers_to_host
             and tensor.is_floating_point()
             and storage.nbytes() >= LEAST_BYTES
             and storage.data_ptr() not in self._stays

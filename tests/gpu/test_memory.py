@@ -51,8 +51,8 @@ WAYS = [
     ["train.recompute=selective"],
     ["train.recompute=full"],
     ["train.recompute=selective", "train.mlp_tile=1000"],
-    ["train.recompute=selective", "train.offload_activations=true"],
-    ["train.recompute=full", "train.offload_activations=true"],
+    ["train.recompute=selective", "train.offload_fraction=1"],
+    ["train.recompute=full", "train.offload_fraction=1"],
 ]
 
 
@@ -89,8 +89,8 @@ def bytes_after_forward(overrides: list[str], num_layers: int) -> int:
     [
         (["train.recompute=selective"], KEPT),
         (["train.recompute=full"], HIDDEN),
-        (["train.recompute=selective", "train.offload_activations=true"], 0),
-        (["train.recompute=full", "train.offload_activations=true"], 0),
+        (["train.recompute=selective", "train.offload_fraction=1"], 0),
+        (["train.recompute=full", "train.offload_fraction=1"], 0),
     ],
 )
 def test_bytes_of_a_layer(way: list[str], per_token: int) -> None:

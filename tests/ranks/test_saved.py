@@ -107,7 +107,7 @@ def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]
     with (
         mock.patch.object(saved, "LEAST_BYTES", 1 << 12),
         mock.patch.object(host, "SLAB_BYTES", 1 << 14),
-        scenarios.running([*WIDE, *overrides, "train.offload_activations=true"]) as engine,
+        scenarios.running([*WIDE, *overrides, "train.offload_fraction=1"]) as engine,
     ):
         microbatch = one_document(engine)
         with Alive() as alive:
@@ -126,7 +126,7 @@ def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]
 def with_host(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Gradients, with slabs smaller than what they are to hold."""
     with mock.patch.object(saved, "LEAST_BYTES", 1 << 8), mock.patch.object(host, "SLAB_BYTES", 5000):
-        return scenarios.gradients([*overrides, "train.offload_activations=true"], packs)
+        return scenarios.gradients([*overrides, "train.offload_fraction=1"], packs)
 
 
 SAME = [

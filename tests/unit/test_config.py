@@ -250,7 +250,7 @@ def test_experts_that_cannot_be(overrides: tuple[str, ...], why: str) -> None:
     [
         (("train.mlp_tile=0",), "train.mlp_tile = 0"),
         ((*MOE, "train.mlp_tile=4096"), "train.mlp_tile = 4096 .*is for dense models: experts are balanced over whole"),
-        (("train.offload_activations=true",), "train.offload_activations .*needs recompute = selective or full"),
+        (("train.offload_fraction=0.5",), "train.offload_fraction = 0.5 .*needs recompute = selective or full"),
     ],
 )
 def test_memory_that_cannot_be_saved(overrides: tuple[str, ...], why: str) -> None:

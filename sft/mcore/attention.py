@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from sft.mcore import flash, tiles
+from sft.mcore.device import send
 from sft.mcore.rope import Rotation
 
 MAX_LOTS = 4  # of heads: with more, kernels and messages become small
@@ -62,7 +63,7 @@ def describe(
     The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
     causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
     """
-    boundaries = cu_seqlens.to(device)
+    boundaries = send(cu_seqlens, device)
     return PackedDocuments(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -170,7 +171,8 @@ class _DocumentAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, *kept = ctx.saved_tensors
         kernel, rotation, lots = ctx.kernel, ctx.rotation, len(kept)
-        dquery, sums = torch.empty_like(query), []
+        dquery = torch.empty_like(query)
+        sums: list[_Summed] = []
         queries = _rotated(query, rotation).chunk(lots, dim=1)
         gathered = _gathered(_rotated(key, rotation), value, kernel, ctx.cp_group, lots)
         parts = zip(queries, gathered, grads[0].chunk(lots, 1), out.chunk(lots, 1), kept, dquery.chunk(lots, 1))
@@ -217,13 +219,14 @@ class _Gathering:
     def __init__(self, key: Tensor, value: Tensor, order: Tensor, cp_group: Any) -> None:
         self._order, self._width = order, key.shape[-1]
         local = torch.cat((key, value), dim=-1)
-        self._gathered = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
+        self._gathered: Any = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
         self._work = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Both [k, groups, d], laid out by `order`."""
         self._work.wait()
-        keys, values = self._gathered.index_select(0, self._order).split(self._width, dim=-1)
+        gathered, self._gathered = self._gathered, None
+        keys, values = gathered.index_select(0, self._order).split(self._width, dim=-1)
         return keys, values
 
 

@@ -66,6 +66,11 @@ def enter(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To the device, without waiting for what it is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Bytes allocated and reserved at most since the last call; nothing on a CPU."""
     if device.type != "cuda":

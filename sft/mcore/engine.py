@@ -216,9 +216,13 @@ class Engine:
     def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
         mb = next(microbatches)
         here = self.groups.device
-        tokens, positions, documents = mb.tokens.to(here), mb.position_ids.to(here), self._documents(mb)
+        tokens, positions, documents = (
+            device.send(mb.tokens, here),
+            device.send(mb.position_ids, here),
+            self._documents(mb),
+        )
         by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
-        with self._saving.forward(len(chunk.module.decoder.layers)):
+        with self._saving.forward_pass(len(chunk.module.decoder.layers)):
             hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=by_token)
         return hidden, partial(loss, chunk, mb)
 
@@ -232,7 +236,9 @@ class Engine:
                 device=here,
                 by_flash=self.backend.by_flash,
             )
-            rotation = Rotation.of(mb.position_ids.to(here).flatten(), self._inv_freq, self.core_config.params_dtype)
+            rotation = Rotation.of(
+                device.send(mb.position_ids, here).flatten(), self._inv_freq, self.core_config.params_dtype
+            )
         return attention.describe(mb.cu_seqlens, mb.max_seqlen, kernel=kernel, rotation=rotation, device=here)
 
     def _how_to_save(self) -> Saving:
@@ -241,6 +247,7 @@ class Engine:
             again=train.recompute == "selective",
             host=HostMemory(self.groups.device) if train.offload_fraction else None,
             fraction=train.offload_fraction,
+            pipeline=self.layout.pp > 1,
             stays=[weight for chunk in self.chunks for weight in chunk.parameters()],
         )
 
@@ -249,7 +256,7 @@ class Engine:
 
         Under sequence parallelism core cuts it to this rank's part for the first stage only.
         """
-        found = mb.documents.masked_fill(mb.is_padding, -1).to(self.groups.device)
+        found = device.send(mb.documents.masked_fill(mb.is_padding, -1), self.groups.device)
         if self.layout.sequence_parallel and not chunk.module.pre_process:
             found = found.chunk(self.layout.tp, dim=1)[self.groups.tp_rank]
         return found

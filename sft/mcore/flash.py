@@ -2,8 +2,8 @@
 
 Every chunk of queries that a rank has (`cp.local_chunks`) is a sequence of its own to the kernel, whose keys are those
 of its document up to its last query: masks are causal from the bottom right.  With context parallelism a document's
-early keys are in the sequences of both of a rank's chunks, so keys are laid out once more, 1 + 1 / 2cp times as many at
-most.  Never a matrix of tokens x tokens.
+early keys are in the sequences of both of a rank's chunks, so keys are laid out once more, 1 + 1 / 2cp times as many.
+Never a matrix of tokens x tokens.
 
 The kernel is that of torch.nn.attention.varlen, by the operators underneath: `varlen_attn` itself would keep the keys
 of the whole pack in every layer for backward.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sft import cp
+from sft.mcore.device import send
 
 MAX_HEAD_DIM = 256  # of the kernel; and a multiple of 8
 # One split of the keys: by itself the kernel decides by the longest in the pack, which other documents must not do.
@@ -71,7 +72,7 @@ class Sequences:
         if cp_size > 1:
             gathered = cp.gathered_positions(cu_seqlens, cp_size)
             in_pack = [np.arange(c.document_start, c.document_start + n) for c, n in zip(chunks, seen)]
-            keys = torch.from_numpy(gathered[np.concatenate(in_pack)]).to(device)
+            keys = send(torch.from_numpy(gathered[np.concatenate(in_pack)]), device)
         return Sequences(
             keys=keys,
             cu_seqlens_q=_boundaries(queries, device),
@@ -100,10 +101,8 @@ def _forward(
     query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """boundaries: as in `Sequences`, queries before keys, tensors before longest."""
-    operator = torch.ops.aten._flash_attention_forward
-    known = {argument.name for argument in operator.default._schema.arguments}
-    options = {name: value for name, value in _WHERE_KNOWN.items() if name in known}
-    out, lse, *_ = operator(
+    options = {name: value for name, value in _WHERE_KNOWN.items() if name in _arguments()}
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **_CAUSAL, **options
     )
     return out, lse
@@ -143,13 +142,19 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
 
 @cache
 def _missing() -> str | None:
-    try:
-        arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
-    except AttributeError:
-        return f"torch {torch.__version__} has none"
-    absent = sorted({"cum_seq_q", "scale", *_CAUSAL} - {argument.name for argument in arguments})
-    return f"that of torch {torch.__version__} takes no {' and no '.join(absent)}" if absent else None
+    absent = sorted({"cum_seq_q", "scale", *_CAUSAL} - _arguments())
+    if absent:
+        return f"that of torch {torch.__version__} takes no {' and no '.join(absent)}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or more"
+    return None
+
+
+@cache
+def _arguments() -> frozenset[str]:
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
 
 
 def _boundaries(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return send(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)

@@ -1,6 +1,7 @@
 """Host memory for what layers keep: copied out while the next layer computes, fetched a layer ahead in backward.
 
-Two layers' worth is on the GPU at a time: that of the layer at work, and that of the one before, on its way.  Copies
+Two layers' worth is on the GPU at a time: that of the layer at work, and that of the one before, on its way.  Between
+forward and backward the last two stay, where backward comes at once; with a pipeline they leave, too.  Copies
 have a stream of their own, one for both directions, so what is fetched was written before.  A GPU is never waited for:
 streams wait for each other.
 
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sft.console import size
+from sft.errors import StorageError
 
 SLAB_BYTES = 1 << 28
 
@@ -35,8 +39,16 @@ class HostMemory:
         """uint8 [slab_bytes]"""
         if self._free:
             return self._free.pop()
+        try:
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            raise StorageError(
+                f"train.offload_fraction: no more than {size(self.num_bytes)} of host memory could be page-locked for "
+                f"what layers keep: {str(error).splitlines()[0]}.  A smaller fraction works, a larger cp, "
+                f"train.recompute=full, or a higher limit (ulimit -l, the memory of the job)."
+            ) from error
         self.num_slabs += 1
-        return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return slab
 
     def give_back(self, slabs: list[Tensor]) -> None:
         self._free += slabs
@@ -52,7 +64,6 @@ class Layers:
         self._blocks = [_Block()]  # the first is for what comes before layers
 
     def __del__(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.host.stream)  # it may be fetching what nobody came for
         self.host.give_back(self._slabs)
 
     @property
@@ -77,12 +88,22 @@ class Layers:
         self._blocks[-1].members.append(weakref.ref(stored))
         return stored
 
-    def have(self, number: int) -> None:
+    def end(self) -> None:
+        """All of it may leave: backward is not what comes next."""
+        self._blocks[-1].copied = self.host.stream.record_event()
+        for block in self._blocks[-2:]:
+            block.leave()
+
+    def bring(self, number: int) -> None:
         """Have what a block keeps on the device, and what backward comes to next on its way."""
         for block in self._blocks[number], self._blocks[max(0, number - 1)]:
             block.fetch(self.host)
-        if (arrived := self._blocks[number].arrived) is not None:
-            torch.cuda.current_stream().wait_event(arrived)
+        self.arrived(number)
+
+    def arrived(self, number: int) -> None:
+        """What computes from here on comes after anything that was being fetched into the block."""
+        if (event := self._blocks[number].arrived) is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def _room(self, num_bytes: int) -> Iterator[Tensor]:
         while num_bytes:
@@ -103,8 +124,11 @@ class Stored:
         self.room, self.dtype, self.length = room, flat.dtype, flat.numel()
         self.tensor: Tensor | None = flat
 
+    def __del__(self) -> None:
+        self._layers.arrived(self._block)  # where nobody came for it, its memory is still being written
+
     def take(self) -> Tensor:
-        self._layers.have(self._block)
+        self._layers.bring(self._block)
         assert self.tensor is not None
         return self.tensor
 

@@ -18,7 +18,7 @@ from sft.mcore import saved
 
 
 class Layer(TransformerLayer):
-    """again: compute the second half again in backward; tile: tokens it takes at once, null for all."""
+    """again: compute the second half again in backward; tile: tokens it takes at once, None for all."""
 
     def __init__(self, config: Any, *args: Any, again: bool = False, tile: int | None = None, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -34,22 +34,22 @@ class Layer(TransformerLayer):
         def half(tokens: Tensor) -> Any:
             return of_core(tokens, *args, **kwargs)
 
-        if not self._again or not self.training:
+        if not self._again or not (self.training or self._tile):  # evaluation has no more room than training
             return half(hidden_states)
-        if self.config.fp8:  # scales of the first pass are Transformer Engine's business
+        if self.config.fp8:  # which has no tiles; scales of the first pass are Transformer Engine's business
             from megatron.core.extensions.transformer_engine import te_checkpoint
 
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return te_checkpoint(half, False, tracker, self.pg_collection.tp, hidden_states)
         weights = [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()]
-        return _Again.apply(half, self._tile, hidden_states, *weights)
+        return _ByTiles.apply(half, self._tile, hidden_states, *weights)
 
 
-class _Again(torch.autograd.Function):
-    """A function of tokens [t, ...], row by row, and of weights.
+class _ByTiles(torch.autograd.Function):
+    """A function of tokens [t, ...], row by row, and of weights; backward computes it again, tile by tile.
 
-    The gradient of a weight is one product for each tile, in the weight's dtype; they are summed in fp32, as those of
-    microbatches are: in `main_grad`, but for the last, which takes autograd's way there, where a reduction may wait.
+    The gradient of a weight is one product for each tile, in the weight's dtype.  They are summed as those of
+    microbatches are, in `main_grad`, which is fp32; the last takes autograd's way there, where a reduction may wait.
     """
 
     @staticmethod
@@ -69,32 +69,19 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
         dhidden = torch.empty_like(hidden)
-        sums = [_Sum(weight) for weight in ctx.weights]
-        for rows, grad, place in zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)):
-            rows = rows.detach().requires_grad_()
-            with torch.enable_grad():
-                out = ctx.function(rows)
-            drows, *found = torch.autograd.grad(out, (rows, *ctx.weights), grad, allow_unused=True)
-            place.copy_(drows)
-            for total, part in zip(sums, found):
-                total.add(part)
-        return None, None, dhidden, *(total.last for total in sums)
+        tiles = list(zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)))
+        for rows, grad, place in tiles[:-1]:
+            for weight, part in zip(ctx.weights, _backward_of(ctx, rows, grad, place)):
+                weight.main_grad.add_(part)
+        last = _backward_of(ctx, *tiles[-1])
+        return None, None, dhidden, *last
 
 
-class _Sum:
-    """The gradient of a weight, one part after the other; in the end `last` is what is not in `main_grad` yet."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self.last: Tensor | None = None
-
-    def add(self, part: Tensor | None) -> None:
-        if part is None:  # nothing of this tile went through it
-            return
-        before, self.last = self.last, part
-        if before is None or getattr(self._weight, "grad_added_to_main_grad", False):  # the product went there itself
-            return
-        if (total := getattr(self._weight, "main_grad", None)) is not None:
-            total.add_(before)
-        else:  # a layer by itself, without core's data parallelism
-            self.last = part + before
+def _backward_of(ctx: Any, rows: Tensor, grad: Tensor, place: Tensor) -> list[Tensor]:
+    """Gradients of the weights; that of the rows goes to `place`."""
+    rows = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.function(rows)
+    drows, *found = torch.autograd.grad(out, (rows, *ctx.weights), grad)
+    place.copy_(drows)
+    return found

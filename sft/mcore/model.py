@@ -128,7 +128,11 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
 
 def _fused(backend: str) -> dict[str, bool]:
     """Compiled by torch, where not by Transformer Engine; TORCHDYNAMO_DISABLE=1 has them run as they are written."""
-    return dict(bias_activation_fusion=True, apply_rope_fusion=backend == "te")
+    return dict(
+        bias_activation_fusion=True,
+        apply_rope_fusion=backend == "te",
+        gradient_accumulation_fusion=False,  # looks for a mark on the weight, which what hooks give lacks
+    )
 
 
 def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""RMSNorm: one kernel on CUDA, plain torch elsewhere; it keeps its input and one number per row for backward."""
+"""RMSNorm: one kernel on CUDA, since torch 2.9, plain torch elsewhere; it keeps its input and one number per row for
+backward."""
 
 from typing import Any
 
@@ -26,7 +27,7 @@ class RMSNorm(torch.nn.Module):
         return out
 
     def _norm(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
+        if x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm"):
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
         return out

@@ -33,8 +33,10 @@ class Kept(Protocol):
 @dataclass(frozen=True)
 class Itself:
     tensor: Tensor
+    version: int
 
     def take(self) -> Tensor:
+        assert self.tensor._version == self.version, "changed in place since it was kept"  # autograd leaves that to us
         return self.tensor
 
 
@@ -70,23 +72,39 @@ class _Cheap:
     inputs: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What a storage is kept as, and by which layer."""
+
+    storage: StorageWeakRef
+    kept: Kept
+    layer: int
+
+
 class Saving:
     """The rule of one model chunk.
 
     again     compute again what is cheap
     host      where large tensors go; None: nowhere
     fraction  of the layers, the first ones, of which they go there: backward comes to them last
-    stays     tensors that are there anyway, such as weights
+    pipeline  other passes may come before this one's backward
+    stays     weights, which are there anyway
     """
 
     def __init__(
-        self, *, again: bool, host: HostMemory | None = None, fraction: float = 1.0, stays: Iterable[Tensor] = ()
+        self,
+        *,
+        again: bool,
+        host: HostMemory | None = None,
+        fraction: float = 1.0,
+        pipeline: bool = False,
+        stays: Iterable[Tensor] = (),
     ) -> None:
-        self._again, self._host, self._fraction = again, host, fraction
+        self._again, self._host, self._fraction, self._pipeline = again, host, fraction, pipeline
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
 
     @contextmanager
-    def forward(self, num_layers: int) -> Iterator[None]:
+    def forward_pass(self, num_layers: int) -> Iterator[None]:
         """Around a forward pass; what is recomputed in backward is kept as autograd has it."""
         global _now
         if not (self._again or self._host) or not torch.is_grad_enabled():
@@ -97,6 +115,8 @@ class Saving:
         try:
             with torch.autograd.graph.saved_tensors_hooks(pass_.keep, lambda kept: kept.take()):
                 yield
+            if pass_.layers is not None and self._pipeline:
+                pass_.layers.end()
         finally:
             _now = None
             pass_.end()
@@ -109,13 +129,13 @@ class _Pass:
         self.again, self.layers = again, None if host is None else Layers(host)
         self._layers_to_host, self._stays = layers_to_host, stays
         self._cheap: dict[int, _Cheap] = {}  # by address
-        self._kept: dict[tuple[int, torch.dtype], tuple[StorageWeakRef, Kept]] = {}  # whole storages, once each
+        self._kept: dict[tuple[int, torch.dtype], _Before] = {}  # whole storages, once each
 
     def add(self, out: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         for key in [key for key, cheap in self._cheap.items() if cheap.storage.expired()]:
             del self._cheap[key]
         storage = out.untyped_storage()
-        self._cheap[storage.data_ptr()] = _Cheap(StorageWeakRef(storage), compute, inputs)
+        self._cheap[storage.data_ptr()] = _Cheap(StorageWeakRef(storage), compute, tuple(x.detach() for x in inputs))
 
     def end(self) -> None:
         """autograd, which has the hook as long as what it gave, is now the only one to refer to that."""
@@ -127,15 +147,20 @@ class _Pass:
         storage = tensor.untyped_storage()
         whole = self._whole(tensor, storage)
         if whole is None:
-            return Itself(tensor)
+            return Itself(tensor.detach(), tensor._version)  # with its own node it would keep itself alive
         return View(whole, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def _layer(self) -> int:
+        return 0 if self.layers is None else self.layers.begun
 
     def _whole(self, tensor: Tensor, storage: torch.UntypedStorage) -> Kept | None:
         """What the whole storage of the tensor is kept as; None: as it is."""
         key = storage.data_ptr(), tensor.dtype
         before = self._kept.get(key)
-        if before is not None and not before[0].expired():
-            return before[1]
+        if before is not None and not before.storage.expired():
+            # One that several layers keep stays: the first of them, whose it is, would have to come before its turn.
+            return before.kept if before.layer == self._layer else None
         cheap = self._cheap.get(storage.data_ptr())
         kept: Kept | None = None
         if cheap is not None and not cheap.storage.expired():
@@ -144,14 +169,14 @@ class _Pass:
             assert self.layers is not None
             kept = self.layers.store(tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0))
         if kept is not None:
-            self._kept[key] = StorageWeakRef(storage), kept
+            self._kept[key] = _Before(StorageWeakRef(storage), kept, self._layer)
         return kept
 
     def _goes_to_host(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return (
             self.layers is not None
-            and self.layers.begun <= self._layers_to_host
-            and tensor.is_floating_point()
+            and self._layer <= self._layers_to_host
+            and tensor.device == self.layers.host.device
             and storage.nbytes() >= LEAST_BYTES
             and storage.data_ptr() not in self._stays
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sft import cp
+from sft.mcore.device import send
 
 QUERY_TILE = 256  # rows of scores at once
 KEY_TILE = 512  # columns of scores at once
@@ -29,7 +30,7 @@ class Tiles:
     @staticmethod
     def of(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device) -> "Tiles":
         """cu_seqlens: padded boundaries of the documents of the whole pack."""
-        order = None if cp_size == 1 else torch.from_numpy(cp.gathered_positions(cu_seqlens, cp_size)).to(device)
+        order = None if cp_size == 1 else send(torch.from_numpy(cp.gathered_positions(cu_seqlens, cp_size)), device)
         return Tiles(chunks=cp.local_chunks(cu_seqlens, cp_size, cp_rank), keys=order)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sft.mcore import host, saved
-from sft.mcore.layer import _Again
+from sft.mcore.layer import _ByTiles
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_one_curve import GRADIENT_TOLERANCE
@@ -193,12 +193,94 @@ def test_two_layers_are_on_the_device_at_a_time(ranks: Ranks, recompute: str, pe
     assert four["free"] == four["slabs"] and eight["free"] == eight["slabs"]
 
 
+def rows_of_evaluation(overrides: Sequence[str]) -> tuple[list[int], bool]:
+    """What the MLP takes at once in evaluation; and that the loss is the one without tiles."""
+    losses = {}
+    for tile in ("null", "100"):
+        with scenarios.running([*WIDE, *overrides, f"train.mlp_tile={tile}", "model.num_layers=1"]) as engine:
+            sizes: list[int] = []
+            mlp = engine.chunks[0].module.decoder.layers[0].mlp
+            mlp.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
+            losses[tile] = engine.evaluate([one_document(engine)]).loss
+    return sizes, losses["null"] == losses["100"]
+
+
+def test_evaluation_has_tiles_too(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(rows_of_evaluation, [])
+    assert found == ([100, 100, 56], True)
+
+
+def later_stage(overrides: Sequence[str]) -> list[int]:
+    """Of what two passes keep, which may not be on the device once both are over."""
+    with (
+        mock.patch.object(saved, "LEAST_BYTES", 1 << 12),
+        scenarios.running([*WIDE, *overrides, "train.recompute=full", "train.offload_fraction=1"]) as engine,
+    ):
+        engine._saving._pipeline = True
+        found = []
+        with Alive() as alive:
+            for _ in range(2):
+                hidden = forward(engine, one_document(engine))
+                found.append(hidden)
+            del hidden
+            return [alive.num_bytes() - engine._saving._host.num_bytes, sum(x.nbytes for x in found)]
+
+
+def test_a_pipeline_leaves_no_layer_on_the_device(ranks: Ranks) -> None:
+    (two,), (six,) = (ranks(1).run(later_stage, [f"model.num_layers={n}"]) for n in (2, 6))
+    assert two == six
+
+
+def changed_while_kept() -> str:
+    """A tensor that is kept, changed before backward."""
+    x = torch.ones(4, requires_grad=True)
+    with saved.Saving(again=True).forward_pass(1):
+        y = x * 2
+        z = y * y
+    with torch.no_grad():
+        y.zero_()
+    try:
+        z.sum().backward()
+    except AssertionError as error:
+        return str(error)
+    return "not noticed"
+
+
+def test_what_is_kept_must_not_change() -> None:
+    assert changed_while_kept() == "changed in place since it was kept"
+
+
+def test_a_later_layer_that_keeps_the_same_keeps_it_itself(ranks: Ranks) -> None:
+    """Else the last layer's backward would have to fetch what the first one keeps."""
+    assert ranks(1).run(shared_by_layers) == [([1], True)]
+
+
+def shared_by_layers() -> tuple[list[int], bool]:
+    wanted: list[int] = []
+    with mock.patch.object(saved, "LEAST_BYTES", 8), mock.patch.object(host, "SLAB_BYTES", 64):
+        table, x = torch.full((8,), 2.0), torch.ones(8, requires_grad=True)
+        saving, bring = saved.Saving(again=False, host=host.HostMemory(torch.device("cpu"))), host.Layers.bring
+        with saving.forward_pass(3):
+            out = x
+            for _ in range(3):
+                saved.begin_layer()
+                out = out * table
+
+        def noted(layers: host.Layers, number: int) -> None:
+            wanted.append(number)
+            bring(layers, number)
+
+        with mock.patch.object(host.Layers, "bring", noted):
+            out.sum().backward()
+    return wanted, x.grad is not None and x.grad.tolist() == [8.0] * 8
+
+
 def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
     """Tiles of 2, 2 and 1 rows of y = x w: all but the last go to main_grad, the last is autograd's."""
     weight = torch.tensor([3.0], requires_grad=True)
     weight.main_grad = torch.tensor([100.0])  # type: ignore[attr-defined]
     x = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]], requires_grad=True)
-    y = _Again.apply(lambda rows: rows * weight, 2, x, weight)
+    y = _ByTiles.apply(lambda rows: rows * weight, 2, x, weight)
     assert y.flatten().tolist() == [3.0, 6.0, 12.0, 24.0, 48.0]
     y.sum().backward()
     assert weight.main_grad.tolist() == [100.0 + 1 + 2 + 4 + 8]  # type: ignore[attr-defined]

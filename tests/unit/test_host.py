@@ -5,11 +5,13 @@ import gc
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sft.errors import StorageError
 from sft.mcore import host
 
 SLAB = 1000  # bytes; smaller than some tensors, and no multiple of any
@@ -156,7 +158,36 @@ def test_a_pass_without_a_backward_gives_its_memory_back(cuda: Cuda) -> None:
     del found
     gc.collect()
     assert len(memory._free) == memory.num_slabs == 7
-    assert cuda.compute.knows((memory.stream, memory.stream.done[memory.stream]))
+    assert not cuda.faults
+
+
+def test_all_of_a_pass_may_leave(cuda: Cuda) -> None:
+    """With a pipeline other passes come before backward; the first layer that is wanted is fetched then."""
+    memory = host.HostMemory(torch.device("cpu"))
+    layers = host.Layers(memory)
+    found: list[list[host.Stored]] = []
+    for layer in range(2):
+        layers.begin()
+        cuda.compute.work()
+        found.append([layers.store(made(layer, 0))])
+        cuda.stored.update(found[-1])
+    layers.end()
+    assert on_device(found) == [0, 0]
+    for layer in (1, 0):
+        assert torch.equal(cuda.take(found[layer][0]), made(layer, 0))
+    assert not cuda.faults
+
+
+def test_memory_that_cannot_be_locked_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = host.HostMemory(torch.device("cpu"))
+    memory.borrow()
+
+    def full(*told: Any, **named: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore of it")
+
+    monkeypatch.setattr(host.torch, "empty", full)
+    with pytest.raises(StorageError, match="no more than 1000 B of host memory .*out of memory.  A smaller fraction"):
+        memory.borrow()
 
 
 def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
@@ -173,12 +204,12 @@ def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
     "broken, fault",
     [
         ("leave", "memory used for something else while it is copied"),
-        ("have", "used before it was fetched"),
+        ("bring", "used before it was fetched"),
     ],
 )
 def test_this_test_can_fail(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, broken: str, fault: str) -> None:
     monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     found = passed(cuda, host.HostMemory(torch.device("cpu")), 4)
-    if broken == "have":
+    if broken == "bring":
         cuda.take(found[0][0])
     assert fault in cuda.faults

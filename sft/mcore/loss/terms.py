@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sft.batch import Microbatch
 from sft.config import LossConfig
+from sft.mcore.device import send
 from sft.mcore.loss.shard import wide
 
 
@@ -35,7 +36,7 @@ class Targets:
         weights = microbatch.loss_weights.flatten()
         rows = weights.nonzero().squeeze(-1)
         chosen = rows, microbatch.labels.flatten()[rows], weights[rows]
-        rows, labels, weights = (part.to(device, non_blocking=True) for part in chosen)
+        rows, labels, weights = (send(part, device) for part in chosen)
         return Targets(rows=rows, labels=labels, weights=weights)
 
     def __len__(self) -> int:

@@ -1,0 +1,100 @@
+"""Heads in lots: what is under way while a kernel works, and what is held meanwhile.  One process plays a rank of two."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.mcore import attention
+
+TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
+
+
+class Work:
+    """A collective under way, which holds what it was given until somebody waits for it, as NCCL's do."""
+
+    def __init__(self, log: list[str], name: str, *held: Tensor) -> None:
+        self._log, self._name, self._held = log, name, held
+
+    def wait(self) -> None:
+        self._log.append(f"{self._name} done")
+        self._held = ()
+
+
+class Kernel:
+    """Copies values to every head of the group; keys as they come: both ranks' parts, one after the other."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.keys = log, torch.arange(2 * TOKENS)
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        self.log.append("forward")
+        return values[: len(query)].repeat_interleave(query.shape[1] // keys.shape[1], dim=1), query.new_zeros(1)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.log.append("backward")
+        return torch.zeros_like(query), torch.zeros_like(keys), torch.ones_like(values)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened, in order; and for each sum over ranks how many of them were held when it began."""
+    happened: list[str] = []
+    totals: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any, async_op: bool) -> Work:
+        assert async_op
+        happened.append("gather")
+        out.copy_(torch.cat((local, local)))
+        return Work(happened, "gather", out, local)
+
+    def reduce_scatter_tensor(local: Tensor, total: Tensor, group: Any, async_op: bool) -> Work:
+        assert async_op
+        totals.add(total)
+        happened.append(f"sum, {len(totals)} held")
+        local.copy_(2 * total[: len(local)])
+        return Work(happened, "sum", total)
+
+    collectives = SimpleNamespace(
+        all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
+    )
+    monkeypatch.setattr(attention, "dist", collectives)
+    return happened
+
+
+def test_the_next_lot_is_on_its_way_while_a_kernel_works(log: list[str]) -> None:
+    query = torch.randn(TOKENS, HEADS, WIDTH, requires_grad=True)
+    key, value = (torch.randn(TOKENS, GROUPS, WIDTH, requires_grad=True) for _ in range(2))
+    two = SimpleNamespace(size=lambda: 2)
+    out = attention.document_attention(query, key, value, Kernel(log), 1.0, two)
+    assert torch.equal(out, value.repeat_interleave(2, dim=1))
+    assert log == [
+        *["gather", "gather", "gather done", "forward"],
+        *["gather", "gather done", "forward"],
+        *["gather", "gather done", "forward"],
+        *["gather done", "forward"],
+    ]
+    log.clear()
+    out.sum().backward()
+    assert log == [
+        *["gather", "gather", "gather done", "backward", "sum, 1 held"],
+        *["gather", "gather done", "backward", "sum done", "sum, 1 held"],
+        *["gather", "gather done", "backward", "sum done", "sum, 1 held"],
+        *["gather done", "backward", "sum done", "sum, 1 held"],
+        "sum done",
+    ]
+    assert value.grad is not None and torch.equal(value.grad, torch.full_like(value, 2.0))
+
+
+@pytest.mark.parametrize("groups, lots", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])
+def test_lots_are_whole_groups(log: list[str], groups: int, lots: int) -> None:
+    key = torch.empty(TOKENS, groups, WIDTH)
+    assert attention._num_lots(key, Kernel(log)) == lots
+    alone = Kernel(log)
+    alone.keys = None  # type: ignore[assignment]
+    assert attention._num_lots(key, alone) == 1

@@ -181,6 +181,31 @@ def test_cut_documents_and_host_memory(ranks: Ranks, layout: list[str]) -> None:
             assert error <= GRADIENT_TOLERANCE * np.linalg.norm(gradient), name
 
 
+def curve_with_host(overrides: Sequence[str]) -> dict[str, Any]:
+    with mock.patch.object(saved, "LEAST_BYTES", 1 << 8), mock.patch.object(host, "SLAB_BYTES", 5000):
+        return scenarios.curve(overrides)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.pp=2", "train.recompute=selective", "train.offload_fraction=1"],
+        ["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=full", "train.offload_fraction=1"],
+        [
+            *["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.distributed_optimizer=true"],
+            *["train.recompute=selective", "train.offload_fraction=0.5"],
+        ],
+    ],
+    ids=" ".join,
+)
+def test_curves_are_the_same_bit_for_bit(ranks: Ranks, layout: list[str]) -> None:
+    """Several passes in flight, and layers cut over ranks."""
+    plain = [part for part in layout if not part.startswith("train.")]
+    expected = ranks(2).run(scenarios.curve, plain)
+    for one, other in zip(expected, ranks(2).run(curve_with_host, layout)):
+        assert (other["loss"], other["hash"]) == (one["loss"], one["hash"])
+
+
 @pytest.mark.parametrize("recompute, per_layer", [("selective", 972), ("full", 128)])
 def test_two_layers_are_on_the_device_at_a_time(ranks: Ranks, recompute: str, per_layer: int) -> None:
     overrides = [f"train.recompute={recompute}"]

@@ -1,4 +1,4 @@
-"""Heads in lots: what is under way while a kernel works, and what is held meanwhile; one process plays a rank of two."""
+"""Heads in lots: what is under way while a kernel works, what is held meanwhile.  One process plays one rank of two."""
 
 import weakref
 from types import SimpleNamespace

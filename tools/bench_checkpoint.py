@@ -35,8 +35,9 @@ from sft.config import CheckpointConfig, Config
 from sft.console import QUIET, size
 from sft.durable import flush
 from sft.layout import Layout
-from sft.mcore import device, groups, moments, shards
+from sft.mcore import device, groups
 from sft.mcore.engine import Engine
+from sft.mcore.state import moments, shards
 from sft.recipe import parse_recipe
 
 STALL_BAR = 0.15  # of a sync save

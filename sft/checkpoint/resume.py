@@ -19,9 +19,9 @@ from sft.checkpoint.state import Changes, Conditions, RunState, changes
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
-from sft.mcore import safe, shards
 from sft.mcore.engine import Engine
 from sft.mcore.groups import Groups, agree, exchange
+from sft.mcore.state import safe, shards
 
 _PATIENCE_S = 120.0  # how long another node may take to show what rank 0 sees (NFS)
 

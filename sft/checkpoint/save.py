@@ -21,10 +21,11 @@ from sft.checkpoint.state import Conditions, RunState
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, StorageError
-from sft.mcore import device, shards
+from sft.mcore import device
 from sft.mcore.engine import Engine
 from sft.mcore.groups import Groups, agree, exchange, largest
-from sft.mcore.torch_dist import Copies
+from sft.mcore.state import shards
+from sft.mcore.state.torch_dist import Copies
 
 MAX_FAILURES = 3  # saves in a row
 _ROOM = 1.02  # of the bytes that are known: .metadata and the manifest come on top

@@ -1,6 +1,6 @@
 """Reading any box of a tensor from a torch_dist checkpoint, however its writers had cut it.  One process.
 
-What the checkpoint may contain is decided by `sft.mcore.safe`, through which every byte is read.
+What the checkpoint may contain is decided by `sft.mcore.state.safe`, through which every byte is read.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from sft.errors import CheckpointError
-from sft.mcore.overlap import Parts
-from sft.mcore.safe import Reader
+from sft.mcore.state.overlap import Parts
+from sft.mcore.state.safe import Reader
 
 
 class _Into(DefaultLoadPlanner):

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint.metadata as md
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from sft.checkpoint.manifest import Entry
-from sft.mcore.index import INDEX
+from sft.mcore.state.index import INDEX
 
 FILE_BYTES = 4 << 30  # of one file: ranks that verify a checkpoint share its files
 

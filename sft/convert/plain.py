@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sft.config import ModelConfig
-from sft.mcore.shards import CHECKPOINT_VERSION, model_arguments, write_common
+from sft.mcore.state.shards import CHECKPOINT_VERSION, model_arguments, write_common
 
 # What Megatron keeps beside each of these, by layer: scales of FP8.  None means that there are none.  Norms have it
 # under Transformer Engine alone; that a checkpoint has more than is asked for does no harm.

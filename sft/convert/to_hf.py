@@ -29,7 +29,7 @@ from sft.hf.architecture import CONFIG, Architecture, architecture, nested, read
 from sft.hf.family import Item
 from sft.hf.keys import IMPORTED
 from sft.hf.write_back import write_back
-from sft.mcore import safe
+from sft.mcore.state import safe
 
 _AT_ONCE = 1 << 30  # bytes; a tensor of ours up to this is read whole, and cut in memory
 # Beside the model: moments and fp32 weights, generators, plain values.

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore import moments, shards
 from sft.mcore.adams import adams
+from sft.mcore.state import moments, shards
 from tests.gpu import test_training
 from tests.gpu.test_training import BF16_TOLERANCE, losses
 from tests.ranks import scenarios

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from sft.layout import Layout
-from sft.mcore import device, groups, shards
+from sft.mcore import device, groups
 from sft.mcore.engine import Engine
+from sft.mcore.state import shards
 from sft.recipe import parse_recipe
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool

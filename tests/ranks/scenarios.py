@@ -22,8 +22,9 @@ from sft.cost import attention_crossover
 from sft.data.loader import Loader, local_part
 from sft.data.pack import add_filler, filler_pack, make_pack
 from sft.layout import Layout
-from sft.mcore import device, groups, shards
+from sft.mcore import device, groups
 from sft.mcore.engine import Engine
+from sft.mcore.state import shards
 from sft.recipe import parse_recipe
 from tests.ranks.pool import join
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sft.mcore import moments, optim
+from sft.mcore import optim
 from sft.mcore.engine import Engine, StepResult
+from sft.mcore.state import moments
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_resume import optimizer_hash

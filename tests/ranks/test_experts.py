@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore import experts, safe, shards
+from sft.mcore import experts
 from sft.mcore.model import sharded_tensors
+from sft.mcore.state import safe, shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_one_curve import ALL_ON, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, sizes

@@ -29,7 +29,7 @@ from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.prepare import prepare_recipe
 from sft.hf.architecture import architecture, read
 from sft.keys import values
-from sft.mcore import shards
+from sft.mcore.state import shards
 from sft.recipe import load_recipe
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.pool import RankPool

@@ -16,8 +16,8 @@ import torch
 
 from sft import cp
 from sft.batch import Sample
-from sft.mcore import shards
 from sft.mcore.engine import Engine
+from sft.mcore.state import shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from sft.mcore import shards
+from sft.mcore.state import shards
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.megatron_lm import BATCH, LAYERS, VOCAB
 from tests.ranks.pool import RankPool

@@ -13,8 +13,9 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore import moments, optim, safe, shards
+from sft.mcore import optim
 from sft.mcore.adams import adams
+from sft.mcore.state import moments, safe, shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE

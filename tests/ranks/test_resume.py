@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore import moments, shards, torch_dist
 from sft.mcore.engine import Engine
+from sft.mcore.state import moments, shards, torch_dist
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

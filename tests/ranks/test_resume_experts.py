@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from sft.errors import CheckpointError, StorageError
-from sft.mcore import index, safe, shards, torch_dist
+from sft.mcore.state import index, safe, shards, torch_dist
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE

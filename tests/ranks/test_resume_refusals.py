@@ -16,8 +16,8 @@ from sft.checkpoint.state import Conditions, RunState
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
 from sft.keys import values
-from sft.mcore import shards
 from sft.mcore.engine import Engine
+from sft.mcore.state import shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_save import listing, run_of

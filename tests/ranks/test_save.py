@@ -17,8 +17,8 @@ from sft.checkpoint.save import Saver
 from sft.checkpoint.state import Conditions, RunState
 from sft.console import Console
 from sft.errors import CheckpointError, StorageError
-from sft.mcore import moments, safe, shards
 from sft.mcore.engine import Engine
+from sft.mcore.state import moments, safe, shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_resume import optimizer_hash

@@ -14,7 +14,7 @@ import torch
 
 from sft.checkpoint import manifest, names
 from sft.checkpoint import save as saving
-from sft.mcore import moments, shards, torch_dist
+from sft.mcore.state import moments, shards, torch_dist
 from tests.ranks.pool import RankPool
 from tests.ranks.test_save import ASYNC, Run, listing, refusal, run_of
 

@@ -17,8 +17,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from sft.errors import CheckpointError
-from sft.mcore import shards
 from sft.mcore.engine import Engine
+from sft.mcore.state import shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

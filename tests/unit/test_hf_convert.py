@@ -29,7 +29,7 @@ from sft.convert.parts import PartsWriter
 from sft.convert.to_hf import export_hf
 from sft.convert.to_megatron import import_hf
 from sft.errors import CheckpointError, ConfigError, SftError
-from sft.mcore import safe
+from sft.mcore.state import safe
 from tests.unit.fixtures import hf
 
 QUIET = Console(0, io.StringIO())
@@ -649,7 +649,7 @@ def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monke
         seen.append(len(entry.chunks))
         return create_read_items_for_chunk_list(key, entry, boxes)
 
-    monkeypatch.setattr("sft.mcore.overlap.create_read_items_for_chunk_list", plan)
+    monkeypatch.setattr("sft.mcore.state.overlap.create_read_items_for_chunk_list", plan)
     import_hf(made("mixtral"), tmp_path / "there", QUIET)
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
     assert len(seen) > 16 and set(seen) == {1}

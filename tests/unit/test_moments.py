@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.mcore.moments import boxes, stored_step
+from sft.mcore.state.moments import boxes, stored_step
 
 GROUPS = [{"lr": 1e-3, "wd_mult": 1.0}, {"lr": 1e-3, "wd_mult": 0.0}]
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from sft.mcore import overlap
-from sft.mcore.overlap import Parts
+from sft.mcore.state import overlap
+from sft.mcore.state.overlap import Parts
 
 
 def chunk(offset: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:

@@ -30,7 +30,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from sft.errors import CheckpointError
-from sft.mcore import index, safe, shards
+from sft.mcore.state import index, safe, shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

@@ -33,7 +33,8 @@ torch.cuda.get_device_properties = lambda *a: types.SimpleNamespace(major=9, min
 import transformer_engine.pytorch.utils
 transformer_engine.pytorch.utils._get_device_compute_capability = lambda device: (9, 0)
 from sft.layout import Layout
-from sft.mcore import fp8, groups, model, scales
+from sft.mcore import fp8, groups, model
+from sft.mcore.state import scales
 from sft.recipe import parse_recipe
 from tests.unit.test_recipe import GOOD
 

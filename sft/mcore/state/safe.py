@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from sft.errors import CheckpointError
-from sft.mcore.index import check_files, first_line, read_index, regular_file
-from sft.mcore.overlap import Parts
+from sft.mcore.state.index import check_files, first_line, read_index, regular_file
+from sft.mcore.state.overlap import Parts
 
 COMMON_FILE = "common.pt"  # the plain values up to core 0.18
 COMMON_OBJECT = "common_state/shard_0_1"  # and from 0.19 on

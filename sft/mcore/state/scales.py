@@ -22,8 +22,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from sft.errors import CheckpointError
-from sft.mcore import safe
-from sft.mcore.index import Record, first_line
+from sft.mcore.state import safe
+from sft.mcore.state.index import Record, first_line
 
 # Whose objects say how scales were made, which this run's recipe decides anew; megatron-core's is a subclass.
 _RECIPES = ("transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine")

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.planner import SavePlan
 
 from sft.errors import CheckpointError, StorageError
-from sft.mcore import safe
-from sft.mcore.overlap import Parts
+from sft.mcore.state import safe
+from sft.mcore.state.overlap import Parts
 
 PART_BYTES = 256 << 20  # of one stored part: whoever wants a row of it reads it whole
 

@@ -1,10 +1,11 @@
 """What a run takes of memory: bytes of a rank's device and of its host.  Arithmetic only: no torch, nothing measured.
 
-    device = weights + gradients + optimizer + kept by layers + ends + the larger of (working + gathered, loss head)
+    device = weights + gradients + optimizer + kept by layers + ends + the largest of (MLP, attention + gathered, head)
 
-What is kept by layers waits between forward and backward; the working set is what one layer computes again and the
-gradients within it; ends are what lies before the first layer and behind the last.  CUDA itself, NCCL and gaps between
-allocations are not in it: about 1 GiB, or more with many communicators.
+What is kept by layers waits between forward and backward; MLP and attention are those of the layer at work, what it
+computes again and the gradients within; ends are what lies before the first layer and behind the last.  All as on
+CUDA, where the gated activation is one kernel and attention torch's flash: a CPU keeps more.  CUDA itself, NCCL and
+gaps between allocations are not in it: about 1 GiB, or more with many communicators.
 
 Symbols: H hidden size, A = heads x head_dim, K = key heads x head_dim, F = width of the MLP, b = bytes of a number.
 """
@@ -26,8 +27,6 @@ OF_MLP = (
     "MLP norm's scale",
     "MLP's normed input",
     "gate and up",
-    "gate after silu",
-    "up",
     "gated",
     "router",
     "sent to experts",
@@ -45,8 +44,9 @@ class Memory:
     optimizer: float
     layers: float  # kept between forward and backward
     ends: float
-    working: float
-    gathered: float  # keys and values of the whole pack, where cp cuts it
+    mlp: float  # of the layer whose backward is running, while it is at its second half
+    attention: float  # the same, at its first
+    gathered: float  # keys and values of the whole pack, where cp cuts it: beside attention
     head: float
     host_layers: float = 0.0
     host_optimizer: float = 0.0
@@ -58,7 +58,12 @@ class Memory:
 
     @property
     def device(self) -> float:
-        return self.static + self.layers + self.ends + max(self.working + self.gathered, self.head)
+        return self.static + self.layers + self.ends + self.working
+
+    @property
+    def working(self) -> float:
+        """One after the other: the second half of a layer, the first, the loss."""
+        return max(self.mlp, self.attention + self.gathered, self.head)
 
     @property
     def host(self) -> float:
@@ -84,10 +89,11 @@ def kept_per_token(
     te     Transformer Engine's layers, whose queries, keys and values keep what went into them
     width  b
 
-    What `portable` keeps is exact (tests/ranks/test_saved.py counts it), of te read in its sources.  Of experts an
+    What `portable` keeps is exact (tests/ranks/test_saved.py counts it on a CPU, where the activation is not fused and
+    keeps 2 F numbers more: the gate after silu, and up once more), of te read in its sources.  Of experts an
     approximation: every token is sent top_k times, and every rank gets its even share.
 
-    Llama-8B: full 8 KiB; selective 36 KiB, none 192 KiB (136 if the activation were fused), and a few bytes a head
+    Llama-8B: full 8 KiB; selective 36 KiB, none 136 KiB, and a few bytes a head
     """
     hidden = width * model.hidden_size * share
     queries = width * model.num_attention_heads * model.resolved_head_dim / tp
@@ -113,14 +119,12 @@ def _mlp(model: ModelConfig, tp: int, etp: int, share: float, width: int) -> dic
     experts, top_k = model.moe.num_experts, model.moe.top_k
     if experts is None or top_k is None:
         ffn = width * model.ffn_hidden_size / tp
-        return {"gate and up": 2 * ffn, "gate after silu": ffn, "up": ffn, "gated": ffn}
+        return {"gate and up": 2 * ffn, "gated": ffn}
     sent, ffn = share * top_k * width * model.hidden_size, share * top_k * width * model.resolved_expert_ffn
     return {
         "router": 8 * share * experts,  # scores and probabilities, fp32
         "sent to experts": sent * etp,  # whose ranks each see all of their tokens, and a part of the width
         "gate and up": 2 * ffn,
-        "gate after silu": ffn,
-        "up": ffn,
         "gated": ffn,
         "from experts": sent,
     }
@@ -163,38 +167,52 @@ def _at_once(layout: Layout, stage: int) -> float:
     return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, packs * virtual) / virtual
 
 
-def _working(config: Config, kept: Mapping[str, float], everything: Mapping[str, float], tokens: float) -> float:
-    """Of the layer whose backward is running: what is computed again, and the gradients within.
+def _offloaded(fraction: float, num_layers: float) -> tuple[float, float]:
+    """Of the layers of a chunk: how many wait on the host, and what most are on the device at a time.
 
-    The MLP's half and attention take turns: gradients of gate and up, at one time beside all else of the MLP; then
-    queries and keys rotated, their gradients in both precisions, that of the output.  Where whole layers are computed
-    again, attention's half waits during the MLP's turn.  train.mlp_tile cuts the MLP's part down to as many tokens.
+    The first ones go, whole.  One comes or goes while another is worked on, before and behind those that stay.
+
+    4 layers: a share of 0.3 sends 2, and 2 are here; 0.1 sends 1, and 3 are here; 1 sends 4, and 2 are here
     """
-    again = {name: x for name, x in everything.items() if name not in kept}
-    inside = sum(x for name, x in again.items() if name in OF_MLP)
-    beside = tokens * (sum(again.values()) - inside)
-    mlp = (inside + everything["gate and up"]) * min(tokens, config.train.mlp_tile or tokens)
-    attention = 2.5 * tokens * everything["queries, keys, values"] + beside
-    return max(mlp + (beside if config.train.recompute == "full" else 0.0), attention)
+    away = math.ceil(fraction * num_layers)
+    return away, max(num_layers - away, min(2.0, num_layers))
 
 
-def _gathered(config: Config, layout: Layout, tokens: float, width: int) -> float:
-    """Keys and values that cp brings together.  tokens: of the whole pack.
+def _mlp_turn(config: Config, again: Mapping[str, float], gate_and_up: float, tokens: float) -> float:
+    """Its half of the layer whose backward is running: what is computed again, and the gradient of gate and up.
 
-    portable: of one lot of heads as they come and laid out, and the same of the next; the lot's gradients laid out,
-    together, and in fp32; and of all heads the fp32 sum that ranks reduce
-    te: all_gather brings those of the pack and their gradients; otherwise two chunks are on their way (p2p), or the
-    rank's own share of heads (a2a)
+    train.mlp_tile cuts that down to as many tokens.  Where whole layers are computed again, attention's half waits
+    meanwhile.
     """
-    if layout.cp == 1:
-        return 0.0
-    model = config.model
-    pairs = 2 * model.resolved_query_groups * model.resolved_head_dim / layout.tp * tokens
-    if config.attention.backend == "te":
-        return width * pairs * (2 if config.parallel.cp_comm == "all_gather" else 4 / layout.cp)
-    heads = model.resolved_query_groups // layout.tp
-    lots = max(n for n in range(1, LOTS + 1) if heads % n == 0)
-    return pairs * ((6 * width + 4) / lots + 4)
+    inside = sum(x for name, x in again.items() if name in OF_MLP) + gate_and_up
+    waits = sum(x for name, x in again.items() if name not in OF_MLP) if config.train.recompute == "full" else 0.0
+    return inside * min(tokens, config.train.mlp_tile or tokens) + waits * tokens
+
+
+def _attention_turn(config: Config, layout: Layout, pack: float, width: int) -> tuple[float, float]:
+    """Its half of the same: for local tokens; and keys and values of the whole pack, which cp brings together.
+
+    local     queries and keys rotated, the gradients of output and queries; of the heads at work, all or one lot, the
+              gradient of queries in both precisions; the gradients of keys and values
+    portable  a lot of keys and values, and the next on its way; laid out for the kernel: they, their gradients, those
+              of the lot before; that one's fp32 sum on its way to its ranks; and of every head what the kernel sums
+              to the gradients of its group, or after that the same in fp32
+    te        all_gather brings those of the pack and their gradients; otherwise two chunks are on their way (p2p), or
+              the rank's own share of heads (a2a)
+    """
+    model, tokens = config.model, pack / layout.cp
+    heads, groups = model.num_attention_heads, model.resolved_query_groups
+    queries, pairs = (n * model.resolved_head_dim / layout.tp for n in (heads, 2 * groups))  # numbers of a token
+    of_heads = 2 * queries if heads > groups else 0.0
+    whole = width * (3 * queries + pairs / 2)
+    if layout.cp == 1 or config.attention.backend == "te":
+        share = 2.0 if config.parallel.cp_comm == "all_gather" else 4 / layout.cp
+        gathered = width * pairs * share * pack if layout.cp > 1 else 0.0
+        return tokens * (whole + (width + 4) * queries + width * (pairs + of_heads)), gathered
+    lots = max(n for n in range(1, LOTS + 1) if groups // layout.tp % n == 0)
+    laid_out = 1 + 1 / (2 * layout.cp)  # keys early in a document are there for both of a rank's chunks
+    of_lot = (2 * width + 4) * pairs + laid_out * (3 * width * pairs + max(width * of_heads, 4 * pairs))
+    return tokens * (whole + (width + 4) * queries / lots + 4 * pairs), pack * of_lot / lots
 
 
 def _head(config: Config, layout: Layout, vocab_size: int, tokens: float, width: int) -> float:
@@ -229,11 +247,14 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         kept = {name: x for name, x in kept.items() if name not in OF_MLP}
     hidden = share * width * model.hidden_size * local
     of_layer = sum(kept.values()) * local
-    layers = of_layer * model.num_layers / layout.pp * _at_once(layout, stage)
-    away = train.offload_fraction * layers
-    here = min(layers, layers - away + 2 * of_layer)  # one goes or comes, one is worked on
+    chunk = model.num_layers / layout.pp / layout.virtual_stages
+    away, here = _offloaded(train.offload_fraction, chunk)
+    of_chunk_layer = of_layer * layout.virtual_stages * _at_once(layout, stage)
     angles = 4.0 * pack if te else 2.0 * width * local  # fp32 of the longest document, or cosine and sine
     last = stage == layout.pp - 1
+    again = {name: x for name, x in everything.items() if name not in kept}
+    first_half = sum(x for name, x in again.items() if name not in OF_MLP) * local
+    attention, gathered = _attention_turn(config, layout, pack, width)
     matrix = width * model.hidden_size * 2 * model.resolved_expert_ffn / layout.tp  # the widest weight's own gradient
     weights, gradients, optimizer, host = _static(config, layout, parameters(model, layout, vocab_size, stage), width)
     return Memory(
@@ -241,12 +262,13 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        layers=here,
+        layers=of_chunk_layer * here,
         ends=(2 * hidden if last else 0.0) + angles * model.resolved_head_dim,  # around the last norm
-        working=_working(config, kept, everything, local) + 2 * hidden + matrix,
-        gathered=_gathered(config, layout, pack, width),
+        mlp=_mlp_turn(config, again, everything["gate and up"], local) + 2 * hidden + matrix,
+        attention=attention + first_half + 2 * hidden + matrix,
+        gathered=gathered,
         head=_head(config, layout, vocab_size, local, width) if last else 0.0,
-        host_layers=away,
+        host_layers=of_chunk_layer * away,
         host_optimizer=host,
     )
 
@@ -294,7 +316,7 @@ def told(config: Config, layout: Layout, vocab_size: int) -> list[str]:
         "optimizer": found.optimizer,
         "kept by layers": found.layers,
         "at both ends": found.ends,
-        "working set": max(found.working + found.gathered, found.head),
+        "working set": found.working,
     }
     lines = [
         f"per rank, estimated and not measured: {size(found.device)}, of which",

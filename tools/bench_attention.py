@@ -5,9 +5,11 @@
     python -m tools.bench_attention --device cpu --tiny       whether the tool itself works
 
 Not yet run on a GPU.  Rows: `flash` is sft's path through torch's kernel, `tiles` its plain torch (short packs only),
-`sdpa` torch's own attention, one call a document.  With cp above 1 every rank's share is run on this one device in
-turn, by the trainer's own code; what ranks would send each other is copied in memory instead, so communication costs
-nothing and `efficiency` (one device's time / cp / the slowest rank's) is that of computing alone.
+`sdpa` torch's own attention, one call a document, `cudnn` the same by cuDNN, `te` Transformer Engine's over packed
+documents (tools/attention_ways.py); what does not run here is told, with the reason.  With cp above 1 every rank's
+share is run on this one device in turn, by the trainer's own code; what ranks would send each other is copied in memory
+instead, so communication costs nothing and `efficiency` (one device's time / cp / the slowest rank's) is that of
+computing alone.
 
 A way whose results are not those of sdpa at the shortest length is refused: nothing is timed then.  Medians of
 --repeats (fewer above 64K), the ranks of a row in turns; CUDA events.  `fwd+bwd` includes forward.  FLOPs are causal;
@@ -21,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,10 @@ import torch
 from torch import Tensor
 
 from sft import cp
-from sft.mcore import attention, flash, tiles
+from sft.mcore import attention
+from tools import attention_ways as ways
 from tools import measure
+from tools.attention_ways import Problem, Way
 
 MULTIPLE = 64  # of a document, enough for cp 16 and 32
 TILES_UP_TO = 8192  # tokens; plain torch has millions of small steps beyond
@@ -44,52 +47,6 @@ HEAD = ("", "cp", "fwd ms", "fwd+bwd ms", "TFLOP/s", "fwd+bwd", "slowest", "effi
 
 class WrongResult(Exception):
     """A way that must not be timed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One pack; the same tensors for every way."""
-
-    boundaries: np.ndarray
-    tensors: Sequence[Tensor]  # query, key, value, gradient
-    device: torch.device
-
-    @property
-    def scale(self) -> float:
-        return float(self.tensors[0].shape[-1] ** -0.5)
-
-
-Way = Callable[[], tuple[Tensor, Tensor]]  # the output, and the gradient that it gets
-
-
-def by_sdpa(p: Problem) -> tuple[Tensor, Tensor]:
-    query, key, value, gradient = p.tensors
-    ends = p.boundaries.tolist()
-    parts = [measure.sdpa(query[a:b], key[a:b], value[a:b], p.scale) for a, b in zip(ends, ends[1:])]
-    return torch.cat(parts), gradient
-
-
-def by_tiles(p: Problem) -> Way:
-    query, key, value, gradient = p.tensors
-    kernel, nobody = tiles.Tiles.of(p.boundaries, 1, 0, p.device), None
-    return lambda: (attention.document_attention(query, key, value, kernel, p.scale, nobody), gradient)
-
-
-def by_flash(p: Problem, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
-    """The share of a rank; its own queries, keys and values; and where they are in the pack."""
-    kernel = flash.Sequences.of(p.boundaries, cp_size, rank, p.device, measure.operators_for(p.device))
-    here = cp.local_indices(p.boundaries, cp_size, rank)
-    rows = torch.from_numpy(here).to(p.device)
-    if cp_size == 1:
-        query, key, value, gradient = p.tensors
-    else:
-        query, key, value, gradient = (x.detach()[rows].requires_grad_(i < 3) for i, x in enumerate(p.tensors))
-    everybody = SimpleNamespace(size=lambda: cp_size, rank=lambda: rank)
-    return (
-        lambda: (attention.document_attention(query, key, value, kernel, p.scale, everybody), gradient),
-        (query, key, value),
-        here,
-    )
 
 
 @contextmanager
@@ -127,24 +84,35 @@ def backward(way: Way) -> None:
     out.backward(gradient)
 
 
-def check(p: Problem, degrees: Sequence[int], rows: Sequence[str]) -> None:
-    """Raises WrongResult where the output or a query's gradient is not sdpa's."""
-    names = ["output", "gradient of the queries"]
-    out, gradient = by_sdpa(p)
-    out.backward(gradient)
-    expected = [out.detach(), _taken(p.tensors)]
-    if "tiles" in rows:
-        found = by_tiles(p)()[0]
-        found.backward(gradient)
-        _compare("tiles", names, [found.detach(), _taken(p.tensors)], expected)
-    for cp_size in degrees if "flash" in rows else ():
+def check(p: Problem, degrees: Sequence[int], names: Sequence[str]) -> dict[str, str]:
+    """Ways that do not take these documents, and why.  Raises WrongResult where the output or a query's gradient is
+    not sdpa's."""
+    expected, refused = _found(ways.by_sdpa(p), p.tensors), {}
+    for name in names:
+        if name in ("flash", "sdpa"):
+            continue
+        try:
+            _compare(name, _found(ways.whole(p, name), p.tensors), expected)
+        except ways.REFUSALS as error:
+            if not ways.is_refusal(name, error):
+                raise
+            refused[name] = ways.reason(error)
+            for x in p.tensors[:3]:
+                x.grad = None
+    for cp_size in degrees if "flash" in names else ():
         with alone(p, cp_size):
             for rank in range(cp_size):
-                way, inputs, here = by_flash(p, cp_size, rank)
-                found, gradient = way()
-                found.backward(gradient)
+                way, inputs, here = ways.by_flash(p, cp_size, rank)
                 wanted = [x[torch.from_numpy(here).to(p.device)] for x in expected]
-                _compare(f"flash, cp {cp_size}, rank {rank}", names, [found.detach(), _taken(inputs)], wanted)
+                _compare(f"flash, cp {cp_size}, rank {rank}", _found(way, inputs), wanted)
+    return refused
+
+
+def _found(way: Way, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The output and the gradient of the queries."""
+    out, gradient = way()
+    out.backward(gradient)
+    return [out.detach(), _taken(inputs)]
 
 
 def _taken(tensors: Sequence[Tensor]) -> Tensor:
@@ -156,8 +124,8 @@ def _taken(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def _compare(name: str, names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for what, mine, theirs in zip(names, found, expected, strict=True):
+def _compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for what, mine, theirs in zip(("output", "gradient of the queries"), found, expected, strict=True):
         away = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
         if not away <= TOLERANCE:
             raise WrongResult(f"{name}: the {what} is off by {away:.2%} of its norm; nothing was timed.")
@@ -165,24 +133,24 @@ def _compare(name: str, names: Sequence[str], found: Sequence[Tensor], expected:
 
 def timed(p: Problem, name: str, cp_size: int, repeats: int) -> list[dict[str, Any]]:
     """One entry a rank: seconds of forward, of both, and bytes.  The ranks take turns."""
-    ways: list[tuple[Way, Sequence[Tensor]]] = []
+    shares: list[tuple[Way, Sequence[Tensor]]] = []
     if name == "flash":
-        ways = [by_flash(p, cp_size, rank)[:2] for rank in range(cp_size)]
+        shares = [ways.by_flash(p, cp_size, rank)[:2] for rank in range(cp_size)]
     else:
-        ways = [(by_tiles(p) if name == "tiles" else lambda: by_sdpa(p), p.tensors[:3])]
+        shares = [(ways.whole(p, name), p.tensors[:3])]
 
     def clear() -> None:
-        for _, inputs in ways:
+        for _, inputs in shares:
             for x in inputs:
                 x.grad = None
 
     with alone(p, cp_size):
-        calls = {f"fwd {i}": (lambda w=way: forward(w)) for i, (way, _) in enumerate(ways)}
-        calls |= {f"both {i}": (lambda w=way: backward(w)) for i, (way, _) in enumerate(ways)}
+        calls = {f"fwd {i}": (lambda w=way: forward(w)) for i, (way, _) in enumerate(shares)}
+        calls |= {f"both {i}": (lambda w=way: backward(w)) for i, (way, _) in enumerate(shares)}
         seconds = measure.medians(calls, p.device, repeats=repeats, prepare=clear)
         clear()
         found = []
-        for i, (way, _) in enumerate(ways):
+        for i, (way, _) in enumerate(shares):
             extra = measure.peak_beyond(lambda: backward(way), p.device)
             clear()
             found.append({"fwd_s": seconds[f"fwd {i}"], "both_s": seconds[f"both {i}"], "extra": extra})
@@ -228,12 +196,18 @@ def pack_of(mix: str, length: int, options: argparse.Namespace) -> Problem:
 def bench(options: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -> int:
     """The exit status."""
     begun = time.monotonic()
+    absent = {n: why for n in options.ways if (why := ways.why_not(n, torch.device(options.device)))}
+    names = [name for name in options.ways if name not in absent]
     for mix in options.mixes:
         try:
-            check(pack_of(mix, min(options.lengths), options), options.cp, options.ways)
+            absent |= check(pack_of(mix, min(options.lengths), options), options.cp, names)
         except WrongResult as error:
             print(f"bench_attention: {mix}: {error}", file=sys.stderr)
             return 2
+        names = [name for name in names if name not in absent]
+    for name, why in absent.items():
+        emit({"way": name, "status": f"does not run here: {why}"})
+        print(f"{name} does not run here: {why}")
     print(measure.columns(HEAD, WIDTHS))
     for length in options.lengths:
         for mix in options.mixes:
@@ -245,7 +219,7 @@ def bench(options: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -
             flops = measure.attention_flops(p.boundaries, options.heads, options.head_dim)
             whole: dict[str, Any] | None = None
             repeats = max(1, options.repeats // max(1, length // 65_536))  # a long one takes seconds
-            for name, degree in rows_of(options, length):
+            for name, degree in rows_of(names, options.cp, length):
                 about = {"length": length, "mix": mix, "documents": len(p.boundaries) - 1, "repeats": repeats}
                 about |= {"way": name, "cp": degree}
                 try:
@@ -255,6 +229,12 @@ def bench(options: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -
                     print(f"{title} {name}, cp {degree}: out of memory", flush=True)
                     torch.cuda.empty_cache()
                     continue
+                except ways.REFUSALS as error:
+                    if not ways.is_refusal(name, error):
+                        raise
+                    emit({**about, "status": f"refused: {ways.reason(error)}", "error": str(error)})
+                    print(f"{title} {name}: refused: {ways.reason(error)}", flush=True)
+                    continue
                 whole = row if name == "flash" and degree == 1 else whole
                 emit({**about, **row})
                 print(line(f"{title} {name}", row), flush=True)
@@ -262,11 +242,11 @@ def bench(options: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -
     return 0
 
 
-def rows_of(options: argparse.Namespace, length: int) -> list[tuple[str, int]]:
+def rows_of(names: Sequence[str], degrees: Sequence[int], length: int) -> list[tuple[str, int]]:
     """(way, cp); flash alone first, which the ranks are compared with."""
-    found = [("flash", degree) for degree in options.cp if "flash" in options.ways]
-    found += [("sdpa", 1)] if "sdpa" in options.ways else []
-    return found + ([("tiles", 1)] if "tiles" in options.ways and length <= TILES_UP_TO else [])
+    found = [("flash", degree) for degree in degrees if "flash" in names]
+    others = [name for name in ways.NAMES[1:] if name in names and (name != "tiles" or length <= TILES_UP_TO)]
+    return found + [(name, 1) for name in others]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -274,7 +254,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--lengths", default="8k,16k,32k,64k,128k,256k", help="tokens of a pack")
     parser.add_argument("--mixes", default="one,chat,longmix", help=f"of {', '.join(measure.MIXES)}")
-    parser.add_argument("--ways", default="flash,sdpa,tiles", help="of flash, sdpa, tiles")
+    parser.add_argument("--ways", default=",".join(ways.NAMES), help=f"of {', '.join(ways.NAMES)}")
     parser.add_argument("--cp", default="1,2,4,8,16", help="sizes of the group whose ranks are run in turn")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
@@ -290,7 +270,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.lengths = sorted(measure.length_of(text) for text in options.lengths.split(","))
     options.cp = sorted({int(text) for text in options.cp.split(",")} | {1})
     options.mixes, options.ways = options.mixes.split(","), options.ways.split(",")
-    if unknown := {*options.mixes} - {*measure.MIXES} | {*options.ways} - {"flash", "sdpa", "tiles"}:
+    if unknown := {*options.mixes} - {*measure.MIXES} | {*options.ways} - {*ways.NAMES}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if options.repeats < 1 or any(MULTIPLE % (2 * size) for size in options.cp):
         parser.error(f"--repeats is at least 1, and a size of --cp divides {MULTIPLE // 2}")

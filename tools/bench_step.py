@@ -10,7 +10,8 @@
 
 Not yet run on a GPU.  Random weights of Qwen3 shapes, one pack a step, the second half of every sample supervised,
 through sft's recipe, planner, loader and engine.  MEMORY is none, selective (where nothing is said) or full, and any of
-+offload, +tile4k and +optim0.5: train.recompute, train.offload_activations, train.mlp_tile, optim.offload_fraction.
++offload0.5 (+offload is 1), +tile4k and +optim0.5: train.recompute, train.offload_fraction, train.mlp_tile,
+optim.offload_fraction.
 --set reaches every other recipe key.  Mixes are those of bench_packing; `one` is a single document, `1k` documents of
 1024 tokens, `padded` 16 samples of chat each padded to the longest of them.  Every case has a process of its own, and
 one that does not fit is a row.  After a step that does not count, steps are timed for --seconds, and one more is
@@ -143,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=15.0, help="no further step is timed after so many")
     add("--minutes", type=float, default=25.0, help="no further case is begun then, and the last ends soon after")
     add("--limit", type=float, default=400.0, metavar="SECONDS", help="of one case")
-    add("--kernels", default="flash,sdpa,cudnn", help="of attention, whose rates the floor takes")
+    add("--kernels", default="flash,sdpa,te,cudnn", help="of attention, whose best rates the floor takes")
     add("--peak-tflops", type=float, default=989.0, help="of the device, dense bf16")
     add("--memory", type=float, metavar="GIB", help="that torch may take of the device; all by default")
     add("--try-all", action="store_true", help="also cases that by arithmetic cannot fit")
@@ -163,8 +164,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     options.kernels = options.kernels.split(",")
-    if unknown := sorted({*options.kernels} - {"flash", "sdpa", "cudnn"}):
-        parser.error(f"--kernels {', '.join(unknown)}: of flash, sdpa and cudnn")
+    if unknown := sorted({*options.kernels} - {"flash", "sdpa", "te", "cudnn"}):
+        parser.error(f"--kernels {', '.join(unknown)}: of flash, sdpa, te and cudnn")
     options.peers = [shape for shape in options.peer.lower().split(",") if shape]
     if unknown := sorted({*options.peers} - {*SHAPES}):
         parser.error(f"--peer {', '.join(unknown)}: one of {', '.join(SHAPES)}")

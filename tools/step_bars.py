@@ -86,7 +86,7 @@ def _offload(steps: Steps) -> Iterator[Bar]:
         pairs = [
             taken / seconds[without]
             for c, taken in seconds.items()
-            if c.shape == shape and c.offload and c.length >= LONG and (without := replace(c, offload=False)) in seconds
+            if c.shape == shape and c.offload and c.length >= LONG and (without := replace(c, offload=0.0)) in seconds
         ]
         name = f"{shape} from {short(LONG)} on, time with activations offloaded over without"
         yield Bar(name=name, wanted=OFFLOAD, found=max(pairs, default=None), at_most=True)

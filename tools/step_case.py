@@ -18,19 +18,18 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sft import cp
 from sft.batch import Sample
 from sft.cost import attention_crossover
 from sft.data.loader import Loader
 from sft.layout import Layout
-from sft.mcore import attention
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
-from sft.mcore import flash, groups
+from sft.mcore import groups
 from sft.mcore import model as model_module
 from sft.mcore import optim
+from tools import attention_ways as ways
 from tools import measure
 
 RANGE = "sft: "
@@ -61,7 +60,8 @@ class Corpus:
 
 def constants(case: Any, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Rates of this device, now: FLOP/s and bytes/s.  None of its tensors are left."""
-    found = {**rates(device), "attention": attention_rates(case, device, options.kernels)}
+    attention, absent = attention_rates(case, device, options.kernels)
+    found = {**rates(device), "attention": attention, "attention not run": absent}
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
@@ -84,43 +84,45 @@ def rates(device: torch.device) -> dict[str, float]:
     return {name: amounts[name] / taken for name, taken in seconds.items()}
 
 
-def attention_rates(case: Any, device: torch.device, kernels: Sequence[str]) -> dict[str, dict[str, float]]:
-    """FLOP/s of each kernel that runs here, on one document of the length: forward, backward."""
-    model = case.model
-    heads, width = model.num_attention_heads, model.resolved_head_dim
+def attention_rates(
+    case: Any, device: torch.device, kernels: Sequence[str]
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """FLOP/s of each kernel that runs here, on one document of the length: forward, backward; and why others do not."""
+    heads, groups, width = (
+        case.model.num_attention_heads,
+        case.model.resolved_query_groups,
+        case.model.resolved_head_dim,
+    )
     boundaries = np.array([0, case.length], dtype=np.int32)
-    query, key, value, gradient = measure.random_inputs(case.length, heads, model.resolved_query_groups, width, device)
-    scale, operators = width**-0.5, measure.operators_for(device)
-    kernel = flash.Sequences.of(boundaries, 1, 0, device, operators)
-    nobody: Any = None
-
-    def cudnn() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return measure.sdpa(query, key, value, scale)
-
-    ways: dict[str, Callable[[], Tensor]] = {
-        "flash": lambda: attention.document_attention(query, key, value, kernel, scale, nobody),
-        "sdpa": lambda: measure.sdpa(query, key, value, scale),
-    }
-    ways |= {"cudnn": cudnn} if device.type == "cuda" else {}
+    tensors = measure.random_inputs(case.length, heads, groups, width, device)
+    problem = ways.Problem(boundaries=boundaries, tensors=tensors, device=device)
     flops, found = measure.attention_flops(boundaries, heads, width), {}
-    for name, way in ways.items():
-        if name not in kernels:
+    absent = {name: why for name in kernels if (why := ways.why_not(name, device))}
+    for name in kernels:
+        if name in absent:
             continue
-        forward, backward = [], []
         try:
-            for _ in range(4 if case.length <= 65_536 else 2):  # the first does not count
-                query.grad = key.grad = value.grad = None
-                outs: list[Tensor] = []
-                forward.append(measure.seconds_of(lambda: outs.append(way()), device))
-                backward.append(measure.seconds_of(lambda: outs[0].backward(gradient), device))
-        except (RuntimeError, ImportError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or name != "cudnn":
+            forward, backward = _seconds(ways.whole(problem, name), problem, 4 if case.length <= 65_536 else 2)
+        except ways.REFUSALS as error:
+            if not ways.is_refusal(name, error):
                 raise
-            continue  # not for these heads, or not in this torch
-        rates = flops / float(np.median(forward[1:])), measure.BACKWARD * flops / float(np.median(backward[1:]))
-        found[name] = {"forward": rates[0], "backward": rates[1]}
-    return found
+            absent[name] = ways.reason(error)
+            continue
+        found[name] = {"forward": flops / forward, "backward": measure.BACKWARD * flops / backward}
+    return found, absent
+
+
+def _seconds(way: ways.Way, problem: ways.Problem, times: int) -> tuple[float, float]:
+    """Median of forward, of backward; the first of each does not count."""
+    forward, backward = [], []
+    for _ in range(times):
+        for x in problem.tensors[:3]:
+            x.grad = None
+        outs: list[tuple[Tensor, Tensor]] = []
+        forward.append(measure.seconds_of(lambda: outs.append(way()), problem.device))
+        ((out, gradient),) = outs
+        backward.append(measure.seconds_of(partial(out.backward, gradient), problem.device))
+    return float(np.median(forward[1:])), float(np.median(backward[1:]))
 
 
 # --- the two loops -----------------------------------------------------------------------------------------------

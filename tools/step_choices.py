@@ -1,10 +1,11 @@
 """What bench_step can be asked for: a shape, a length, a mix of documents, and the recipe keys that trade memory.
 
-    4b:64k:one:selective+offload+tile4k+optim1
+    4b:64k:one:selective+offload0.8+tile4k+optim1
 
-    train.recompute: selective    train.offload_activations: true    train.mlp_tile: 4096    optim.offload_fraction: 1.0
+    train.recompute: selective    train.offload_fraction: 0.8    train.mlp_tile: 4096    optim.offload_fraction: 1.0
 
-What is not named is off; without any of it recomputation is selective.  `peer` in its place is plain transformers.
+What is not named is off, and a share that is not said is 1; without any of it recomputation is selective.  `peer` in
+its place is plain transformers.
 """
 
 from collections.abc import Sequence
@@ -31,11 +32,11 @@ SHAPES = {
 # By importance: what is last may find no time.
 CASES = (
     "1.7b:64k:one:selective 4b:64k:one:selective+offload 1.7b:128k:one:selective+offload "
-    "4b:128k:one:selective+offload 4b:128k:one:full 1.7b:32k:chat 1.7b:32k:padded "
+    "4b:128k:one:selective+offload0.8 4b:128k:one:full 1.7b:32k:chat 1.7b:32k:padded "
     "1.7b:64k:one:selective+offload 1.7b:64k:one:full "
     "1.7b:128k:longmix:selective+offload 1.7b:128k:agent:selective+offload 0.6b:64k:one 8b:32k:one:full+optim0.5 "
     "4b:64k:longmix:selective+offload 4b:32k:chat 0.6b:32k:chat 0.6b:128k:one:selective+offload "
-    "8b:64k:one:full+offload+optim0.5 1.7b:256k:longmix:selective+offload 1.7b:256k:one:selective+offload "
+    "8b:64k:one:full+offload+optim0.5 1.7b:256k:longmix:selective+offload0.75 1.7b:256k:one:selective+offload0.75 "
     "8b:128k:one:full+offload+optim0.5 4b:256k:one:full+offload"
 )
 TILE = 4096  # tokens
@@ -54,7 +55,7 @@ class Case:
     length: int
     mix: str
     recompute: str = "selective"
-    offload: bool = False
+    offload: float = 0.0
     tile: int | None = None
     optim: float = 0.0
 
@@ -75,20 +76,20 @@ class Case:
         for flag in flags:
             name = flag.rstrip("0123456789.k")
             amount = flag.removeprefix(name)
-            if name == "offload" and not amount:
-                found = replace(found, offload=True)
+            if name == "offload":
+                found = replace(found, offload=float(amount or 1))
             elif name == "tile":
                 found = replace(found, tile=measure.length_of(amount) if amount else TILE)
             elif name == "optim":
                 found = replace(found, optim=float(amount or 1))
             else:
-                raise ValueError(f"{flag} is not offload, tile with a length, or optim with a fraction")
+                raise ValueError(f"{flag} is not offload or optim with a share, or tile with a length")
         return found
 
     @property
     def way(self) -> str:
-        """`selective+offload+tile4k+optim1`"""
-        flags = ["offload"] if self.offload else []
+        """`selective+offload0.5+tile4k+optim1`; `offload` is all of it"""
+        flags = [f"offload{self.offload:g}" if self.offload != 1 else "offload"] if self.offload else []
         flags += [f"tile{measure.short(self.tile).lower()}"] if self.tile else []
         flags += [f"optim{self.optim:g}"] if self.optim else []
         return "+".join([self.recompute, *flags])
@@ -117,7 +118,7 @@ class Case:
             "data.seq_length": seq_length or self.length,
             "data.doc_multiple": multiple,
             "train.recompute": self.recompute,
-            "train.offload_activations": self.offload,
+            "train.offload_fraction": self.offload,
             "train.mlp_tile": "null" if self.tile is None else self.tile,
             "optim.offload_fraction": self.optim,
         }

@@ -28,6 +28,8 @@ def lines(row: Mapping[str, Any]) -> list[str]:
     rates = [f"{n} {r['forward'] / 1e12:.0f} / {r['backward'] / 1e12:.0f}" for n, r in constants["attention"].items()]
     told = [f"product {constants['gemm'] / 1e12:.0f} TFLOP/s", f"attention {', '.join(rates)}"]
     told += [f"{n} {constants[n] / 1e9:,.0f} GB/s" for n in ("copy", "to device", "to host") if n in constants]
+    absent = constants["attention not run"]
+    told += [f"no {name} ({why})" for name, why in absent.items()]
     where = [f"{name} {share:.1%}" for name, share in row["shares"].items()]
     found = [measure.columns(cells, WIDTHS), f"    {row['backend']}", f"    {'; '.join(told)}"]
     return found + ([f"    {', '.join(where)}"] if where else [])

@@ -182,6 +182,7 @@ class _DocumentAttention(torch.autograd.Function):
             for before in sums[-1:]:  # one sum over ranks at a time: each is as long as the pack, and wide
                 before.wait()
             sums.append(_Summed(dkeys, dvalues, kernel, len(key), ctx.cp_group))
+            del dkeys, dvalues  # of the whole pack, too
         both = torch.cat([summed.take() for summed in sums], dim=1)
         dkey, dvalue = both.split(key.shape[-1], dim=-1)
         if rotation is not None:

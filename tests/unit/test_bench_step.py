@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from tools import bench_attention, bench_step, measure, step_case, step_choices, step_roofline, step_tables
+from tools import (
+    attention_ways,
+    bench_attention,
+    bench_step,
+    measure,
+    step_case,
+    step_choices,
+    step_roofline,
+    step_tables,
+)
 from tools.step_choices import Case
 
 GIB = 2**30
@@ -97,12 +106,12 @@ def test_padded_is_to_the_longest_of_the_same_samples() -> None:
 
 
 def test_a_case_names_its_recipe() -> None:
-    case = Case.read("4B:64k:one:selective+offload+tile4k+optim0.5")
-    assert str(case) == "4b:64k:one:selective+offload+tile4k+optim0.5"
+    case = Case.read("4B:64k:one:selective+offload0.8+tile4k+optim0.5")
+    assert str(case) == "4b:64k:one:selective+offload0.8+tile4k+optim0.5"
     config = case.config("cuda", also=["parallel.overlap=false"])
-    assert (config.train.recompute, config.train.offload_activations, config.train.mlp_tile) == (
+    assert (config.train.recompute, config.train.offload_fraction, config.train.mlp_tile) == (
         "selective",
-        True,
+        0.8,
         4096,
     )
     assert (config.optim.offload_fraction, config.data.seq_length, config.run.precision) == (0.5, 65_536, "bf16")
@@ -114,6 +123,9 @@ def test_a_case_names_its_recipe() -> None:
         plain.config("cpu").run.precision == "fp32" and plain.using("full+optim1").config("cpu").run.precision == "bf16"
     )
     assert str(Case.read("4b:1000:chat:full+optim+tile")) == "4b:1000:chat:full+tile4k+optim1"
+    assert Case.read("4b:64k:one:full+offload1") == Case.read("4b:64k:one:full+offload")
+    assert str(plain.using("full+offload")) == "4b:64k:one:full+offload"
+    assert plain.using("full+offload").config("cpu").train.offload_fraction == 1.0
 
 
 def test_trades_are_pairs_with_the_first() -> None:
@@ -211,7 +223,7 @@ def test_out_of_memory_and_failures_are_rows(monkeypatch: pytest.MonkeyPatch) ->
         (["--cases", "2b:64k:one"], "2b:64k:one is not one of"),
         (["--cases", "4b:64k:poems"], "4b:64k:poems is not one of"),
         (["--cases", "4b:64k:one:often"], "often is not one of none, selective, full"),
-        (["--cases", "4b:64k:one:full+magic"], "magic is not offload, tile with a length, or optim"),
+        (["--cases", "4b:64k:one:full+magic"], "magic is not offload or optim with a share, or tile"),
         (["--trades", "9b:64k"], "9b:64k:one is not one of"),
         (["--longest", "tiny"], "needs --memory"),
         (["--peer", "9b"], "--peer 9b"),
@@ -225,9 +237,10 @@ def test_what_cannot_be_measured(arguments: list[str], words: str, capsys: pytes
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_every_default_case_is_one() -> None:
+def test_every_default_case_is_one_that_a_host_of_128_gib_takes() -> None:
     found = bench_step.parse(["--device", "cpu"]).cases
     assert len(found) == len({str(case) for case in found}) > 10
+    assert max(case.estimate("cuda").host for case in found) < 0.9 * 128 * GIB
 
 
 def test_no_case_is_begun_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +262,9 @@ def test_a_tiny_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (found["case"], found["status"], found["steps"], found["shares"]) == ("tiny:512:chat:full", "done", 1, {})
     assert 0 < found["labels"] < found["tokens"] <= 512 and found["seconds"] > 0 and found["loss"] > 0
     assert set(found["constants"]["attention"]) == {"flash", "sdpa"} and "mfu" not in found
-    assert "attention portable (plain torch, no flash kernel: it needs CUDA)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "attention portable (plain torch, no flash kernel: it needs CUDA)" in printed
+    assert "; no te (it needs CUDA); no cudnn (it needs CUDA)" in printed
 
 
 def test_a_tiny_search_and_its_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,12 +286,49 @@ def test_a_tiny_attention(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--tiny", "--mixes", "chat", "--out", str(out)]
     assert bench_attention.main(arguments) == 0
     _, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    absent, rows = rows[:2], rows[2:]
+    assert absent == [{"way": way, "status": "does not run here: it needs CUDA"} for way in ("te", "cudnn")]
     assert [(found["length"], found["way"], found["cp"]) for found in rows] == [
         (length, way, cp)
         for length in (256, 512)
         for way, cp in [("flash", 1), ("flash", 2), ("sdpa", 1), ("tiles", 1)]
     ]
     assert len(rows[1]["ranks"]) == 2 and rows[1]["efficiency"] > 0
+
+
+def test_what_a_kernel_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes short packs here and no long ones, Transformer Engine none."""
+    monkeypatch.setattr(attention_ways, "why_not", lambda name, device: None)
+
+    def by_cudnn(p: attention_ways.Problem) -> attention_ways.Way:
+        if len(p.tensors[0]) > 256:
+            raise RuntimeError("No available kernel. Aborting execution.\nmore")
+        return attention_ways.by_sdpa(p)
+
+    def by_te(p: attention_ways.Problem) -> attention_ways.Way:
+        raise ValueError("No dot product attention backend is available")
+
+    monkeypatch.setattr(attention_ways, "by_cudnn", by_cudnn)
+    monkeypatch.setattr(attention_ways, "by_te", by_te)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--device", "cpu", "--tiny", "--mixes", "one", "--ways", "te,cudnn", "--out", str(out)]
+    assert bench_attention.main(arguments) == 0
+    _, absent, timed, refused = (json.loads(line) for line in out.read_text().splitlines())
+    assert absent["status"] == "does not run here: No dot product attention backend is available"
+    assert (timed["way"], timed["length"]) == ("cudnn", 256) and timed["both_s"] > 0
+    assert (refused["length"], refused["status"]) == (512, "refused: No available kernel. Aborting execution.")
+    found, why = step_case.attention_rates(Case.read("tiny:512:one"), torch.device("cpu"), ["sdpa", "te", "cudnn"])
+    assert list(found) == ["sdpa"] and list(why) == ["te", "cudnn"]
+
+
+def test_a_fault_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(p: attention_ways.Problem) -> attention_ways.Way:
+        raise RuntimeError("tiles")
+
+    monkeypatch.setattr(attention_ways, "by_tiles", broken)
+    with pytest.raises(RuntimeError, match="tiles"):
+        bench_attention.main(["--device", "cpu", "--tiny", "--mixes", "one", "--ways", "tiles"])
+    assert not attention_ways.is_refusal("te", torch.OutOfMemoryError())
 
 
 def test_a_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

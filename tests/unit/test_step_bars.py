@@ -77,6 +77,7 @@ def test_offloading_is_compared_with_the_same_without() -> None:
     bars = judged([plain, quick, step("1.7b:128k:one:selective"), slow])
     assert [(bar.name, bar.found) for bar in missed(bars)] == [(name, pytest.approx(1.05))]
     assert name not in found([plain, slow])
+    assert found([plain, step("1.7b:64k:one:full+offload0.5", seconds=10.2)])[name].found == pytest.approx(1.02)
     assert name not in found([step("1.7b:32k:one:full"), step("1.7b:32k:one:full+offload", seconds=20.0)])
 
 

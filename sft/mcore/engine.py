@@ -215,18 +215,14 @@ class Engine:
 
     def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
         mb = next(microbatches)
-        here = self.groups.device
-        tokens, positions, documents = (
-            device.send(mb.tokens, here),
-            device.send(mb.position_ids, here),
-            self._documents(mb),
-        )
+        tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
+        documents = self._documents(mb, positions)
         by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._saving.forward_pass(len(chunk.module.decoder.layers)):
             hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=by_token)
         return hidden, partial(loss, chunk, mb)
 
-    def _documents(self, mb: Microbatch) -> PackedDocuments:
+    def _documents(self, mb: Microbatch, positions: Tensor) -> PackedDocuments:
         here, kernel, rotation = self.groups.device, None, None
         if self.backend.name == "portable":
             kernel = attention.kernel_of(
@@ -236,18 +232,17 @@ class Engine:
                 device=here,
                 by_flash=self.backend.by_flash,
             )
-            rotation = Rotation.of(
-                device.send(mb.position_ids, here).flatten(), self._inv_freq, self.core_config.params_dtype
-            )
+            rotation = Rotation.of(positions.flatten(), self._inv_freq, self.core_config.params_dtype)
         return attention.describe(mb.cu_seqlens, mb.max_seqlen, kernel=kernel, rotation=rotation, device=here)
 
     def _how_to_save(self) -> Saving:
-        train = self.config.train
+        train, layout = self.config.train, self.layout
+        at_once = layout.virtual_stages == 1 and self.groups.is_last_stage  # backward follows each forward pass
         return Saving(
             again=train.recompute == "selective",
             host=HostMemory(self.groups.device) if train.offload_fraction else None,
             fraction=train.offload_fraction,
-            pipeline=self.layout.pp > 1,
+            pipeline=not at_once,
             stays=[weight for chunk in self.chunks for weight in chunk.parameters()],
         )
 

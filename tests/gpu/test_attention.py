@@ -74,3 +74,14 @@ def test_another_document_changes_nothing(request: pytest.FixtureRequest) -> Non
     kept = torch.cat([torch.arange(512), torch.arange(1536, 1856)]).cuda()
     for a, b in zip(by_flash(boundaries, tensors, 1), by_flash(boundaries, tuple(other), 1)):
         assert torch.equal(a[kept], b[kept])
+
+
+def test_the_length_of_another_document_changes_nothing() -> None:
+    """Bitwise: how the kernel divides the keys of one may not depend on the longest of the pack."""
+    _, (query, key, value, _) = packed([512, 16384], 128)
+    outs = []
+    for rest in (64, 16384):
+        boundaries = np.array([0, 512, 512 + rest], dtype=np.int32)
+        kernel = flash.Sequences.of(boundaries, 1, 0, query.device)
+        outs.append(kernel.forward(*(x[: 512 + rest] for x in (query, key, value)), SCALE)[0][:512])
+    assert torch.equal(*outs)

@@ -71,6 +71,12 @@ def test_bf16_follows_full_precision(model: list[str], backend: str) -> None:
     np.testing.assert_allclose(half, wide, rtol=BF16_TOLERANCE)
 
 
+def test_portable_takes_the_flash_kernel() -> None:
+    """Else the tiles would stand in for it, and every number would be right."""
+    with running(["run.precision=bf16", "attention.backend=portable"]) as engine:
+        assert engine.backend.by_flash, str(engine.backend)
+
+
 MIXES = [[250], [31, 1, 64, 100], [8] * 30]
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sft.mcore import host, saved
+from sft.mcore import device, host, saved
 from sft.mcore.layer import _ByTiles
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -235,25 +235,23 @@ def test_evaluation_has_tiles_too(ranks: Ranks) -> None:
     assert found == ([100, 100, 56], True)
 
 
-def later_stage(overrides: Sequence[str]) -> list[int]:
-    """Of what two passes keep, which may not be on the device once both are over."""
+def bytes_of_two_passes(pipeline: bool) -> int:
+    """On the device, once both are over and before any backward."""
     with (
         mock.patch.object(saved, "LEAST_BYTES", 1 << 12),
-        scenarios.running([*WIDE, *overrides, "train.recompute=full", "train.offload_fraction=1"]) as engine,
+        scenarios.running([*WIDE, "model.num_layers=4", "train.recompute=full", "train.offload_fraction=1"]) as engine,
     ):
-        engine._saving._pipeline = True
-        found = []
+        engine._saving._pipeline = pipeline
         with Alive() as alive:
-            for _ in range(2):
-                hidden = forward(engine, one_document(engine))
-                found.append(hidden)
-            del hidden
-            return [alive.num_bytes() - engine._saving._host.num_bytes, sum(x.nbytes for x in found)]
+            found = [forward(engine, one_document(engine)) for _ in range(2)]
+            assert len(found) == 2
+            return alive.num_bytes() - engine._saving._host.num_bytes
 
 
 def test_a_pipeline_leaves_no_layer_on_the_device(ranks: Ranks) -> None:
-    (two,), (six,) = (ranks(1).run(later_stage, [f"model.num_layers={n}"]) for n in (2, 6))
-    assert two == six
+    """Otherwise each pass has two there: 128 bytes a token of each one's input, and of what the last norm is given."""
+    (stay,), (leave,) = (ranks(1).run(bytes_of_two_passes, pipeline) for pipeline in (False, True))
+    assert stay - leave == 2 * (2 + 1) * 128 * TOKENS
 
 
 def changed_while_kept() -> str:
@@ -281,6 +279,7 @@ def test_a_later_layer_that_keeps_the_same_keeps_it_itself(ranks: Ranks) -> None
 
 
 def shared_by_layers() -> tuple[list[int], bool]:
+    device.start("cpu")
     wanted: list[int] = []
     with mock.patch.object(saved, "LEAST_BYTES", 8), mock.patch.object(host, "SLAB_BYTES", 64):
         table, x = torch.full((8,), 2.0), torch.ones(8, requires_grad=True)
@@ -311,3 +310,211 @@ def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
     assert weight.main_grad.tolist() == [100.0 + 1 + 2 + 4 + 8]  # type: ignore[attr-defined]
     assert weight.grad is not None and weight.grad.tolist() == [16.0]
     assert x.grad is not None and x.grad.flatten().tolist() == [3.0] * 5
+
+
+def where_kept(fraction: float, pipeline: bool) -> dict[str, Any]:
+    """Five layers that keep one tensor each, and one before them: what is stored, and what of that has left."""
+    device.start("cpu")
+    stored: list[host.Stored] = []
+    store = host.Layers.store
+
+    def noted(layers: host.Layers, flat: torch.Tensor) -> host.Stored:
+        stored.append(store(layers, flat))
+        return stored[-1]
+
+    with (
+        mock.patch.object(saved, "LEAST_BYTES", 8),
+        mock.patch.object(host, "SLAB_BYTES", 64),
+        mock.patch.object(host.Layers, "store", noted),
+    ):
+        memory = host.HostMemory(torch.device("cpu"))
+        saving = saved.Saving(again=False, host=memory, fraction=fraction, pipeline=pipeline)
+        x = torch.zeros(8, requires_grad=True)
+        with saving.forward_pass(5):
+            out = x.exp()
+            for _ in range(5):
+                saved.begin_layer()
+                out = out.sqrt()
+        blocks = [(one._block, one.tensor is None) for one in stored]
+        out.sum().backward()
+        assert x.grad is not None
+        return {"blocks": blocks, "gradient": x.grad.tolist()}
+
+
+@pytest.mark.parametrize(
+    "fraction, pipeline, blocks",
+    [
+        (1.0, False, [(0, True), (1, True), (2, True), (3, True), (4, False), (5, False)]),
+        (1.0, True, [(0, True), (1, True), (2, True), (3, True), (4, True), (5, True)]),
+        (0.5, False, [(0, True), (1, True), (2, True), (3, True)]),  # 2.5 layers are 3, the first ones
+        (0.2, False, [(0, True), (1, True)]),
+    ],
+)
+def test_which_layers_go_to_the_host(
+    ranks: Ranks, fraction: float, pipeline: bool, blocks: list[tuple[int, bool]]
+) -> None:
+    """Where backward comes at once the last two stay on the device, too; (number, whether it left)."""
+    (found,) = ranks(1).run(where_kept, fraction, pipeline)
+    assert found == {"blocks": blocks, "gradient": [2.0**-5] * 8}
+
+
+def kept_in_parts() -> list[list[float]]:
+    """The halves of one tensor are kept, and weights that are a part of a larger storage."""
+    device.start("cpu")
+    stored: list[int] = []
+    store = host.Layers.store
+
+    def noted(layers: host.Layers, flat: torch.Tensor) -> host.Stored:
+        stored.append(flat.numel())
+        return store(layers, flat)
+
+    with (
+        mock.patch.object(saved, "LEAST_BYTES", 8),
+        mock.patch.object(host, "SLAB_BYTES", 64),
+        mock.patch.object(host.Layers, "store", noted),
+    ):
+        buffer = torch.full((16,), 3.0)
+        memory = host.HostMemory(torch.device("cpu"))
+        saving = saved.Saving(again=False, host=memory, stays=[buffer[8:]])
+        x = torch.arange(8.0, requires_grad=True)
+        with saving.forward_pass(1):
+            saved.begin_layer()
+            whole = x * buffer[8:]
+            first, second = whole.chunk(2)
+            out = first * second
+        out.sum().backward()
+        assert x.grad is not None
+        return [x.grad.tolist(), [float(n) for n in stored]]
+
+
+def test_parts_of_a_storage(ranks: Ranks) -> None:
+    """y = 9 x[i] x[i + 4]; one copy of both halves, none of the weights."""
+    (found,) = ranks(1).run(kept_in_parts)
+    assert found == [[36.0, 45.0, 54.0, 63.0, 0.0, 9.0, 18.0, 27.0], [8.0]]
+
+
+def kept_as_two_dtypes() -> list[float]:
+    """2.0 is 2**30 as an integer: y = 2 x + 2**30 x / 2**30."""
+    device.start("cpu")
+    with mock.patch.object(saved, "LEAST_BYTES", 8), mock.patch.object(host, "SLAB_BYTES", 64):
+        saving = saved.Saving(again=False, host=host.HostMemory(torch.device("cpu")))
+        x, table = torch.ones(8, requires_grad=True), torch.full((8,), 2.0)
+        with saving.forward_pass(1):
+            saved.begin_layer()
+            out = x * table + x * table.view(torch.int32) * 2.0**-30
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+
+def test_one_storage_as_two_dtypes(ranks: Ranks) -> None:
+    assert ranks(1).run(kept_as_two_dtypes) == [[3.0] * 8]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_nobody_wants_any_more_is_freed(ranks: Ranks, again: bool) -> None:
+    assert ranks(1).run(still_there, again) == [(False, True)]
+
+
+def still_there(again: bool) -> tuple[bool, bool]:
+    """After a pass: whether an output that its own operation keeps is there once dropped; and while it is held."""
+    device.start("cpu")
+    with mock.patch.object(saved, "LEAST_BYTES", 8), mock.patch.object(host, "SLAB_BYTES", 64):
+        memory = None if again else host.HostMemory(torch.device("cpu"))
+        x = torch.ones(8, requires_grad=True)
+        small = torch.ones(1, requires_grad=True)
+        with saved.Saving(again=again, host=memory).forward_pass(1):
+            saved.begin_layer()
+            one = x if again else small  # either stays on the device
+            dropped, held = one.exp(), one.exp()
+        storages = [StorageWeakRef(out.untyped_storage()) for out in (dropped, held)]
+        del dropped
+        return not storages[0].expired(), not storages[1].expired()
+
+
+def computed_again() -> tuple[list[float], bool]:
+    """y = z * z of z = x w with w = 2, which is cheap, and not kept."""
+    x, weight = torch.arange(4.0, requires_grad=True), torch.tensor([2.0], requires_grad=True)
+    taken: list[torch.Tensor] = []
+    take = saved.Again.take
+
+    def noted(kept: saved.Again) -> torch.Tensor:
+        taken.append(take(kept))
+        return taken[-1]
+
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * weight
+
+    with mock.patch.object(saved.Again, "take", noted):
+        with saved.Saving(again=True).forward_pass(1):
+            z = double(x)
+            saved.cheap(z, double, x)
+            out = z * z
+        out.sum().backward()
+    assert x.grad is not None and taken
+    return x.grad.tolist(), any(tensor.requires_grad for tensor in taken)
+
+
+def test_what_is_computed_again_has_no_gradient_of_its_own() -> None:
+    assert computed_again() == ([0.0, 8.0, 16.0, 24.0], False)
+
+
+def rule_of_the_engine(overrides: Sequence[str]) -> dict[str, Any]:
+    """What the engine's rule was made of, and the layers it is told of for each microbatch."""
+    told: list[int] = []
+    forward_pass = saved.Saving.forward_pass
+
+    def noted(saving: saved.Saving, num_layers: int) -> Any:
+        told.append(num_layers)
+        return forward_pass(saving, num_layers)
+
+    with mock.patch.object(saved.Saving, "forward_pass", noted), scenarios.running(overrides) as engine:
+        corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
+        engine.train_step([scenarios.microbatch_of(engine, [corpus.sample(i)]) for i in range(2)])
+        rule = engine._saving
+        weights = {p.untyped_storage().data_ptr() for chunk in engine.chunks for p in chunk.parameters()}
+        return {
+            "again": rule._again,
+            "host": rule._host is not None,
+            "fraction": rule._fraction,
+            "pipeline": rule._pipeline,
+            "weights stay": weights <= rule._stays,
+            "layers": sorted(set(told)),
+        }
+
+
+PLAIN = {"again": False, "host": False, "fraction": 0.0, "pipeline": False, "weights stay": True, "layers": [4]}
+
+
+@pytest.mark.parametrize(
+    "num_ranks, overrides, expected",
+    [
+        (1, ["train.recompute=none"], {}),
+        (1, ["train.recompute=full"], {}),
+        (1, ["train.recompute=selective"], {"again": True}),
+        (1, ["train.recompute=full", "train.offload_fraction=0.5"], {"host": True, "fraction": 0.5}),
+        (2, ["parallel.pp=2"], {"pipeline": "first stage", "layers": [2]}),
+        (2, ["parallel.pp=2", "parallel.virtual_stages=2"], {"pipeline": True, "layers": [1]}),
+        (2, ["parallel.tp=2"], {}),
+    ],
+)
+def test_the_rule_is_what_the_recipe_says(
+    ranks: Ranks, num_ranks: int, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    for rank, found in enumerate(ranks(num_ranks).run(rule_of_the_engine, overrides)):
+        wanted = PLAIN | expected
+        if wanted["pipeline"] == "first stage":  # in the last one backward comes at once
+            wanted["pipeline"] = rank == 0
+        assert found == wanted
+
+
+def test_what_cheap_things_are_made_of_is_not_held_once_the_pass_is_over() -> None:
+    x = torch.ones(8, requires_grad=True)
+    with saved.Saving(again=True).forward_pass(1):
+        held = x.exp()
+        given = torch.ones(8)
+        copy = given.clone()
+        saved.cheap(copy, torch.clone, given)
+    storage = StorageWeakRef(given.untyped_storage())
+    del given, copy
+    assert storage.expired() and held.requires_grad

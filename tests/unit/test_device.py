@@ -222,3 +222,22 @@ def test_each_process_takes_the_gpu_of_its_local_rank(
     monkeypatch.setattr(device, "_redirect_cuda_to_cpu", lambda: pytest.fail("redirected on CUDA"))
     assert device.start("cuda") == torch.device("cuda", index)
     assert taken == [index]
+
+
+def test_a_gpu_is_sent_tokens_without_waiting_for_it() -> None:
+    """Only out of page-locked memory is a copy not waited for."""
+    asked: list[Any] = []
+
+    class Tokens:
+        def pin_memory(self) -> "Tokens":
+            asked.append("page-locked")
+            return self
+
+        def to(self, where: torch.device, non_blocking: bool = False) -> str:
+            asked.append(non_blocking)
+            return f"on {where}"
+
+    assert device.send(Tokens(), torch.device("cuda", 1)) == "on cuda:1"  # type: ignore[arg-type]
+    assert asked == ["page-locked", True]
+    tokens = torch.arange(3)
+    assert device.send(tokens, torch.device("cpu")) is tokens

@@ -53,12 +53,17 @@ class Cuda:
         self.stored: weakref.WeakSet[host.Stored] = weakref.WeakSet()
         names = dict(Stream=Stream, current_stream=lambda: self._current, stream=self._inside)
         stand_in = SimpleNamespace(
-            cuda=SimpleNamespace(**names), empty=torch.empty, uint8=torch.uint8, device=torch.device, Tensor=Tensor
+            cuda=SimpleNamespace(**names), empty=self._empty, uint8=torch.uint8, device=torch.device, Tensor=Tensor
         )
         self._copy = host._copy
         monkeypatch.setattr(host, "torch", stand_in)
         monkeypatch.setattr(host, "SLAB_BYTES", SLAB)
         monkeypatch.setattr(host, "_copy", self.copy)
+
+    def _empty(self, *told: Any, **named: Any) -> Tensor:
+        if "pin_memory" not in named and self._current is not self.compute:
+            self.faults.append("memory of the stream that copies: given to another tensor while still computed with")
+        return torch.empty(*told, **named)
 
     @contextlib.contextmanager
     def _inside(self, stream: Stream) -> Iterator[None]:
@@ -197,6 +202,9 @@ def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
     for found, num_layers in ((first, 3), (second, 2)):
         for layer in reversed(range(num_layers)):
             assert torch.equal(cuda.take(found[layer][0]), made(layer, 0))
+    del found, first, second
+    gc.collect()
+    assert len(memory._free) == memory.num_slabs == len({slab.data_ptr() for slab in memory._free})
     assert not cuda.faults
 
 
@@ -213,3 +221,33 @@ def test_this_test_can_fail(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, broken:
     if broken == "bring":
         cuda.take(found[0][0])
     assert fault in cuda.faults
+
+
+@pytest.mark.parametrize("name, pinned", [("cpu", False), ("cuda", True)])
+def test_slabs_are_page_locked_for_a_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, name: str, pinned: bool) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def empty(size: int, **named: Any) -> Tensor:
+        asked.append(named)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(host.torch, "empty", empty)
+    assert len(host.HostMemory(torch.device(name)).borrow()) == SLAB
+    assert asked == [{"dtype": torch.uint8, "pin_memory": pinned}]
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_a_copy_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, out: bool) -> None:
+    asked: list[bool] = []
+    copy = Tensor.copy_
+
+    def noted(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        asked.append(non_blocking)
+        return copy(into, source)
+
+    flat, room = torch.tensor([1.0, 2.0]), [torch.zeros(3, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)]
+    monkeypatch.setattr(Tensor, "copy_", noted)
+    host._copy(flat, room, out=out)
+    assert asked == [True, True]
+    assert flat.tolist() == ([1.0, 2.0] if out else [0.0, 0.0])
+    assert torch.equal(torch.cat(room), flat.view(torch.uint8))

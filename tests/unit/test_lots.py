@@ -98,3 +98,35 @@ def test_lots_are_whole_groups(log: list[str], groups: int, lots: int) -> None:
     alone = Kernel(log)
     alone.keys = None  # type: ignore[assignment]
     assert attention._num_lots(key, alone) == 1
+
+
+def test_sums_over_chunks_and_ranks_are_in_fp32(log: list[str]) -> None:
+    """256 + 1 is 256 in bf16.  Token 0 is a key of both chunks; the other rank adds the same."""
+    kernel = Kernel(log)
+    kernel.keys = torch.tensor([0, 1, 0])
+    dkeys, dvalues = (torch.tensor(x, dtype=torch.bfloat16)[:, None, None] for x in ([256, 2, 1], [512, 4, 1]))
+    two: Any = SimpleNamespace(size=lambda: 2)
+    found = attention._Summed(dkeys, dvalues, kernel, 2, two).take()
+    assert found.dtype == torch.float32 and found[:, 0].tolist() == [[514.0, 1026.0], [4.0, 8.0]]
+
+
+def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a kernel works, only the next lot is held as it came; with the last lot, none."""
+    gathered: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    held: list[int] = []
+    gather, compute = attention.dist.all_gather_into_tensor, Kernel.forward
+
+    def noted(out: Tensor, *given: Any, **named: Any) -> Any:
+        gathered.add(out)
+        return gather(out, *given, **named)
+
+    def counted(kernel: Kernel, *given: Any) -> Any:
+        held.append(len(gathered))
+        return compute(kernel, *given)
+
+    monkeypatch.setattr(attention.dist, "all_gather_into_tensor", noted)
+    monkeypatch.setattr(Kernel, "forward", counted)
+    key = torch.randn(TOKENS, GROUPS, WIDTH)
+    two: Any = SimpleNamespace(size=lambda: 2)
+    attention.document_attention(torch.randn(TOKENS, HEADS, WIDTH), key, key, Kernel(log), 1.0, two)
+    assert held == [1, 1, 1, 0]

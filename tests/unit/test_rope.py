@@ -166,3 +166,32 @@ def test_angles_of_a_million_positions_are_exact_to_fp32() -> None:
     frequencies = rope.frequencies(RopeConfig(base=1e6), 128)
     row = rope.RotaryTable(frequencies)(position + 1)[position, 0, 0, :64]
     torch.testing.assert_close(row.double(), position * frequencies.double(), rtol=FREQUENCY_TOLERANCE, atol=0.0)
+
+
+# --- the rotation of a microbatch --------------------------------------------------------------------------
+
+
+def test_rotation_written_out() -> None:
+    """Positions 0, 1 and, of another document, 1; a quarter turn for each, and a half.  Pairs are (0, 2), (1, 3)."""
+    turned = rope.Rotation.of(torch.tensor([0, 1, 1]), torch.tensor([math.pi / 2, math.pi]), torch.float32)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(3, 2, 4)  # [t, heads, head_dim]
+    expected = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-3.0, -2.0, 1.0, -4.0], [-3.0, -2.0, 1.0, -4.0]])[:, None]
+    torch.testing.assert_close(turned.apply(x), expected.expand(3, 2, 4), rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(turned.undo(turned.apply(x)), x, rtol=0.0, atol=1e-6)
+
+
+def test_undo_is_the_gradient_of_apply() -> None:
+    torch.manual_seed(1)
+    turned = rope.Rotation.of(torch.arange(5), torch.tensor([1.0, 0.3, 0.1]), torch.float32)
+    x, grad = torch.randn(5, 2, 6, requires_grad=True), torch.randn(5, 2, 6)
+    (expected,) = torch.autograd.grad(turned.apply(x), x, grad)
+    torch.testing.assert_close(turned.undo(grad), expected)
+
+
+def test_angles_are_fp32_whatever_is_turned() -> None:
+    """In bf16 1,001,503 would be 999,424, and the angle 1001.503 would be 1000: their cosines are 0.92 and 0.56."""
+    turned = rope.Rotation.of(torch.tensor([1_001_503]), torch.tensor([1e-3]), torch.bfloat16)
+    assert turned.cos.dtype == turned.sin.dtype == torch.bfloat16
+    assert turned.cos.flatten().tolist() == pytest.approx([-0.78688] * 2, rel=2**-8)
+    assert turned.sin.flatten().tolist() == pytest.approx([0.61710] * 2, rel=2**-8)
+    assert turned.apply(torch.ones(1, 1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -1,0 +1,61 @@
+"""RMSNorm in plain torch: value and gradients are those of torch's own, and 16 bits are rounded once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.mcore.norm import RMSNorm
+
+FLOAT64_TOLERANCE = 1e-12
+
+
+def norm(weight: Tensor, eps: float, sequence_parallel: bool = False) -> RMSNorm:
+    config: Any = SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=sequence_parallel)
+    made = RMSNorm(config, len(weight), eps=eps)
+    made.weight.data.copy_(weight)
+    return made
+
+
+def test_written_out() -> None:
+    """Mean square 12.5, and 3.5 more: x / 4."""
+    found = norm(torch.tensor([1.0, 2.0]), eps=3.5)(torch.tensor([[3.0, 4.0], [-4.0, 3.0]]))
+    assert found.tolist() == [[0.75, 2.0], [-1.0, 1.5]]
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (5, 1, 6), (3, 2, 4, 6)])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_gradients_are_those_of_torch(shape: tuple[int, ...], eps: float) -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(6, dtype=torch.float64)
+    x, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    mine, theirs = norm(weight, eps), weight.clone().requires_grad_()
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = mine(a), torch.nn.functional.rms_norm(b, (6,), theirs, eps)
+    found.backward(grad)
+    expected.backward(grad)
+    for pair in ((found, expected), (a.grad, b.grad), (mine.weight.grad, theirs.grad)):
+        torch.testing.assert_close(*pair, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+def test_bf16_is_computed_in_fp32_and_rounded_once() -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(64).bfloat16()
+    x, grad = (torch.randn(500, 64).bfloat16() for _ in range(2))
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        mine, a = norm(weight.to(dtype), 1e-6), x.detach().to(dtype).clone().requires_grad_()
+        out = mine(a)
+        assert out.dtype == dtype
+        out.backward(grad.to(dtype))
+        results.append((out, a.grad, mine.weight.grad))
+    for narrow, wide in zip(*results):
+        assert torch.equal(narrow, wide.bfloat16())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_weight_tells_whether_it_saw_a_slice_of_the_tokens(sequence_parallel: bool) -> None:
+    made = norm(torch.ones(4), 1e-6, sequence_parallel)
+    assert made.weight.sequence_parallel is sequence_parallel

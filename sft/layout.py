@@ -131,6 +131,12 @@ def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
     return model.vocab_size or tokenizer_size
 
 
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding: a multiple of 128, the same for every tp that divides 128, so that layouts can change."""
+    multiple = lcm(128, tp)
+    return -(-vocab_size // multiple) * multiple
+
+
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
     sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
     total = smallest_world(config)

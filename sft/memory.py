@@ -17,7 +17,7 @@ from functools import partial
 
 from sft.config import Config, ModelConfig
 from sft.console import size
-from sft.layout import Layout
+from sft.layout import Layout, padded_vocab_size
 
 MAIN_GRADIENT, MOMENTS, MAIN_WEIGHT = 4, 8, 4  # bytes of a parameter, all fp32
 ON_HOST = 16  # bytes of an offloaded parameter there: main weight, moments, and the gradient on its way
@@ -152,8 +152,7 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
 
 def _rows(vocab_size: int, tp: int) -> float:
     """Of the embedding on one rank, those that only pad it among them."""
-    multiple = math.lcm(128, tp)
-    return -(-vocab_size // multiple) * multiple / tp
+    return padded_vocab_size(vocab_size, tp) / tp
 
 
 def _at_once(layout: Layout, stage: int) -> float:

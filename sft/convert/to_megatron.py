@@ -32,7 +32,7 @@ from sft.errors import CheckpointError
 from sft.hf.architecture import CONFIG, Architecture, architecture, read
 from sft.hf.family import LAYER, Item, Span
 from sft.hf.keys import IMPORTED
-from sft.mcore.model import padded_vocab_size
+from sft.layout import padded_vocab_size
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 256 << 20  # at once in memory; also the largest part, and what its readers need

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
-from sft.layout import Layout
+from sft.layout import Layout, padded_vocab_size
 from sft.mcore import fp8, rope
 from sft.mcore.attention import PortableAttention
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
@@ -51,12 +51,6 @@ class HiddenStatesGPT(GPTModel):
             weight: Tensor = self.shared_embedding_or_output_weight()
             return weight
         return self.output_layer.weight
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: a multiple of 128, the same for every tp that divides 128, so that layouts can change."""
-    multiple = math.lcm(128, tp)
-    return -(-vocab_size // multiple) * multiple
 
 
 _READ_BY_CORE = ("moe_permute_fusion",)  # of core's fields about experts

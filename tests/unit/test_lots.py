@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sft import memory
 from sft.mcore import attention
 
 TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
@@ -89,6 +90,10 @@ def test_the_next_lot_is_on_its_way_while_a_kernel_works(log: list[str]) -> None
         "sum done",
     ]
     assert value.grad is not None and torch.equal(value.grad, torch.full_like(value, 2.0))
+
+
+def test_the_estimate_of_memory_counts_as_many() -> None:
+    assert memory.LOTS == attention.MAX_LOTS == 4
 
 
 @pytest.mark.parametrize("groups, lots", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])

@@ -21,9 +21,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from sft.config import ModelConfig
 from sft.durable import flush
 from sft.errors import CheckpointError, StorageError
+from sft.layout import padded_vocab_size
 from sft.mcore.engine import Engine
 from sft.mcore.groups import agree, exchange
-from sft.mcore.model import padded_vocab_size, sharded_tensors
+from sft.mcore.model import sharded_tensors
 from sft.mcore.state import moments, rng, safe, scales, torch_dist
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries

@@ -239,7 +239,7 @@ class Engine:
         train, layout = self.config.train, self.layout
         at_once = layout.virtual_stages == 1 and self.groups.is_last_stage  # backward follows each forward pass
         return Saving(
-            again=train.recompute == "selective",
+            again=train.recompute == "selective" and self.backend.name == "portable",  # whose norms tell what is cheap
             host=HostMemory(self.groups.device) if train.offload_fraction else None,
             fraction=train.offload_fraction,
             pipeline=not at_once,

@@ -28,7 +28,6 @@ _OF_HYBRID = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
     "bias_correction",
-    "fused",
 )
 
 
@@ -63,6 +62,16 @@ def settle(optimizer: MegatronOptimizer) -> None:
         torch.accelerator.empty_host_cache()  # of pinned copies, which torch would keep for reuse
 
 
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Have torch's AdamW, which is core's where Transformer Engine is not installed, update a GPU's parameters in one
+    kernel: else it makes temporaries of another 4 bytes for each.  Before anything makes its states."""
+    for part in parts(optimizer):
+        for adam in adams(part):
+            for group in adam.param_groups if counts_by_parameter(adam) else []:
+                if all(param.is_cuda for param in group["params"]):
+                    group["fused"] = True
+
+
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """One, or one for experts and one for everything else."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
@@ -85,8 +94,8 @@ def finder(part: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tenso
 
 
 def group_values(part: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The groups of `part` without their parameters, and without what only the hybrid optimizer has in them."""
-    drop = ("params", *(_OF_HYBRID if isinstance(part.optimizer, HybridDeviceOptimizer) else ()))
+    """The groups of `part` without their parameters, which kernel has them, and what only a hybrid optimizer says."""
+    drop = ("params", "fused", *(_OF_HYBRID if isinstance(part.optimizer, HybridDeviceOptimizer) else ()))
     return [{key: value for key, value in group.items() if key not in drop} for group in part.optimizer.param_groups]
 
 

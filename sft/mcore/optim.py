@@ -1,4 +1,4 @@
-"""AdamW, gradient clipping and the learning-rate schedule, all megatron-core's own.
+"""AdamW, gradient clipping and the learning-rate schedule: megatron-core's own, but for the norm of the gradient.
 
 Step numbers count from 1: the first update already has a learning rate, the last one has min_lr.
 """
@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -14,7 +15,9 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn.utils import get_total_norm
 
 from sft.config import Config, OptimConfig
 from sft.errors import ConfigError
@@ -45,20 +48,37 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     )
     if optim.offload_fraction:
         adams.settle(optimizer)
+    adams.fuse(optimizer)
     return optimizer
 
 
-def update(optimizer: MegatronOptimizer) -> float:
+def update(optimizer: MegatronOptimizer, here: torch.device) -> float:
     """Clip and step, unless the norm of the gradient is not finite; the norm before clipping.  Collective.
 
-    Core would divide all gradients by that norm, and so make every weight a NaN.  It is asked twice for the norm,
-    once here and once inside `step`: a pass over the gradients, a thousandth of a step.
+    Core's `step` would divide all gradients by that norm, and so make every weight a NaN.  And where Transformer Engine
+    is not installed, its norm waits for the GPU once for each weight.
     """
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
+    norm = _norm(optimizer, here)
     if math.isfinite(norm):
-        optimizer.step()
+        for part in adams.parts(optimizer):
+            core, params = part.config, part.get_parameters()
+            if core.clip_grad and params:
+                decoupled = core.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(params, core.clip_grad, norm, decoupled)
+        optimizer.step_with_ready_grads()
     return norm
+
+
+def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
+    """Of the gradient of all ranks as one vector, fp32.  A GPU is waited for once."""
+    total = torch.zeros((), dtype=torch.float64, device=here)
+    for part in adams.parts(optimizer):  # with experts there are two, whose weights are shared by other ranks
+        gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
+        square = get_total_norm(gradients()).to(here, torch.float64).square()
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total += square
+    return math.sqrt(total.item())
 
 
 @dataclass(frozen=True, kw_only=True)

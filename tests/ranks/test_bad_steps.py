@@ -152,9 +152,9 @@ def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
         weights, update = scenarios.parameter_hash(engine), optim.update
 
-        def large(optimizer: Any) -> float:
+        def large(optimizer: Any, here: Any) -> float:
             next(iter(engine.chunks[0].parameters())).main_grad.view(-1)[0] = 1e30
-            return update(optimizer)
+            return update(optimizer, here)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(optim, "update", large)

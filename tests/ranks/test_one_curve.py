@@ -58,7 +58,7 @@ def sizes(dimensions: list[str], factor: int = 2) -> list[str]:
 
 
 GRID = [(2, sizes(d) + on) for d in TWO for on in ([], ALL_ON)] + [
-    (4, sizes(d) + on) for d in FOUR for on in ([], ALL_ON)
+    pytest.param(4, sizes(d) + on, marks=[] if on else pytest.mark.matrix) for d in FOUR for on in ([], ALL_ON)
 ]
 
 

@@ -54,10 +54,20 @@ def start(device_type: str) -> torch.device:
                 f"Start at most {torch.cuda.device_count()} there, or use run.device=cpu."
             )
         torch.cuda.set_device(local_rank)
+        _compile_in_this_process()
         return torch.device("cuda", local_rank)
     if not _Redirect.active:
         _redirect_cuda_to_cpu()
     return torch.device("cpu")
+
+
+def _compile_in_this_process() -> None:
+    """What core has torch compile is a few small kernels.  A pool of processes for that, which torch starts for each
+    rank with as many as there are cores, takes longer to start than they do, and has been seen not to end."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config
+
+        config.compile_threads = 1
 
 
 def enter(device: torch.device) -> None:

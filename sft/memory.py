@@ -166,14 +166,15 @@ def _at_once(layout: Layout, stage: int) -> float:
     return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, packs * virtual) / virtual
 
 
-def _offloaded(fraction: float, num_layers: float) -> tuple[float, float]:
+def _offloaded(fraction: float, num_layers: float, at_once: bool) -> tuple[float, float]:
     """Of the layers of a chunk: how many wait on the host, and what most are on the device at a time.
 
-    The first ones go, whole.  One comes or goes while another is worked on, before and behind those that stay.
+    The first ones go, whole.  One comes or goes while another is worked on, before and behind those that stay: the last
+    two do where backward follows each forward pass at once.
 
-    4 layers: a share of 0.3 sends 2, and 2 are here; 0.1 sends 1, and 3 are here; 1 sends 4, and 2 are here
+    4 layers: a share of 0.3 sends 2, and 2 are here; 0.1 sends 1, and 3 are here; 1 sends 4, or 2 at once; 2 are here
     """
-    away = math.ceil(fraction * num_layers)
+    away = min(math.ceil(fraction * num_layers), max(0.0, num_layers - 2) if at_once else num_layers)
     return away, max(num_layers - away, min(2.0, num_layers))
 
 
@@ -247,10 +248,10 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
     hidden = share * width * model.hidden_size * local
     of_layer = sum(kept.values()) * local
     chunk = model.num_layers / layout.pp / layout.virtual_stages
-    away, here = _offloaded(train.offload_fraction, chunk)
+    last = stage == layout.pp - 1
+    away, here = _offloaded(train.offload_fraction, chunk, at_once=last and layout.virtual_stages == 1)
     of_chunk_layer = of_layer * layout.virtual_stages * _at_once(layout, stage)
     angles = 4.0 * pack if te else 2.0 * width * local  # fp32 of the longest document, or cosine and sine
-    last = stage == layout.pp - 1
     again = {name: x for name, x in everything.items() if name not in kept}
     first_half = sum(x for name, x in again.items() if name not in OF_MLP) * local
     attention, gathered = _attention_turn(config, layout, pack, width)

@@ -1,7 +1,7 @@
 """Host memory for what layers keep: copied out while the next layer computes, fetched a layer ahead in backward.
 
-Two layers' worth is on the GPU at a time: that of the layer at work, and that of the one before, on its way.  Between
-forward and backward the last two stay, where backward comes at once; in a pipeline's earlier stages they leave, too.
+Two layers' worth is on the GPU at a time: that of the layer at work, and that of the one before, on its way.  Where
+backward comes at once the last two never leave, and are not copied; in a pipeline's earlier stages they do.
 Copies have a stream of their own, one for both directions, so what is fetched was written before.  A GPU is never
 waited for: streams wait for each other.
 

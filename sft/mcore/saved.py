@@ -4,6 +4,7 @@ autograd asks for every tensor that an operation keeps (torch.autograd.graph.sav
 
     again   what a norm gave: computed once more when backward asks for it, from what the norm was given
     host    anything large: a copy in host memory, fetched a layer ahead (`host.py`)
+    ahead   in the first layer that stays on the device: itself, and the layer before is on its way
     itself  all the rest: weights, small tensors, and everything while nothing of this is wanted
 
 No gradient flows through what is computed again: the norm's own backward has that.
@@ -51,6 +52,19 @@ class Again:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Wanted in the backward of block `number`, the first whose memory stayed: have the one before it fetched."""
+
+    kept: Kept
+    layers: Layers
+    number: int
+
+    def take(self) -> Tensor:
+        self.layers.bring(self.number)
+        return self.kept.take()
+
+
+@dataclass(frozen=True)
 class View:
     """A part of what is kept, or another shape of it."""
 
@@ -87,7 +101,7 @@ class Saving:
     again     compute again what is cheap
     host      where large tensors go; None: nowhere
     fraction  of the layers, the first ones, of which they go there: backward comes to them last
-    pipeline  other passes may come before this one's backward
+    pipeline  other passes may come before this one's backward; else it comes at once, and the last two layers stay
     stays     weights, which are there anyway
     """
 
@@ -111,7 +125,8 @@ class Saving:
             yield
             return
         assert _now is None
-        _now = pass_ = _Pass(self._again, self._host, math.ceil(self._fraction * num_layers), self._stays)
+        to_host = min(math.ceil(self._fraction * num_layers), num_layers if self._pipeline else max(0, num_layers - 2))
+        _now = pass_ = _Pass(self._again, self._host, to_host, self._stays)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pass_.keep, lambda kept: kept.take()):
                 yield
@@ -147,7 +162,10 @@ class _Pass:
         storage = tensor.untyped_storage()
         whole = self._whole(tensor, storage)
         if whole is None:
-            return Itself(tensor.detach(), tensor._version)  # with its own node it would keep itself alive
+            itself = Itself(tensor.detach(), tensor._version)  # with its own node it would keep itself alive
+            if self.layers is None or self._layer != self._layers_to_host + 1:
+                return itself
+            return Ahead(itself, self.layers, self._layer)
         return View(whole, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @property

@@ -283,7 +283,8 @@ def shared_by_layers() -> tuple[list[int], bool]:
     wanted: list[int] = []
     with mock.patch.object(saved, "LEAST_BYTES", 8), mock.patch.object(host, "SLAB_BYTES", 64):
         table, x = torch.full((8,), 2.0), torch.ones(8, requires_grad=True)
-        saving, bring = saved.Saving(again=False, host=host.HostMemory(torch.device("cpu"))), host.Layers.bring
+        memory, bring = host.HostMemory(torch.device("cpu")), host.Layers.bring
+        saving = saved.Saving(again=False, host=memory, pipeline=True)
         with saving.forward_pass(3):
             out = x
             for _ in range(3):
@@ -313,19 +314,26 @@ def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
 
 
 def where_kept(fraction: float, pipeline: bool) -> dict[str, Any]:
-    """Five layers that keep one tensor each, and one before them: what is stored, and what of that has left."""
+    """Five layers that keep one tensor each, and one before them: what is stored, what of that has left, and in which
+    order backward wants it."""
     device.start("cpu")
     stored: list[host.Stored] = []
-    store = host.Layers.store
+    wanted: list[int] = []
+    store, bring = host.Layers.store, host.Layers.bring
 
     def noted(layers: host.Layers, flat: torch.Tensor) -> host.Stored:
         stored.append(store(layers, flat))
         return stored[-1]
 
+    def brought(layers: host.Layers, number: int) -> None:
+        wanted.append(number)
+        bring(layers, number)
+
     with (
         mock.patch.object(saved, "LEAST_BYTES", 8),
         mock.patch.object(host, "SLAB_BYTES", 64),
         mock.patch.object(host.Layers, "store", noted),
+        mock.patch.object(host.Layers, "bring", brought),
     ):
         memory = host.HostMemory(torch.device("cpu"))
         saving = saved.Saving(again=False, host=memory, fraction=fraction, pipeline=pipeline)
@@ -338,24 +346,27 @@ def where_kept(fraction: float, pipeline: bool) -> dict[str, Any]:
         blocks = [(one._block, one.tensor is None) for one in stored]
         out.sum().backward()
         assert x.grad is not None
-        return {"blocks": blocks, "gradient": x.grad.tolist()}
+        return {"blocks": blocks, "wanted": wanted, "gradient": x.grad.tolist()}
 
 
 @pytest.mark.parametrize(
-    "fraction, pipeline, blocks",
+    "fraction, pipeline, left",
     [
-        (1.0, False, [(0, True), (1, True), (2, True), (3, True), (4, False), (5, False)]),
-        (1.0, True, [(0, True), (1, True), (2, True), (3, True), (4, True), (5, True)]),
-        (0.5, False, [(0, True), (1, True), (2, True), (3, True)]),  # 2.5 layers are 3, the first ones
-        (0.2, False, [(0, True), (1, True)]),
+        (1.0, False, 3),
+        (1.0, True, 5),
+        (0.5, True, 3),  # 2.5 layers are 3, the first ones
+        (0.2, False, 1),
     ],
 )
-def test_which_layers_go_to_the_host(
-    ranks: Ranks, fraction: float, pipeline: bool, blocks: list[tuple[int, bool]]
-) -> None:
-    """Where backward comes at once the last two stay on the device, too; (number, whether it left)."""
+def test_which_layers_go_to_the_host(ranks: Ranks, fraction: float, pipeline: bool, left: int) -> None:
+    """Where backward comes at once the last two stay.  The first that stays tells that backward is near."""
     (found,) = ranks(1).run(where_kept, fraction, pipeline)
-    assert found == {"blocks": blocks, "gradient": [2.0**-5] * 8}
+    wanted = list(range(min(left + 1, 5), -1, -1))
+    assert found == {
+        "blocks": [(number, True) for number in range(left + 1)],
+        "wanted": wanted,
+        "gradient": [2.0**-5] * 8,
+    }
 
 
 def kept_in_parts() -> list[list[float]]:
@@ -375,7 +386,7 @@ def kept_in_parts() -> list[list[float]]:
     ):
         buffer = torch.full((16,), 3.0)
         memory = host.HostMemory(torch.device("cpu"))
-        saving = saved.Saving(again=False, host=memory, stays=[buffer[8:]])
+        saving = saved.Saving(again=False, host=memory, pipeline=True, stays=[buffer[8:]])
         x = torch.arange(8.0, requires_grad=True)
         with saving.forward_pass(1):
             saved.begin_layer()

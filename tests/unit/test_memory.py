@@ -205,10 +205,10 @@ def test_attention_where_no_keys_are_shared() -> None:
 
 @pytest.mark.parametrize(
     "share, here, away",
-    [(1.0, 2, 32), (0.97, 2, 32), (0.95, 2, 31), (0.9, 3, 29), (0.5, 16, 16), (0.01, 31, 1), (0.0, 32, 0)],
+    [(1.0, 2, 30), (0.93, 2, 30), (0.92, 2, 30), (0.9, 3, 29), (0.5, 16, 16), (0.01, 31, 1), (0.0, 32, 0)],
 )
 def test_offloaded_layers_wait_on_the_host(share: float, here: int, away: int) -> None:
-    """Whole ones of 32, 8 KiB each; the rest stays, and two are here while they come and go."""
+    """Whole ones of 32, 8 KiB each; the rest stays, of which there are two at least: backward comes to them at once."""
     train = {"recompute": "full", "offload_fraction": share}
     found = estimate(*of(1, LLAMA, train=train), 128_256, 1024)
     assert (found.layers, found.host_layers) == (here * 8 * KIB * 1024, away * 8 * KIB * 1024)
@@ -222,7 +222,7 @@ def test_offloaded_layers_of_a_pipeline() -> None:
     found = memory._stage(wanted, layout, 10, 1024, 0)
     assert (found.layers, found.host_layers) == (1024 * 8 * 5 * 2, 1024 * 8 * 5 * 1)
     one_layer = estimate(*of(1, train={**train, "offload_fraction": 1.0}), 10, 1024)
-    assert (one_layer.layers, one_layer.host_layers) == (1024 * 8, 1024 * 8)
+    assert (one_layer.layers, one_layer.host_layers) == (1024 * 8, 0)
 
 
 def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
@@ -292,6 +292,6 @@ def test_what_is_told() -> None:
         "per rank, estimated and not measured: 57 GiB, of which",
         "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, at both ends 66 MiB, "
         "working set 1.0 GiB",
-        "and of the host: layers 1.0 GiB, optimizer 0 B",
+        "and of the host: layers 960 MiB, optimizer 0 B",
         "longest context in 80 GB, by the same estimate: 656,128 tokens",
     ]

@@ -81,17 +81,19 @@ def kept_per_token(
     etp: int = 1,
     share: float = 1.0,
     te: bool = False,
+    exchanged: bool = False,
     width: int = 2,
 ) -> dict[str, float]:
     """Bytes that one layer keeps of each local token between forward and backward, by name.
 
-    share  of the tokens that a rank has between layers: 1 / tp with sequence parallelism
-    te     Transformer Engine's layers, whose queries, keys and values keep what went into them
-    width  b
+    share      of the tokens that a rank has between layers: 1 / tp with sequence parallelism
+    te         Transformer Engine's layers, whose queries, keys and values keep what went into them
+    exchanged  by them over cp (a2a): attention's output is kept as its kernel gave it, and as it came back
+    width      b
 
     What `portable` keeps is exact (tests/ranks/test_saved.py counts it on a CPU, where the activation is not fused and
-    keeps 2 F numbers more: the gate after silu, and up once more), of te read in its sources.  Of experts an
-    approximation: every token is sent top_k times, and every rank gets its even share.
+    keeps 2 F numbers more: the gate after silu, and up once more), of te as torch's allocator counts it in all
+    (docs/performance.md).  Of experts an approximation: every token is sent top_k times, and every rank gets its share.
 
     Llama-8B: full 8 KiB; selective 36 KiB, none 136 KiB, and a few bytes a head
     """
@@ -103,7 +105,7 @@ def kept_per_token(
         return entry
     attention = {
         "queries, keys, values": queries + 2 * keys,
-        "attention's output": queries,
+        "attention's output": queries * (2 if exchanged else 1),
         "log-sum-exp": 4 * model.num_attention_heads / tp,
         "norms' scales": 4 * share + 4 * model.qk_norm * (model.num_attention_heads + model.resolved_query_groups) / tp,
         "MLP's norm input": hidden,
@@ -197,8 +199,8 @@ def _attention_turn(config: Config, layout: Layout, pack: float, width: int) -> 
     portable  a lot of keys and values, and the next on its way; laid out for the kernel: they, their gradients, those
               of the lot before; that one's fp32 sum on its way to its ranks; and of every head what the kernel sums
               to the gradients of its group, or after that the same in fp32
-    te        all_gather brings those of the pack and their gradients; otherwise two chunks are on their way (p2p), or
-              the rank's own share of heads (a2a)
+    te        two chunks are on their way (p2p), or the rank's own share of heads (a2a); all_gather has those of the
+              pack, as they came and in order, and their gradients, several times (counted: 6.5 at cp 2, 7.8 at cp 4)
     """
     model, tokens = config.model, pack / layout.cp
     heads, groups = model.num_attention_heads, model.resolved_query_groups
@@ -206,7 +208,7 @@ def _attention_turn(config: Config, layout: Layout, pack: float, width: int) -> 
     of_heads = 2 * queries if heads > groups else 0.0
     whole = width * (3 * queries + pairs / 2)
     if layout.cp == 1 or config.attention.backend == "te":
-        share = 2.0 if config.parallel.cp_comm == "all_gather" else 4 / layout.cp
+        share = 8.0 if config.parallel.cp_comm == "all_gather" else 4 / layout.cp
         gathered = width * pairs * share * pack if layout.cp > 1 else 0.0
         return tokens * (whole + (width + 4) * queries + width * (pairs + of_heads)), gathered
     lots = max(n for n in range(1, LOTS + 1) if groups // layout.tp % n == 0)
@@ -241,7 +243,10 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
     local = pack / layout.cp
     share = 1 / layout.tp if layout.sequence_parallel else 1.0
     te = config.attention.backend == "te"
-    items = partial(kept_per_token, model, tp=layout.tp, etp=layout.etp, share=share, te=te, width=width)
+    exchanged = te and layout.cp > 1 and config.parallel.cp_comm.startswith("a2a")
+    items = partial(
+        kept_per_token, model, tp=layout.tp, etp=layout.etp, share=share, te=te, exchanged=exchanged, width=width
+    )
     kept, everything = items(train.recompute), items("none")
     if train.mlp_tile is not None:
         kept = {name: x for name, x in kept.items() if name not in OF_MLP}

@@ -240,8 +240,19 @@ def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
     assert estimate(*of(8, LLAMA, parallel={"tp": 8}), 128_256, 8192).gathered == 0
     own = of(8, {**LLAMA, "num_query_groups": 32}, parallel={"cp": 8})  # summed in fp32 is more than nothing
     assert estimate(*own, 128_256, 8192).gathered == 8192 * 2048 * (2 * 2 + 4 + (3 * 2 + 4) * 17 / 16)
-    ring = of(8, LLAMA, parallel={"cp": 8}, attention={"backend": "te"})
-    assert estimate(*ring, 128_256, 8192).gathered == 1024 * 2 * 1024 * 2 * 4
+
+
+def test_ways_of_transformer_engine_over_cp() -> None:
+    """cp 8, 8192 tokens, 2 x 1024 numbers of keys and values each: two chunks of 1024 / 2, twice; or eight times all.
+    Exchanged heads keep the output, 4096 numbers, a second time."""
+    ways = {way: {"cp": 8, "cp_comm": way} for way in ("p2p", "all_gather", "a2a")}
+    found = {
+        w: estimate(*of(8, LLAMA, parallel=p, attention={"backend": "te"}), 128_256, 8192) for w, p in ways.items()
+    }
+    assert found["p2p"].gathered == found["a2a"].gathered == 1024 * 2 * 1024 * 2 * 4
+    assert found["all_gather"].gathered == 8192 * 2 * 1024 * 2 * 8
+    assert found["all_gather"].layers == found["p2p"].layers
+    assert found["a2a"].layers - found["p2p"].layers == 32 * 1024 * 4096 * 2
 
 
 @pytest.mark.parametrize(

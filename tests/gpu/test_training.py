@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sft.layout import Layout
 from sft.mcore import device, groups
@@ -75,6 +77,27 @@ def test_portable_takes_the_flash_kernel() -> None:
     """Else the tiles would stand in for it, and every number would be right."""
     with running(["run.precision=bf16", "attention.backend=portable"]) as engine:
         assert engine.backend.by_flash, str(engine.backend)
+
+
+@pytest.mark.parametrize("backend", ["portable", "te"])
+def test_a_gpu_is_not_waited_for_within_the_passes(backend: str) -> None:
+    """Forward and backward are given to it as fast as the host can; torch refuses whatever would wait."""
+    if backend == "te":
+        pytest.importorskip("transformer_engine.pytorch")
+    with running(["run.precision=bf16", f"attention.backend={backend}", "train.global_batch_size=4"]) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+        microbatches, schedule = loader.microbatches(0), engine._schedule
+
+        def watched(*args: Any, **named: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return schedule(*args, **named)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        engine.train_step(microbatches)  # compiles, and makes what stays
+        engine._schedule = watched  # type: ignore[method-assign]
+        engine.train_step(microbatches)
 
 
 MIXES = [[250], [31, 1, 64, 100], [8] * 30]

@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-triton test-slurm test-gpu test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-triton test-slurm test-standin test-gpu test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
+	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"
 	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
 	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
@@ -84,6 +85,21 @@ test-triton: $(READY)
 # On a machine with CUDA; elsewhere every test says that it is skipped.
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
+
+# torch's own CUDA build on a library of ours instead of a driver (tests/standin).  An environment of its own: the index
+# has torch with CUDA in it, and the two last packages are headers that torch does without.
+STANDIN := .venv/standin
+$(STANDIN)/.ready: setup.cfg constraints.txt
+	@command -v $(PYTHON312) >/dev/null || { echo "error: '$(PYTHON312)' does not run, and make test-standin needs Python 3.12: make test-standin PYTHON312=/path/to/python3.12" >&2; exit 2; }
+	@echo "== installing torch for CUDA into $(STANDIN) (once; several minutes, 6 GB)"
+	$(PYTHON312) -m venv $(STANDIN)
+	grep -v -E '^(torch|triton|nvidia-|cuda-)' constraints.txt >$(STANDIN)/constraints.txt
+	$(STANDIN)/bin/python -m pip install --disable-pip-version-check --editable '.[dev]' --constraint $(STANDIN)/constraints.txt \
+		torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
+	@touch $@
+
+test-standin: $(STANDIN)/.ready
+	$(STANDIN)/bin/python -m pytest tests/standin $(PYTEST_FLAGS)
 
 # Where SLURM is missing and cannot be installed, the tests are skipped and say so.
 test-slurm: $(READY)

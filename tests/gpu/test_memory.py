@@ -31,6 +31,7 @@ LONG = [
 # Of one layer and token, see tests/ranks/test_saved.py: hidden 512 twice, query and out 512, key and value 128, bf16.
 HIDDEN, KEPT = 2 * 512, 2 * (512 + 512 + 512 + 512 + 128 + 128)
 SLACK = 1.15  # small tensors, rounding by the allocator
+CACHED = 16  # bytes a token: a block of up to 1 MiB more than was asked for counts as a whole, in the smaller run too
 
 
 def one_document(engine: Any) -> Any:
@@ -94,9 +95,10 @@ def bytes_after_forward(overrides: list[str], num_layers: int) -> int:
     ],
 )
 def test_bytes_of_a_layer(way: list[str], per_token: int) -> None:
-    """Four layers more keep four layers' worth more, or next to nothing where that goes to the host."""
+    """Four layers more keep four layers' worth more, or next to nothing where that goes to the host.  Up to 16 bytes a
+    token less: torch counts a block that it had cached as a whole, which may be the smaller run's."""
     more = bytes_after_forward(way, 8) - bytes_after_forward(way, 4)
-    least, most = 4 * 16384 * per_token, 4 * 16384 * (per_token * SLACK + 100)
+    least, most = 4 * 16384 * (per_token - CACHED), 4 * 16384 * (per_token * SLACK + 100)
     assert least <= more <= most, (more / 4 / 16384, per_token)
 
 

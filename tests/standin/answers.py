@@ -1,0 +1,46 @@
+"""What only a kernel could have told, told in its place.  `python -m tests.standin.answers train ...` is `sft` so.
+
+finite     whether weights are finite is computed on the device, where nothing is computed: they are
+objects    lists and dictionaries that all ranks send each other go through kernels with NCCL, and with gloo do not
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+_all_ranks: list[Any] = []  # over gloo
+
+
+def give() -> None:
+    """From now on in this process, before it joins others."""
+    from sft.mcore.state import shards, torch_dist
+
+    torch_dist.are_finite = lambda tensors: True
+    shards.is_finite = lambda engine: True
+    start, broadcast, gather = dist.init_process_group, dist.broadcast_object_list, dist.all_gather_object
+
+    def init_process_group(*given: Any, **how: Any) -> None:
+        start(*given, **how)
+        _all_ranks[:] = [dist.new_group(backend="gloo")]
+
+    def broadcast_object_list(object_list: list[Any], src: Any = None, group: Any = None, **how: Any) -> None:
+        broadcast(object_list, src, _of_gloo(group), **how)
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        gather(object_list, obj, _of_gloo(group))
+
+    for mine in (init_process_group, broadcast_object_list, all_gather_object):
+        setattr(dist, mine.__name__, mine)
+
+
+def _of_gloo(group: Any) -> Any:
+    """The same ranks over gloo where they are all; a part of them is left as it is."""
+    is_all = group is None or dist.get_world_size(group) == dist.get_world_size()
+    return _all_ranks[0] if is_all else group
+
+
+if __name__ == "__main__":
+    give()
+    from sft.cli import run
+
+    run()

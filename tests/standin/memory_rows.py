@@ -1,0 +1,77 @@
+"""Peak memory of training steps by torch's own allocator, against the equations of sft/memory.py, as JSON lines.
+
+    python -m tests.standin.memory_rows                                     the rows that are tested
+    python -m tests.standin.memory_rows 1.7b:64k:one 8b:64k:one:full@cp=2,tp=2     these: a case of bench_step, @ layout
+
+measured is the most that torch had allocated on any rank in two steps; device is what the equations say of the
+fullest, and host is both for its page-locked memory.  All in bytes.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from sft import memory
+from sft.layout import Layout
+from tests.standin import launch
+from tools.step_case import drawn
+from tools.step_choices import Case
+
+ROWS = (
+    "1.7b:64k:one:selective",
+    "1.7b:32k:chat:selective",
+    "1.7b:64k:one:full+tile4k",
+    "1.7b:128k:one:selective+offload",
+    "4b:64k:one:selective+offload",
+    "4b:128k:one:selective+offload0.8",
+    "4b:128k:one:full",
+    "0.6b:32k:one:none",
+    "0.6b:512k:one:full+offload",
+    "4b:128k:one:selective@cp=2",
+    "4b:256k:one:selective+offload@cp=4",
+    "4b:64k:one:selective@tp=2",
+    "4b:64k:one:selective@pp=2",
+    "8b:64k:one:selective@cp=2,tp=2",
+)
+
+
+def read(row: str) -> tuple[Case, list[str], int]:
+    """The case, overrides for its layout, processes.  A pipeline gets two microbatches a stage."""
+    name, _, layout = row.partition("@")
+    degrees = {key: int(size) for key, _, size in (part.partition("=") for part in layout.split(",") if part)}
+    also = [*launch.PORTABLE, *(f"parallel.{key}={size}" for key, size in degrees.items())]
+    if degrees.get("pp", 1) > 1:
+        also.append(f"train.global_batch_size={2 * degrees['pp']}")
+    return Case.read(name), also, math.prod(degrees.values())
+
+
+def measure(row: str) -> dict[str, Any]:
+    """Raises AssertionError with what the processes said where a step failed."""
+    case, also, ranks = read(row)
+    found = launch.steps(str(case), also, ranks=ranks)
+    seq_length, multiple, _ = drawn(case, 1)
+    config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
+    expected = memory.estimate(config, Layout.resolve(config, ranks), case.vocab)
+    measured = max(rank["peak_bytes"] for rank in found)
+    return {
+        "row": row,
+        "ranks": ranks,
+        "measured": int(measured),
+        "device": int(expected.device),
+        "ratio": round(measured / expected.device, 4),
+        "host_measured": max(rank["host_bytes"] for rank in found),
+        "host": int(expected.host),
+        "waits": [rank["step"]["waits"] for rank in found],
+    }
+
+
+def rows(names: list[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        yield measure(name)
+
+
+if __name__ == "__main__":
+    for found in rows(sys.argv[1:] or list(ROWS)):
+        print(json.dumps(found), flush=True)

@@ -1,0 +1,93 @@
+"""Training steps of one rank on the stand-in, and what they did: a line of JSON.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.standin.steps 4b:64k:one '["parallel.cp=2"]'
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from sft import cp
+from sft.cost import attention_crossover
+from sft.data.loader import Loader
+from sft.layout import Layout
+from sft.mcore import device as devices
+from sft.mcore import engine as engine_module
+from sft.mcore import groups
+from sft.mcore import model as model_module
+from tests.standin import answers
+from tests.standin.counts import Counts, counted
+from tools.step_case import STEPS, Corpus, draw, drawn
+from tools.step_choices import Case
+
+NUM_STEPS = 2  # the first makes the optimizer's states and what torch compiles; the second finds them there
+FREE = "SFT_STANDIN_FREE"  # in the environment: within the last step's passes no wait is allowed
+
+
+def main(name: str, also: Sequence[str]) -> None:
+    answers.give()
+    case = Case.read(name)
+    seq_length, multiple, _ = drawn(case, 1)
+    config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
+    layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
+    place = groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
+    with mock.patch.object(model_module, "_draw", partial(draw, place.device)):
+        engine = engine_module.Engine(config, layout, place, vocab_size=case.vocab, num_steps=STEPS)
+    within: list[Counts] = []
+    engine._schedule = partial(_watched, engine._schedule, within)  # type: ignore[method-assign]
+    loader = _loader(case, engine, NUM_STEPS * config.train.global_batch_size)
+    peak, steps = 0.0, []
+    for step in range(NUM_STEPS):
+        microbatches = loader.microbatches(step)
+        before = counted()
+        totals = engine.train_step(microbatches).totals
+        steps.append(counted().since(before))
+        peak = max(peak, totals.peaks["memory_allocated"].value, torch.cuda.max_memory_allocated())
+    found = {
+        "rank": int(os.environ["RANK"]),
+        "stage": place.pp_rank,
+        "peak_bytes": peak,
+        "host_bytes": counted().most_host_bytes,
+        "step": asdict(steps[-1]),
+        "passes": asdict(within[-1]),
+    }
+    os.write(sys.stdout.fileno(), (json.dumps(found) + "\n").encode())  # at once: ranks share a pipe
+    groups.stop()
+
+
+def _loader(case: Case, engine: engine_module.Engine, packs: int) -> Loader:
+    corpus: Any = Corpus(drawn(case, packs + 2)[2], case.vocab)
+    layout, place = engine.layout, engine.groups
+    loader = Loader(
+        corpus, data=engine.config.data, layout=layout, seed=0, dp_rank=place.dp_rank, pad_id=0,
+        crossover=attention_crossover(engine.config.model),
+        local_indices=partial(cp.local_indices, cp_size=layout.cp, cp_rank=place.cp_rank),
+    )  # fmt: skip
+    loader.steps_per_epoch(0)
+    return loader
+
+
+def _watched(schedule: Callable[..., Any], within: list[Counts], *given: Any, **how: Any) -> Any:
+    """Forward and backward of all microbatches, and what they did."""
+    is_last = len(within) == NUM_STEPS - 1
+    before = counted()
+    if is_last and FREE in os.environ:
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        return schedule(*given, **how)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        within.append(counted().since(before))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,115 @@
+"""Whole runs of recipes/demo.yaml on "cuda", in several layouts: their ends and their checkpoints."""
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_run import chats
+from tests.standin import launch
+
+STEPS = 3
+PREEMPTED = 75
+RECIPE = "recipes/demo.yaml"
+DEMO = (
+    "run.device=cuda",
+    "run.precision=bf16",
+    "attention.backend=portable",
+    "model.head_dim=64",  # a width that the flash kernel has
+    "model.num_layers=4",
+    "data.seq_length=2048",
+    "train.num_epochs=null",
+    "train.eval_every=2",
+    "checkpoint.save_every=null",
+    "log.tensorboard=false",
+)
+SHARDED = "parallel.distributed_optimizer=true"
+CP, TP = ["parallel.cp=2"], ["parallel.cp=1", "parallel.tp=2", "parallel.sequence_parallel=true", SHARDED]
+PP = ["parallel.cp=1", "parallel.pp=2", "parallel.virtual_stages=2", "train.global_batch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that name prepared data."""
+    folder = tmp_path_factory.mktemp("data")
+    chats(folder, 400)
+    chats(folder, 60, "held_out.jsonl")
+    found = [f"data.train={folder}/chat.jsonl", f"data.eval={folder}/held_out.jsonl", f"data.cache_dir={folder}/cache"]
+    process = launch.start("sft", "data", "prepare", RECIPE, *DEMO, *found, "train.num_steps=1")
+    said = launch.finish(process)
+    assert process.returncode == 0, said
+    return found
+
+
+def command(folder: Path, *overrides: str, steps: int = STEPS) -> list[str]:
+    return [
+        "tests.standin.answers",
+        "train",
+        RECIPE,
+        *DEMO,
+        *overrides,
+        f"run.dir={folder}",
+        f"train.num_steps={steps}",
+    ]
+
+
+def runs(folder: Path, *overrides: str, ranks: int, steps: int = STEPS) -> str:
+    """To its end, with a checkpoint there."""
+    process = launch.start(*command(folder, *overrides, steps=steps), ranks=ranks)
+    said = launch.finish(process)
+    assert process.returncode == 0, said[-6000:]
+    assert saved(folder) == steps
+    return said
+
+
+def saved(folder: Path) -> int:
+    """The step of the last checkpoint with a final name."""
+    step = int((folder / "checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert (folder / f"checkpoints/iter_{step:07d}/.metadata").exists()
+    return step
+
+
+LAYOUTS = {
+    "tp": (2, TP),
+    "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
+    "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> None:
+    ranks, overrides = LAYOUTS[name]
+    runs(tmp_path, *data, *overrides, ranks=ranks)
+
+
+def test_a_run_goes_on_with_another_layout(tmp_path: Path, data: list[str]) -> None:
+    runs(tmp_path, *data, *CP, ranks=2)
+    said = runs(tmp_path, *data, *TP, ranks=2, steps=STEPS + 2)
+    assert f"\nstep {STEPS + 1}" in said and f"\nstep {STEPS} " not in said, said[-6000:]
+
+
+def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path, data: list[str]) -> None:
+    process = launch.start(*command(tmp_path, *data, "parallel.cp=1", steps=100_000))
+    try:
+        trained = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not _steps(trained):
+            assert process.poll() is None and time.monotonic() < deadline, launch.finish(process, 1)[-6000:]
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        said = launch.finish(process, 120)
+    finally:
+        launch.end(process)
+    assert process.returncode == PREEMPTED, said[-6000:]
+    assert saved(tmp_path) >= 1
+
+
+def _steps(metrics: Path) -> Sequence[int]:
+    if not metrics.exists():
+        return []
+    return [
+        found["step"] for line in metrics.read_text().splitlines() if (found := json.loads(line))["kind"] == "train"
+    ]

@@ -30,6 +30,8 @@ LONG = [
 ]
 # Of one layer and token, see tests/ranks/test_saved.py: hidden 512 twice, query and out 512, key and value 128, bf16.
 HIDDEN, KEPT = 2 * 512, 2 * (512 + 512 + 512 + 512 + 128 + 128)
+# Its fused layers keep what they normalised besides what came in: twice hidden, query and key.
+KEPT_BY_TE = KEPT + 2 * (512 + 512 + 128)
 SLACK = 1.15  # small tensors, rounding by the allocator
 CACHED = 16  # bytes a token: a block of up to 1 MiB more than was asked for counts as a whole, in the smaller run too
 
@@ -86,17 +88,24 @@ def bytes_after_forward(overrides: list[str], num_layers: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "way, per_token",
+    "backend, way, per_token",
     [
-        (["train.recompute=selective"], KEPT),
-        (["train.recompute=full"], HIDDEN),
-        (["train.recompute=selective", "train.offload_fraction=1"], 0),
-        (["train.recompute=full", "train.offload_fraction=1"], 0),
+        ("portable", ["train.recompute=selective"], KEPT),
+        ("te", ["train.recompute=selective"], KEPT_BY_TE),
+        *[(backend, ["train.recompute=full"], HIDDEN) for backend in ("portable", "te")],
+        *[
+            (backend, [f"train.recompute={kept}", "train.offload_fraction=1"], 0)
+            for backend in ("portable", "te")
+            for kept in ("selective", "full")
+        ],
     ],
 )
-def test_bytes_of_a_layer(way: list[str], per_token: int) -> None:
+def test_bytes_of_a_layer(backend: str, way: list[str], per_token: int) -> None:
     """Four layers more keep four layers' worth more, or next to nothing where that goes to the host.  Up to 16 bytes a
     token less: torch counts a block that it had cached as a whole, which may be the smaller run's."""
+    if backend == "te":
+        pytest.importorskip("transformer_engine.pytorch")
+    way = [*way, f"attention.backend={backend}"]
     more = bytes_after_forward(way, 8) - bytes_after_forward(way, 4)
     least, most = 4 * 16384 * (per_token - CACHED), 4 * 16384 * (per_token * SLACK + 100)
     assert least <= more <= most, (more / 4 / 16384, per_token)

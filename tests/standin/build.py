@@ -1,7 +1,7 @@
 """The library of the stand-in: compiled once for each torch, and what to set so that a process loads it.
 
-Our own C knows the functions that matter.  Every other one that torch asks of CUDA's runtime, cuBLAS or NCCL, and
-every other one of the driver, is made here: it does nothing and succeeds.
+Our own C knows the functions that matter.  Every other one that torch or Transformer Engine asks of CUDA's runtime,
+cuBLAS or NCCL, and every other one of the driver and of cuDNN, is made here: it does nothing and succeeds.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 TORCH = PACKAGES / "torch"
+TE = PACKAGES / "transformer_engine" / "wheel_lib"
 NAME = "libcuda.so.1"  # which torch and Triton look for; as it is loaded already, they get this one
-SOURCES = ("cuda.c", "driver.c", "nccl.c", "blas.c")
-REPLACED = ("libcudart", "libcublas", "libcublasLt", "libnccl")
+SOURCES = ("cuda.c", "driver.c", "nccl.c", "blas.c", "dnn.c")
+REPLACED = ("libcudart", "libcublas", "libcublasLt", "libnccl", "libcudnn", "libnvrtc")
+BY_NAME = ("libcudart", "libcudnn")  # which Transformer Engine opens by their names, and asks for functions of any
 WORLD = 8  # devices that are shown
 H200_BYTES = 150_754_820_096
 # An int takes any arguments that are passed in registers or by the caller's stack, and 0 is success for all of them.
@@ -35,7 +37,8 @@ def environment(library: Path) -> dict[str, str]:
     """Of a process that runs on the stand-in; STANDIN_BYTES and STANDIN_DEVICES are its size."""
     return {
         **os.environ,
-        "LD_PRELOAD": str(library),
+        "LD_PRELOAD": os.pathsep.join(map(str, [library, *_others(library)])),
+        "LD_LIBRARY_PATH": os.pathsep.join(sorted({str(path.parent) for path in _replaced()})),
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
@@ -53,18 +56,23 @@ def _replaced() -> list[Path]:
     return [path for name in REPLACED for path in sorted(PACKAGES.glob(f"nvidia/*/lib/{name}.so*"))]
 
 
+def _others(library: Path) -> list[Path]:
+    """Beside it: what it is by the other names."""
+    return [library.with_name(path.name) for path in _replaced() if path.name.startswith(BY_NAME)]
+
+
 def library() -> Path:
     """Compiled if it is not there, within the environment.  Raises NoStandin."""
     if not has_cuda():
         raise NoStandin("torch here is no build for CUDA: run make test-standin")
-    torch_libraries, wheels = sorted((TORCH / "lib").glob("lib*.so")), _replaced()
-    digest = hashlib.sha256(str(wheels).encode())
+    callers, wheels = [*sorted((TORCH / "lib").glob("lib*.so")), *sorted(TE.glob("*.so"))], _replaced()
+    digest = hashlib.sha256(str([*callers, *wheels]).encode())
     for path in (*(HERE / name for name in (*SOURCES, "standin.h")), Path(__file__), TORCH / "version.py"):
         digest.update(path.read_bytes())
     found = Path(sys.prefix) / "standin" / digest.hexdigest()[:16] / NAME
     if not found.exists():
         _check_tools()
-        _compile(found, torch_libraries, wheels)
+        _compile(found, callers, wheels)
     return found
 
 
@@ -86,6 +94,8 @@ def _headers() -> list[Path]:
         ("nv/target", "nvidia-cuda-cccl"),
         ("cublasLt.h", "nvidia-cublas"),
         ("nccl.h", "nvidia-nccl-cu13"),
+        ("cudnn.h", "nvidia-cudnn-cu13"),
+        ("nvrtc.h", "nvidia-cuda-nvrtc"),
     ):
         if not any((folder / header).exists() for folder in folders):
             raise NoStandin(
@@ -96,7 +106,7 @@ def _headers() -> list[Path]:
     return [folder for folder in folders if folder.exists()]
 
 
-def _compile(library: Path, torch_libraries: list[Path], wheels: list[Path]) -> None:
+def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
     headers = _headers()
     library.parent.mkdir(parents=True, exist_ok=True)
     mine = library.with_name(f"{os.getpid()}.so")  # several may compile at once
@@ -106,11 +116,17 @@ def _compile(library: Path, torch_libraries: list[Path], wheels: list[Path]) -> 
     sources = [str(HERE / name) for name in SOURCES]
     try:
         _run("gcc", *flags, "-o", str(mine), *sources)
-        wanted = {name for path in torch_libraries for name in _symbols(path, "--undefined-only")}
+        wanted = {name for path in callers for name in _symbols(path, "--undefined-only")}
         offered = {name for path in wheels for name in _symbols(path, "--defined-only")}
-        missing = (wanted & offered | set(_of_driver(headers))) - set(_symbols(mine, "--defined-only"))
+        by_name = {name for path in wheels for name in _symbols(path, "--defined-only") if name.startswith("cudnn")}
+        missing = (wanted & offered | by_name | set(_of_driver(headers))) - set(_symbols(mine, "--defined-only"))
         rest.write_text("".join(NOTHING.format(name=name) for name in sorted(missing)))
         _run("gcc", *flags, "-o", str(mine), *sources, str(rest))
+        for other in _others(library):  # empty, but for that name and for needing ours
+            made = other.with_name(f"{os.getpid()}{other.name}")
+            soname = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{other.name}"]
+            _run("gcc", "-shared", *soname, "-o", str(made), str(mine))
+            made.replace(other)
         mine.replace(library)
     finally:
         mine.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Processes on the stand-in: started by torchrun, waited for, and all ended."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -9,10 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from tests.standin import build
 
 TIMEOUT_S = 150  # nothing here takes a minute
-PORTABLE = ("attention.backend=portable",)  # Transformer Engine launches kernels in ways that are not stood in for
+PORTABLE, TE = "attention.backend=portable", "attention.backend=te"
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None and build.TE.exists()
+NEEDS_TE = pytest.mark.skipif(
+    not HAS_TE, reason="Transformer Engine is not installed here; its part for torch is built from source"
+)
 
 
 def start(*words: str, ranks: int = 0, also: Mapping[str, str] = {}) -> "subprocess.Popen[str]":

@@ -1,7 +1,7 @@
 """Peak memory of training steps by torch's own allocator, against the equations of sft/memory.py, as JSON lines.
 
     python -m tests.standin.memory_rows                                     the rows that are tested
-    python -m tests.standin.memory_rows 1.7b:64k:one 8b:64k:one:full@cp=2,tp=2     these: a case of bench_step, @ layout
+    python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  these: a case of bench_step, @ layout
 
 measured is the most that torch had allocated on any rank in two steps; device is what the equations say of the
 fullest, and host is both for its page-locked memory.  All in bytes.
@@ -10,7 +10,6 @@ fullest, and host is both for its page-locked memory.  All in bytes.
 import json
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from sft import memory
@@ -35,14 +34,29 @@ ROWS = (
     "4b:64k:one:selective@pp=2",
     "8b:64k:one:selective@cp=2,tp=2",
 )
+ROWS_TE = (
+    "1.7b:64k:one:selective@te",
+    "1.7b:64k:one:full@te",
+    "1.7b:32k:one:none@te",
+    "1.7b:64k:one:selective+offload@te",
+    "1.7b:128k:one:selective@te,cp=2",
+    "1.7b:128k:one:selective@te,cp=2,cp_comm=all_gather",
+    "1.7b:128k:one:selective@te,cp=2,cp_comm=a2a",
+    "1.7b:128k:one:selective@te,cp=4,cp_comm=a2a+p2p,cp_a2a=2",
+)
 
 
 def read(row: str) -> tuple[Case, list[str], int]:
     """The case, overrides for its layout, processes.  A pipeline gets two microbatches a stage."""
     name, _, layout = row.partition("@")
-    degrees = {key: int(size) for key, _, size in (part.partition("=") for part in layout.split(",") if part)}
-    also = [*launch.PORTABLE, *(f"parallel.{key}={size}" for key, size in degrees.items())]
-    if degrees.get("pp", 1) > 1:
+    parts = [part for part in layout.split(",") if part]
+    keys = dict(part.split("=") for part in parts if "=" in part)
+    degrees = {key: int(keys.get(key, 1)) for key in ("tp", "cp", "pp")}
+    also = [
+        launch.TE if "te" in parts else launch.PORTABLE,
+        *(f"parallel.{key}={value}" for key, value in keys.items()),
+    ]
+    if degrees["pp"] > 1:
         also.append(f"train.global_batch_size={2 * degrees['pp']}")
     return Case.read(name), also, math.prod(degrees.values())
 
@@ -67,11 +81,6 @@ def measure(row: str) -> dict[str, Any]:
     }
 
 
-def rows(names: list[str]) -> Iterator[dict[str, Any]]:
-    for name in names:
-        yield measure(name)
-
-
 if __name__ == "__main__":
-    for found in rows(sys.argv[1:] or list(ROWS)):
-        print(json.dumps(found), flush=True)
+    for name in sys.argv[1:] or [*ROWS, *(ROWS_TE if launch.HAS_TE else ())]:
+        print(json.dumps(measure(name)), flush=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.standin import memory_rows
+from tests.standin import launch, memory_rows
 
 # Of the equations.  Above: workspaces, small tensors, rounding by the allocator; 0.9 % was found.  Much more would be
 # runs that end for want of memory though they were said to fit.  Below: they add up the most of parts that need not
@@ -12,7 +12,9 @@ from tests.standin import memory_rows
 MOST_ABOVE, MOST_BELOW = 0.02, 0.06
 
 
-@pytest.mark.parametrize("row", memory_rows.ROWS)
+@pytest.mark.parametrize(
+    "row", [*memory_rows.ROWS, *(pytest.param(row, marks=launch.NEEDS_TE) for row in memory_rows.ROWS_TE)]
+)
 def test_peak(row: str) -> None:
     found = memory_rows.measure(row)
     print(json.dumps(found))

@@ -17,7 +17,6 @@ RECIPE = "recipes/demo.yaml"
 DEMO = (
     "run.device=cuda",
     "run.precision=bf16",
-    "attention.backend=portable",
     "model.head_dim=64",  # a width that the flash kernel has
     "model.num_layers=4",
     "data.seq_length=2048",
@@ -50,6 +49,7 @@ def command(folder: Path, *overrides: str, steps: int = STEPS) -> list[str]:
         "train",
         RECIPE,
         *DEMO,
+        launch.PORTABLE,
         *overrides,
         f"run.dir={folder}",
         f"train.num_steps={steps}",
@@ -77,6 +77,21 @@ LAYOUTS = {
     "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
+
+
+OF_TE = {
+    "te, heads in two levels": (4, ["parallel.cp=4", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2"]),
+    "te, all at once": (2, [*TP, "train.recompute=selective", "train.offload_fraction=0.5", "train.mlp_tile=500"]),
+    "te, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "train.recompute=full"]),
+    "te, blockwise": (1, ["parallel.cp=1", "run.fp8=blockwise"]),
+}
+
+
+@launch.NEEDS_TE
+@pytest.mark.parametrize("name", OF_TE)
+def test_a_run_of_transformer_engine_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> None:
+    ranks, overrides = OF_TE[name]
+    assert "attention te" in runs(tmp_path, *data, *overrides, launch.TE, ranks=ranks)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

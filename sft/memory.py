@@ -200,7 +200,8 @@ def _attention_turn(config: Config, layout: Layout, pack: float, width: int) -> 
               of the lot before; that one's fp32 sum on its way to its ranks; and of every head what the kernel sums
               to the gradients of its group, or after that the same in fp32
     te        two chunks are on their way (p2p), or the rank's own share of heads (a2a); all_gather has those of the
-              pack, as they came and in order, and their gradients, several times (counted: 6.5 at cp 2, 7.8 at cp 4)
+              pack, as they came and in order, and their gradients, several times (counted: 6.5 at cp 2, 7.8 at cp 4, no
+              more at cp 8)
     """
     model, tokens = config.model, pack / layout.cp
     heads, groups = model.num_attention_heads, model.resolved_query_groups

@@ -75,7 +75,8 @@ def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
     total = torch.zeros((), dtype=torch.float64, device=here)
     for part in adams.parts(optimizer):  # with experts there are two, whose weights are shared by other ranks
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
-        square = get_total_norm(gradients()).to(here, torch.float64).square()
+        own = gradients()
+        square = get_total_norm(own).to(here, torch.float64).square() if own else torch.zeros_like(total)
         dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         total += square
     return math.sqrt(total.item())

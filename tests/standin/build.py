@@ -66,7 +66,8 @@ def library() -> Path:
     if not has_cuda():
         raise NoStandin("torch here is no build for CUDA: run make test-standin")
     callers, wheels = [*sorted((TORCH / "lib").glob("lib*.so")), *sorted(TE.glob("*.so"))], _replaced()
-    digest = hashlib.sha256(str([*callers, *wheels]).encode())
+    known = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in (*callers, *wheels)]
+    digest = hashlib.sha256(str(known).encode())
     for path in (*(HERE / name for name in (*SOURCES, "standin.h")), Path(__file__), TORCH / "version.py"):
         digest.update(path.read_bytes())
     found = Path(sys.prefix) / "standin" / digest.hexdigest()[:16] / NAME

@@ -24,6 +24,7 @@
 
 #define TOUCHED ((size_t)1 << 20)
 #define PAGE ((size_t)2 << 20)  // what allocations are aligned to
+#define STAGED ((size_t)64 << 10)  // what comes from pageable memory with nobody waiting
 #define H100_BYTES 85029158912ull
 
 // --- what is counted -------------------------------------------------------------------------------------------------
@@ -166,7 +167,12 @@ void forget_pages(void *start, size_t bytes) { madvise(start, bytes, MADV_DONTNE
 
 API cudaError_t cudaMalloc(void **p, size_t n) { return allocate(p, n, ON_DEVICE); }
 API cudaError_t cudaMallocAsync(void **p, size_t n, cudaStream_t s) { return allocate(p, n, ON_DEVICE); }
-API cudaError_t cudaFree(void *p) { return release(p); }
+
+API cudaError_t cudaFree(void *p) {
+    cudaDeviceSynchronize();  // CUDA's waits, too
+    return release(p);
+}
+
 API cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return release(p); }
 API cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags) { return allocate(p, n, PAGE_LOCKED); }
 API cudaError_t cudaFreeHost(void *p) { return release(p); }
@@ -326,10 +332,11 @@ void copy_bytes(void *to, const void *from, size_t bytes) {
 }
 
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
-    int is_waited_for = kind_of(to, n, "a copy into") == PAGEABLE && kind_of(from, n, "a copy from") == ON_DEVICE;
+    enum kind target = kind_of(to, n, "a copy into"), source = kind_of(from, n, "a copy from");
+    int is_out = target == PAGEABLE && source == ON_DEVICE, is_in = target == ON_DEVICE && source == PAGEABLE;
     give_work(s);
     copy_bytes(to, from, n);
-    return is_waited_for ? cudaStreamSynchronize(s) : cudaSuccess;
+    return is_out || (is_in && n > STAGED) ? cudaStreamSynchronize(s) : cudaSuccess;
 }
 
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) {

@@ -14,7 +14,7 @@ import pytest
 
 from tests.standin import build
 
-TIMEOUT_S = 150  # nothing here takes a minute
+TIMEOUT_S = 240  # nothing here takes a minute, and ranks that wait in vain for each other say so after 90 s (nccl.c)
 PORTABLE, TE = "attention.backend=portable", "attention.backend=te"
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None and build.TE.exists()
 NEEDS_TE = pytest.mark.skipif(
@@ -33,14 +33,19 @@ def start(*words: str, ranks: int = 0, also: Mapping[str, str] = {}) -> "subproc
 
 
 def finish(process: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> str:
-    """What it said.  Nothing of it is left, however this ends."""
+    """What it said.  Nothing of it is left, however this ends.  Raises AssertionError where it takes too long."""
     try:
         return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        end(process)
+        said = process.communicate()[0]
+        raise AssertionError(f"{process.args} took more than {timeout_s} s: {said[-6000:]}") from None
     finally:
         end(process)
 
 
 def end(process: "subprocess.Popen[str]") -> None:
+    """Of its ranks, too: they leave with torchrun (`leave_with_parent`)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

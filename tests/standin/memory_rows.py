@@ -21,6 +21,7 @@ from tools.step_choices import Case
 ROWS = (
     "1.7b:64k:one:selective",
     "1.7b:32k:chat:selective",
+    "1.7b:64k:one:selective@dp=2",
     "1.7b:64k:one:full+tile4k",
     "1.7b:128k:one:selective+offload",
     "4b:64k:one:selective+offload",
@@ -41,24 +42,24 @@ ROWS_TE = (
     "1.7b:64k:one:selective+offload@te",
     "1.7b:128k:one:selective@te,cp=2",
     "1.7b:128k:one:selective@te,cp=2,cp_comm=all_gather",
+    "1.7b:128k:one:selective@te,cp=4,cp_comm=all_gather",
     "1.7b:128k:one:selective@te,cp=2,cp_comm=a2a",
     "1.7b:128k:one:selective@te,cp=4,cp_comm=a2a+p2p,cp_a2a=2",
 )
 
 
 def read(row: str) -> tuple[Case, list[str], int]:
-    """The case, overrides for its layout, processes.  A pipeline gets two microbatches a stage."""
+    """The case, overrides for its layout, processes.  A pipeline gets two microbatches a stage, all else one."""
     name, _, layout = row.partition("@")
     parts = [part for part in layout.split(",") if part]
     keys = dict(part.split("=") for part in parts if "=" in part)
-    degrees = {key: int(keys.get(key, 1)) for key in ("tp", "cp", "pp")}
+    dp, pp = int(keys.pop("dp", 1)), int(keys.get("pp", 1))
     also = [
         launch.TE if "te" in parts else launch.PORTABLE,
         *(f"parallel.{key}={value}" for key, value in keys.items()),
+        f"train.global_batch_size={dp * (2 * pp if pp > 1 else 1)}",
     ]
-    if degrees["pp"] > 1:
-        also.append(f"train.global_batch_size={2 * degrees['pp']}")
-    return Case.read(name), also, math.prod(degrees.values())
+    return Case.read(name), also, dp * pp * math.prod(int(keys.get(key, 1)) for key in ("tp", "cp"))
 
 
 def measure(row: str) -> dict[str, Any]:

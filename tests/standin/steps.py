@@ -19,6 +19,7 @@ from sft import cp
 from sft.cost import attention_crossover
 from sft.data.loader import Loader
 from sft.layout import Layout
+from sft.lifecycle.stop import leave_with_parent
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
 from sft.mcore import groups
@@ -33,6 +34,7 @@ FREE = "SFT_STANDIN_FREE"  # in the environment: within the last step's passes n
 
 
 def main(name: str, also: Sequence[str]) -> None:
+    leave_with_parent()  # torchrun is killed where this takes too long
     answers.give()
     case = Case.read(name)
     seq_length, multiple, _ = drawn(case, 1)

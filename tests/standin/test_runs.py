@@ -73,6 +73,7 @@ def saved(folder: Path) -> int:
 
 
 LAYOUTS = {
+    "dp": (2, ["parallel.cp=1", SHARDED]),
     "tp": (2, TP),
     "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
@@ -112,7 +113,8 @@ def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path, data: list[str]) -
         trained = tmp_path / "metrics.jsonl"
         deadline = time.monotonic() + 120
         while not _steps(trained):
-            assert process.poll() is None and time.monotonic() < deadline, launch.finish(process, 1)[-6000:]
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(launch.finish(process, 1)[-6000:])
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         said = launch.finish(process, 120)

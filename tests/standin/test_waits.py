@@ -7,7 +7,7 @@ from tests.standin.steps import FREE
 
 CASE = "0.6b:32k:one"
 EACH = 3  # waits of a microbatch, when all are done: objective, log-probabilities, what was right (engine._Seen.on_cpu)
-STEP = 5  # of a step besides: what the objective is divided by, tallies, the norm of the gradient, and its finiteness
+STEP = 5  # of a step besides: twice what the objective is divided by, twice tallies, once the norm of the gradient
 
 
 @pytest.mark.parametrize("way", ["selective", "none", "full", "selective+offload", "selective+tile4k"])

@@ -532,9 +532,10 @@ def test_marks_by_which_parameters_are_counted() -> None:
     assert "tensor_model_parallel" in text("tensor_parallel.layers.set_tensor_model_parallel_attributes")
 
 
-def test_optimizer_step_returns_success_norm_zeros() -> None:
-    for name in ("FP32Optimizer", "MixedPrecisionOptimizer"):
-        assert "returnsuccess,grad_norm,num_zeros_in_grad" in text(f"optimizer.optimizer.{name}.step")
+def test_gradients_of_which_a_norm_is_taken_have_one_of_two_names() -> None:
+    norm = text("optimizer.optimizer.MegatronOptimizer.get_grad_norm")
+    assert re.search(r"grads_for_norm=self\.get_(main_)?grads_for_grad_norm\(\)total_norm=", norm)
+    assert "grad_stats_parallel_group=self.get_grad_stats_parallel_group()" in norm
 
 
 def test_a_chain_of_optimizers_names_its_members() -> None:

@@ -73,7 +73,7 @@ def saved(folder: Path) -> int:
 
 
 LAYOUTS = {
-    "dp": (2, ["parallel.cp=1", SHARDED]),
+    "dp": (2, ["parallel.cp=1", "train.global_batch_size=2", SHARDED]),
     "tp": (2, TP),
     "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),

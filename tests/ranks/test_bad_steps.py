@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from sft.mcore import optim
+from sft.mcore import adams, optim
 from sft.mcore.engine import Engine, StepResult
 from sft.mcore.state import moments
 from tests.ranks import scenarios
@@ -160,3 +161,18 @@ def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
             patch.setattr(optim, "update", large)
             result = engine.train_step(loader.microbatches(0))
         return repr(result.grad_norm), result.is_bad, scenarios.parameter_hash(engine) == weights
+
+
+def test_a_rank_without_gradients_of_its_own_adds_nothing_to_the_norm(ranks: Ranks) -> None:
+    """3, 4 on one rank and none on the other: 5 on both."""
+    assert ranks(2).run(norm_of_half) == [5.0, 5.0]
+
+
+def norm_of_half() -> float:
+    with scenarios.running([*SMALL, SHARDED]) as engine:
+        (part,) = adams.parts(engine.optimizer)
+        own = [torch.tensor([3.0]), torch.tensor([4.0])] if engine.groups.rank == 0 else []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm"):  # core 0.19, 0.16
+                patch.setattr(part, name, lambda: own, raising=False)
+            return optim._norm(engine.optimizer, torch.device("cpu"))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sft import cp
 from sft.batch import Sample
+from sft.config import Config
 from sft.cost import attention_crossover
 from sft.data.loader import Loader
 from sft.layout import Layout
@@ -131,20 +132,12 @@ def _seconds(way: ways.Way, problem: ways.Problem, times: int) -> tuple[float, f
 def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Steps of sft."""
     measured = {} if options.fit else constants(case, options, device)
-    seq_length, multiple, lengths = drawn(case, options.steps + 3)
+    seq_length, multiple, _ = drawn(case, 1)
     config = case.config(device.type, seq_length=seq_length, multiple=multiple, also=options.set)
     layout = Layout.resolve(config, 1)
     place = groups.start(layout, devices.start(device.type), seed=config.run.seed, timeout_s=300)
     before = host_bytes()
-    with mock.patch.object(model_module, "_draw", partial(draw, device)):
-        engine = engine_module.Engine(config, layout, place, vocab_size=case.vocab, num_steps=STEPS)
-    corpus: Any = Corpus(lengths, case.vocab)
-    loader = Loader(
-        corpus, data=config.data, layout=layout, seed=0, dp_rank=0, pad_id=0,
-        crossover=attention_crossover(config.model),
-        local_indices=partial(cp.local_indices, cp_size=1, cp_rank=0),
-    )  # fmt: skip
-    loader.steps_per_epoch(0)
+    engine, loader = made(case, config, layout, place, num_steps=options.steps + 1)
 
     def step(index: int) -> dict[str, float]:
         start = time.perf_counter()
@@ -161,6 +154,23 @@ def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dic
     found["host_bytes"] = max(0, host_bytes() - before)
     groups.stop()
     return {**found, "constants": measured, "backend": f"attention {engine.backend}"}
+
+
+def made(
+    case: Any, config: Config, layout: Layout, place: groups.Groups, *, num_steps: int
+) -> tuple[engine_module.Engine, Loader]:
+    """The trainer of this rank with random weights, and what it reads: random packs for so many steps."""
+    with mock.patch.object(model_module, "_draw", partial(_draw, place.device)):
+        engine = engine_module.Engine(config, layout, place, vocab_size=case.vocab, num_steps=STEPS)
+    lengths = drawn(case, num_steps * config.train.global_batch_size + 2)[2]
+    corpus: Any = Corpus(lengths, case.vocab)
+    loader = Loader(
+        corpus, data=config.data, layout=layout, seed=0, dp_rank=place.dp_rank, pad_id=0,
+        crossover=attention_crossover(config.model),
+        local_indices=partial(cp.local_indices, cp_size=layout.cp, cp_rank=place.cp_rank),
+    )  # fmt: skip
+    loader.steps_per_epoch(0)
+    return engine, loader
 
 
 def twice(step: Callable[[int], dict[str, float]], device: torch.device) -> dict[str, Any]:
@@ -293,6 +303,6 @@ def drawn(case: Any, packs: int) -> tuple[int, int, np.ndarray]:
     return case.length // longest * longest, longest, np.tile(few, packs)
 
 
-def draw(device: torch.device, shard: Any, seed: int, std: float) -> Tensor:
+def _draw(device: torch.device, shard: Any, seed: int, std: float) -> Tensor:
     """A random weight, made where it is needed: the trainer's own way takes a minute for billions of numbers."""
     return torch.randn(tuple(shard.data.shape), device=device) * std

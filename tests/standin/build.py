@@ -119,7 +119,7 @@ def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
         _run("gcc", *flags, "-o", str(mine), *sources)
         wanted = {name for path in callers for name in _symbols(path, "--undefined-only")}
         offered = {name for path in wheels for name in _symbols(path, "--defined-only")}
-        by_name = {name for path in wheels for name in _symbols(path, "--defined-only") if name.startswith("cudnn")}
+        by_name = {name for name in offered if name.startswith("cudnn")}
         missing = (wanted & offered | by_name | set(_of_driver(headers))) - set(_symbols(mine, "--defined-only"))
         rest.write_text("".join(NOTHING.format(name=name) for name in sorted(missing)))
         _run("gcc", *flags, "-o", str(mine), *sources, str(rest))

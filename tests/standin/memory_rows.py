@@ -8,7 +8,6 @@ fullest, and host is both for its page-locked memory.  All in bytes.
 """
 
 import json
-import math
 import sys
 from typing import Any
 
@@ -53,13 +52,14 @@ def read(row: str) -> tuple[Case, list[str], int]:
     name, _, layout = row.partition("@")
     parts = [part for part in layout.split(",") if part]
     keys = dict(part.split("=") for part in parts if "=" in part)
-    dp, pp = int(keys.pop("dp", 1)), int(keys.get("pp", 1))
+    dp = int(keys.pop("dp", 1))
+    tp, cp, pp = (int(keys.get(key, 1)) for key in ("tp", "cp", "pp"))
     also = [
         launch.TE if "te" in parts else launch.PORTABLE,
         *(f"parallel.{key}={value}" for key, value in keys.items()),
         f"train.global_batch_size={dp * (2 * pp if pp > 1 else 1)}",
     ]
-    return Case.read(name), also, dp * pp * math.prod(int(keys.get(key, 1)) for key in ("tp", "cp"))
+    return Case.read(name), also, dp * tp * cp * pp
 
 
 def measure(row: str) -> dict[str, Any]:

@@ -11,22 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
-from sft import cp
-from sft.cost import attention_crossover
-from sft.data.loader import Loader
 from sft.layout import Layout
 from sft.lifecycle.stop import leave_with_parent
 from sft.mcore import device as devices
-from sft.mcore import engine as engine_module
 from sft.mcore import groups
-from sft.mcore import model as model_module
 from tests.standin import answers
 from tests.standin.counts import Counts, counted
-from tools.step_case import STEPS, Corpus, draw, drawn
+from tools import step_case
 from tools.step_choices import Case
 
 NUM_STEPS = 2  # the first makes the optimizer's states and what torch compiles; the second finds them there
@@ -37,15 +31,13 @@ def main(name: str, also: Sequence[str]) -> None:
     leave_with_parent()  # torchrun is killed where this takes too long
     answers.give()
     case = Case.read(name)
-    seq_length, multiple, _ = drawn(case, 1)
+    seq_length, multiple, _ = step_case.drawn(case, 1)
     config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
     layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
     place = groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
-    with mock.patch.object(model_module, "_draw", partial(draw, place.device)):
-        engine = engine_module.Engine(config, layout, place, vocab_size=case.vocab, num_steps=STEPS)
+    engine, loader = step_case.made(case, config, layout, place, num_steps=NUM_STEPS)
     within: list[Counts] = []
     engine._schedule = partial(_watched, engine._schedule, within)  # type: ignore[method-assign]
-    loader = _loader(case, engine, NUM_STEPS * config.train.global_batch_size)
     peak, steps = 0.0, []
     for step in range(NUM_STEPS):
         microbatches = loader.microbatches(step)
@@ -55,7 +47,6 @@ def main(name: str, also: Sequence[str]) -> None:
         peak = max(peak, totals.peaks["memory_allocated"].value, torch.cuda.max_memory_allocated())
     found = {
         "rank": int(os.environ["RANK"]),
-        "stage": place.pp_rank,
         "peak_bytes": peak,
         "host_bytes": counted().most_host_bytes,
         "step": asdict(steps[-1]),
@@ -63,18 +54,6 @@ def main(name: str, also: Sequence[str]) -> None:
     }
     os.write(sys.stdout.fileno(), (json.dumps(found) + "\n").encode())  # at once: ranks share a pipe
     groups.stop()
-
-
-def _loader(case: Case, engine: engine_module.Engine, packs: int) -> Loader:
-    corpus: Any = Corpus(drawn(case, packs + 2)[2], case.vocab)
-    layout, place = engine.layout, engine.groups
-    loader = Loader(
-        corpus, data=engine.config.data, layout=layout, seed=0, dp_rank=place.dp_rank, pad_id=0,
-        crossover=attention_crossover(engine.config.model),
-        local_indices=partial(cp.local_indices, cp_size=layout.cp, cp_rank=place.cp_rank),
-    )  # fmt: skip
-    loader.steps_per_epoch(0)
-    return loader
 
 
 def _watched(schedule: Callable[..., Any], within: list[Counts], *given: Any, **how: Any) -> Any:

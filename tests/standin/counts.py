@@ -8,9 +8,6 @@ from dataclasses import astuple, dataclass
 class Counts:
     waits: int = 0  # of the host for the device; waiting again for what is done does not count
     kernels: int = 0  # a product of matrices and an attention of cuDNN's are one each
-    allocations: int = 0  # of device memory, by CUDA: torch's allocator keeps what it has
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
     most_host_bytes: int = 0  # page-locked at a time
 
     def since(self, before: "Counts") -> "Counts":

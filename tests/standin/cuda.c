@@ -33,9 +33,6 @@
 static struct {
     atomic_long waits;  // of the host, for work that it had not waited for
     atomic_long kernels;
-    atomic_long allocations;  // of device memory
-    atomic_long bytes_to_host;
-    atomic_long bytes_to_device;
     atomic_long most_host_bytes;  // page-locked at a time
 } counts;
 
@@ -139,10 +136,7 @@ static cudaError_t release(void *memory) {
 int take_bytes(size_t bytes) {
     pthread_mutex_lock(&lock);
     int is_too_much = taken + bytes > device_bytes;
-    if (!is_too_much) {
-        taken += bytes;
-        counts.allocations++;
-    }
+    if (!is_too_much) taken += bytes;
     pthread_mutex_unlock(&lock);
     return is_too_much;
 }
@@ -323,20 +317,20 @@ static enum kind kind_of(const void *address, size_t bytes, const char *what) {
     return kind;
 }
 
-void copy_bytes(void *to, const void *from, size_t bytes) {
+// Whether the host waits for it: into pageable memory always, out of it where it is not small.
+static int copy(void *to, const void *from, size_t bytes) {
     enum kind target = kind_of(to, bytes, "a copy into"), source = kind_of(from, bytes, "a copy from");
-    if (source == ON_DEVICE && target != ON_DEVICE) counts.bytes_to_host += bytes;
-    if (target == ON_DEVICE && source != ON_DEVICE) counts.bytes_to_device += bytes;
+    int is_out = target == PAGEABLE && source == ON_DEVICE, is_in = target == ON_DEVICE && source == PAGEABLE;
     if (bytes <= TOUCHED) memmove(to, from, bytes);
-    else if (target == PAGEABLE && source == ON_DEVICE) memset(to, 0, bytes);  // as if it had been made
+    else if (is_out) memset(to, 0, bytes);  // as if it had been made
+    return is_out || (is_in && bytes > STAGED);
 }
 
+void copy_bytes(void *to, const void *from, size_t bytes) { copy(to, from, bytes); }
+
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
-    enum kind target = kind_of(to, n, "a copy into"), source = kind_of(from, n, "a copy from");
-    int is_out = target == PAGEABLE && source == ON_DEVICE, is_in = target == ON_DEVICE && source == PAGEABLE;
     give_work(s);
-    copy_bytes(to, from, n);
-    return is_out || (is_in && n > STAGED) ? cudaStreamSynchronize(s) : cudaSuccess;
+    return copy(to, from, n) ? cudaStreamSynchronize(s) : cudaSuccess;
 }
 
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) {

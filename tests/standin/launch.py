@@ -36,9 +36,8 @@ def finish(process: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> st
     """What it said.  Nothing of it is left, however this ends.  Raises AssertionError where it takes too long."""
     try:
         return process.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        end(process)
-        said = process.communicate()[0]
+    except subprocess.TimeoutExpired as late:
+        said = (late.output or b"").decode(errors="replace")
         raise AssertionError(f"{process.args} took more than {timeout_s} s: {said[-6000:]}") from None
     finally:
         end(process)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from sft.train import STOPPED
 from tests.ranks.test_run import chats
 from tests.standin import launch
 
 STEPS = 3
-PREEMPTED = 75
 RECIPE = "recipes/demo.yaml"
 DEMO = (
     "run.device=cuda",
@@ -72,15 +72,13 @@ def saved(folder: Path) -> int:
     return step
 
 
-LAYOUTS = {
+RUNS = {
     "dp": (2, ["parallel.cp=1", "train.global_batch_size=2", SHARDED]),
     "tp": (2, TP),
     "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
-
-
-OF_TE = {
+RUNS_OF_TE = {
     "te, heads in two levels": (4, ["parallel.cp=4", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2"]),
     "te, all at once": (2, [*TP, "train.recompute=selective", "train.offload_fraction=0.5", "train.mlp_tile=500"]),
     "te, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "train.recompute=full"]),
@@ -88,17 +86,12 @@ OF_TE = {
 }
 
 
-@launch.NEEDS_TE
-@pytest.mark.parametrize("name", OF_TE)
-def test_a_run_of_transformer_engine_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> None:
-    ranks, overrides = OF_TE[name]
-    assert "attention te" in runs(tmp_path, *data, *overrides, launch.TE, ranks=ranks)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=launch.NEEDS_TE) for name in RUNS_OF_TE)])
 def test_a_run_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> None:
-    ranks, overrides = LAYOUTS[name]
-    runs(tmp_path, *data, *overrides, ranks=ranks)
+    is_te = name in RUNS_OF_TE
+    ranks, overrides = (RUNS_OF_TE if is_te else RUNS)[name]
+    said = runs(tmp_path, *data, *overrides, launch.TE if is_te else launch.PORTABLE, ranks=ranks)
+    assert f"attention {'te' if is_te else 'portable'}" in said
 
 
 def test_a_run_goes_on_with_another_layout(tmp_path: Path, data: list[str]) -> None:
@@ -120,7 +113,7 @@ def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path, data: list[str]) -
         said = launch.finish(process, 120)
     finally:
         launch.end(process)
-    assert process.returncode == PREEMPTED, said[-6000:]
+    assert process.returncode == STOPPED, said[-6000:]
     assert saved(tmp_path) >= 1
 
 

@@ -7,9 +7,9 @@ PYTHON312 ?= python3.12
 TESTS ?= tests/unit tests/ranks tests/faults
 # What a second Python version must show in CI, beside the whole suite on the first.
 TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_rows.py tests/unit/test_prepare.py tests/unit/test_turns.py \
-	tests/unit/test_sandbox.py tests/unit/test_writers.py tests/unit/test_safe.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py \
+	tests/unit/test_sandbox.py tests/unit/test_writers.py tests/unit/test_safe_reader.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py \
 	tests/ranks/test_save.py tests/ranks/test_interop.py tests/ranks/test_hf_convert.py tests/ranks/test_experts.py \
-	tests/ranks/test_interop_experts.py tests/ranks/test_saved.py tests/ranks/test_flash.py
+	tests/ranks/test_interop_experts.py tests/ranks/test_saved_tensors.py tests/ranks/test_flash.py
 PYTEST_FLAGS ?=
 CODE := sft tools tests
 BLACK := black --quiet --line-length 120 --target-version py311
@@ -26,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
-	@echo "make test                the CPU test suite; TESTS=tests/unit/test_cp.py and PYTEST_FLAGS=-x narrow it"
+	@echo "make test                the CPU test suite; TESTS=tests/unit/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"

@@ -1,7 +1,7 @@
 """The command line: `sft train`, `sft check`, `sft status` and `sft data`.
 
 Decides which arguments there are, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
-What the verbs do is `verbs.py`.
+What the verbs do is `commands.py`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sft import verbs
+from sft import commands
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
@@ -96,12 +96,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     inspect = tasks.add_parser("inspect", help="lengths, masks, copies and what seq_length keeps")
     plan = tasks.add_parser("plan", help="packs, steps, shares and balance of an epoch")
     actions = {
-        train: verbs.train,
-        check: verbs.check,
-        status: verbs.status,
-        prepare: verbs.prepare,
-        inspect: verbs.inspect,
-        plan: verbs.plan,
+        train: commands.train,
+        check: commands.check,
+        status: commands.status,
+        prepare: commands.prepare,
+        inspect: commands.inspect,
+        plan: commands.plan,
     }
     for verb, action in actions.items():
         verb.set_defaults(action=action, parser=verb)

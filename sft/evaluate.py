@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from sft.data.loader import Loader
 from sft.mcore.engine import Engine
-from sft.tally import Totals
+from sft.metrics.accumulator import Totals
 
 
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft import cp
-from sft.mcore import attention
+from sft.mcore.attention import portable
+from sft.parallel import context_parallel
 from tools import attention_ways as ways
 from tools import measure
 from tools.attention_ways import Problem, Way
@@ -52,7 +52,7 @@ class WrongResult(Exception):
 @contextmanager
 def alone(p: Problem, cp_size: int) -> Iterator[None]:
     """The exchange between ranks, by copies in this device's memory."""
-    order = np.concatenate([cp.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
+    order = np.concatenate([context_parallel.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
     both = torch.cat([x.detach() for x in p.tensors[1:3]], dim=-1)[torch.from_numpy(order).to(p.device)]
 
     done, lots = SimpleNamespace(wait=lambda: None), itertools.count()
@@ -70,7 +70,7 @@ def alone(p: Problem, cp_size: int) -> Iterator[None]:
     stand_in = SimpleNamespace(
         all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
     )
-    with mock.patch.object(attention, "dist", stand_in):
+    with mock.patch.object(portable, "dist", stand_in):
         yield
 
 
@@ -243,7 +243,7 @@ def bench(options: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -
 
 
 def rows_of(names: Sequence[str], degrees: Sequence[int], length: int) -> list[tuple[str, int]]:
-    """(way, cp); flash alone first, which the ranks are compared with."""
+    """(way, context_parallel); flash alone first, which the ranks are compared with."""
     found = [("flash", degree) for degree in degrees if "flash" in names]
     others = [name for name in ways.NAMES[1:] if name in names and (name != "tiles" or length <= TILES_UP_TO)]
     return found + [(name, 1) for name in others]

@@ -28,17 +28,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sft.checkpoint import names, resume
-from sft.checkpoint.save import Saver
-from sft.checkpoint.state import Conditions, RunState
+from sft.atomic_files import flush
+from sft.checkpoint import folders, resume
+from sft.checkpoint.saver import Saver
+from sft.checkpoint.train_state import Conditions, RunState
 from sft.config import CheckpointConfig, Config
 from sft.console import QUIET, size
-from sft.durable import flush
-from sft.layout import Layout
-from sft.mcore import device, groups
+from sft.mcore import device, process_groups
+from sft.mcore.checkpoint_io import optimizer_shards, train_state
 from sft.mcore.engine import Engine
-from sft.mcore.state import moments, shards
-from sft.recipe import parse_recipe
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 
 STALL_BAR = 0.15  # of a sync save
 VOCAB, HEAD, UNITS = 4096, 64, 20
@@ -111,13 +111,13 @@ class Bench:
             for is_async in (False, True)
         )
         self.a, self.b, self.c = (torch.randn(768, 768) for _ in range(3))
-        for one in moments.held(engine.optimizer):
-            for name in moments.MOMENTS:
+        for one in optimizer_shards.held(engine.optimizer):
+            for name in optimizer_shards.MOMENTS:
                 one.tensors[name].normal_()  # zeros that nobody wrote have no memory yet
 
     def sync_save(self) -> dict[str, Took]:
         found = {SYNC: timed(lambda: self._save(self.sync))}
-        path = self.folder / names.name_of(self.step)
+        path = self.folder / folders.name_of(self.step)
         for verify in ("full", "size", "off"):
             found[f"load, verify {verify}"] = timed(lambda: self._load(path, verify))
         self._remove(path)
@@ -133,7 +133,7 @@ class Bench:
             units += 1
         beside = time.perf_counter() - start
         self.background.drain(must=True)
-        self._remove(self.folder / names.name_of(self.step))
+        self._remove(self.folder / folders.name_of(self.step))
         return {
             name: stall,
             "async save: published": Took(self.background.took_s or 0.0, stall.peak + peak() - grown),
@@ -144,7 +144,7 @@ class Bench:
     def torch_save(self) -> dict[str, Took]:
         """Of copies, as torch.save writes the whole of a buffer that a tensor is a part of."""
         path = self.folder / f"rank{dist.get_rank()}.pt"
-        tensors = [shard.data.clone() for shard in shards.snapshot(self.engine, {}).part.shards]
+        tensors = [shard.data.clone() for shard in train_state.snapshot(self.engine, {}).part.shards]
         saved = timed(lambda: (torch.save(tensors, path), flush(path)))  # type: ignore[func-returns-value]
         tensors.clear()
         loaded = timed(lambda: torch.load(path))
@@ -157,7 +157,7 @@ class Bench:
 
     def _load(self, path: Path, verify: resume.Verify) -> None:
         resume.verified(path, verify, self.engine.groups)
-        shards.load(self.engine, path)
+        train_state.load(self.engine, path)
 
     def _work(self, units: int) -> None:
         for _ in range(units):
@@ -194,9 +194,11 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     store = dist.FileStore(f"{folder}/meeting", options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     config, layout = config_of(options), Layout.resolve(config_of(options), options.ranks)
-    place = groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
+    place = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = Bench(Engine(config, layout, place, vocab_size=VOCAB, num_steps=100), Path(folder))
-    num_bytes = sum(groups.exchange(lambda: shards.snapshot(bench.engine, {}).part.num_bytes, place.control))
+    num_bytes = sum(
+        process_groups.exchange(lambda: train_state.snapshot(bench.engine, {}).part.num_bytes, place.control)
+    )
     if rank == 0:
         where = subprocess.check_output(["df", "--output=fstype", folder], text=True).split()[-1]
         shape = f"{config.model.num_layers} layers, {config.model.hidden_size} hidden, {options.precision}"
@@ -208,10 +210,10 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     for turn in range(options.repeats + 1):
         for measure in (bench.torch_save, bench.sync_save, bench.async_save):
             mine = measure()
-            for name, took in slowest(groups.exchange(lambda: mine, place.control)).items():
+            for name, took in slowest(process_groups.exchange(lambda: mine, place.control)).items():
                 if turn or name == FIRST:  # the first turn warms up
                     rounds[name].append(took)
-    groups.stop()
+    process_groups.stop()
     sys.exit(report(rounds, num_bytes, check=options.check) if rank == 0 else 0)
 
 

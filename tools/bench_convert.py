@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sft.checkpoint import manifest, names
-from sft.checkpoint.state import installed
+from sft.atomic_files import flush
+from sft.checkpoint import folders, manifest
+from sft.checkpoint.train_state import installed
 from sft.console import size
-from sft.convert.tensor_writer import Planned, TensorWriter
-from sft.durable import flush
 from sft.errors import SftError
 from sft.hf.architecture import CONFIG, architecture
+from sft.hf.convert.safetensors_writer import Planned, TensorWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 BEYOND = 2 << 30  # bytes above the largest tensor that a conversion may take
@@ -151,7 +151,7 @@ def turn(folder: Path) -> dict[str, Took]:
     found[IMPORT] = measured(folder, str(ROOT / "tools" / "import_hf.py"), model, there)
     for name, verify in ((FULL, "full"), (SIZE, "size")):
         found[name] = measured(folder, str(ROOT / "tools" / "export_hf.py"), there, back, "--verify", verify)
-        before, after = (manifest.read(path) for path in (there / names.name_of(0), back))
+        before, after = (manifest.read(path) for path in (there / folders.name_of(0), back))
         if before is None or after is None or before.facts["tensors"] != after.facts["tensors"]:
             raise Failed("the way there and back gave other numbers")
         shutil.rmtree(back)

@@ -1,4 +1,4 @@
-"""How long the context-parallel index arithmetic of one microbatch takes (sft/cp.py).
+"""How long the context-parallel index arithmetic of one microbatch takes (sft/parallel/context_parallel.py).
 
     python tools/bench_cp.py            print the table and a summary line
     python tools/bench_cp.py --check    and exit 1 when 1,000 documents take longer than BAR_MS
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sft import cp
+from sft.parallel import context_parallel
 
 REPEATS = 31
 BAR_MS = 10.0  # indices and inverse of 1M tokens in 1,000 documents
@@ -55,8 +55,10 @@ def main() -> int:
     slowest = 0.0
     for num_documents, cp_size in CASES:
         cu_seqlens = documents(num_documents, cp_size)
-        indices = max(median_ms(lambda: cp.local_indices(cu_seqlens, cp_size, r)) for r in (0, cp_size - 1))
-        inverse = median_ms(lambda: cp.gathered_positions(cu_seqlens, cp_size))
+        indices = max(
+            median_ms(lambda: context_parallel.local_indices(cu_seqlens, cp_size, r)) for r in (0, cp_size - 1)
+        )
+        inverse = median_ms(lambda: context_parallel.gathered_positions(cu_seqlens, cp_size))
         total = indices + inverse
         print(f"{MILLION:>10,}{num_documents:>11,}{cp_size:>4}{indices:>12.2f}{inverse:>12.2f}{total:>9.2f}")
         slowest = max(slowest, total if num_documents == 1000 else 0.0)

@@ -44,8 +44,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sft.config import LossConfig
-from sft.mcore.groups import parallel_state
 from sft.mcore.loss import Targets, VocabShard, chunked, lm_loss, token_statistics
+from sft.mcore.process_groups import parallel_state
 
 BASELINE = "F.linear + F.cross_entropy"
 CONCATENATE = "chunk list + concatenate"

@@ -19,12 +19,12 @@ import torch
 from sft.batch import Microbatch, Sample
 from sft.config import Config
 from sft.data.loader import local_part
-from sft.data.pack import add_filler, make_pack
-from sft.layout import Layout
-from sft.mcore import device, groups
+from sft.data.packing.pack import add_filler, make_pack
+from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine
-from sft.recipe import load_recipe
-from sft.tally import Place, Schema, Tally
+from sft.metrics.accumulator import Place, Schema, Tally
+from sft.parallel.layout import Layout
+from sft.recipe.load import load_recipe
 
 SHARE_BAR = 0.01
 BYTES_BAR = 64 << 10
@@ -74,7 +74,7 @@ def main() -> int:
 
     config = load_recipe(str(ROOT / "recipes" / "demo.yaml"), ["parallel.cp=1", "run.device=cpu"]).config
     layout = Layout.resolve(config, 1)
-    place = groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
+    place = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
     engine = Engine(config, layout, place, vocab_size=259, num_steps=100)
     mb = microbatch(config, arguments.documents)
     telling = Place(tells_tokens=True, tells_packs=True, cp=place.cp, device=torch.device("cpu"))
@@ -88,7 +88,7 @@ def main() -> int:
     sent = Tally.bytes_sent(len(config.log.position_edges) + 1, 1, len(mb.lengths))
     print(f"step {median(steps) * 1e3:.1f} ms, of which metrics {median(tallies) * 1e3:.3f} ms: {share:.3%}")
     print(f"sent by a rank: {sent:,} bytes ({arguments.documents} documents of its packs, cp above 1)")
-    groups.stop()
+    process_groups.stop()
     return 1 if arguments.check and (share > SHARE_BAR or sent > BYTES_BAR) else 0
 
 

@@ -6,7 +6,7 @@
 
 chat is log-normal with median 600, longmix 98% of that and 2% log-uniform from 8K to 128K, agent log-normal with
 median 16K, all clipped to seq_length.  Efficiencies are percent, min / median over batches; `bound` is what no
-assignment of full packs exceeds (`sft/data/plan/bounds.py`).
+assignment of full packs exceeds (`sft/data/packing/bounds.py`).
 """
 
 import argparse
@@ -21,17 +21,17 @@ from pathlib import Path
 import numpy as np
 
 from sft.config import DataConfig
-from sft.data.align import aligned
+from sft.data.cache.encoder import Block
+from sft.data.cache.row_report import LINE
+from sft.data.cache.store import open_store, write_store
 from sft.data.corpus import Corpus
 from sft.data.loader import Loader
-from sft.data.plan.balance import assign, costs, efficiency
-from sft.data.plan.bounds import bounds
-from sft.data.plan.plan import Plan, plan_epoch, plan_of
-from sft.data.plan.shuffle import shuffled
-from sft.data.store.encode import Block
-from sft.data.store.ledger import LINE
-from sft.data.store.store import open_store, write_store
-from sft.layout import Layout
+from sft.data.packing.balance import assign, costs, efficiency
+from sft.data.packing.bounds import bounds
+from sft.data.packing.plan import Plan, plan_epoch, plan_of
+from sft.data.packing.shuffle import shuffled
+from sft.parallel.doc_padding import aligned
+from sft.parallel.layout import Layout
 
 MULTIPLE = 32
 DISTRIBUTIONS = {"chat": 32768, "longmix": 131072, "agent": 131072}  # seq_length

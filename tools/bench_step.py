@@ -19,7 +19,7 @@ profiled (the timed one itself where steps are longer than --seconds).
 
 MFU counts causal attention, and the head where supervised, against --peak-tflops.  `of keep`, `of full`: of the floors
 of keep-attention and of full recomputation, made of rates that the case itself measured (tools/step_roofline.py).
-`by eq.` is what sft/memory.py says the device holds, `host` what the process took of host memory.
+`by eq.` is what sft/estimate/memory.py says the device holds, `host` what the process took of host memory.
 """
 
 import argparse

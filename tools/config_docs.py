@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from sft.config import Config
-from sft.keys import NAMED, OPEN, expected, leaves, named, sections
-from sft.yaml12 import write
+from sft.config.keys import NAMED, OPEN, expected, leaves, named, sections
+from sft.config.yaml import write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 INTRODUCTION = """# Every key of a recipe

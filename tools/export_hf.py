@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from sft.console import Console
-from sft.convert.to_hf import export_hf
 from sft.errors import SftError
+from sft.hf.convert.export import export_hf
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from sft.console import Console
-from sft.convert.to_megatron import import_hf
 from sft.errors import SftError
+from sft.hf.convert.import_ import import_hf
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft.checkpoint.state import installed
-from sft.mcore import flash
+from sft.checkpoint.train_state import installed
+from sft.mcore.attention import flash_kernel
 from tools.bench_packing import lengths_of
 
 MIXES = ("one", "chat", "longmix", "agent")
@@ -103,9 +103,9 @@ def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
 # --- attention ---------------------------------------------------------------------------------------------------
 
 
-def operators_for(device: torch.device) -> flash.Operators | None:
+def operators_for(device: torch.device) -> flash_kernel.Operators | None:
     """None, which are torch's flash kernel; on a CPU a stand-in, so that the rest can be tried."""
-    return None if device.type == "cuda" else flash.Operators(stand_in, _stand_in_backward)
+    return None if device.type == "cuda" else flash_kernel.Operators(stand_in, _stand_in_backward)
 
 
 def stand_in(

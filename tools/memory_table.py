@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md that follow from sft/memory.py: arithmetic, not measurements.
+"""The tables of docs/performance.md that follow from sft/estimate/memory.py: arithmetic, not measurements.
 
 python -m tools.memory_table            print them
 python -m tools.memory_table --write    put them into the page
@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sft import memory
 from sft.config import Config
-from sft.layout import Layout
+from sft.estimate import memory
+from sft.parallel.layout import Layout
 from tools.measure import short
 from tools.step_choices import Case
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.data.plan.balance import Slots, assign, costs
-from sft.data.plan.plan import plan_epoch
+from sft.data.packing.balance import Slots, assign, costs
+from sft.data.packing.plan import plan_epoch
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "packing.svg"
 SEQ_LENGTH, MULTIPLE, CROSSOVER, DP, MICROBATCHES = 131072, 32, 53_248.0, 8, 4

@@ -19,17 +19,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from sft import cp
 from sft.batch import Sample
 from sft.config import Config
-from sft.cost import attention_crossover
 from sft.data.loader import Loader
-from sft.layout import Layout
+from sft.estimate.flops import attention_crossover
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
-from sft.mcore import groups
 from sft.mcore import model as model_module
-from sft.mcore import optim
+from sft.mcore import process_groups
+from sft.mcore.optimizer import build
+from sft.parallel import context_parallel
+from sft.parallel.layout import Layout
 from tools import attention_ways as ways
 from tools import measure
 
@@ -135,7 +135,7 @@ def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dic
     seq_length, multiple, _ = drawn(case, 1)
     config = case.config(device.type, seq_length=seq_length, multiple=multiple, also=options.set)
     layout = Layout.resolve(config, 1)
-    place = groups.start(layout, devices.start(device.type), seed=config.run.seed, timeout_s=300)
+    place = process_groups.start(layout, devices.start(device.type), seed=config.run.seed, timeout_s=300)
     before = host_bytes()
     engine, loader = made(case, config, layout, place, num_steps=options.steps + 1)
 
@@ -149,15 +149,15 @@ def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dic
             "data_wait_s": waited, "peak_bytes": totals.peaks["memory_allocated"].value, "loss": totals.loss,
         }  # fmt: skip
 
-    ranges = {"head": (engine_module, "lm_loss"), "optimizer": (optim, "update")}
+    ranges = {"head": (engine_module, "lm_loss"), "optimizer": (build, "update")}
     found = twice(step, device) if options.fit else steps(step, options, device, ranges)
     found["host_bytes"] = max(0, host_bytes() - before)
-    groups.stop()
+    process_groups.stop()
     return {**found, "constants": measured, "backend": f"attention {engine.backend}"}
 
 
 def made(
-    case: Any, config: Config, layout: Layout, place: groups.Groups, *, num_steps: int
+    case: Any, config: Config, layout: Layout, place: process_groups.Groups, *, num_steps: int
 ) -> tuple[engine_module.Engine, Loader]:
     """The trainer of this rank with random weights, and what it reads: random packs for so many steps."""
     with mock.patch.object(model_module, "_draw", partial(_draw, place.device)):
@@ -167,7 +167,7 @@ def made(
     loader = Loader(
         corpus, data=config.data, layout=layout, seed=0, dp_rank=place.dp_rank, pad_id=0,
         crossover=attention_crossover(config.model),
-        local_indices=partial(cp.local_indices, cp_size=layout.cp, cp_rank=place.cp_rank),
+        local_indices=partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=place.cp_rank),
     )  # fmt: skip
     loader.steps_per_epoch(0)
     return engine, loader

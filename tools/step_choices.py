@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft import memory
 from sft.config import Config, ModelConfig
-from sft.layout import Layout
-from sft.recipe import parse_recipe
+from sft.estimate import memory
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 from tools import measure
 
 VOCAB = 151_936
@@ -125,7 +125,7 @@ class Case:
         return parse_recipe(RECIPE, "bench_step", [*(f"{k}={str(v).lower()}" for k, v in keys.items()), *also]).config
 
     def estimate(self, device: str, *, also: Sequence[str] = ()) -> memory.Memory:
-        """By the equations of sft/memory.py, on one device."""
+        """By the equations of sft/estimate/memory.py, on one device."""
         config = self.config(device, also=also)
         return memory.estimate(config, Layout.resolve(config, 1), self.vocab)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sft.durable import replace_text
+from sft.atomic_files import replace_text
 from sft.errors import CheckpointError
 
 NAME = "manifest.json"

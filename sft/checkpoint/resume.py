@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sft.checkpoint import manifest, names
+from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest, Verify
-from sft.checkpoint.state import Changes, Conditions, RunState, changes
+from sft.checkpoint.train_state import Changes, Conditions, RunState, changes
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
+from sft.mcore.checkpoint_io import safe_reader, train_state
 from sft.mcore.engine import Engine
-from sft.mcore.groups import Groups, agree, exchange
-from sft.mcore.state import safe, shards
+from sft.mcore.process_groups import Groups, agree, exchange
 
 _PATIENCE_S = 120.0  # how long another node may take to show what rank 0 sees (NFS)
 
@@ -65,7 +65,7 @@ def next_step(config: CheckpointConfig, folder: Path) -> int:
         paths, _ = _paths(config, folder)
     except CheckpointError:  # told when it is looked for
         return 0
-    return (names.step_of(paths[0]) or 0) if paths else 0
+    return (folders.step_of(paths[0]) or 0) if paths else 0
 
 
 def verified(path: Path, verify: Verify, groups: Groups) -> Found:
@@ -93,7 +93,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
 
     Raises CheckpointError where this recipe would not continue the run that wrote it.
     """
-    before = safe.common_state(found.path)
+    before = safe_reader.common_state(found.path)
     ours = before.get("sft")
     if ours is None and not found.is_named:
         raise CheckpointError(
@@ -107,11 +107,11 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
         if changed.refused:
             raise CheckpointError(_refusal(found.path, changed, config.allow_changes))
         lines = [f"  changed    {line}" for line in changed.told]
-    plain = shards.load(engine, found.path)
+    plain = train_state.load(engine, found.path)
     state = RunState(**ours["state"]) if ours else RunState(step=int(plain["iteration"]))
     if found.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
-    same = shards.is_same_layout(engine, plain)
+    same = train_state.is_same_layout(engine, plain)
     console.say(
         "\n".join(
             [
@@ -142,7 +142,7 @@ def start_from(engine: Engine, source: str, verify: Verify, console: Console) ->
     """The weights that model.init_from names -> `engine`.  Collective; raises CheckpointError where there are none."""
     path = agree(lambda: _there(Path(source), f"model.init_from = {source}"), engine.groups.control)
     found = verified(path, verify, engine.groups)
-    shards.load_weights(engine, found.path)
+    train_state.load_weights(engine, found.path)
     console.say(f"started from the weights of {found.path} ({found.told})")
 
 
@@ -156,7 +156,7 @@ def _position(state: RunState, is_known: bool) -> str:
 
 def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
     """What to go on from, best first; and whether it is what checkpoint.resume names."""
-    found = names.candidates(folder)
+    found = folders.candidates(folder)
     if config.resume == "never":
         if found:
             raise CheckpointError(
@@ -165,7 +165,7 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
             )
     elif config.resume == "must" and not found:
         raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
-    elif not found and names.was_used(folder):
+    elif not found and folders.was_used(folder):
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
             f"by itself.  Put one back, or choose another run.dir, with checkpoint.resume=PATH to begin from another "
@@ -178,7 +178,7 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
     return found, False
 
 
-_LOOKS = f"a folder iter_XXXXXXX with {names.MARKER}, or one that holds such folders"
+_LOOKS = f"a folder iter_XXXXXXX with {folders.MARKER}, or one that holds such folders"
 
 
 def _began_at(named: Path, found: list[Path]) -> bool:
@@ -188,7 +188,7 @@ def _began_at(named: Path, found: list[Path]) -> bool:
     """
     for path in found:
         try:
-            origin = safe.common_state(path)["sft"]["state"]["origin"]
+            origin = safe_reader.common_state(path)["sft"]["state"]["origin"]
         except (CheckpointError, KeyError, TypeError):
             continue
         return bool(origin == str(named.resolve()))
@@ -197,7 +197,7 @@ def _began_at(named: Path, found: list[Path]) -> bool:
 
 def _there(path: Path, what: str) -> Path:
     """The checkpoint at `path`, or the best one in it."""
-    found = [path] if names.is_one(path) else names.candidates(path)
+    found = [path] if folders.is_one(path) else folders.candidates(path)
     if not found:
         raise CheckpointError(f"{what}: no checkpoint there ({_LOOKS}).")
     return found[0]
@@ -206,7 +206,7 @@ def _there(path: Path, what: str) -> Path:
 def _manifest_of(path: Path) -> Manifest | None:
     """None only where there should be none."""
     written = manifest.read(path)
-    if written is None and "sft" in safe.common_state(path):
+    if written is None and "sft" in safe_reader.common_state(path):
         raise CheckpointError(f"{path / manifest.NAME} is missing, and this trainer writes one.")
     return written
 
@@ -217,10 +217,10 @@ def _refuse(path: Path, problems: list[str]) -> None:
 
 
 def _put_aside(path: Path, why: str, console: Console) -> None:
-    away = names.quarantine(path)
-    older = names.candidates(path.parent)
+    away = folders.quarantine(path)
+    older = folders.candidates(path.parent)
     if older:
-        names.point(path.parent, int(older[0].name[5:]))
+        folders.point(path.parent, int(older[0].name[5:]))
     console.say(
         f"WARNING: {why}\n  It is {away} now; going on from {older[0] if older else 'nothing: it was the last one'}."
     )

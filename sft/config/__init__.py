@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from sft.config.data import DataConfig, SourceConfig
+from sft.config.logging import LogConfig, MemoryProfile, ProfileConfig, TorchProfile
 from sft.config.model import ModelConfig, MoeConfig, RopeConfig
 from sft.config.section import Conflict, Path, Positive, Section, divisors, listed, refuse
 from sft.config.train import AttentionConfig, CheckpointConfig, LossConfig, OptimConfig, ParallelConfig, TrainConfig
-from sft.config.watch import LogConfig, MemoryProfile, ProfileConfig, TorchProfile
 
 __all__ = [
     "AttentionConfig",

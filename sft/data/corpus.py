@@ -14,11 +14,11 @@ import numpy as np
 
 from sft.batch import Sample
 from sft.config import DataConfig
+from sft.data.cache.folders import store_folder
+from sft.data.cache.row_report import Ledger
+from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import check_file, row_name
-from sft.data.store.cache import store_folder
-from sft.data.store.ledger import Ledger
-from sft.data.store.store import Store, open_store
 from sft.errors import DataError
 
 

@@ -19,17 +19,19 @@ from torch import Tensor
 
 from sft.batch import Microbatch
 from sft.config import Config
-from sft.cost import train_flops
-from sft.layout import Layout
-from sft.mcore import attention, backend, device, experts, model, optim, rope
-from sft.mcore.attention import PackedDocuments
+from sft.estimate.flops import train_flops
+from sft.mcore import device, experts, model
+from sft.mcore.activations.offload import HostMemory
+from sft.mcore.activations.saved_tensors import Saving
+from sft.mcore.attention import backend, portable, rope
+from sft.mcore.attention.portable import PackedDocuments
+from sft.mcore.attention.rope import Rotation
 from sft.mcore.experts import Balance
-from sft.mcore.groups import Groups
-from sft.mcore.host import HostMemory
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
-from sft.mcore.rope import Rotation
-from sft.mcore.saved import Saving
-from sft.tally import Place, Schema, Tally, Totals
+from sft.mcore.optimizer import build
+from sft.mcore.process_groups import Groups
+from sft.metrics.accumulator import Place, Schema, Tally, Totals
+from sft.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,8 @@ class Engine:
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend.name)
         self._inv_freq = rope.frequencies(config.model.rope, config.model.resolved_head_dim).to(groups.device)
         self._saving = self._how_to_save()
-        self.optimizer = optim.build_optimizer(config, self.chunks)
-        self.scheduler = optim.build_scheduler(config.optim, self.optimizer, num_steps)
+        self.optimizer = build.build_optimizer(config, self.chunks)
+        self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
         self.core_config = self.chunks[0].config
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
@@ -104,7 +106,7 @@ class Engine:
         if totals.num_tokens == 0:
             grad_norm = 0.0
         else:
-            grad_norm = optim.update(self.optimizer, self.groups.device) if math.isfinite(totals.loss) else math.nan
+            grad_norm = build.update(self.optimizer, self.groups.device) if math.isfinite(totals.loss) else math.nan
         skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
         return StepResult(
             totals=totals,
@@ -225,7 +227,7 @@ class Engine:
     def _documents(self, mb: Microbatch, positions: Tensor) -> PackedDocuments:
         here, kernel, rotation = self.groups.device, None, None
         if self.backend.name == "portable":
-            kernel = attention.kernel_of(
+            kernel = portable.kernel_of(
                 mb.cu_seqlens,
                 cp_size=self.layout.cp,
                 cp_rank=self.groups.cp_rank,
@@ -233,7 +235,7 @@ class Engine:
                 by_flash=self.backend.by_flash,
             )
             rotation = Rotation.of(positions.flatten(), self._inv_freq, self.core_config.params_dtype)
-        return attention.describe(mb.cu_seqlens, mb.max_seqlen, kernel=kernel, rotation=rotation, device=here)
+        return portable.describe(mb.cu_seqlens, mb.max_seqlen, kernel=kernel, rotation=rotation, device=here)
 
     def _how_to_save(self) -> Saving:
         train, layout = self.config.train, self.layout

@@ -2,7 +2,7 @@
 
 Weights, their gradients and the optimizer stay what they are without: FP8 is what the layers' products are computed
 in, forward and backward, each operand scaled anew.  Attention, norms, the embedding and the loss head stay in bf16.
-What it asks of lengths and widths is `sft.alignment`'s business.
+What it asks of lengths and widths is `sft.parallel.alignment`'s business.
 """
 
 from dataclasses import dataclass

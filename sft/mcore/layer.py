@@ -2,7 +2,7 @@
 
 The second half is the norm, the MLP or the experts, and the sum with what came in: of all that, only what came in is
 kept.  It may be worked off in tiles of tokens, forward and backward, so that the wide inside of an MLP never exists for
-more tokens than a tile has.  The first half, attention, is computed once (`saved.py` tells what that keeps); core
+more tokens than a tile has.  The first half, attention, is computed once (`saved_tensors.py` tells what that keeps); core
 itself recomputes whole layers (train.recompute = full).
 """
 
@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from sft.mcore import saved
+from sft.mcore.activations import saved_tensors
 
 
 class Layer(TransformerLayer):
@@ -25,7 +25,7 @@ class Layer(TransformerLayer):
         self._again, self._tile = again, tile
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        saved.begin_layer()
+        saved_tensors.begin_layer()
         return super().forward(*args, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

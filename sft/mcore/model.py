@@ -29,14 +29,15 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
-from sft.layout import Layout, padded_vocab_size
-from sft.mcore import fp8, rope
-from sft.mcore.attention import PortableAttention
+from sft.mcore import fp8
+from sft.mcore.attention import rope
+from sft.mcore.attention.portable import PortableAttention
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 from sft.mcore.experts import ExpertLayer, Router
-from sft.mcore.groups import Groups
 from sft.mcore.layer import Layer
 from sft.mcore.norm import RMSNorm
+from sft.mcore.process_groups import Groups
+from sft.parallel.layout import Layout, padded_vocab_size
 
 
 class HiddenStatesGPT(GPTModel):

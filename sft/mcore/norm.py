@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from sft.mcore import saved
+from sft.mcore.activations import saved_tensors
 
 
 class RMSNorm(torch.nn.Module):
@@ -23,7 +23,7 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()  # of queries and keys: not a view, which would keep all that the projection made
         out = self._norm(x)
-        saved.cheap(out, self._norm, x)
+        saved_tensors.cheap(out, self._norm, x)
         return out
 
     def _norm(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Wraps functions of the program, or of what it is built on, before or after a chosen call on a chosen rank; the program
 itself knows nothing of it.  What is to happen comes in one variable of the environment, as JSON:
 
-    SFT_FAULTS='[{"at": "sft.checkpoint.names:publish", "do": "kill", "rank": 0, "call": 2}]'
+    SFT_FAULTS='[{"at": "sft.checkpoint.folders:publish", "do": "kill", "rank": 0, "call": 2}]'
 
 at     module:name.name of what is wrapped; it is looked up when it is called by that name
 when   before (default) or after the call
@@ -51,7 +51,7 @@ def arm(faults: list[dict[str, Any]]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     Path(f"{os.environ[LOG]}.pid.{rank}").write_text(str(os.getpid()))
     if any("step" in fault or fault["do"] == "draw" for fault in faults):
-        _wrap("sft.start:Start.phase", _follow_step)
+        _wrap("sft.run.lifecycle:Start.phase", _follow_step)
     for index, fault in enumerate(faults):
         if fault.get("rank") in (None, rank):
             _wrap(fault["at"], functools.partial(_disturbed, index, fault))

@@ -58,13 +58,14 @@ ROWS = {
     "X1": Row(
         "hostile .metadata, common.pt, byte object",
         _unit(
-            "test_safe.py::test_nothing_runs", "test_safe.py::test_the_pickle_inside_an_extra_state_is_not_handed_on"
+            "test_safe_reader.py::test_nothing_runs",
+            "test_safe_reader.py::test_the_pickle_inside_an_extra_state_is_not_handed_on",
         ),
     ),
     "X2": Row("manifest or pointer with .., absolute path, link", (HERE,)),
     "X3": Row(
         "YAML with a tag, duplicate or unknown key, alias bomb",
-        _unit("test_recipe.py::test_a_key_given_twice", "test_recipe.py", "test_typed.py"),
+        _unit("test_recipe.py::test_a_key_given_twice", "test_recipe.py", "test_escaping.py"),
     ),
     "X4": Row(
         "chat template that attacks",
@@ -103,7 +104,7 @@ ROWS = {
     "D8": Row("control tokens in what a user wrote", _unit("test_chat.py::test_typed_control_strings_stay_text")),
     "N1": Row("loss of one rank is NaN", (HERE,)),
     "N2": Row("gradient of one rank is infinite", (HERE,)),
-    "N3": Row("loss spike", _unit("test_spike.py")),
+    "N3": Row("loss spike", _unit("test_loss_spikes.py")),
     "N4": Row("a bit of a replica's weight flips in memory", (), "not built: no periodic digest across replicas"),
     "G1": Row("SIGTERM, SIGUSR1, SIGINT to launcher or a rank", (HERE,)),
     "G2": Row("two signals", (HERE,)),

@@ -15,7 +15,7 @@ from tests.faults.matrix import Matrix
 from tests.faults.runs import Case
 
 STEP = "sft.mcore.engine:Engine.train_step"
-END = "sft.train:Run._finish_step"
+END = "sft.trainer:Run._finish_step"
 UPDATE = "sft.mcore.engine:optim.update"
 
 
@@ -152,9 +152,9 @@ def test_kills_at_random_instants(case: Callable[..., Case], hit: Callable[..., 
 
 
 SLOW = [
-    {"at": "sft.checkpoint.save:shards.write", "do": "sleep", "s": 0.06, "every": True},
-    {"at": "sft.checkpoint.names:flush", "do": "sleep", "s": 0.03, "every": True},
-    {"at": "sft.checkpoint.names:point", "do": "sleep", "s": 0.06, "every": True},
+    {"at": "sft.checkpoint.saver:shards.write", "do": "sleep", "s": 0.06, "every": True},
+    {"at": "sft.checkpoint.folders:flush", "do": "sleep", "s": 0.03, "every": True},
+    {"at": "sft.checkpoint.folders:point", "do": "sleep", "s": 0.06, "every": True},
 ]
 
 

@@ -164,7 +164,9 @@ def test_ranks_that_see_other_names_follow_rank_0(
     one = cut("run")
     blind = {"rank": 1, "do": "nothing-there", "every": True}
     start = one.start(
-        {"at": "sft.checkpoint.names:candidates", **blind}, {"at": "sft.checkpoint.names:published", **blind}, AT_ONCE
+        {"at": "sft.checkpoint.folders:candidates", **blind},
+        {"at": "sft.checkpoint.folders:published", **blind},
+        AT_ONCE,
     )
     start.wait()
     assert "resumed step 6" in start.out(), start.told()

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.ends import End, assert_same_end, assert_whole
 from tests.faults.runs import Case, Fault
 
-WRITE = "sft.checkpoint.save:shards.write"
+WRITE = "sft.checkpoint.saver:shards.write"
 ITEM = "torch.distributed.checkpoint.filesystem:_write_item"
 STEP = "sft.mcore.engine:Engine.train_step"
 # Inside rmtree.  Without this file, the rest does not look like a checkpoint.
@@ -23,13 +23,13 @@ POINTS: list[tuple[str, Fault, bool]] = [
     ("the first file is open", {"at": ITEM, "rank": 0, "match": "{name}"}, False),
     ("inside a file", {"at": ITEM, "rank": 1, "match": "{name}", "call": 4}, False),
     ("all files are written", {"at": WRITE, "rank": 1, "nth": True, "when": "after"}, False),
-    ("before the manifest", {"at": "sft.checkpoint.save:manifest.write", "rank": 0, "nth": True}, False),
+    ("before the manifest", {"at": "sft.checkpoint.saver:manifest.write", "rank": 0, "nth": True}, False),
     ("inside the manifest", {"at": "os:replace", "rank": 0, "match": "{name}.*manifest"}, False),
     ("before the rename", {"at": "os:rename", "rank": 0, "match": r"{name}'\)"}, False),
     ("after the rename", {"at": "os:rename", "rank": 0, "match": r"{name}'\)", "when": "after"}, False),
-    ("before the pointer", {"at": "sft.checkpoint.names:point", "rank": 0, "nth": True}, False),
+    ("before the pointer", {"at": "sft.checkpoint.folders:point", "rank": 0, "nth": True}, False),
     ("inside the pointer", {"at": "os:replace", "rank": 0, "match": "latest_", "nth": True}, False),
-    ("before an old one is removed", {"at": "sft.checkpoint.names:retire", "rank": 0}, True),
+    ("before an old one is removed", {"at": "sft.checkpoint.folders:retire", "rank": 0}, True),
     ("an old one is half removed", {**UNLINK, "rank": 0}, True),
     ("what that left is half swept", {"at": "shutil:rmtree", "rank": 0, "match": "retired", "when": "after"}, False),
 ]
@@ -74,8 +74,8 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     full = {"do": "full"}
     faults = [
         {"at": ITEM, "rank": 1, "match": "iter_0000002", "call": 3, **full},
-        {"at": "sft.checkpoint.save:manifest.write", "rank": 0, "call": 3, **full},
-        {"at": "sft.durable:flush", "rank": 0, "match": "iter_0000007.tmp.*json", **full},
+        {"at": "sft.checkpoint.saver:manifest.write", "rank": 0, "call": 3, **full},
+        {"at": "sft.atomic_files:flush", "rank": 0, "match": "iter_0000007.tmp.*json", **full},
         {"at": "shutil:disk_usage", "rank": 0, "call": 10, "do": "no-room"},
     ]
     one = case("run", *overrides)
@@ -98,7 +98,7 @@ def test_a_bug_in_the_background_ends_the_run(
     case: Callable[..., Case], reference: End, hit: Callable[..., None]
 ) -> None:
     one = case("run", "checkpoint.async_save=true")
-    start = one.start({"at": "sft.checkpoint.save:manifest.entry_of", "rank": 1, "call": 3, "do": "error"})
+    start = one.start({"at": "sft.checkpoint.saver:manifest.entry_of", "rank": 1, "call": 3, "do": "error"})
     assert start.wait(40) == [1, 1], start.told()
     assert one.status()["status"] == "failed-retryable", one.status()
     hit("S4")
@@ -159,7 +159,7 @@ def test_a_read_only_folder_is_found_before_the_first_step(
 @pytest.mark.row("S5", "G3")
 def test_a_signal_during_a_background_save(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
     one = case("run", "checkpoint.async_save=true")
-    slow = {"at": "sft.checkpoint.save:names.publish", "rank": 0, "call": 3, "do": "sleep", "s": 1.0}
+    slow = {"at": "sft.checkpoint.saver:names.publish", "rank": 0, "call": 3, "do": "sleep", "s": 1.0}
     start = one.start({"at": ITEM, "rank": 1, "match": "iter_0000003", "do": "term"}, slow)
     assert start.wait() == [75, 75], start.told()
     assert len(start.fired()) == 2 and one.status()["status"] == "preempted"
@@ -180,7 +180,7 @@ def test_no_step_is_saved_twice(case: Callable[..., Case], reference: End, hit: 
     start = one.start({"at": STEP, "step": 5, "rank": 1, "do": "term"})
     start.wait()
     at = one.pointed()
-    start = one.start({"at": "sft.train:Feed", "rank": 0, "do": "term"})
+    start = one.start({"at": "sft.trainer:Feed", "rank": 0, "do": "term"})
     assert start.wait() == [75, 75] and one.pointed() == at == 5, start.told()
     assert (one.checkpoints / "iter_0000004").stat().st_mtime_ns == before
     assert "saved " not in start.out()
@@ -283,7 +283,7 @@ def test_a_weight_that_is_no_number_is_never_saved(
     case: Callable[..., Case], reference: End, hit: Callable[..., None]
 ) -> None:
     one = case("run")
-    start = one.start({"at": "sft.checkpoint.save:shards.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
+    start = one.start({"at": "sft.checkpoint.saver:shards.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
     assert start.wait() == [2, 2], start.told()
     assert "step 4 was not saved: a weight is not a number; such a state is never saved" in start.out(), start.told()
     assert one.steps() == [1, 2, 3] and one.status()["status"] == "failed-fatal"

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from sft.layout import Layout
-from sft.mcore import device, groups
+from sft.mcore import device, process_groups
+from sft.mcore.checkpoint_io import train_state
 from sft.mcore.engine import Engine
-from sft.mcore.state import shards
-from sft.recipe import parse_recipe
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -33,17 +33,17 @@ def running(overrides: Sequence[str]) -> Iterator[Engine]:
     """An engine in this process, on the GPU."""
     config = parse_recipe(scenarios.RECIPE, "tests", [*GPU, *overrides]).config
     layout = Layout.resolve(config, 1)
-    place = groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
+    place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
     try:
         yield Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
     finally:
-        groups.stop()
+        process_groups.stop()
 
 
 def losses(overrides: Sequence[str], steps: range = range(STEPS), load: Path | None = None) -> list[float]:
     with running(overrides) as engine:
         if load:
-            shards.load(engine, load)
+            train_state.load(engine, load)
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in steps]
         return [r.totals.loss / r.totals.num_tokens for r in results]
@@ -55,7 +55,7 @@ def first_steps(overrides: Sequence[str], folder: str) -> list[float]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
-        shards.save(engine, Path(folder), {"iteration": 2})
+        train_state.save(engine, Path(folder), {"iteration": 2})
         rest = [engine.train_step(loader.microbatches(step)) for step in range(2, 4)]
         return [r.totals.loss / r.totals.num_tokens for r in rest]
 

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sft import cp
 from sft.batch import Microbatch, Sample
-from sft.cost import attention_crossover
 from sft.data.loader import Loader, local_part
-from sft.data.pack import add_filler, filler_pack, make_pack
-from sft.layout import Layout
-from sft.mcore import device, groups
+from sft.data.packing.pack import add_filler, filler_pack, make_pack
+from sft.estimate.flops import attention_crossover
+from sft.mcore import device, process_groups
+from sft.mcore.checkpoint_io import train_state
 from sft.mcore.engine import Engine
-from sft.mcore.state import shards
-from sft.recipe import parse_recipe
+from sft.parallel import context_parallel
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 from tests.ranks.pool import join
 
 VOCAB = 301  # prime: a multiple of nothing
@@ -75,13 +75,13 @@ def running(overrides: Sequence[str], vocab: int = VOCAB) -> Iterator[Engine]:
     config = parse_recipe(RECIPE, "tests", list(overrides)).config
     join()
     layout = Layout.resolve(config, dist.get_world_size())
-    place = groups.start(layout, device.start("cpu"), seed=config.run.seed, timeout_s=60)
+    place = process_groups.start(layout, device.start("cpu"), seed=config.run.seed, timeout_s=60)
     engine = None
     try:
         engine = Engine(config, layout, place, vocab_size=vocab, num_steps=config.train.num_steps or 1)
         yield engine
     finally:
-        groups.stop()
+        process_groups.stop()
         if engine:
             _let_go(engine)
 
@@ -104,7 +104,7 @@ def loader_of(engine: Engine, corpus: Any) -> Loader:
         pad_id=0,
         reduction=engine.config.loss.reduction,
         crossover=attention_crossover(engine.config.model),
-        local_indices=partial(cp.local_indices, cp_size=engine.layout.cp, cp_rank=engine.groups.cp_rank),
+        local_indices=partial(context_parallel.local_indices, cp_size=engine.layout.cp, cp_rank=engine.groups.cp_rank),
     )
 
 
@@ -119,7 +119,7 @@ def microbatch_of(engine: Engine, samples: Sequence[Sample], doc_multiple: int |
     pack = add_filler(
         pack, multiple=engine.layout.pack_multiple if not doc_multiple else 1, doc_multiple=multiple, pad_id=0
     )
-    indices = cp.local_indices(pack.cu_seqlens, engine.layout.cp, engine.groups.cp_rank)
+    indices = context_parallel.local_indices(pack.cu_seqlens, engine.layout.cp, engine.groups.cp_rank)
     return local_part(pack, indices, doc_multiple=multiple)
 
 
@@ -146,14 +146,14 @@ def parameter_hash(engine: Engine) -> str:
 def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
     """Random weights, and nothing learnt yet, into `folder`."""
     with running(overrides) as engine:
-        shards.save(engine, Path(folder), {})
+        train_state.save(engine, Path(folder), {})
 
 
 def curve(overrides: Sequence[str], checkpoint: str | None = None, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     """Train NUM_STEPS steps from a checkpoint or from random weights."""
     with running(overrides) as engine:
         if checkpoint:
-            shards.load_weights(engine, Path(checkpoint))
+            train_state.load_weights(engine, Path(checkpoint))
         loader = loader_of(engine, SkewedCorpus(lengths))
         results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
         return {
@@ -206,6 +206,8 @@ def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) ->
         for samples in packs:
             microbatch = microbatch_of(engine, samples)
             losses = engine.token_losses(microbatch)
-            where = cp.local_indices(microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank)
+            where = context_parallel.local_indices(
+                microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank
+            )
             found.append(None if losses is None else (where, losses.numpy()))
         return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore import flash
+from sft.mcore.attention import flash_kernel
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_one_curve import GRADIENT_TOLERANCE
@@ -66,8 +66,8 @@ def plain_backward(
 
 def by_flash(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
     with (
-        mock.patch.object(flash, "why_not", lambda *told: None),
-        mock.patch.object(flash, "TORCH", flash.Operators(plain, plain_backward)),  # type: ignore[arg-type]
+        mock.patch.object(flash_kernel, "why_not", lambda *told: None),
+        mock.patch.object(flash_kernel, "TORCH", flash_kernel.Operators(plain, plain_backward)),  # type: ignore[arg-type]
     ):
         return scenarios.gradients(overrides, packs)
 
@@ -87,16 +87,16 @@ def test_loss_and_gradients_are_those_of_the_tiles(ranks: Ranks, cp: int, recomp
 def test_sequences_written_out() -> None:
     """A document of 8 and one of 4 over two ranks; gathered parts hold 0 1 6 7 8 11 | 2 3 4 5 9 10."""
     boundaries = np.array([0, 8, 12], dtype=np.int32)
-    early = flash.Sequences.of(boundaries, 2, 0, torch.device("cpu"))
+    early = flash_kernel.Sequences.of(boundaries, 2, 0, torch.device("cpu"))
     assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert early.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
     assert early.keys is not None
     assert early.keys.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
     assert (early.max_seqlen_q, early.max_seqlen_k) == (2, 8)
-    late = flash.Sequences.of(boundaries, 2, 1, torch.device("cpu"))
+    late = flash_kernel.Sequences.of(boundaries, 2, 1, torch.device("cpu"))
     assert late.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert late.cu_seqlens_k.tolist() == [0, 4, 10, 12, 15]
-    alone = flash.Sequences.of(boundaries, 1, 0, torch.device("cpu"))
+    alone = flash_kernel.Sequences.of(boundaries, 1, 0, torch.device("cpu"))
     assert alone.keys is None
     assert alone.cu_seqlens_q.tolist() == alone.cu_seqlens_k.tolist() == [0, 8, 12]
 
@@ -112,17 +112,17 @@ def test_sequences_written_out() -> None:
     ],
 )
 def test_why_not(head_dim: int, dtype: torch.dtype, device: str, reason: str | None) -> None:
-    assert flash.why_not(head_dim, dtype, device) == reason
+    assert flash_kernel.why_not(head_dim, dtype, device) == reason
 
 
 def test_the_kernel_of_this_torch_takes_what_it_is_given() -> None:
     """Shapes and names only: on the meta device nothing is computed."""
-    assert flash._missing() is None
+    assert flash_kernel._missing() is None
     made = {"device": "meta", "dtype": torch.bfloat16}
     query, key = torch.empty(12, 8, 64, **made), torch.empty(15, 2, 64, **made)
     boundaries = torch.empty(5, dtype=torch.int32, device="meta")
     sizes = boundaries, boundaries, 2, 8
-    out, lse = flash.TORCH.forward(query, key, key, *sizes, scale=0.125)
+    out, lse = flash_kernel.TORCH.forward(query, key, key, *sizes, scale=0.125)
     assert out.shape == query.shape and lse.shape == (8, 12)
-    grads = flash.TORCH.backward(out, query, key, key, out, lse, *sizes, scale=0.125)
+    grads = flash_kernel.TORCH.backward(out, query, key, key, out, lse, *sizes, scale=0.125)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]

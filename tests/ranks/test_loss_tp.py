@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.layout import Layout
-from sft.mcore import device, groups
+from sft.mcore import device, process_groups
 from sft.mcore.loss import VocabShard, lm_loss, token_statistics
+from sft.parallel.layout import Layout
 from tests.ranks.pool import RankFailure, RankPool, join
 from tests.unit.test_loss import EXACT_TOLERANCE, TERMS, Case, Outcome, check, expected, same, tolerance, with_terms
 
@@ -210,15 +210,15 @@ def on_each(tp: int, sequence_parallel: bool) -> bytes:
         doc_multiple=1,
         pack_multiple=1,
     )
-    place = groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
+    place = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
     try:
         outcomes = {topic.__name__: [outcome(place, sequence_parallel, call) for call in topic(tp)] for topic in TOPICS}
         return pickle.dumps((outcomes, gathered(place, sequence_parallel)))
     finally:
-        groups.stop()
+        process_groups.stop()
 
 
-def outcome(place: groups.Groups, sequence_parallel: bool, call: Call) -> Outcome:
+def outcome(place: process_groups.Groups, sequence_parallel: bool, call: Call) -> Outcome:
     hidden, weight = inputs(place, sequence_parallel, call.case)
     targets, upstream = call.case.targets(), call.upstream
     if call.into_main_grad:
@@ -245,7 +245,7 @@ def outcome(place: groups.Groups, sequence_parallel: bool, call: Call) -> Outcom
     )
 
 
-def gathered(place: groups.Groups, sequence_parallel: bool) -> list[list[int]]:
+def gathered(place: process_groups.Groups, sequence_parallel: bool) -> list[list[int]]:
     """For each of GATHERS, the bytes that every all_gather_into_tensor of forward and backward gave, in order."""
     untouched = dist.all_gather_into_tensor
     found: list[list[int]] = []
@@ -266,7 +266,7 @@ def gathered(place: groups.Groups, sequence_parallel: bool) -> list[list[int]]:
     return found
 
 
-def inputs(place: groups.Groups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
+def inputs(place: process_groups.Groups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
     """Hidden states and weight of this rank."""
     mine, size = place.tp_rank, place.tp.size()
     hidden = c.hidden.chunk(size)[mine] if sequence_parallel else c.hidden

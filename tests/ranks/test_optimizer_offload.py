@@ -13,9 +13,9 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore import optim
-from sft.mcore.adams import adams
-from sft.mcore.state import moments, safe, shards
+from sft.mcore.checkpoint_io import optimizer_shards, safe_reader, train_state
+from sft.mcore.optimizer import build
+from sft.mcore.optimizer.offload import adams
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE
@@ -39,15 +39,15 @@ def share(fraction: float) -> list[str]:
 def alike(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with one kernel on both sides: core asks for torch's fused one in its hybrid optimizer only,
     and its sums differ in their last bits."""
-    build = optim.build_optimizer
+    original = build.build_optimizer
 
     def build_alike(*given: Any) -> Any:
-        optimizer = build(*given)
+        optimizer = original(*given)
         for group in optimizer.param_groups:  # handed down to all Adams before every step
             group["fused"] = None
         return optimizer
 
-    with mock.patch.object(optim, "build_optimizer", build_alike):
+    with mock.patch.object(build, "build_optimizer", build_alike):
         return function(*args)
 
 
@@ -61,7 +61,7 @@ def where(overrides: list[str], steps: int) -> list[dict[str, Any]]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(steps):
             engine.train_step(loader.microbatches(step))
-        return [{**of_part(o), "alive": alive} for o in moments.parts(engine.optimizer)]
+        return [{**of_part(o), "alive": alive} for o in optimizer_shards.parts(engine.optimizer)]
 
 
 def of_part(part: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def stored(folder: Path) -> dict[str, Any]:
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    safe.load(tensors, folder)
+    safe_reader.load(tensors, folder)
     return tensors
 
 
@@ -175,9 +175,9 @@ def test_a_checkpoint_does_not_tell_the_share(
         assert f"optimizer.state.{kind}.decoder.final_layernorm.weight" in none
     for key, tensor in none.items():
         assert torch.equal(tensor, some[key]), key
-    plain, form = (safe.common_state(tmp_path / name)["optimizer"] for name in ("none", "some"))
+    plain, form = (safe_reader.common_state(tmp_path / name)["optimizer"] for name in ("none", "some"))
     for groups, expected in zip(groups_of(form), groups_of(plain), strict=True):
-        assert [moments.stored_step({"param_groups": groups})] == [2]
+        assert [optimizer_shards.stored_step({"param_groups": groups})] == [2]
         assert "params" not in groups[0] and "fused" not in groups[0] and "cpu_optimizer_cls" not in groups[0]
         assert groups == [{key: value for key, value in group.items() if key in groups[0]} for group in expected]
         assert {"lr", "betas", "eps", "weight_decay", "step", "wd_mult", "lr_mult"} <= groups[0].keys()
@@ -248,4 +248,4 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path, before: fl
 
 def save_untrained(overrides: list[str], folder: str) -> None:
     with scenarios.running(overrides) as engine:
-        shards.save(engine, Path(folder), {"iteration": 0})
+        train_state.save(engine, Path(folder), {"iteration": 0})

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from sft.console import QUIET
+from sft.data.cache.prepare import prepare
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.prepare import prepare
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from sft.mcore.checkpoint_io import optimizer_shards, torch_dist_files, train_state
 from sft.mcore.engine import Engine
-from sft.mcore.state import moments, shards, torch_dist
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -57,14 +57,14 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
     """Train the given steps (counted from 0), from `load` on and into `save`."""
     with scenarios.running(overrides) as engine:
         if load:
-            plain = shards.load(engine, Path(load))
+            plain = train_state.load(engine, Path(load))
             assert plain["iteration"] == steps[0]
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in steps]
         random.random(), np.random.random(), torch.rand(1)  # something to restore
         if save:
             Path(save).mkdir(exist_ok=True)
-            shards.save(engine, Path(save), {"iteration": steps[-1] + 1})
+            train_state.save(engine, Path(save), {"iteration": steps[-1] + 1})
         return {
             "loss": [r.totals.loss / r.totals.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
@@ -80,7 +80,7 @@ PART_BYTES = 1000
 
 def part_in_pieces(overrides: list[str], steps: list[int], load: str | None, save: str | None) -> dict[str, Any]:
     """The same, of which no stored part is larger than PART_BYTES where a row is not."""
-    with mock.patch.object(torch_dist, "PART_BYTES", PART_BYTES):
+    with mock.patch.object(torch_dist_files, "PART_BYTES", PART_BYTES):
         return part(overrides, steps, load, save)
 
 
@@ -106,14 +106,14 @@ def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> Non
 def optimizer_hash(engine: Engine) -> str:
     """Of the moments and fp32 weights of this rank, in the order of the optimizer."""
     digest = hashlib.sha256()
-    for one in moments.held(engine.optimizer):
+    for one in optimizer_shards.held(engine.optimizer):
         for name, flat in sorted(one.tensors.items()):
             digest.update(name.encode() + flat.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def adam_steps(engine: Engine) -> set[float]:
-    states = [s for o in moments.parts(engine.optimizer) for s in o.optimizer.state.values()]
+    states = [s for o in optimizer_shards.parts(engine.optimizer) for s in o.optimizer.state.values()]
     assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
     return {float(s["step"]) for s in states}
 
@@ -202,13 +202,13 @@ def draw_and_save(overrides: list[str], folder: str) -> list[float]:
     with scenarios.running(overrides) as engine:
         seed = 100 + engine.groups.rank
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        shards.save(engine, Path(folder), {"iteration": 0})
+        train_state.save(engine, Path(folder), {"iteration": 0})
         return draws()
 
 
 def load_and_draw(overrides: list[str], folder: str) -> list[float]:
     with scenarios.running(overrides) as engine:
-        shards.load(engine, Path(folder))
+        train_state.load(engine, Path(folder))
         return draws()
 
 
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path) -> None:
 
 def save_untrained(overrides: list[str], folder: str) -> None:
     with scenarios.running(overrides) as engine:
-        shards.save(engine, Path(folder), {"iteration": 0})
+        train_state.save(engine, Path(folder), {"iteration": 0})
 
 
 def test_weights_of_another_shape_are_refused_in_our_words(ranks: Ranks, tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def refusal(overrides: list[str], folder: str) -> str:
 
     with scenarios.running(overrides) as engine:
         with pytest.raises(CheckpointError) as error:
-            shards.load(engine, Path(folder))
+            train_state.load(engine, Path(folder))
         return str(error.value)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from sft.errors import CheckpointError, StorageError
-from sft.mcore.state import index, safe, shards, torch_dist
+from sft.mcore.checkpoint_io import metadata_index, safe_reader, torch_dist_files, train_state
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE
@@ -96,11 +96,11 @@ def test_another_layout_continues_the_curve(ranks: Ranks, saved: Any, before: st
 
 
 def refused(overrides: list[str], folder: str) -> str:
-    """What `shards.load` says; it has changed nothing."""
+    """What `train_state.load` says; it has changed nothing."""
     with scenarios.running(overrides) as engine:
         before = [scenarios.parameter_hash(engine), optimizer_hash(engine), engine.scheduler.num_steps]
         with pytest.raises(CheckpointError) as error:
-            shards.load(engine, Path(folder))
+            train_state.load(engine, Path(folder))
         assert [scenarios.parameter_hash(engine), optimizer_hash(engine), engine.scheduler.num_steps] == before
         return str(error.value)
 
@@ -143,8 +143,11 @@ def test_another_number_of_experts_is_refused(
 
 def index_reads(overrides: list[str], folder: str) -> int:
     """How often this rank reads the index of a checkpoint to load it."""
-    with scenarios.running(overrides) as engine, mock.patch.object(safe, "read_index", wraps=index.read_index) as read:
-        shards.load(engine, Path(folder))
+    with (
+        scenarios.running(overrides) as engine,
+        mock.patch.object(safe_reader, "read_index", wraps=metadata_index.read_index) as read,
+    ):
+        train_state.load(engine, Path(folder))
         return int(read.call_count)
 
 
@@ -157,9 +160,9 @@ def test_the_index_of_many_parts_is_read_once(ranks: Ranks, tmp_path: Path) -> N
 def write_half(folder: str) -> str:
     with scenarios.running([]) as engine:
         half = ShardedTensor.from_rank_offsets("a", torch.ones(2, 3), (0, 0, 2))
-        one = torch_dist.part_of_rank([half], [], engine.groups.collection.dp_cp)
+        one = torch_dist_files.part_of_rank([half], [], engine.groups.collection.dp_cp)
         with pytest.raises(StorageError) as error:
-            torch_dist.write(one, Path(folder), None)
+            torch_dist_files.write(one, Path(folder), None)
         return str(error.value)
 
 

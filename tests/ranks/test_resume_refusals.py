@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from sft.checkpoint import manifest, names, resume
-from sft.checkpoint.save import Saver
-from sft.checkpoint.state import Conditions, RunState
+from sft.checkpoint import folders, manifest, resume
+from sft.checkpoint.saver import Saver
+from sft.checkpoint.train_state import Conditions, RunState
+from sft.config.keys import values
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
-from sft.keys import values
+from sft.mcore.checkpoint_io import train_state
 from sft.mcore.engine import Engine
-from sft.mcore.state import shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_save import listing, run_of
@@ -134,8 +134,8 @@ def test_one_bit_anywhere_and_the_next_older_one_is_taken(ranks: Ranks, saved: P
     (one,) = starts(ranks, saved)
     assert one["path"] == "iter_0000002" and one["state"].step == 2 and one["hash"] == original[1][1]
     (away,) = [found for found in listing(saved) if found.startswith(DAMAGED)]
-    assert listing(saved) == ["iter_0000001", "iter_0000002", away, names.POINTER]
-    assert (saved / names.POINTER).read_text() == "2"
+    assert listing(saved) == ["iter_0000001", "iter_0000002", away, folders.POINTER]
+    assert (saved / folders.POINTER).read_text() == "2"
     assert one["said"].startswith(
         f"WARNING: {saved}/iter_0000003 is damaged: {saved}/iter_0000003/{name} is not what was written: its SHA-256 "
         f"is another one.\n  It is {saved}/{away} now; going on from {saved}/iter_0000002.\nresumed step 2 from "
@@ -192,7 +192,7 @@ def test_a_manifest_that_is_gone_or_damaged_is_damage(ranks: Ranks, saved: Path)
 def test_where_all_are_damaged_no_start_begins_anew(ranks: Ranks, saved: Path, wanted: str) -> None:
     """Nor the second, of somebody who tries once more, or of a scheduler."""
     for step in (1, 2, 3):
-        flip(saved / names.name_of(step) / ".metadata")
+        flip(saved / folders.name_of(step) / ".metadata")
     first, second = starts(ranks, saved, f"checkpoint.resume={wanted}", count=2)
     assert first["refused"].startswith(f"{saved} holds no checkpoint that is whole, and a run is not started over by ")
     assert all(f"iter_000000{step}/.metadata is not what was written" in first["refused"] for step in (1, 2, 3))
@@ -325,7 +325,11 @@ def start_from(source: str) -> dict[str, Any]:
             resume.start_from(run.engine, source, "full", Console(run.engine.groups.rank, run.said))
         except CheckpointError as error:
             refused = str(error)
-        held = [one for one in shards.moments.held(run.engine.optimizer)]
+        held = [one for one in train_state.moments.held(run.engine.optimizer)]
         moved = max(float(one.tensors[name].abs().max()) for one in held for name in ("exp_avg", "exp_avg_sq"))
-        told = {"moments": moved, "step": shards.moments.step_of(run.engine.optimizer), "said": run.said.getvalue()}
+        told = {
+            "moments": moved,
+            "step": train_state.moments.step_of(run.engine.optimizer),
+            "said": run.said.getvalue(),
+        }
         return {**told, "before": before, "weights": scenarios.parameter_hash(run.engine), "refused": refused}

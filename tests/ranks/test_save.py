@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from sft.checkpoint import manifest, names
-from sft.checkpoint import save as saving
-from sft.checkpoint.save import Saver
-from sft.checkpoint.state import Conditions, RunState
+from sft.checkpoint import folders, manifest
+from sft.checkpoint import saver as saving
+from sft.checkpoint.saver import Saver
+from sft.checkpoint.train_state import Conditions, RunState
 from sft.console import Console
 from sft.errors import CheckpointError, StorageError
+from sft.mcore.checkpoint_io import optimizer_shards, safe_reader, train_state
 from sft.mcore.engine import Engine
-from sft.mcore.state import moments, safe, shards
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_resume import optimizer_hash
@@ -59,9 +59,9 @@ class Run:
 
     def loaded(self, step: int) -> tuple[str, str]:
         """The hash of what the checkpoint of `step` holds; everything else in the engine is overwritten."""
-        plain = shards.load(self.engine, self.folder / names.name_of(step))
+        plain = train_state.load(self.engine, self.folder / folders.name_of(step))
         assert plain["iteration"] == plain["sft"]["state"]["step"] == step
-        assert moments.step_of(self.engine.optimizer) == step
+        assert optimizer_shards.step_of(self.engine.optimizer) == step
         return self.hash()
 
 
@@ -90,7 +90,7 @@ def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
         told = ranks(world_size).run(train_on_while_saving, given, str(folder))
         assert all(one["loaded"] == one["was"] for one in told)
         assert told[0]["later"] != told[0]["was"]  # or training on would prove nothing
-        assert listing(folder) == ["iter_0000001", names.POINTER]
+        assert listing(folder) == ["iter_0000001", folders.POINTER]
         assert all(one["stall_s"] > 0 and one["took_s"] > 0 and one["published"] == 1 for one in told)
         first, last = told[0]["said"][0], told[0]["said"][-1]
         assert last.startswith(f"saved {folder}/iter_0000001 (") and last.endswith(" s)")
@@ -101,7 +101,7 @@ def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
 def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
     """Held back until two more steps are done, the save in the background has no chance to be done before."""
     with run_of(overrides, folder) as run, pytest.MonkeyPatch.context() as patch:
-        trained, write = threading.Event(), shards.write
+        trained, write = threading.Event(), train_state.write
         if ASYNC in overrides:
             held_back = lambda *given: (trained.wait(END_OF_TEST), write(*given))  # noqa: E731
             patch.setattr(saving.shards, "write", held_back)
@@ -120,16 +120,16 @@ def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
 
 def test_memory_for_copies_is_used_again_and_holds_what_is_new(ranks: Ranks, tmp_path: Path) -> None:
     assert all(ranks(2).run(save_every_step_in_the_background, str(tmp_path)))
-    assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000003", names.POINTER]
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000003", folders.POINTER]
 
 
 def save_every_step_in_the_background(folder: str) -> bool:
     """A save begins when the one before is published, and not earlier."""
     with run_of([ASYNC], folder) as run, pytest.MonkeyPatch.context() as patch:
-        before, write, hashes = [], shards.write, []
+        before, write, hashes = [], train_state.write, []
 
         def note(*given: Any) -> None:
-            before.append([names.step_of(path) for path in names.published(Path(folder))])
+            before.append([folders.step_of(path) for path in folders.published(Path(folder))])
             threading.Event().wait(0.2)
             write(*given)
 
@@ -145,7 +145,7 @@ def save_every_step_in_the_background(folder: str) -> bool:
 
 def test_the_same_step_twice_is_one_save(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_twice, str(tmp_path))
-    assert listing(tmp_path) == ["iter_0000001", names.POINTER]
+    assert listing(tmp_path) == ["iter_0000001", folders.POINTER]
 
 
 def save_twice(folder: str) -> None:
@@ -173,7 +173,7 @@ def test_a_checkpoint_is_its_manifest(ranks: Ranks, tmp_path: Path, world_size: 
     assert {".metadata", "common.pt", "metadata.json"} < found.files.keys()
     assert {name.split("_")[2] for name in found.files if name.startswith("__")} == {str(i) for i in range(world_size)}
     assert {key: found.facts[key] for key in ("step", "versions")} == {"step": 1, "versions": {"sft": "0"}}
-    assert safe.common_state(folder)["sft"]["plan"] == {"data": "9f2c"}
+    assert safe_reader.common_state(folder)["sft"]["plan"] == {"data": "9f2c"}
 
 
 def save_one(overrides: list[str], folder: str) -> None:
@@ -200,9 +200,9 @@ def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharde
 def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
     with run_of(overrides, "unused") as run:
         run.train(1)
-        part = shards.snapshot(run.engine, {"iteration": 1}).part
+        part = train_state.snapshot(run.engine, {"iteration": 1}).part
         is_moment = [shard.key.startswith("optimizer.") for shard in part.shards]
-        flats = [flat for one in moments.held(run.engine.optimizer) for flat in one.tensors.values()]
+        flats = [flat for one in optimizer_shards.held(run.engine.optimizer) for flat in one.tensors.values()]
         held = {flat.untyped_storage().data_ptr() for flat in flats}
         found = {True: 0, False: 0}
         for its, shard in zip(is_moment, part.shards):
@@ -213,7 +213,7 @@ def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
 
 def test_retention_keeps_the_last_the_multiples_and_the_best(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_many, str(tmp_path))
-    assert listing(tmp_path) == [*(f"iter_000000{step}" for step in (2, 3, 6, 7, 8)), names.POINTER]
+    assert listing(tmp_path) == [*(f"iter_000000{step}" for step in (2, 3, 6, 7, 8)), folders.POINTER]
 
 
 def save_many(folder: str) -> None:

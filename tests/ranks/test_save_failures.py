@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sft.checkpoint import manifest, names
-from sft.checkpoint import save as saving
-from sft.mcore.state import moments, shards, torch_dist
+from sft.checkpoint import folders, manifest
+from sft.checkpoint import saver as saving
+from sft.mcore.checkpoint_io import optimizer_shards, torch_dist_files, train_state
 from tests.ranks.pool import RankPool
 from tests.ranks.test_save import ASYNC, Run, listing, refusal, run_of
 
@@ -32,12 +32,12 @@ def full(*_: Any, **__: Any) -> Any:
 def full_disk(run: Run) -> Iterator[None]:
     """Of rank 1."""
 
-    class Full(torch_dist.FileSystemWriter):
+    class Full(torch_dist_files.FileSystemWriter):
         write_data = full
 
     with pytest.MonkeyPatch.context() as patch:
         if run.engine.groups.rank == 1:
-            patch.setattr(torch_dist, "FileSystemWriter", Full)
+            patch.setattr(torch_dist_files, "FileSystemWriter", Full)
         yield
 
 
@@ -68,9 +68,9 @@ def test_a_disk_full_on_one_rank_is_told_and_the_third_time_the_end(
         assert fits(one["must"], begins.format(7), WRITTEN, "  2 in a row.", WHOLE), one["must"]
         assert fits(one["third"], begins.format(4), WRITTEN, "  3 in a row.", WHOLE), one["third"]
         assert one["is unchanged"]
-    assert listing(tmp_path) == ["iter_0000001", "iter_0000005", names.POINTER]
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000005", folders.POINTER]
     assert is_whole(tmp_path / "iter_0000001") and is_whole(tmp_path / "iter_0000005")
-    assert (tmp_path / names.POINTER).read_text() == "5"
+    assert (tmp_path / folders.POINTER).read_text() == "5"
 
 
 def fail_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_a_save_that_failed_in_the_background_is_the_last_one_s_failure(ranks: R
     """The last step was being saved already when the run was asked to stop."""
     for one in ranks(2).run(fail_at_the_end, str(tmp_path)):
         assert all(fits(text, "the checkpoint of step 1 was not saved: ", WRITTEN, WHOLE) for text in one), one
-    assert listing(tmp_path) == ["iter_0000001", names.POINTER]
+    assert listing(tmp_path) == ["iter_0000001", folders.POINTER]
 
 
 def fail_at_the_end(folder: str) -> list[str]:
@@ -133,20 +133,20 @@ def no_number(patch: pytest.MonkeyPatch, run: Run) -> None:
 
 
 def no_moment(patch: pytest.MonkeyPatch, run: Run) -> None:
-    for part in moments.parts(run.engine.optimizer):
+    for part in optimizer_shards.parts(run.engine.optimizer):
         for state in part.optimizer.state.values():
             patch.setitem(state, "exp_avg_sq", torch.full_like(state["exp_avg_sq"], float("inf")))
 
 
 def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
     """After the tensors: files of 1,000 bytes at most, which the kernel enforces as it would a quota."""
-    write = torch_dist.write
+    write = torch_dist_files.write
 
     def then_cut(*given: Any) -> None:
         write(*given)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
-    patch.setattr(shards.torch_dist, "write", then_cut)
+    patch.setattr(train_state.torch_dist, "write", then_cut)
 
 
 NO_SPACE = "[Errno 28] No space left on device"
@@ -166,9 +166,9 @@ CASES = {
     ),
     "digests": Case(1, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
-    "the rename": Case(0, lambda patch, _: patch.setattr(names, "os", SimpleNamespace(rename=full)), NO_SPACE),
+    "the rename": Case(0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full)), NO_SPACE),
     "plain values": Case(0, cut_files, "[Errno 27] File too large"),
-    "the folder": Case(0, lambda patch, _: patch.setattr(names, "temporary", full), NO_SPACE),
+    "the folder": Case(0, lambda patch, _: patch.setattr(folders, "temporary", full), NO_SPACE),
 }  # fmt: skip
 
 
@@ -182,9 +182,9 @@ def test_whatever_fails_all_ranks_hear_it_and_nothing_is_left(ranks: Ranks, tmp_
     for one in told:
         assert fits(one["must"], begins, said, "  2 in a row.", WHOLE), one
         assert bool(one["at work"]) == (name not in BEFORE)
-    assert told[0]["left"] == ["iter_0000001", names.POINTER]  # rank 0 has removed it when it goes on
-    assert listing(tmp_path) == ["iter_0000001", "iter_0000003", names.POINTER]
-    assert is_whole(tmp_path / "iter_0000001") and (tmp_path / names.POINTER).read_text() == "3"
+    assert told[0]["left"] == ["iter_0000001", folders.POINTER]  # rank 0 has removed it when it goes on
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000003", folders.POINTER]
+    assert is_whole(tmp_path / "iter_0000001") and (tmp_path / folders.POINTER).read_text() == "3"
 
 
 BEFORE = ("too little disk", "a weight", "a moment", "the lock", "the folder")  # refused before anything is written
@@ -198,7 +198,7 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         at_work: list[list[str]] = []
         with pytest.MonkeyPatch.context() as patch:
-            write = shards.write
+            write = train_state.write
             patch.setattr(saving.shards, "write", lambda *given: at_work.append(listing(folder)) or write(*given))
             if run.engine.groups.rank == case.rank:
                 case.patch(patch, run)

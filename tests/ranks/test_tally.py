@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.tally import Tally
+from sft.metrics.accumulator import Tally
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

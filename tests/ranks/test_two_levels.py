@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from sft.layout import Layout
-from sft.mcore.groups import _two_levels
-from sft.recipe import parse_recipe
+from sft.mcore.process_groups import _two_levels
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 

@@ -5,7 +5,7 @@ driver, for cuBLAS, cuDNN and NCCL.  Memory, streams, events, copies and collect
 are launched and do nothing, so device memory stays zero but for what is copied there.
 
     make test-standin                         all tests, in an environment of their own (6 GB: torch for CUDA)
-    python -m tests.standin.memory_rows       a table of measured memory against sft/memory.py, as JSON lines
+    python -m tests.standin.memory_rows       a table of measured memory against sft/estimate/memory.py, as JSON lines
 
 True on it: peak memory by torch's allocator, how often a step waits for the GPU, tensors on the wrong device, NCCL
 calls of ranks that do not match, an end for want of memory, checkpoints, exits; with Transformer Engine, too, where it

@@ -3,7 +3,7 @@
 import os
 import time
 
-from sft.lifecycle.stop import leave_with_parent
+from sft.run.signals import leave_with_parent
 
 if __name__ == "__main__":
     leave_with_parent()

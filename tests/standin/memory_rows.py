@@ -1,4 +1,4 @@
-"""Peak memory of training steps by torch's own allocator, against the equations of sft/memory.py, as JSON lines.
+"""Peak memory of training steps by torch's own allocator, against the equations of sft/estimate/memory.py, as JSON lines.
 
     python -m tests.standin.memory_rows                                     the rows that are tested
     python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  these: a case of bench_step, @ layout
@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any
 
-from sft import memory
-from sft.layout import Layout
+from sft.estimate import memory
+from sft.parallel.layout import Layout
 from tests.standin import launch
 from tools.step_case import drawn
 from tools.step_choices import Case

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from sft.layout import Layout
-from sft.lifecycle.stop import leave_with_parent
 from sft.mcore import device as devices
-from sft.mcore import groups
+from sft.mcore import process_groups
+from sft.parallel.layout import Layout
+from sft.run.signals import leave_with_parent
 from tests.standin import answers
 from tests.standin.counts import Counts, counted
 from tools import step_case
@@ -34,7 +34,7 @@ def main(name: str, also: Sequence[str]) -> None:
     seq_length, multiple, _ = step_case.drawn(case, 1)
     config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
     layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
-    place = groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
+    place = process_groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
     engine, loader = step_case.made(case, config, layout, place, num_steps=NUM_STEPS)
     within: list[Counts] = []
     engine._schedule = partial(_watched, engine._schedule, within)  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def main(name: str, also: Sequence[str]) -> None:
         "passes": asdict(within[-1]),
     }
     os.write(sys.stdout.fileno(), (json.dumps(found) + "\n").encode())  # at once: ranks share a pipe
-    groups.stop()
+    process_groups.stop()
 
 
 def _watched(schedule: Callable[..., Any], within: list[Counts], *given: Any, **how: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.train import STOPPED
+from sft.trainer import STOPPED
 from tests.ranks.test_run import chats
 from tests.standin import launch
 

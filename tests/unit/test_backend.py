@@ -10,8 +10,8 @@ import torch
 
 from sft.config import Config
 from sft.errors import ConfigError
-from sft.mcore.backend import choose
-from sft.recipe import parse_recipe
+from sft.mcore.attention.backend import choose
+from sft.recipe.load import parse_recipe
 from tests.unit.test_recipe import GOOD
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.data.align import aligned
-from sft.data.plan import balance
-from sft.data.plan.balance import Slots, assign, costs, efficiency
-from sft.data.plan.bounds import bounds
-from sft.data.plan.plan import plan_epoch
+from sft.data.packing import balance
+from sft.data.packing.balance import Slots, assign, costs, efficiency
+from sft.data.packing.bounds import bounds
+from sft.data.packing.plan import plan_epoch
+from sft.parallel.doc_padding import aligned
 
 
 def made(packs: list[tuple[int, ...]], lengths: list[int], dp: int, *, seq_length: int, crossover: float) -> Slots:

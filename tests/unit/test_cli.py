@@ -11,7 +11,7 @@ import pytest
 
 from sft.cli import main
 from sft.errors import TrainingError
-from sft.recipe import Recipe
+from sft.recipe.load import Recipe
 from tests.unit.test_recipe import GOOD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,11 +32,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """The recipes that reach `sft.train.main`, which is not run."""
+    """The recipes that reach `sft.trainer.main`, which is not run."""
     recipes: list[Recipe] = []
-    stand_in = types.ModuleType("sft.train")
+    stand_in = types.ModuleType("sft.trainer")
     stand_in.main = recipes.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sft.train", stand_in)
+    monkeypatch.setitem(sys.modules, "sft.trainer", stand_in)
     return recipes
 
 
@@ -199,7 +199,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(recipe: Recipe) -> None:
         raise ValueError("ours")
 
-    monkeypatch.setitem(sys.modules, "sft.train", types.SimpleNamespace(main=broken))
+    monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=broken))
     with pytest.raises(ValueError, match="ours"):
         main(["train", "a.yaml"])
 
@@ -211,7 +211,7 @@ def test_how_a_run_ends(
     def stop(recipe: Recipe) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "sft.train", types.SimpleNamespace(main=stop))
+    monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=stop))
     assert main(["train", "a.yaml"]) == code
     assert capsys.readouterr().err == ("" if code == 130 else "TrainingError: step 3: loss nan.\n")
 

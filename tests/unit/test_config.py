@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from sft.config import Config, Conflict, DataConfig, OptimConfig, ParallelConfig, divisors, listed
+from sft.config.keys import expected, leaves, nearest, sections, values
 from sft.errors import ConfigError
-from sft.keys import expected, leaves, nearest, sections, values
-from sft.recipe import parse_recipe
+from sft.recipe.load import parse_recipe
 from tests.unit.test_recipe import GOOD
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from sft.console import Console
+from sft.data.cache import workers
+from sft.data.cache.prepare import prepare
+from sft.data.cache.row_report import Ledger
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus
-from sft.data.prepare import prepare
-from sft.data.store import parts
-from sft.data.store.ledger import Ledger
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
 
@@ -208,7 +208,7 @@ def test_cache_follows_all_that_samples_depend_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "list.json"])
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Two parts of rows, 8 seconds each; blank lines are no rows."""
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 64)
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 64)
     write(tmp_path / "a.jsonl", *[ROW] * 50, "", *[ROW] * 50)
     (tmp_path / "list.json").write_text(json.dumps([ROW] * 100))
     path, log, seconds = str(tmp_path / name), [], counter(0, 8)

@@ -7,14 +7,14 @@ import pytest
 
 from sft.cli import main
 from sft.console import QUIET
+from sft.data.cache.prepare import prepare_train
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus
-from sft.data.forecast import loader_of
+from sft.data.inspect.forecast import loader_of
 from sft.data.loader import Loader
-from sft.data.prepare import prepare_train
 from sft.errors import ConfigError
-from sft.layout import Layout
-from sft.recipe import parse_recipe
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 
 # Attention takes as long as all else at 64 * (2 * 64 + 2 * 64 + 3 * 192) / 64 = 832 tokens.
 RECIPE = """\

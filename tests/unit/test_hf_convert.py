@@ -19,17 +19,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from sft.checkpoint import manifest, names
+from sft.checkpoint import folders, manifest
 from sft.config import ModelConfig
 from sft.console import Console
-from sft.convert import to_megatron
-from sft.convert.boxes import Boxes
-from sft.convert.match import by_layer
-from sft.convert.parts import PartsWriter
-from sft.convert.to_hf import export_hf
-from sft.convert.to_megatron import import_hf
 from sft.errors import CheckpointError, ConfigError, SftError
-from sft.mcore.state import safe
+from sft.hf.convert import import_
+from sft.hf.convert.chunk_reader import Boxes
+from sft.hf.convert.export import export_hf
+from sft.hf.convert.import_ import import_hf
+from sft.hf.convert.match import by_layer
+from sft.hf.convert.torch_dist_writer import PartsWriter
+from sft.mcore.checkpoint_io import safe_reader
 from tests.unit.fixtures import hf
 
 QUIET = Console(0, io.StringIO())
@@ -103,8 +103,8 @@ def test_several_files_and_blocks_smaller_than_a_tensor(
     made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Nothing depends on where files and blocks end."""
-    monkeypatch.setattr(to_megatron, "BLOCK_BYTES", 700)  # five rows
-    monkeypatch.setattr("sft.convert.to_hf._AT_ONCE", 0)
+    monkeypatch.setattr(import_, "BLOCK_BYTES", 700)  # five rows
+    monkeypatch.setattr("sft.hf.convert.export._AT_ONCE", 0)
     monkeypatch.setattr(PartsWriter.__init__, "__defaults__", (50_000,))
     source = made(family, shard="20KB")
     assert len(list(source.glob("*.safetensors"))) > 3
@@ -225,18 +225,18 @@ def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
     """The newest of its folder, whole by its manifest, with the plain values that Megatron-LM looks for."""
     source = made("qwen3", dtype=torch.bfloat16)
     import_hf(source, tmp_path / "there", QUIET)
-    (path,) = names.candidates(tmp_path / "there")
-    assert path.name == "iter_0000000" and names.pointed(tmp_path / "there") == 0
+    (path,) = folders.candidates(tmp_path / "there")
+    assert path.name == "iter_0000000" and folders.pointed(tmp_path / "there") == 0
     written = manifest.read(path)
     assert written is not None and not manifest.damage(path, written, verify="full")
     assert sorted(written.files) == manifest.names_in(path)
-    args = safe.common_state(path)["args"]
+    args = safe_reader.common_state(path)["args"]
     assert (args.num_layers, args.hidden_size, args.num_query_groups, args.kv_channels) == (2, 32, 4, 8)
     assert args.qk_layernorm and not args.add_qkv_bias and args.bf16 and args.padded_vocab_size == 384
-    assert safe.common_state(path)["iteration"] == 0
+    assert safe_reader.common_state(path)["iteration"] == 0
     attention, norms = (f"self_attention.linear_{name}" for name in ("qkv", "proj")), ("q_layernorm", "k_layernorm")
     modules = [*attention, *(f"self_attention.{name}" for name in norms), "mlp.linear_fc1", "mlp.linear_fc2"]
-    assert safe.objects(path) == {"decoder.final_layernorm._extra_state/shard_0_1"} | {
+    assert safe_reader.objects(path) == {"decoder.final_layernorm._extra_state/shard_0_1"} | {
         f"decoder.layers.{module}._extra_state/shard_{layer}_2" for module in modules for layer in (0, 1)
     }
 
@@ -245,7 +245,7 @@ def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
 def test_arguments_of_experts(made: Make, tmp_path: Path, family: str, pre_softmax: bool) -> None:
     """What Megatron-LM reads of a checkpoint about them: four, two for a token, of width 24."""
     import_hf(made(family), tmp_path / "there", QUIET)
-    args = safe.common_state(tmp_path / "there" / "iter_0000000")["args"]
+    args = safe_reader.common_state(tmp_path / "there" / "iter_0000000")["args"]
     assert (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size) == (4, 2, 24)
     assert args.moe_router_pre_softmax is pre_softmax
 
@@ -253,7 +253,7 @@ def test_arguments_of_experts(made: Make, tmp_path: Path, family: str, pre_softm
 def test_objects_beside_experts(made: Make, tmp_path: Path) -> None:
     """One for each expert's matrix in the place of one for each layer's, as Megatron's experts name them."""
     import_hf(made("mixtral"), tmp_path / "there", QUIET)
-    found = safe.objects(tmp_path / "there" / "iter_0000000")
+    found = safe_reader.objects(tmp_path / "there" / "iter_0000000")
     assert {key for key in found if ".mlp." in key or "pre_mlp" in key} == {
         *(f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_2" for layer in (0, 1)),
         *(
@@ -412,7 +412,7 @@ def test_a_file_that_shrinks_meanwhile(made: Make, monkeypatch: pytest.MonkeyPat
         (source / "model.safetensors").write_bytes(b"")
 
     before = (source / "model.safetensors").stat().st_size
-    monkeypatch.setattr("sft.convert.to_megatron._check", shrink)
+    monkeypatch.setattr("sft.hf.convert.import_._check", shrink)
     assert before and "became shorter while model.embed_tokens.weight was read" in import_refused(source)
 
 
@@ -533,8 +533,8 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sft.convert.parts._File._put", full)
-    monkeypatch.setattr("sft.convert.tensor_writer.TensorWriter._put", full)
+    monkeypatch.setattr("sft.hf.convert.torch_dist_writer._File._put", full)
+    monkeypatch.setattr("sft.hf.convert.safetensors_writer.TensorWriter._put", full)
     assert "was not written: [Errno 28] No space left on device" in import_refused(source)
     target = tmp_path / "back"
     assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
@@ -542,7 +542,7 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made()
-    monkeypatch.setattr("sft.convert.to_megatron.write_plain", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("sft.hf.convert.import_.write_plain", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(KeyboardInterrupt):
         import_hf(source, tmp_path / "there", QUIET)
@@ -649,7 +649,7 @@ def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monke
         seen.append(len(entry.chunks))
         return create_read_items_for_chunk_list(key, entry, boxes)
 
-    monkeypatch.setattr("sft.mcore.state.overlap.create_read_items_for_chunk_list", plan)
+    monkeypatch.setattr("sft.mcore.checkpoint_io.chunk_index.create_read_items_for_chunk_list", plan)
     import_hf(made("mixtral"), tmp_path / "there", QUIET)
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
     assert len(seen) > 16 and set(seen) == {1}
@@ -657,8 +657,8 @@ def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monke
 
 def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) -> None:
     """A run tells its own positions; keys that config.json cannot say are told."""
-    from sft.convert.to_hf import _model
     from sft.hf.architecture import architecture, read
+    from sft.hf.convert.export import _model
 
     before = architecture(read(imported / "hf"), "config.json")
     sizes = {f"model.{key}": value for key, value in before.values.items()}
@@ -670,8 +670,8 @@ def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) ->
 
 
 def test_a_run_with_experts_tells_what_config_cannot_say(made: Make, tmp_path: Path) -> None:
-    from sft.convert.to_hf import _model
     from sft.hf.architecture import architecture, read
+    from sft.hf.convert.export import _model
 
     source = made("mixtral")
     before = architecture(read(source), "config.json")
@@ -686,8 +686,8 @@ def test_a_run_with_experts_tells_what_config_cannot_say(made: Make, tmp_path: P
 
 def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:
     """Shapes do not tell how many experts a token goes to, nor what their weights are."""
-    from sft.convert.to_hf import _model
     from sft.hf.architecture import architecture, read
+    from sft.hf.convert.export import _model
 
     source = made("mixtral")
     before = architecture(read(source), "config.json")

@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from sft.config import ModelConfig, MoeConfig
-from sft.convert.match import by_layer
-from sft.convert.to_megatron import blocks
+from sft.hf.convert.import_ import blocks
+from sft.hf.convert.match import by_layer
 from sft.hf.families import FAMILIES
 from sft.hf.family import Item, Part, Span
 from tests.unit.fixtures import hf

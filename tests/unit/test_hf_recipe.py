@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import transformers
 
+from sft.commands import explain
 from sft.config import RopeConfig
 from sft.errors import ConfigError
-from sft.recipe import Recipe, dump, parse_recipe
-from sft.verbs import explain
+from sft.recipe.load import Recipe, dump, parse_recipe
 from tests.unit.fixtures import hf
 
 REST = """

@@ -32,8 +32,8 @@ def test_contracts_hold() -> None:
 @pytest.mark.parametrize(
     "module, line, contract",
     [
-        ("sft/cp.py", "import sft.data", "Imports point one way"),
-        ("sft/config/__init__.py", "import sft.layout", "Imports point one way"),
+        ("sft/parallel/context_parallel.py", "import sft.data", "Imports point one way"),
+        ("sft/config/__init__.py", "import sft.parallel.layout", "Imports point one way"),
         ("sft/somewhere_new.py", "", "Imports point one way"),
         ("sft/batch.py", "from megatron.core import parallel_state", "Only sft.mcore imports megatron"),
         ("sft/data/chat/chat.py", "import transformer_engine.pytorch", "Only sft.mcore imports megatron"),
@@ -53,7 +53,9 @@ def test_contracts_notice(tmp_path: Path, module: str, line: str, contract: str)
     assert any(text.startswith(contract) for text in broken), done.stdout
 
 
-@pytest.mark.parametrize("module", ["sft.cli", "sft.recipe", "sft.layout", "sft.config", "sft.cp"])
+@pytest.mark.parametrize(
+    "module", ["sft.cli", "sft.recipe.load", "sft.parallel.layout", "sft.config", "sft.parallel.context_parallel"]
+)
 def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
     """`sft --help` and a wrong recipe must be answered at once: no torch, no megatron, no transformers."""
     program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"

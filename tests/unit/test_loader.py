@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.batch import Microbatch
-from sft.cp import local_indices
+from sft.data.cache.row_report import LINE, count_rows
+from sft.data.cache.store import Store
 from sft.data.corpus import Corpus
 from sft.data.loader import Loader
-from sft.data.store.ledger import LINE, count_rows
-from sft.data.store.store import Store
-from sft.layout import Layout
+from sft.parallel.context_parallel import local_indices
+from sft.parallel.layout import Layout
 from tests.unit.fixtures.folder import config
 
 PAD = 258

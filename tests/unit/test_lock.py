@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import ConfigError
-from sft.lifecycle import lock
-from sft.lifecycle.lock import RunLock
+from sft.run import lock
+from sft.run.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken

@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sft.batch import Microbatch
 from sft.config import LossConfig
-from sft.layout import Layout
-from sft.mcore import groups
+from sft.mcore import process_groups
 from sft.mcore.loss import LossTerms, RowStatistics, Targets, VocabShard, lm_loss, token_statistics
+from sft.parallel.layout import Layout
 
 # fp32 sums over 12 numbers per score and up to 32 tokens, against float64; a rounding is 6e-8.
 LOSS_TOLERANCE = 1e-6
@@ -78,12 +78,12 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
-        patch.setattr(groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
-        place = groups.start(layout, torch.device("cpu"), seed=1, timeout_s=60)
+        patch.setattr(process_groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
+        place = process_groups.start(layout, torch.device("cpu"), seed=1, timeout_s=60)
     try:
         yield place.tp
     finally:
-        groups.stop()
+        process_groups.stop()
 
 
 @pytest.fixture(scope="module", autouse=True)

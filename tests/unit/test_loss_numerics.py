@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.batch import Sample
 from sft.config import LossConfig
-from sft.data.pack import add_filler, make_pack, token_weight
-from sft.mcore.loss import by_torch, chunked, lm_loss, token_statistics
+from sft.data.packing.pack import add_filler, make_pack, token_weight
+from sft.mcore.loss import chunked, lm_loss, softmax_torch, token_statistics
 from tests.unit.test_loss import (
     EACH,
     FULL,
@@ -212,7 +212,7 @@ def test_blocks_of_a_pass_change_nothing(
     loss = with_terms(loss, TERMS["all"] | {"chunk_size": 7})
     whole = run(c, loss, group), run_statistics(c, loss, group, upstream)
     for width in (PADDED, WIDTH):  # of scores, and of hidden states
-        monkeypatch.setitem(by_torch._BLOCK_BYTES, "cpu", 4 * width * rows)
+        monkeypatch.setitem(softmax_torch._BLOCK_BYTES, "cpu", 4 * width * rows)
         for cut, one in zip((run(c, loss, group), run_statistics(c, loss, group, upstream)), whole, strict=True):
             same(cut, one)
 

@@ -13,8 +13,9 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton", reason="make test-triton installs it")
 
-from sft.mcore.loss import by_torch, by_triton  # noqa: E402
-from sft.mcore.loss.terms import Slopes  # noqa: E402
+from sft.mcore.loss import softmax_triton  # noqa: E402
+from sft.mcore.loss import softmax_torch
+from sft.mcore.loss.objective import Slopes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5  # fp32 sums over 300 columns in another order; a rounding is 6e-8
@@ -32,7 +33,7 @@ with_entropy = pytest.mark.parametrize("entropy", [False, True], ids=["", "entro
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks to a row, the last one cut."""
-    monkeypatch.setattr(by_triton, "_BLOCK", 64)
+    monkeypatch.setattr(softmax_triton, "_BLOCK", 64)
 
 
 def case(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def case(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @with_entropy
 def test_sums_of_rows(rows: int, columns: int, real: int, dtype: torch.dtype, entropy: bool) -> None:
     scores, labels = case(rows, columns, dtype)
-    found, wanted = (passes.row_sums(scores, labels, real, entropy) for passes in (by_triton, by_torch))
+    found, wanted = (passes.row_sums(scores, labels, real, entropy) for passes in (softmax_triton, softmax_torch))
     assert found.dtype == wanted.dtype and found.shape == wanted.shape == (4 if entropy else 3, rows)
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -58,15 +59,15 @@ def test_sums_of_rows(rows: int, columns: int, real: int, dtype: torch.dtype, en
 @with_entropy
 def test_gradient_of_scores(rows: int, columns: int, real: int, dtype: torch.dtype, entropy: bool) -> None:
     scores, labels = case(rows, columns, dtype)
-    largest, total, score, *_ = by_torch.row_sums(scores, labels, real, False)
+    largest, total, score, *_ = softmax_torch.row_sums(scores, labels, real, False)
     lse = largest + total.log() if real else torch.ones_like(largest)
     generator = torch.Generator().manual_seed(8)
     softmax, surprise, label = torch.randn(3, rows, generator=generator).to(lse.dtype).to(DEVICE)
     slopes = Slopes(softmax=softmax, surprise=surprise if entropy else None, label=label)
     wanted, found, in_place = torch.full_like(scores, torch.nan), torch.full_like(scores, torch.nan), scores.clone()
-    by_torch.score_gradient(scores, labels, real, score - lse, lse, slopes, wanted)
-    by_triton.score_gradient(scores, labels, real, score - lse, lse, slopes, found)
-    by_triton.score_gradient(in_place, labels, real, score - lse, lse, slopes, in_place)
+    softmax_torch.score_gradient(scores, labels, real, score - lse, lse, slopes, wanted)
+    softmax_triton.score_gradient(scores, labels, real, score - lse, lse, slopes, found)
+    softmax_triton.score_gradient(in_place, labels, real, score - lse, lse, slopes, in_place)
     tolerance = BF16_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=TOLERANCE)
     assert torch.equal(in_place, found)
@@ -77,5 +78,5 @@ def test_rows_that_are_far_apart_in_memory() -> None:
     """A slice of a wider buffer: rows are found by stride."""
     scores, labels = case(6, 300, torch.float32)
     part = scores[:, :100]
-    found, wanted = (passes.row_sums(part, labels, 90, True) for passes in (by_triton, by_torch))
+    found, wanted = (passes.row_sums(part, labels, 90, True) for passes in (softmax_triton, softmax_torch))
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from sft import memory
 from sft.config import Config, LossConfig
-from sft.layout import Layout
-from sft.memory import Memory, estimate, kept_per_token, longest_context
+from sft.estimate import memory
+from sft.estimate.memory import Memory, estimate, kept_per_token, longest_context
+from sft.parallel.layout import Layout
 from tests.unit.test_layout import config
 
 KIB = 1024
@@ -58,7 +58,7 @@ def test_a_token_in_a_layer_of_llama_8b(recompute: str, kib: int, more: int) -> 
     [("selective", True, 972), ("selective", False, 932), ("full", True, 128), ("none", True, 2704)],
 )
 def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None:
-    """The counts of tests/ranks/test_saved.py, of the same model; without recomputation those of a fused activation,
+    """The counts of tests/ranks/test_saved_tensors.py, of the same model; without recomputation those of a fused activation,
     4 x 192 less."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
     model = config(model={**TINY, **sizes, "qk_norm": norms}).model

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from sft.config import Config
-from sft.layout import Layout
 from sft.mcore.engine import StepResult
 from sft.mcore.experts import Balance
-from sft.metrics import eval_record, flat, train_record
-from sft.recipe import parse_recipe
-from sft.tally import Peak, Ratio, Schema, Totals
+from sft.metrics.accumulator import Peak, Ratio, Schema, Totals
+from sft.metrics.records import eval_record, flat, train_record
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = Schema(position_edges=(4096,), sources=("chat", "code"))

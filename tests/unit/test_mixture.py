@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.config import SourceConfig
-from sft.data.plan.mixture import Mixture, wanted_tokens
+from sft.data.packing.mixture import Mixture, wanted_tokens
 from sft.errors import DataError
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.data.plan.mixture import Mixture
-from sft.data.plan.plan import VERSION, Plan, plan_epoch
-from sft.data.plan.shuffle import mix
+from sft.data.packing.mixture import Mixture
+from sft.data.packing.plan import VERSION, Plan, plan_epoch
+from sft.data.packing.shuffle import mix
 from sft.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 256), min_size=1, max_size=200).map(np.array)
@@ -106,7 +106,7 @@ def test_packs_keep_the_shuffled_order() -> None:
 def test_processes_agree() -> None:
     """The plan needs no communication: another process, with other hash seeds, computes the same."""
     program = (
-        "import numpy as np; from sft.data.plan.plan import plan_epoch;"
+        "import numpy as np; from sft.data.packing.plan import plan_epoch;"
         "lengths = np.arange(1, 2000) * 7919 % 500 + 1;"
         "print(plan_epoch(lengths, capacity=1024, doc_multiple=32, seed=3, epoch=2, shuffle=True).digest)"
     )

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from sft.cli import main
+from sft.data.cache import workers
+from sft.data.cache.folders import code_files, store_folder
+from sft.data.cache.store import open_store
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.read.rows import index_rows, read_rows
-from sft.data.store import parts
-from sft.data.store.cache import code_files, store_folder
-from sft.data.store.store import open_store
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
 from tests.unit.test_corpus import LONG, ROW, corpus_of, write
@@ -38,7 +38,7 @@ def files_of(cache: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 8)
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 8)
 
 
 # --- parts ---
@@ -52,11 +52,11 @@ def test_parts_are_of_rows_and_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert index.offsets is not None and index.offsets.tolist() == [3, 7, 12, 65, 67, 69]
     assert list(read_rows(path, index, 0, 2)) == [(1, b"{}"), (3, b"[1]")]
     assert list(read_rows(path, index, 4, 6)) == [(6, b"2"), (7, b"3")]
-    assert parts.part_ranges(index) == ((0, 6),)
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 4)
-    assert parts.part_ranges(index) == ((0, 4), (4, 6))
-    monkeypatch.setattr(parts, "BYTES_PER_PART", 12)  # a longer row is a part of its own
-    assert parts.part_ranges(index) == ((0, 2), (2, 3), (3, 6))
+    assert workers.part_ranges(index) == ((0, 6),)
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 4)
+    assert workers.part_ranges(index) == ((0, 4), (4, 6))
+    monkeypatch.setattr(workers, "BYTES_PER_PART", 12)  # a longer row is a part of its own
+    assert workers.part_ranges(index) == ((0, 2), (2, 3), (3, 6))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -64,7 +64,7 @@ def test_processes_and_parts_do_not_change_the_result(tmp_path: Path, monkeypatc
     path, other = write(tmp_path / "a.jsonl", *[ROW, LONG] * 20), write(tmp_path / "b.jsonl", *[LONG] * 9)
     one = corpus_of(path, other, path, cache=tmp_path / "one", num_workers=1, over_long="windows", seq_length=64)
     two = corpus_of(path, other, path, cache=tmp_path / "two", num_workers=2, over_long="windows", seq_length=64)
-    monkeypatch.setattr(parts, "ROWS_PER_PART", 1000)
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 1000)
     big = corpus_of(path, other, path, cache=tmp_path / "big", over_long="windows", seq_length=64)
     assert one.digest == two.digest == big.digest and len(two) == 60 + 18 + 60
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "big")
@@ -86,15 +86,15 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
     path, log = write(tmp_path / "a.jsonl", *[ROW] * 40), []
     expected = corpus_of(path, cache=tmp_path / "whole")
     made = []
-    make = parts.Encoder.block
+    make = workers.Encoder.block
 
-    def block(self: parts.Encoder, rows: Any) -> Any:
+    def block(self: workers.Encoder, rows: Any) -> Any:
         made.append(len(made))
         if len(made) == 4:
             raise KeyboardInterrupt
         return make(self, rows)
 
-    monkeypatch.setattr(parts.Encoder, "block", block)
+    monkeypatch.setattr(workers.Encoder, "block", block)
     with pytest.raises(KeyboardInterrupt):
         corpus_of(path, num_workers=1)
     [work] = (tmp_path / "cache").iterdir()
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     from sft.data.prepare import prepare
     from sft.data.chat.tokenizer import load_tokenizer
 
-    parts.ROWS_PER_PART = int(sys.argv[3])
+    workers.ROWS_PER_PART = int(sys.argv[3])
     data = DataConfig(train=[sys.argv[1]], seq_length=64, over_long="windows", num_workers=int(sys.argv[4]))
     print("started", flush=True)
     print(prepare(data.train, data, load_tokenizer(data), Path(sys.argv[2]), QUIET).digest)
@@ -204,7 +204,7 @@ def test_a_faster_process_takes_the_work_folder_away(
     """Before a part, or before parts are put together: made again, or found done."""
     path = write(tmp_path / "a.jsonl", *[ROW] * 40)
     expected = corpus_of(path, cache=tmp_path / "whole").digest
-    read, calls = parts.read_part, []
+    read, calls = workers.read_part, []
 
     def read_part(part: Path) -> Any:
         calls.append(part)
@@ -212,22 +212,22 @@ def test_a_faster_process_takes_the_work_folder_away(
             shutil.rmtree(part.parent, ignore_errors=True)
         return read(part)
 
-    monkeypatch.setattr("sft.data.store.parts.read_part", read_part)
-    monkeypatch.setattr("sft.data.prepare.read_part", read_part)
+    monkeypatch.setattr("sft.data.cache.workers.read_part", read_part)
+    monkeypatch.setattr("sft.data.cache.prepare.read_part", read_part)
     assert corpus_of(path, num_workers=1).digest == expected
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "whole")
 
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", *[ROW] * 4)
-    make = parts.Encoder.block
+    make = workers.Encoder.block
 
-    def block(self: parts.Encoder, rows: Any) -> Any:
+    def block(self: workers.Encoder, rows: Any) -> Any:
         with open(path, "a") as file:
             file.write(json.dumps(ROW) + "\n")
         return make(self, rows)
 
-    monkeypatch.setattr(parts.Encoder, "block", block)
+    monkeypatch.setattr(workers.Encoder, "block", block)
     with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Start again once it is complete"):
         corpus_of(path)
     assert files_of(tmp_path / "cache") == {}
@@ -253,7 +253,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
     data = DataConfig(train=[sys.argv[1]], seq_length=1024, num_workers=int(sys.argv[4]))
-    parts.ROWS_PER_PART = 64
+    workers.ROWS_PER_PART = 64
     try:
         print(len(prepare(data.train, data, load_tokenizer(data), Path(sys.argv[2]), QUIET)))
     except DataError as error:
@@ -424,15 +424,15 @@ def test_the_old_name_of_a_policy_is_refused_with_the_new_one(
 
 def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the weight in every second row."""
-    read = parts.Encoder._read
+    read = workers.Encoder._read
     calls: list[int] = []
 
-    def weighed(self: parts.Encoder, content: Any) -> tuple[np.ndarray, np.ndarray]:
+    def weighed(self: workers.Encoder, content: Any) -> tuple[np.ndarray, np.ndarray]:
         tokens, weights = read(self, content)
         calls.append(1)
         return tokens, weights * np.float32(0.5 if len(calls) % 2 else 1.0)
 
-    monkeypatch.setattr(parts.Encoder, "_read", weighed)
+    monkeypatch.setattr(workers.Encoder, "_read", weighed)
     corpus: Corpus = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     assert corpus.sample(0).weights.tolist() == [0.0] * 33 + [0.5] * 5 + [0.0]
     assert corpus.sample(1).weights.dtype == np.float32 and corpus.sample(1).weights.max() == 1

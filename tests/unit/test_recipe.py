@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft import yaml12
+from sft.config import yaml
 from sft.errors import ConfigError
-from sft.recipe import Origin, Recipe, derived, dump, load_recipe, parse_recipe
+from sft.recipe.load import Origin, Recipe, derived, dump, load_recipe, parse_recipe
 
 GOOD = """\
 run: {dir: runs/a}
@@ -88,14 +88,14 @@ def test_a_recipe_is_read() -> None:
     ],
 )
 def test_unquoted_scalars(text: str, value: object) -> None:
-    read = yaml12.scalar(text)
+    read = yaml.scalar(text)
     assert read == value and type(read) is type(value)
     if text:
-        assert yaml12.read(f"[{text}]", "a.yaml") == [value]
+        assert yaml.read(f"[{text}]", "a.yaml") == [value]
 
 
 def test_quotes_make_text() -> None:
-    assert yaml12.read("['7', \"true\", '1e-5', \"\"]", "a.yaml") == ["7", "true", "1e-5", ""]
+    assert yaml.read("['7', \"true\", '1e-5', \"\"]", "a.yaml") == ["7", "true", "1e-5", ""]
 
 
 def test_whole_numbers_serve_as_numbers() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.cost import active_parameters, num_parameters
-from sft.layout import Layout
-from sft.recipe import dump, load_recipe, parse_recipe
+from sft.estimate.flops import active_parameters, num_parameters
+from sft.parallel.layout import Layout
+from sft.recipe.load import dump, load_recipe, parse_recipe
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))

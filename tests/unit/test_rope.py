@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sft.config import RopeConfig
-from sft.mcore import rope
+from sft.mcore.attention import rope
 
 # fp32 powers and products in another order: a few units in the last place (6e-8 each).
 FREQUENCY_TOLERANCE = 1e-6

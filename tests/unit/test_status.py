@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import ConfigError, DataError, StorageError
-from sft.lifecycle import status
-from sft.lifecycle.status import Kind, Status, begin, describe, end, fail, progress, read, verdict
+from sft.run import status
+from sft.run.status import Kind, Status, begin, describe, end, fail, progress, read, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = Status(

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft.data.store.encode import Block, to_palette
-from sft.data.store.ledger import LINE, Reject, count_rows
-from sft.data.store.store import Store, open_store, publish, write_store
+from sft.data.cache.encoder import Block, to_palette
+from sft.data.cache.row_report import LINE, Reject, count_rows
+from sft.data.cache.store import Store, open_store, publish, write_store
 from sft.errors import DataError
 
 

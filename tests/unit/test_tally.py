@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from sft.batch import Sample
 from sft.data.loader import local_part
-from sft.data.pack import add_filler, filler_pack, make_pack
-from sft.tally import Place, Ratio, Schema, Tally, Totals
+from sft.data.packing.pack import add_filler, filler_pack, make_pack
+from sft.metrics.accumulator import Place, Ratio, Schema, Tally, Totals
 
 SCHEMA = Schema(position_edges=(2, 4), sources=("a", "b"))
 

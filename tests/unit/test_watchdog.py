@@ -11,8 +11,8 @@ from typing import NoReturn
 import pytest
 
 from sft.errors import ConfigError
-from sft.lifecycle import watchdog
-from sft.lifecycle.watchdog import Watchdog
+from sft.run import watchdog
+from sft.run.watchdog import Watchdog
 from tests.unit.fixtures.held import held, threads
 
 ROOT = Path(__file__).resolve().parents[2]

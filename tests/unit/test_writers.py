@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sft.cli import main
 from sft.console import Console
 from sft.errors import ConfigError, StorageError, TrainingError
-from sft.writers import JsonLines, Metrics, Spared, TensorBoard, Wandb, open_writers, scalars
+from sft.metrics.writers import JsonLines, Metrics, Spared, TensorBoard, Wandb, open_writers, scalars
 from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, train
 
 FACTS = {name: START[name] for name in ("parameters", "num-steps", "layout")}

@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.cover import tokens_of
+from sft.data.chat.escaping import Typed, encode_typed, without_typed
 from sft.data.chat.formats import Chat
 from sft.data.chat.template import THINKING, plain, prepared
+from sft.data.chat.token_spans import tokens_of
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, Encoded, FolderTokenizer
 from sft.data.chat.turns import Rendered, find_turns
-from sft.data.chat.typed import Typed, encode_typed, without_typed
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]

@@ -19,10 +19,10 @@ import json
 import re
 from typing import Literal, NamedTuple
 
-from sft.data.chat.said import THOUGHT, content_of, is_plain, says, thinking_of
+from sft.data.chat.assistant_text import THOUGHT, content_of, is_plain, says, thinking_of
+from sft.data.chat.escaping import free_characters
 from sft.data.chat.template import THINKING, Message, Refused, Tools
 from sft.data.chat.tokenizer import FolderTokenizer
-from sft.data.chat.typed import free_characters
 from sft.errors import DataError
 
 Rung = Literal["marks", "prefix", "blank"]

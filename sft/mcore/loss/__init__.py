@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.loss import chunked, full, fused
-from sft.mcore.loss.shard import VocabShard
-from sft.mcore.loss.terms import LossTerms, RowStatistics, Targets, objective
+from sft.mcore.loss.objective import LossTerms, RowStatistics, Targets, objective
+from sft.mcore.loss.vocab_parallel import VocabShard
 
 __all__ = ["LossTerms", "RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistics"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.shard import VocabShard
+from sft.mcore.loss.objective import RowStatistics, Targets, slopes
 from sft.mcore.loss.softmax import gradient, statistics
-from sft.mcore.loss.terms import RowStatistics, Targets, slopes
+from sft.mcore.loss.vocab_parallel import VocabShard
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:

@@ -6,8 +6,8 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.shard import VocabShard, wide
-from sft.mcore.loss.terms import RowStatistics, Targets
+from sft.mcore.loss.objective import RowStatistics, Targets
+from sft.mcore.loss.vocab_parallel import VocabShard, wide
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.by_torch import blocks
-from sft.mcore.loss.shard import VocabShard, wide
+from sft.mcore.loss.objective import LossTerms, RowStatistics, Targets, objective, objective_slopes, slopes
 from sft.mcore.loss.softmax import gradient, statistics
-from sft.mcore.loss.terms import LossTerms, RowStatistics, Targets, objective, objective_slopes, slopes
+from sft.mcore.loss.softmax_torch import blocks
+from sft.mcore.loss.vocab_parallel import VocabShard, wide
 
 
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> LossTerms:

@@ -8,9 +8,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from sft.mcore.loss import by_torch
-from sft.mcore.loss.shard import VocabShard
-from sft.mcore.loss.terms import RowStatistics, Slopes
+from sft.mcore.loss import softmax_torch
+from sft.mcore.loss.objective import RowStatistics, Slopes
+from sft.mcore.loss.vocab_parallel import VocabShard
 
 _FAR = -1e4  # exp(_FAR) is 0 in every format; keeps an empty shard's "-inf - x" out of products with 0
 
@@ -50,13 +50,13 @@ def gradient(
 
 
 def _passes(scores: Tensor) -> ModuleType:
-    return _on_cuda() if scores.is_cuda else by_torch
+    return _on_cuda() if scores.is_cuda else softmax_torch
 
 
 @functools.cache
 def _on_cuda() -> ModuleType:
     try:
-        from sft.mcore.loss import by_triton
+        from sft.mcore.loss import softmax_triton
     except ImportError:  # torch for CUDA brings Triton on Linux, and only there
-        return by_torch
-    return by_triton
+        return softmax_torch
+    return softmax_triton

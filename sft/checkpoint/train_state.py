@@ -1,0 +1,146 @@
+"""Where a run stands, and under which conditions it got there.
+
+Decides which changes between the run that wrote a checkpoint and the one that goes on from it are told, and which are
+refused unless the recipe allows them by name.
+"""
+
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sft.config.keys import leaves
+from sft.errors import ConfigError
+from sft.mcore.engine import StepResult
+
+_PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformers")
+# Keys that change no number of a run, and that of a run's own folder.
+_SILENT = ("run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes")
+_SILENT_GROUPS = ("log.", "profile.", "checkpoint.", "data.cache_dir", "data.num_workers")
+_START_ONLY = ("model.hf", "model.init_from", "model.init_std")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands.  The position in the data is the step: which samples a step sees is arithmetic."""
+
+    step: int = 0  # optimizer steps done
+    num_tokens: int = 0  # supervised tokens trained on
+    num_real_tokens: int = 0  # tokens of samples trained on
+    num_skipped: int = 0  # steps without a supervised token
+    num_bad: int = 0  # steps skipped because a loss or gradient was not a number
+    bad_in_a_row: int = 0  # of these, the last ones
+    epoch: int = 0  # of the last step done
+    batch: int = -1  # its global batch in that epoch
+    chain: str = ""  # of the ledger, after the last step
+    evaluated: int = -1  # the last step after which all held-out sets were
+    best_step: int | None = None  # the checkpoint that checkpoint.keep_best asks for
+    best_value: float | None = None
+    origin: str | None = None  # what checkpoint.resume named when the run began, if it named a path
+
+    def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "RunState":
+        return replace(
+            self,
+            step=self.step + 1,
+            num_tokens=self.num_tokens + (0 if result.is_bad else result.totals.num_tokens),
+            num_real_tokens=self.num_real_tokens + (0 if result.is_bad else result.totals.num_real_tokens),
+            num_skipped=self.num_skipped + (result.skipped and not result.is_bad),
+            num_bad=self.num_bad + result.is_bad,
+            bad_in_a_row=self.bad_in_a_row + 1 if result.is_bad else 0,
+            epoch=position[0],
+            batch=position[1],
+            chain=chain,
+        )
+
+    def judged(self, value: float, *, lower: bool) -> "RunState":
+        """Whether this step is the best one so far, by a value of which a lower (or higher) one is better."""
+        is_better = self.best_value is None or (value < self.best_value if lower else value > self.best_value)
+        return replace(self, best_step=self.step, best_value=value) if is_better else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a run's numbers follow from.  JSON-like values only."""
+
+    plan: dict[str, Any]  # what the order of the data follows from (data/plan/replay.py)
+    recipe: dict[str, Any]  # every key
+    layout: dict[str, int]
+    versions: dict[str, str]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """Between two Conditions, one line each: what is only told, and by key what must not go unnoticed."""
+
+    told: list[str]
+    refused: dict[str, str]
+
+
+def installed() -> dict[str, str]:
+    """Versions of what a run's numbers depend on."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) -> Changes:
+    """What is different now.  `before` is `Conditions.plain()` of the run that wrote the checkpoint.
+
+    Raises ConfigError where `allowed` names something that is never refused.
+    """
+    refused = dict(_differences(before["plan"], now.plan))
+    recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
+    refused |= {key: how for key, how in recipe.items() if _is_of_the_model(key)}
+    known = {*before["plan"], *now.plan, *filter(_is_of_the_model, [*before["recipe"], *now.recipe])}
+    if unknown := [key for key in allowed if key not in known]:
+        raise ConfigError(
+            f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "
+            f"{', '.join(sorted(known))}."
+        )
+    told = [f"{key} {how}" for key, how in recipe.items() if key not in refused and not _is_silent(key)]
+    told += [f"{key} {how}, as allowed" for key, how in refused.items() if key in allowed]
+    sizes = _differences(before["layout"], now.layout)
+    told += [f"{name} {how}" for name, how in sizes if f"parallel.{name}" not in recipe]
+    told += [f"{name} {how}" for name, how in _differences(before["versions"], now.versions)]
+    return Changes(told=told, refused={key: how for key, how in refused.items() if key not in allowed})
+
+
+def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A key that is newer than the checkpoint had its default when there was none."""
+    schema = leaves()
+    newer = {key: schema[key].default for key in now if key not in before and key in schema}
+    return {**newer, **before}
+
+
+def _is_of_the_model(key: str) -> bool:
+    """Says what the model computes; the shapes of its tensors need not tell."""
+    return key.startswith("model.") and key not in _START_ONLY
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys that are not the same, in words."""
+    for key in dict.fromkeys([*before, *now]):
+        was, is_ = before.get(key), now.get(key)
+        if _plain(was) != _plain(is_):
+            yield key, f"was {_shown(was)}, is {_shown(is_)}"
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text  # a digest
+
+
+def _is_silent(key: str) -> bool:
+    return key in _SILENT or key.startswith(_SILENT_GROUPS)

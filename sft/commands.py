@@ -1,0 +1,284 @@
+"""What each verb of the command line does and prints.
+
+Everything heavy is imported where it is first used, so that help and mistakes answer at once.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft.console import Console, size
+from sft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sft.data.chat.tokenizer import ChatTokenizer
+    from sft.parallel.layout import Layout
+    from sft.recipe.load import Recipe
+
+
+def train(arguments: Namespace) -> int:
+    """`sft train`; 75 where the run was asked to stop before its end, and has saved"""
+    recipe = _recipe(arguments)
+    _layout(recipe, _launched_world_size() or 1)
+    _require_wandb(recipe)
+    _require_data(recipe)
+
+    from sft.trainer import main
+
+    return main(recipe)
+
+
+def status(arguments: Namespace) -> int:
+    """`sft status`: 0 where the run is done, 75 where another start makes sense, 2 where it does not"""
+    from sft.run.status import describe, read, verdict
+
+    folder = Path(_recipe(arguments).config.run.dir)
+    found = read(folder)
+    here = os.environ.get("SLURM_JOB_ID")
+    if found is not None and found.status == "running" and None not in (here, found.job) and found.job != here:
+        print(f"{folder}: {describe(found)}\nit is the run of another job than this one ({here})")
+        return 2
+    what = verdict(found)
+    if found is not None and found.status == "running" and (folder / "run.lock").exists():
+        print("run.lock is there: it may be running; if it is, another start is refused")
+    print(f"{folder}: no start yet" if found is None else f"{folder}: {describe(found)}")
+    print({"done": "done", "go on": "start it again", "stop": "do not start it again before it is looked at"}[what])
+    return {"done": 0, "go on": 75, "stop": 2}[what]
+
+
+def check(arguments: Namespace) -> None:
+    """`sft check`"""
+    recipe = _recipe(arguments)
+    if arguments.explain is not None:
+        print(explain(recipe, arguments.explain))
+        return
+    launched = _launched_world_size()
+    layout = _layout(recipe, launched if arguments.world_size is None else arguments.world_size)
+    _require_wandb(recipe)
+    _print_group("layout", layout.equations(recipe.config.data.seq_length))
+    if arguments.no_data:
+        built_in = recipe.config.data.tokenizer == "byte"
+        found = _tokenizer(recipe).vocab_size if built_in else None
+        _print_group("model", [_parameters(recipe, found)])
+        _print_group("memory", _memory(recipe, layout, found))
+        _print_group("data", ["not looked at (--no-data)"])
+    else:
+        _require_data(recipe)
+        _check_data(recipe, layout)
+
+
+def _check_data(recipe: "Recipe", layout: "Layout") -> None:
+    from sft.data.cache.prepare import prepare_recipe
+    from sft.data.inspect.forecast import loader_of
+
+    length = recipe.config.train
+    tokenizer = _tokenizer(recipe)
+    _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
+    _print_group("memory", _memory(recipe, layout, tokenizer.vocab_size))
+    corpora = prepare_recipe(recipe.config, tokenizer, _told())
+    corpus = corpora.pop("train")
+    loader = loader_of(recipe.config, layout, corpus)
+    loader.locate((length.num_steps or loader.total_steps(length.num_epochs or 1)) - 1)  # it is planned to its end
+    plan = loader.plan(0)
+    steps = -(-len(plan) // length.global_batch_size)
+    lines = [
+        *corpus.summary().splitlines(),
+        f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
+        f"of which {plan.alignment_waste:.1%} is padding inside documents",
+        f"steps per epoch {steps:,} = {len(plan):,} packs / global_batch_size {length.global_batch_size}, rounded up",
+    ]
+    if length.num_steps:
+        lines.append(f"num_steps {length.num_steps:,} = {length.num_steps / steps:.2f} epochs")
+    _print_group("data", lines)
+    for name, held_out in corpora.items():
+        _print_group(name, held_out.summary().splitlines())
+
+
+def prepare(arguments: Namespace) -> None:
+    """`sft data prepare`"""
+    if arguments.workers is not None:
+        arguments.overrides.append(f"data.num_workers={arguments.workers}")
+    recipe = _recipe(arguments)
+    _require_data(recipe)
+
+    from sft.data.cache.prepare import prepare_recipe, sweep_recipe
+
+    tokenizer = _tokenizer(recipe)
+    prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
+    if arguments.sweep:
+        stale = sweep_recipe(recipe.config, tokenizer)
+        freed = sum(folder.num_bytes for folder in stale)
+        lines = [f"removed {folder.folder} ({size(folder.num_bytes)})" for folder in stale]
+        _print_group("sweep", [*lines, f"{Path(recipe.config.cache_dir)}: {size(freed)} freed"])
+
+
+def inspect(arguments: Namespace) -> None:
+    """`sft data inspect`"""
+    recipe = _recipe(arguments)
+    _require_data(recipe)
+
+    from sft.data.inspect.command import inspect as survey
+
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    text = survey(
+        recipe,
+        num_previews=arguments.samples,
+        as_json=arguments.json,
+        color=color,
+        picture=arguments.png,
+        console=_told(),
+    )
+    print(text, flush=True)
+
+
+def plan(arguments: Namespace) -> int:
+    """`sft data plan`; 1 where two written plans differ"""
+    from sft.data.packing.plan_files import compare_plans
+
+    if arguments.diff is not None:
+        lines = compare_plans(*map(Path, arguments.diff))
+        print("\n".join(lines) or "the plans are equal")
+        return 1 if lines else 0
+
+    from sft.data.cache.prepare import prepare_train
+    from sft.data.inspect.forecast import forecast, write_run
+
+    recipe = _recipe(arguments)
+    layout = _layout(recipe, arguments.world_size)
+    _require_data(recipe)
+    corpus = prepare_train(recipe.config, _tokenizer(recipe), _told())
+    for name, lines in forecast(recipe.config, layout, corpus).items():
+        _print_group(name, lines)
+    if arguments.write is not None:
+        _print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
+    return 0
+
+
+def explain(recipe: "Recipe", key: str) -> str:
+    """What `key` is, where it came from and what it does; every key below it where it names a group.
+
+    model.head_dim = 128
+        from     derived: hidden_size / num_attention_heads
+        type     a whole number of at least 1 or null; default null
+        meaning  Width of a head; null means hidden_size / num_attention_heads.
+    """
+    from sft.config.keys import OPEN, expected, leaves, show, unknown, values
+    from sft.recipe.load import derived
+
+    current, substitutes = values(recipe.config), derived(recipe.config)
+    paragraphs = []
+    for name in (k for k in current if k == key or k.startswith(f"{key}.")):
+        value = substitutes[name][0] if name in substitutes else current[name]
+        info = leaves()[name if name in leaves() else OPEN]
+        default = "; required" if info.is_required() else f"; default {show(info.default)}"
+        paragraphs.append(
+            f"{name} = {show(value)}\n    from     {recipe.origins[name]}\n"
+            f"    type     {expected(name)}{default if name in leaves() else ''}\n"
+            f"    meaning  {info.description}"
+        )
+    if not paragraphs:
+        raise ConfigError(unknown(key, f"command line: --explain {key}"))
+    return "\n".join(paragraphs)
+
+
+def _recipe(arguments: Namespace) -> "Recipe":
+    from sft.recipe.load import load_recipe
+
+    return load_recipe(arguments.recipe, arguments.overrides)
+
+
+def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
+    """The layout on the smallest world that holds the model, or on `world_size` processes; its problems are told
+    together with where their keys were set."""
+    from sft.config.keys import leaves
+    from sft.parallel.layout import Layout, smallest_world
+
+    if world_size is None:
+        world_size = smallest_world(recipe.config)
+    if world_size < 1:
+        raise ConfigError(f"{world_size} processes cannot hold a model; the world size is at least 1.")
+    try:
+        return Layout.resolve(recipe.config, world_size)
+    except ConfigError as error:
+        named = [key for key in leaves() if f"{key} = " in str(error)]
+        places = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
+        raise ConfigError(f"{error}\n  Set in: {places}." if named else str(error)) from None
+
+
+def _require_data(recipe: "Recipe") -> None:
+    """Refuse paths that are not there before anything heavy is imported."""
+    data = recipe.config.data
+    paths = [(key, path) for key, files in data.train_keys.items() for path in files]
+    paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
+    paths += [] if data.tokenizer == "byte" else [("data.tokenizer", data.tokenizer)]
+    paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
+    paths += [] if data.plan is None else [("data.plan", data.plan)]
+    missing = [
+        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+        for key, path in paths
+        if not Path(path).exists()
+    ]
+    if missing:
+        from sft.config import listed
+
+        raise ConfigError(listed(missing))
+
+
+def _require_wandb(recipe: "Recipe") -> None:
+    """Refuse a recipe that logs to W&B where its package is not installed."""
+    project = recipe.config.log.wandb
+    found = None if project is None else find_spec("wandb")
+    if project is not None and (found is None or found.origin is None):  # no origin: a mere folder named wandb
+        raise ConfigError(
+            f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
+            "here: pip install wandb; or go without: log.wandb=null."
+        )
+
+
+def _launched_world_size() -> int | None:
+    """What torchrun says; None where nothing was launched."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes; unset it.')
+    return None if text is None else int(text)
+
+
+def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
+    from sft.data.chat.tokenizer import load_tokenizer
+
+    return load_tokenizer(recipe.config.data)
+
+
+def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
+    from sft.estimate.flops import told_parameters
+    from sft.parallel.layout import vocab_rows
+
+    model = recipe.config.model
+    if model.vocab_size is None and tokenizer_size is None:
+        return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
+    rows = vocab_rows(model, tokenizer_size or 0)
+    return f"parameters {told_parameters(model, rows)} with a vocabulary of {rows:,}"
+
+
+def _memory(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> list[str]:
+    from sft.estimate.memory import told
+    from sft.parallel.layout import vocab_rows
+
+    model = recipe.config.model
+    if model.vocab_size is None and tokenizer_size is None:
+        return []
+    return told(recipe.config, layout, vocab_rows(model, tokenizer_size or 0))
+
+
+def _told() -> "Console":
+    """Says how far work is on stderr: stdout is for what was asked."""
+    return Console(0, sys.stderr)
+
+
+def _print_group(name: str, lines: Sequence[str]) -> None:
+    for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
+        print(f"{label:7} {line}", flush=True)

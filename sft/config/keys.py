@@ -1,0 +1,221 @@
+"""What the keys of a recipe are called and what they accept, in words.
+
+Derived from the models of `config/`, so that errors, `check --explain` and docs/config.md cannot disagree
+with what is accepted.
+"""
+
+import difflib
+import json
+import re
+import types
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from sft.config import Config, Section, SourceConfig, yaml
+
+OPEN = "model.megatron"  # the one mapping whose keys are not ours
+NAMED = "data.train"  # holds groups of keys whose names are not ours, where it is not a list
+# What other trainers, and earlier versions, call it.
+_CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
+_ELSEWHERE = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "context_parallel_size": "parallel.cp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "max_length": "data.seq_length",
+    "max_seq_length": "data.seq_length",
+    "learning_rate": "optim.lr",
+    "max_steps": "train.num_steps",
+    "train_iters": "train.num_steps",
+    "num_train_epochs": "train.num_epochs",
+    "output_dir": "run.dir",
+    "rotary_base": "model.rope.base",
+    "rope_theta": "model.rope.base",
+    "rms_norm_eps": "model.norm_epsilon",
+    "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups",
+    "num_hidden_layers": "model.num_layers",
+    "kv_channels": "model.head_dim",
+}
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """{"run": RunConfig, "model": ModelConfig, "model.rope": RopeConfig, ...}"""
+    return {key: kind for key, _, kind in _walk(Config, "") if kind is not None}
+
+
+@cache
+def leaves() -> dict[str, FieldInfo]:
+    """{"run.dir": ..., "model.rope.base": ..., ...}: every key that holds a value, in schema order."""
+    return {key: info for key, info, kind in _walk(Config, "") if kind is None}
+
+
+def _walk(model: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield prefix + name, info, kind
+            yield from _walk(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, info, None
+        if prefix + name == NAMED:
+            yield from _walk(SourceConfig, f"{NAMED}.NAME.")
+
+
+def named(key: str) -> str | None:
+    """The name in a key below NAMED: data.train.chat -> chat, data.train.chat.weight -> chat; None for others."""
+    group, name = key[: len(NAMED) + 1], key[len(NAMED) + 1 :].partition(".")[0]
+    return name if group == f"{NAMED}." and name else None
+
+
+def is_source(key: str) -> bool:
+    """Whether `key` is a named source: data.train.chat, not data.train.chat.weight."""
+    return key == f"{NAMED}.{named(key)}" and "[" not in key
+
+
+def in_schema(key: str) -> str:
+    """What a key is called in `leaves`: data.train.chat.weight -> data.train.NAME.weight, others as they are."""
+    name = named(key)
+    return key if name is None else f"{NAMED}.NAME{key[len(NAMED) + 1 + len(name) :]}"
+
+
+def values(config: Config) -> dict[str, Any]:
+    """{"run.dir": "runs/a", ..., "model.rope.base": 10000.0, ...}: what every leaf is in `config`."""
+    tree = config.model_dump()
+    flat: dict[str, Any] = {}
+    for key in leaves():
+        if named(key):
+            continue  # part of the value of NAMED
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        flat |= {f"{key}.{name}": v for name, v in value.items()} if key == OPEN and value else {key: value}
+    return flat
+
+
+def takes_list(key: str) -> bool:
+    """Whether the key holds a list, so that a single value means a list of one."""
+    info = leaves().get(in_schema(key))
+    kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
+    return bool(kinds) and get_origin(kinds[0]) is list
+
+
+def expected(key: str) -> str:
+    """What a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
+    info = leaves().get(in_schema(key))
+    if info is None:
+        return "true, false, a number, text, null or a list of texts"
+    kinds = _alternatives(info.annotation, info.metadata)
+    words = [_in_words(kind, bounds, alone=takes_list(key)) for kind, bounds in kinds]
+    return (", or " if words[0].endswith(", not empty") else " or ").join(words)
+
+
+def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Annotated[int, Field(ge=1)] | None -> (int, [Ge(1)]), (NoneType, [])"""
+    if get_origin(annotation) in (Union, types.UnionType):
+        for choice in get_args(annotation):
+            yield from _alternatives(choice)
+    elif get_origin(annotation) is Annotated:
+        kind, *marks = get_args(annotation)
+        yield kind, [c for mark in marks for c in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+    else:
+        yield annotation, bounds
+
+
+def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
+    """`alone`: a list of one may be written as its only element."""
+    limits = []
+    for bound in bounds:
+        match bound:
+            case annotated_types.Ge(ge):
+                limits.append(f"of at least {ge}")
+            case annotated_types.Gt(gt):
+                limits.append(f"above {gt}")
+            case annotated_types.Le(le):
+                limits.append(f"of at most {le}")
+            case annotated_types.Lt(lt):
+                limits.append(f"below {lt}")
+    match get_origin(kind) or kind:
+        case origin if origin is Literal:
+            choices = get_args(kind)
+            words = "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
+        case origin if origin is list:
+            ((kind, inner),) = _alternatives(*get_args(kind))
+            one = "a path" if kind is str else _in_words(kind, inner)
+            several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {one}"
+            return (f"{one} or " if alone else "") + several + (", not empty" if bounds else "")
+        case origin if origin is dict:
+            sources = get_args(kind)[1] is SourceConfig
+            words = f"a mapping of names to {'groups of keys' if sources else 'such' if alone else 'values'}"
+            bounds = ()
+        case _:
+            names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}
+            words = names.get(kind, "null")
+    return " ".join([words, " and ".join(limits)]).strip()
+
+
+def show(value: Any) -> str:
+    """A value as an error shows it: JSON of at most 80 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown(key: str, where: str) -> str:
+    """unknown key data.seq_lenght (a.yaml, line 12).  Did you mean data.seq_length?"""
+    advice = f"Did you mean {nearest(key)}?" if nearest(key) else keys_of(key.rpartition(".")[0])
+    return f"unknown key {key if key.isprintable() and key else show(key)} ({where}).  {advice}"
+
+
+def keys_of(group: str) -> str:
+    """Keys of attention: backend.  Of the whole recipe where there is no such group."""
+    if group == OPEN:
+        return "Its keys are the names of megatron-core's TransformerConfig."
+    if group in sections() or is_source(group):
+        fields = SourceConfig.model_fields if is_source(group) else sections()[group].model_fields
+        return f"Keys of {group}: {', '.join(fields)}."
+    return f"Keys of a recipe: {', '.join(Config.model_fields)}."
+
+
+def nearest(key: str) -> str | None:
+    """The key that was probably meant: by another trainer's name, in the same group, or anywhere."""
+    group, _, name = key.rpartition(".")
+    if name in _ELSEWHERE or group == OPEN:
+        return _ELSEWHERE.get(name)
+    if is_source(group):
+        close = difflib.get_close_matches(name, SourceConfig.model_fields, n=1)
+        return f"{group}.{close[0]}" if close else None
+    known = [*sections(), *(k for k in leaves() if not named(k))]
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    anywhere = {k.rpartition(".")[2]: k for k in reversed(known)}
+    for names, cutoff in ((beside, 0.6), (anywhere, 0.75)):
+        if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
+            return names[close[0]]
+    close = [] if group in sections() else difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
+def hint(key: str, value: Any) -> str:
+    """What would work instead of `value`, where that can be told: `  Write 50000.`, or nothing."""
+    info = leaves().get(in_schema(key))
+    kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"  Write {int(value)}."
+    if not isinstance(value, str):
+        return ""
+    if _CALLED.get(value.lower()) in choices:
+        return f"  Did you mean {_CALLED[value.lower()]}?"
+    if close := difflib.get_close_matches(value.lower(), choices, n=1):
+        return f"  Did you mean {close[0]}?"
+    if value.lower() in ("none", "null") and type(None) in kinds:
+        return "  Write null, without quotes."
+    if bool in kinds and value.lower() in ("y", "yes", "on", "true", "n", "no", "off", "false"):
+        return "  Write true or false, without quotes."
+    number = re.sub(r"^([-+]?)0+(?=[0-9])", r"\1", re.sub("[_,]", "", value))
+    if (int in kinds and yaml.INT.fullmatch(number)) or (float in kinds and yaml.FLOAT.fullmatch(number)):
+        return f"  Write {number}, without quotes."
+    return ""

@@ -1,0 +1,227 @@
+"""From data files to stores: `prepare`, which continues where a killed one stopped.
+
+Decides in which order things reach the disk, so that at any moment a store is there whole or not at all, and how
+many bad rows are too many.  Any number of processes may prepare the same files at once: parts and stores are
+renamed into place and are the same whoever made them; one that loses its work folder to a faster one starts that
+file again, and then finds the store.  Does not decide what a sample is (`encode.py`) or on what a store
+depends (`cache.py`).
+"""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+from sft.config import Config, DataConfig
+from sft.console import Console
+from sft.data.cache.encoder import Block, Encoder, check_palette
+from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
+from sft.data.cache.row_report import Reject
+from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
+from sft.data.cache.workers import Report, Work, make_part, make_parts, part_path, part_ranges, read_part
+from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.corpus import Corpus, make_corpus
+from sft.data.read.rows import check_file, index_rows, row_name
+from sft.errors import DataError
+
+# With on_bad_row = skip: a wrong template or a file of another shape must not end as a small corpus.
+MOST_BAD_ROWS = 0.1
+_ATTEMPTS = 5
+_MOST_AUTO_WORKERS = 32  # each holds a tokenizer and a part: some hundred megabytes
+
+
+def prepare(
+    paths: Sequence[str],
+    data: DataConfig,
+    tokenizer: ChatTokenizer,
+    cache_dir: Path,
+    console: Console,
+    names: Sequence[str] | None = None,
+    *,
+    verify: bool = False,
+) -> Corpus:
+    """The corpus of `paths`, tokenised now or mapped from `cache_dir`; `verify` reads all that is there first, and
+    `names` are those of each file's source.
+
+    Raises DataError for files, rows and chats that cannot be used, beginning with `file:line` for a row; for a
+    cache_dir that cannot be written; and when no sample is left.
+    """
+    files = [Path(path) for path in paths]
+    for file in files:
+        check_file(file)
+    stamps = [stamp(file) for file in files]  # before the digest, so that no later change goes unseen
+    folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
+    stores: dict[Path, Store] = {}
+    works: dict[Path, Work] = {}
+    try:
+        for file, folder, stamp_before in zip(files, folders, stamps, strict=True):
+            if folder in stores or folder in works:  # a file of the same content
+                continue
+            store = _existing(file, folder, console, verify=verify)
+            if store is None:
+                works[folder] = _plan_work(file, folder, stamp_before, data, tokenizer)
+            else:
+                stores[folder] = store
+        stores |= _tokenise(list(works.values()), num_processes(data), console)
+    except OSError as error:
+        raise DataError(f"tokenised data cannot be written to data.cache_dir {cache_dir}: {error}.") from error
+    return make_corpus(files, [stores[folder] for folder in folders], data, names)
+
+
+def num_processes(data: DataConfig) -> int:
+    """data.num_workers; auto is what this process may use, 32 at most."""
+    if data.num_workers != "auto":
+        return data.num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(_MOST_AUTO_WORKERS, cores)
+
+
+def prepare_recipe(
+    config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
+) -> dict[str, Corpus]:
+    """The corpora of a recipe: `train`, then every held-out set by its name."""
+    data, cache_dir = config.data, Path(config.cache_dir)
+    train = prepare_train(config, tokenizer, console, verify=verify)
+    held_out = {
+        name: prepare(files, data, tokenizer, cache_dir, console, verify=verify)
+        for name, files in data.eval_sets.items()
+    }
+    return {"train": train, **held_out}
+
+
+def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False) -> Corpus:
+    """The corpus that a recipe trains on."""
+    data, cache_dir = config.data, Path(config.cache_dir)
+    return prepare(data.train_files, data, tokenizer, cache_dir, console, data.train_names, verify=verify)
+
+
+def sweep_recipe(config: Config, tokenizer: ChatTokenizer) -> list[Stale]:
+    """Removes what the recipe's cache holds for other files, settings, tokenizers or versions of sft."""
+    data, cache_dir = config.data, Path(config.cache_dir)
+    files = [Path(file) for listed in (data.train_files, *data.eval_sets.values()) for file in listed]
+    return sweep(cache_dir, {store_folder(cache_dir, file, data, tokenizer) for file in files})
+
+
+def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> Store | None:
+    store = open_store(folder, verify=verify)
+    if store is not None:
+        console.say(f"{file}: {store.ledger} ({'verified' if verify else 'cached'})")
+        shutil.rmtree(work_folder(folder), ignore_errors=True)  # of one that was killed after its last step
+    elif folder.exists():
+        console.say(f"{folder} is not whole or was changed: tokenising {file} again")
+        put_aside(folder, work_folder(folder))
+    return store
+
+
+def _plan_work(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, tokenizer: ChatTokenizer) -> Work:
+    try:
+        index = index_rows(file)
+    except OSError as error:
+        raise DataError(f"data file {file} cannot be read: {error}.") from error
+    if index.num_rows == 0:
+        raise DataError(f"data file {file} has no rows.")
+    encoder = Encoder(
+        path=file,
+        tokenizer=tokenizer,
+        seq_length=data.seq_length,
+        doc_multiple=data.doc_multiple,
+        over_long=data.over_long,
+        on_bad_row=data.on_bad_row,
+        supervise=data.supervise,
+    )
+    return Work(encoder=encoder, index=index, ranges=part_ranges(index), store=folder, stamp=stamp_before)
+
+
+class _BadRows(Exception):
+    """Rows for which a file cannot be used, in words."""
+
+    def __init__(self, work: Work, message: str) -> None:
+        super().__init__(message)
+        self.work = work
+
+
+def _tokenise(works: Sequence[Work], num_workers: int, console: Console) -> dict[Path, Store]:
+    """The stores of the files: their parts by all processes, each put together as soon as its last part is there."""
+    stores = {}
+    started = time.monotonic()
+    try:
+        with closing(make_parts(works, num_workers)) as made:
+            for work, parts in groupby(made, key=itemgetter(0)):
+                stores[work.store] = _tokenise_file(work, (report for _, report in parts), console, started)
+                started = time.monotonic()
+    except _BadRows as bad:  # by now nobody writes to the folder any more
+        shutil.rmtree(bad.work.folder, ignore_errors=True)  # another file or setting will have another one
+        raise DataError(str(bad)) from None
+    return stores
+
+
+def _tokenise_file(work: Work, parts: Iterable[Report], console: Console, started: float) -> Store:
+    reports: list[Report] = []
+    rejects: list[Reject] = []
+    num_tokens = 0
+    with console.track(f"tokenising {work.file}", work.index.num_rows, "rows") as progress:
+        for report in parts:
+            reports.append(report)
+            rejects += report.rejects
+            _check_rows(work, report, rejects)
+            num_tokens += report.num_tokens
+            progress.advance(report.num_rows, f"{num_tokens:,} tokens")
+    store = _assemble(work, reports)
+    there = sum(report.was_there for report in reports)
+    continued = f", {there:,} of {len(reports):,} parts were there" if there else ""
+    console.say(f"{work.file}: {store.ledger} (tokenised in {time.monotonic() - started:.1f} s{continued})")
+    return store
+
+
+def _check_rows(work: Work, report: Report, rejects: Sequence[Reject]) -> None:
+    if report.error is not None:
+        raise _BadRows(work, report.error)
+    if len(rejects) > MOST_BAD_ROWS * work.index.num_rows:
+        listed = "".join(f"\n  {row_name(work.file, reject.row)}: {reject.reason}" for reject in rejects[:5])
+        raise _BadRows(
+            work,
+            f"{len(rejects):,} rows or more of the {work.index.num_rows:,} of {work.file} cannot be used.  "
+            f"data.on_bad_row = skip leaves out a tenth at most.  The first of them:{listed}",
+        )
+
+
+def _assemble(work: Work, reports: Sequence[Report]) -> Store:
+    weights = np.unique(np.array([w for report in reports for w in report.weights], dtype=np.float32))
+    try:
+        check_palette(weights)
+    except DataError as error:
+        raise DataError(f"{work.file}: {error}") from error
+    for _ in range(_ATTEMPTS):
+        temp = work.folder / f"store-{uuid.uuid4().hex[:12]}"
+        try:
+            write_store(temp, _blocks(work), weights)
+            publish(temp, work.store)
+        except FileNotFoundError:  # another process was faster, and cleared up
+            pass
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+        store = open_store(work.store)
+        if store is not None:
+            shutil.rmtree(work.folder, ignore_errors=True)
+            return store
+        for number in range(len(work.ranges)):
+            make_part(work, number)
+    raise DataError(
+        f"{work.folder} was removed {_ATTEMPTS} times while its parts were put together.  Is something clearing "
+        "data.cache_dir?"
+    )
+
+
+def _blocks(work: Work) -> Iterator[Block]:
+    for number in range(len(work.ranges)):
+        block = read_part(part_path(work, number))
+        if block is None:
+            raise FileNotFoundError(part_path(work, number))
+        yield block

@@ -1,0 +1,171 @@
+"""Tokenised samples of one file on disk: written once, atomically, and memory-mapped afterwards.
+
+    tokens.npy     int32 [total]   all samples end to end
+    mask.npy       uint8 [total]   which weight each token has
+    rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`ledger.LINE`)
+    rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; only where there are any
+    ledger.json    what became of the rows, the weights that mask.npy counts, sizes and digests of the other files,
+                   and a digest of itself; written last
+
+Nothing here depends on the file's name, on when or where it was made, or by how many processes.
+Does not decide when a store is out of date: its name is made of everything that it depends on (`cache.py`).
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from sft.atomic_files import flush
+from sft.data.cache.encoder import Block
+from sft.data.cache.row_report import LINE, Ledger, Reject, count_rows
+
+_ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
+_REJECTS = "rejects.jsonl"
+_HASH_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """The memory-mapped arrays of one file's samples.
+
+    weights  float32 [at most 256]: token i weighs weights[mask[i]]
+    digest   changes when any token, weight or line does
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    rows: np.ndarray
+    weights: np.ndarray
+    ledger: Ledger
+    digest: str
+
+
+def open_store(folder: Path, *, verify: bool = False) -> Store | None:
+    """The store in `folder`, or None if there is none, or not a whole and unchanged one.
+
+    Sizes and the ledger's own digest are checked always, everything else only to `verify`: a training start would
+    otherwise read the whole corpus on every rank before its first step (100 GB at 1 GB/s: 2 minutes; by a thousand
+    ranks at once from one file system: much longer).  A store is renamed into place when it is whole and on disk, so
+    what is left to find is a failing disk or somebody's hand.
+    """
+    try:
+        content = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
+        if content.pop("digest") != _json_digest(content):
+            return None
+        if any((folder / name).stat().st_size != file["bytes"] for name, file in content["files"].items()):
+            return None
+        arrays = {name: _map(folder / f"{name}.npy") for name in _ARRAYS}
+        if verify and content["files"] != _describe(folder):
+            return None
+        return Store(
+            **arrays,
+            weights=np.array(content["weights"], dtype=np.float32),
+            ledger=Ledger.of_json(content["rows"]),
+            digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in _ARRAYS]]),
+        )
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_store(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> None:
+    """Writes the blocks as a store into the new folder `temp`, for `publish`.  Raises OSError.
+
+    weights: all that the blocks have, 0 and rising.  Memory stays at one block, whatever the size of the file, but
+    for the rejects.
+    """
+    temp.mkdir(parents=True)
+    rejects = _write_arrays(temp, blocks, weights)
+    if rejects:
+        lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects]
+        (temp / _REJECTS).write_text("".join(lines), encoding="utf-8")
+    content = {
+        "rows": asdict(count_rows(_map(temp / "rows.npy"), rejects)),
+        "weights": weights.tolist(),
+        "files": _describe(temp),
+    }
+    text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)
+    (temp / "ledger.json").write_text(text + "\n", encoding="utf-8")
+    for path in temp.iterdir():
+        flush(path)  # a rename may reach the disk before the bytes do, and leave an empty store after a power cut
+
+
+def _write_arrays(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> list[Reject]:
+    rejects: list[Reject] = []
+    sizes = dict.fromkeys(_ARRAYS, 0)
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in _ARRAYS}
+        for name, file in files.items():
+            _write_header(file, _ARRAYS[name], 0)
+        for block in blocks:
+            mask = np.searchsorted(weights, block.weights).astype(np.uint8)[block.mask]
+            for name, array in (("tokens", block.tokens), ("mask", mask), ("rows", block.lines)):
+                files[name].write(array.astype(_ARRAYS[name], copy=False).tobytes())
+                sizes[name] += len(array)
+            rejects += block.rejects
+        for name, file in files.items():
+            _write_header(file, _ARRAYS[name], sizes[name])
+    return rejects
+
+
+def publish(temp: Path, folder: Path) -> None:
+    """Renames a written store into place.  Where another process was first, its copy stays and `temp` too; a
+    damaged one is moved beside `temp`.  Raises OSError where somebody removed `temp`."""
+    for _ in range(3):
+        try:
+            os.rename(temp, folder)
+            return
+        except FileNotFoundError:
+            raise
+        except OSError:  # something lies there
+            if open_store(folder, verify=True) is not None:
+                return
+        put_aside(folder, temp.parent)
+    os.rename(temp, folder)
+
+
+def put_aside(folder: Path, work: Path) -> None:
+    """Moves a damaged store into the work folder, which is removed at the end."""
+    work.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # another process is mending the same store
+        os.rename(folder, work / f"damaged-{uuid.uuid4().hex[:12]}")
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
+    """The .npy header at the file's start; numpy pads it so that the first dimension may grow in place."""
+    file.seek(0)
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(file, description)
+
+
+def _map(path: Path) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r"))  # slices of a plain array cost less than of a np.memmap
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and digest of every file but the ledger."""
+    described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _ARRAYS}
+    if (folder / _REJECTS).exists():
+        described[_REJECTS] = hashlib.sha256((folder / _REJECTS).read_bytes()).hexdigest()
+    return {name: {"bytes": (folder / name).stat().st_size, "digest": digest} for name, digest in described.items()}
+
+
+def _digest(array: np.ndarray) -> str:
+    """Hash of type, shape and bytes (a file's header may differ between releases of numpy)."""
+    digest = hashlib.sha256(f"{array.dtype.descr} {array.shape}".encode())
+    flat = array.reshape(-1)
+    step = max(1, _HASH_BYTES // array.itemsize)
+    for start in range(0, len(flat), step):
+        digest.update(np.ascontiguousarray(flat[start : start + step]).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _json_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

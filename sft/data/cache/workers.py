@@ -1,0 +1,214 @@
+"""A file's rows in parts: each is tokenised by itself, by any process, and kept on disk until all are there.
+
+Decides where parts begin (by rows and bytes, never by the number of processes), that a part is used only if its
+digest matches, and that the first bad row in file order ends the work.  A process reads its rows itself: nothing but
+the number of a part goes out to it, and a few counts come back.  Does not put parts together (`prepare.py`).
+
+Processes are spawned, not forked: a process started by torchrun may hold threads and CUDA contexts.
+"""
+
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import threading
+import uuid
+from collections.abc import Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sft.data.cache.encoder import Block, Encoder
+from sft.data.cache.folders import Stamp, stamp, work_folder
+from sft.data.cache.row_report import Reject
+from sft.data.read.rows import RowIndex, read_rows
+from sft.errors import DataError
+
+# Small enough that a killed preparation loses seconds and that all processes end together.  What a part takes in
+# memory is a few times its bytes.
+ROWS_PER_PART = 2048
+BYTES_PER_PART = 16 << 20
+_DIGEST_BYTES = 32
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """One file to tokenise.
+
+    ranges  rows of each part, counted from 0
+    store   the folder that it becomes
+    stamp   of the file before its digest was taken; one that changed since is refused
+    """
+
+    encoder: Encoder
+    index: RowIndex
+    ranges: tuple[tuple[int, int], ...]
+    store: Path
+    stamp: Stamp
+
+    @property
+    def file(self) -> Path:
+        """The data file."""
+        return self.encoder.path
+
+    @property
+    def folder(self) -> Path:
+        """Where the parts are kept."""
+        return work_folder(self.store)
+
+
+class Report(NamedTuple):
+    """What became of a part.  `was_there`: made by an earlier or another preparation.  `error`: names a row."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    weights: tuple[float, ...] = ()
+    rejects: tuple[Reject, ...] = ()
+    was_there: bool = False
+    error: str | None = None
+
+
+def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
+    """At most 2,048 rows and, but for a single longer row, 16 MiB each.
+
+    5,000 short rows -> (0, 2048), (2048, 4096), (4096, 5000)
+    """
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    while start < index.num_rows:
+        stop = min(start + ROWS_PER_PART, index.num_rows)
+        if index.offsets is not None:
+            beyond = int(np.searchsorted(index.offsets, index.offsets[start] + BYTES_PER_PART, side="right"))
+            if beyond < index.num_rows:  # the row before it may end there, but no later
+                stop = min(stop, max(start + 1, beyond - 1))
+        ranges.append((start, stop))
+        start = stop
+    return tuple(ranges)
+
+
+def make_part(work: Work, number: int) -> Report:
+    """Tokenises part `number`, unless it is there whole.  Raises OSError where it cannot be written, and DataError
+    where the file cannot be read."""
+    path = part_path(work, number)
+    there = read_part(path)
+    if there is not None:
+        return _report(work, number, there, was_there=True)
+    try:
+        block = work.encoder.block(read_rows(work.file, work.index, *work.ranges[number]))
+    except DataError as error:
+        _refuse_changed(work)  # that would be why
+        return Report(error=str(error))
+    except OSError as error:
+        raise DataError(f"data file {work.file} cannot be read: {error}.") from error
+    _refuse_changed(work)
+    _write_part(path, block)
+    return _report(work, number, block)
+
+
+def _refuse_changed(work: Work) -> None:
+    try:
+        changed = stamp(work.file) != work.stamp
+    except OSError as error:
+        raise DataError(f"data file {work.file} cannot be read: {error}.") from error
+    if changed:
+        raise DataError(f"data file {work.file} changed while it was tokenised.  Start again once it is complete.")
+
+
+def part_path(work: Work, number: int) -> Path:
+    """The file of a part, named by its rows."""
+    start, stop = work.ranges[number]
+    return work.folder / f"part-{start:09}-{stop:09}"
+
+
+def read_part(path: Path) -> Block | None:
+    """A part, or None if there is none, or not a whole one."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(payload).digest() != digest:
+        return None
+    stream = io.BytesIO(payload)
+    tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
+    return Block(tokens, mask, weights, lines, tuple(Reject(*reject) for reject in json.loads(stream.read())))
+
+
+def _write_part(path: Path, block: Block) -> None:
+    """Under a name of this process, then renamed: a part is there whole or not at all."""
+    stream = io.BytesIO()
+    for array in (block.tokens, block.mask, block.weights, block.lines):
+        np.save(stream, array)
+    stream.write(json.dumps(block.rejects).encode())
+    payload = stream.getbuffer()
+    temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
+    for attempt in range(_ATTEMPTS):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temp.open("wb") as file:
+                file.write(hashlib.sha256(payload).digest())
+                file.write(payload)
+            os.replace(temp, path)
+            return
+        except FileNotFoundError:  # another process finished the store and removed the folder
+            if attempt == _ATTEMPTS - 1:
+                raise
+        except OSError:
+            temp.unlink(missing_ok=True)
+            raise
+
+
+def _report(work: Work, number: int, block: Block, *, was_there: bool = False) -> Report:
+    start, stop = work.ranges[number]
+    return Report(stop - start, len(block.tokens), tuple(block.weights.tolist()), block.rejects, was_there)
+
+
+def make_parts(works: Sequence[Work], num_workers: int) -> Generator[tuple[Work, Report], None, None]:
+    """All parts of all files, in order, by at most `num_workers` processes; by this one alone if that is 1 or there
+    is one part."""
+    jobs = [(i, number) for i, work in enumerate(works) for number in range(len(work.ranges))]
+    num_workers = min(num_workers, len(jobs))
+    if num_workers <= 1:
+        for i, number in jobs:
+            yield works[i], make_part(works[i], number)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(list(works),))
+    try:
+        futures = [pool.submit(_make_in_worker, i, number) for i, number in jobs]
+        for (i, _), future in zip(jobs, futures, strict=True):
+            yield works[i], future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenised was killed, most likely for want of memory.  What it had finished is kept.  "
+            f"Lower data.num_workers = {num_workers}."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# Set once in each tokenising process: sending the tokenizer with every part would cost more than the work.
+_works: list[Work] = []
+
+
+def _start_worker(works: list[Work]) -> None:
+    _works[:] = works
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for its next part forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _make_in_worker(work: int, number: int) -> Report:
+    return make_part(_works[work], number)

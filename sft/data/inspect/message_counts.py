@@ -1,0 +1,166 @@
+"""One pass over the rows as written: messages of each role, empty user turns, chats that end without an answer.
+
+Rows of ready tokens have no messages and are only counted; rows that were skipped are passed over.
+
+Decides what counts as a message's text: its content, and tool calls as JSON; not the header and the end of turn that
+the template writes around it.  With the byte tokenizer its tokens are counted.  With any other, characters are counted
+and the messages of some rows are tokenised, spread evenly: tokenising all of them would double the work of `prepare`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sft.console import Console
+from sft.data.chat.chat import Supervise
+from sft.data.chat.formats import Chat, Tokenized, read_row
+from sft.data.chat.messages import ROLES, text_of
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, Message
+from sft.data.inspect.counts import whole_rows
+from sft.data.read.rows import parse, read_rows, row_name
+
+NUM_EXAMPLES = 5
+_TOKENISED_ROWS = 2000
+_TOKENISED_AT_LEAST = 100  # messages of each role, so that a rare one is not missed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """Messages of one role.  Tokens are of their texts alone, and supervised_share is of these."""
+
+    role: str
+    messages: int
+    tokens: int
+    mean_tokens: float
+    supervised_share: float
+
+
+@dataclass(kw_only=True)
+class Places:
+    """How often something was found, and the first few rows where."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, number: int) -> None:
+        self.count += 1
+        if len(self.examples) < NUM_EXAMPLES:
+            self.examples.append(row_name(path, number))
+
+
+class Messages(NamedTuple):
+    """is_exact: the tokens of roles were counted, not estimated from characters."""
+
+    roles: tuple[Role, ...]
+    is_exact: bool
+    num_chats: int
+    num_tokenised: int  # rows of ready tokens
+    num_user_turns: int
+    empty_user_turns: Places
+    unanswered_ends: Places
+
+
+def count_messages(
+    paths: Sequence[Path],
+    tables: Sequence[np.ndarray],
+    tokenizer: ChatTokenizer,
+    supervise: Supervise,
+    console: Console,
+) -> Messages:
+    """Counts over all rows in the tables of the files, also those that data.over_long drops.
+
+    user "hé", assistant "yes", byte tokenizer -> user: 1 message, 3 tokens; assistant: 1 message, 3 tokens, all of
+    them supervised
+    """
+    tallies = {role: _Tally() for role in ROLES}
+    empty, unanswered = Places(), Places()
+    numbers = [whole_rows(table)["row"] for table in tables]
+    num_rows = sum(map(len, numbers))
+    stride = max(1, num_rows // _TOKENISED_ROWS)
+    num_chats = num_tokenised = 0
+    for path, number, chat in _rows(paths, numbers, console):
+        if isinstance(chat, Tokenized):
+            num_tokenised += 1
+            continue
+        for i, message in enumerate(chat.messages):
+            role, text, is_trained = message["role"], _text(message), _is_trained(chat, i, supervise)
+            tallies[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
+            if role == "user" and not text.strip():
+                empty.add(path, number)
+        if chat.messages[-1]["role"] != "assistant":
+            unanswered.add(path, number)
+        num_chats += 1
+    return Messages(
+        roles=tuple(tally.role(name) for name, tally in tallies.items() if tally.messages),
+        is_exact=isinstance(tokenizer, ByteTokenizer),
+        num_chats=num_chats,
+        num_tokenised=num_tokenised,
+        num_user_turns=tallies["user"].messages,
+        empty_user_turns=empty,
+        unanswered_ends=unanswered,
+    )
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    """Sizes are in bytes with the byte tokenizer, in characters with any other."""
+
+    messages: int = 0
+    size: int = 0
+    trained_size: int = 0
+    tokenised: int = 0  # messages
+    tokenised_size: int = 0
+    tokenised_tokens: int = 0
+
+    def add(self, text: str, tokenizer: ChatTokenizer, *, is_trained: bool, is_chosen: bool) -> None:
+        size = len(text.encode()) if isinstance(tokenizer, ByteTokenizer) else len(text)
+        self.messages += 1
+        self.size += size
+        self.trained_size += size if is_trained else 0
+        if isinstance(tokenizer, ByteTokenizer):
+            self.tokenised_size, self.tokenised_tokens = self.size, self.size
+        elif is_chosen or self.tokenised < _TOKENISED_AT_LEAST:
+            self.tokenised += 1
+            self.tokenised_size += size
+            self.tokenised_tokens += len(tokenizer.encode(text).ids)
+
+    def role(self, name: str) -> Role:
+        tokens = round(self.size * self.tokenised_tokens / max(1, self.tokenised_size))
+        return Role(
+            role=name,
+            messages=self.messages,
+            tokens=tokens,
+            mean_tokens=tokens / self.messages,
+            supervised_share=self.trained_size / max(1, self.size),
+        )
+
+
+def _rows(
+    paths: Sequence[Path], numbers: Sequence[np.ndarray], console: Console
+) -> Iterator[tuple[Path, int, Chat | Tokenized]]:
+    """The rows of these numbers, which rise in each file."""
+    with console.track("reading rows", sum(map(len, numbers)), "rows") as progress:
+        for path, wanted in zip(paths, numbers, strict=True):
+            left = iter(wanted.tolist())
+            next_one = next(left, None)
+            for number, content in read_rows(path):
+                if number == next_one:
+                    yield path, number, read_row(parse(content))
+                    progress.advance(1)
+                    next_one = next(left, None)
+
+
+def _is_trained(chat: Chat, i: int, supervise: Supervise) -> bool:
+    """Whether message `i` is supervised, as `chat.py` has it: an assistant's may weigh nothing."""
+    if chat.messages[i]["role"] != "assistant":
+        return supervise == "all"
+    weighs = chat.weights is None or chat.weights[i] > 0
+    return weighs and (supervise != "last" or all(m["role"] != "assistant" for m in chat.messages[i + 1 :]))
+
+
+def _text(message: Message) -> str:
+    calls = [text_of(call) for call in message.get("tool_calls") or []]
+    return "\n".join([message.get("content") or "", *calls]) if calls else message.get("content") or ""

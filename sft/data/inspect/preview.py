@@ -1,0 +1,74 @@
+"""What the model sees of a sample and what it learns from: its text in pieces, supervised ones marked.
+
+Decides how much of a sample is shown: the ends of each piece, so that every boundary between context and answer is in
+sight, however long the sample is.  Does not decide how a piece looks (`text.py`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.batch import Sample
+from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.inspect.scan import supervised_runs
+
+_CHARACTERS = 200  # shown on each side of a boundary, and about as many tokens are decoded
+_FIRST_PIECES, _LAST_PIECES = 8, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Neighbouring tokens, all supervised or none of them; a gap is such tokens that are not shown, without text."""
+
+    text: str
+    is_supervised: bool
+    tokens: int
+    is_gap: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """One sample.  name: its row, and which window of it; why: `first`, `longest answer`, or both."""
+
+    name: str
+    why: str
+    tokens: int
+    supervised: int
+    pieces: tuple[Piece, ...]
+
+
+def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Preview:
+    """The sample's pieces; of many, the first 8 and the last 4, of a long one, 200 characters at each end.
+
+    user "a", assistant "b", byte tokenizer ->
+    "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n", then supervised "b<|im_end|>", then "\\n"
+    """
+    starts, ends = supervised_runs(sample.weights)
+    edges = np.unique(np.concatenate([[0], starts, ends, [len(sample.tokens)]])).tolist()
+    spans = list(zip(edges, edges[1:], strict=False))
+    left_out = spans[_FIRST_PIECES:-_LAST_PIECES]
+    shown = [piece for span in spans[:_FIRST_PIECES] for piece in _pieces(sample, *span, tokenizer)]
+    if left_out:
+        shown.append(Piece(text="", is_supervised=False, tokens=left_out[-1][1] - left_out[0][0], is_gap=True))
+    rest = spans[max(_FIRST_PIECES, len(spans) - _LAST_PIECES) :]
+    shown += [piece for span in rest for piece in _pieces(sample, *span, tokenizer)]
+    return Preview(name=name, why=why, tokens=len(sample.tokens), supervised=sample.num_supervised, pieces=tuple(shown))
+
+
+def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[Piece]:
+    """The tokens from start to end as one piece, or as its two ends with a gap between."""
+    is_supervised = start > 0 and bool(sample.weights[start] > 0)
+    tokens = sample.tokens[start:end]
+    if len(tokens) <= 2 * _CHARACTERS and len(text := tokenizer.decode(tokens)) <= 2 * _CHARACTERS:
+        return [Piece(text=text, is_supervised=is_supervised, tokens=len(tokens))]
+    reach = min(_CHARACTERS, len(tokens) // 2)
+    # A token of most texts is about four characters: take as many as fill the window, cut between tokens.
+    while reach > 1 and max(len(tokenizer.decode(part)) for part in (tokens[:reach], tokens[-reach:])) > _CHARACTERS:
+        reach = reach * 3 // 4
+    # Where the cut goes through a character of several tokens, its half is not shown.
+    head, tail = tokenizer.decode(tokens[:reach]).rstrip("\ufffd"), tokenizer.decode(tokens[-reach:]).lstrip("\ufffd")
+    return [
+        Piece(text=head, is_supervised=is_supervised, tokens=reach),
+        Piece(text="", is_supervised=is_supervised, tokens=len(tokens) - 2 * reach, is_gap=True),
+        Piece(text=tail, is_supervised=is_supervised, tokens=reach),
+    ]

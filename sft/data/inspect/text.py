@@ -1,0 +1,283 @@
+"""A survey as lines for people: tables, bars, findings in words, and samples with what is learnt in green.
+
+Decides how everything looks and what each finding is called.  Does not count (`survey.py`), and does not decide
+whether there is colour: without it, what is learnt stands in [[ ]].
+"""
+
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from sft.data.inspect.counts import Counts
+from sft.data.inspect.findings import Finding
+from sft.data.inspect.lengths import Retention
+from sft.data.inspect.preview import Piece, Preview
+from sft.data.inspect.survey import Survey
+from sft.data.inspect.tokenizer_facts import MASKS, TokenizerFacts
+
+_BAR = 40
+_WIDTH = 112
+_REASONS = 3
+_GLUE = "\N{NO-BREAK SPACE}"  # keeps `a = b` on one line
+_GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_SIGNS = {"\n": "⏎\n", "\t": "⇥"}
+
+# What is counted, what is said of it, and why it matters.
+_WORDS = {
+    "unusable": ("rows", "are unusable", "data.on_bad_row leaves them out"),
+    "too_long": ("rows", "are longer than data.seq_length", "data.over_long decides what becomes of them"),
+    "nothing_supervised": ("samples", "lack a supervised token", "they cost time and teach nothing"),
+    "short_answers": ("samples", "have only 1 or 2 supervised tokens", "is an answer cut off?"),
+    "unfinished_turns": (
+        "answers",
+        "lack the end-of-turn token at their end",
+        "the model does not learn to stop there",
+    ),
+    "copies": ("samples", "are copies of an earlier one", "each copy counts like a sample of its own"),
+    "same_prompts": (
+        "samples",
+        "give a new answer to the prompt of an earlier one",
+        "alternatives, or contradictions?",
+    ),
+    "empty_user_turns": ("user turns", "are empty", "the model learns to answer without a question"),
+    "unanswered_ends": ("chats", "end without an answer", "what follows the last answer is read, never learnt"),
+    "held_out_copies": ("samples", "are also in data.train", "they make the held-out loss too good"),
+    "held_out_prompts": ("samples", "give a new answer to a prompt of data.train", "the question is not new"),
+}
+
+
+def survey_lines(survey: Survey, *, color: bool) -> Iterator[str]:
+    """The whole survey, section by section."""
+    sections = [
+        (f"data of {survey.recipe}", _head(survey)),
+        ("files", _files(survey)),
+        ("lengths: tokens of whole rows", _lengths(survey.total)),
+        (f"retention: what fits whole, padded to a multiple of {survey.doc_multiple}", _retention(survey)),
+        (f"roles: tokens of the texts of messages{'' if survey.roles_exact else ', estimated'}", _roles(survey)),
+        ("tokenizer", _tokenizer(survey.tokenizer)),
+        ("findings", _findings(survey.findings)),
+    ]
+    for title, lines in sections:
+        yield f"{_BOLD}{title}{_RESET}" if color else title
+        yield from (f"  {line}" for line in lines)
+        yield ""
+    if survey.previews:
+        legend = f"{_GREEN}green{_RESET}{_BOLD}" if color else "in [[ ]]"
+        title = f"previews: what is learnt is {legend}, everything else is only read; ⏎ is a newline"
+        yield f"{_BOLD}{title}{_RESET}" if color else title
+    for shown in survey.previews:
+        yield from preview_lines(shown, color=color)
+        yield ""
+
+
+def preview_lines(preview: Preview, *, color: bool) -> Iterator[str]:
+    """One sample.  Without colour:
+
+    a.jsonl:1 (first): 23 tokens, 2 supervised
+      <|im_start|>user⏎
+      a<|im_end|>⏎
+      <|im_start|>assistant⏎
+      [[b<|im_end|>]]⏎
+    """
+    yield f"  {preview.name} ({preview.why}): {preview.tokens:,} tokens, {preview.supervised:,} supervised"
+    text = "".join(_piece(piece, color=color) for piece in _joined(preview.pieces))
+    yield from (f"    {line}" for line in text.removesuffix("\n").split("\n"))
+
+
+def visible(text: str) -> str:
+    """Nothing that a terminal would act on or hide: newlines as ⏎, tabs as ⇥, other control characters as escapes.
+
+    "a\\tb\\x1b[31m" -> "a⇥b\\\\x1b[31m"
+    """
+    return "".join(_SIGNS.get(letter) or (letter if _is_seen(letter) else _escape(letter)) for letter in text)
+
+
+def percent(part: float, whole: float) -> str:
+    """A share that says 0% and 100% only where that is exact: 2999 of 3000 -> 99.9%, 1 of 3000 -> <0.1%"""
+    if not whole or part in (0, whole):
+        return "100%" if whole and part == whole else "0%"
+    share = 100 * part / whole
+    return "<0.1%" if share < 0.05 else f"{min(share, 99.9):.1f}%"
+
+
+def _head(survey: Survey) -> Iterator[str]:
+    yield (
+        f"data.seq_length {survey.seq_length:,}, data.doc_multiple {survey.doc_multiple}, "
+        f"data.over_long {survey.over_long}, data.on_bad_row {survey.on_bad_row}"
+    )
+    if survey.refused is not None:
+        yield "sft train would refuse these data; what follows is of whole rows, whatever their length:"
+        yield from (f"  {line}" for line in survey.refused.splitlines())
+
+
+def _files(survey: Survey) -> Iterator[str]:
+    """Training files, those of a source together and with their sum, then the sum of all, then held-out files."""
+    train = [counts for counts in survey.files if counts.part == "train"]
+    listed = []
+    for source in survey.sources or (None,):
+        files = [counts for counts in train if source is None or counts.source == source.source]
+        listed += files if source is None or len(files) == 1 else [*files, source]
+    listed += [survey.total] if len(train) > 1 else []
+    listed += [counts for counts in survey.files if counts.part != "train"]
+    header = ["file", "set", "rows", "samples", "tokens", "supervised", "p50", "p90", "p99", "longest"]
+    body = [
+        [
+            counts.name,
+            _set(counts),
+            *(f"{count:,}" for count in (counts.rows, counts.samples, counts.tokens)),
+            percent(counts.supervised, counts.tokens),
+            *(f"{length:,}" for length in (counts.p50, counts.p90, counts.p99, counts.longest)),
+        ]
+        for counts in listed
+    ]
+    yield from _table([header, *body], left=2)
+    losses = [line for counts in survey.files for line in _losses(counts)]
+    yield from losses or (["nothing is cut, dropped or skipped"] if survey.refused is None else [])
+
+
+def _set(counts: Counts) -> str:
+    """train, train.SOURCE where sources have names, or the held-out set: as the keys of a recipe have it."""
+    return counts.part if counts.source is None else f"{counts.part}.{counts.source}"
+
+
+def _losses(counts: Counts) -> Iterator[str]:
+    """What data.over_long and data.on_bad_row do to a file."""
+    name = counts.name if counts.part == "train" else f"{counts.name} ({counts.part})"
+    if counts.rows_windowed:
+        made = f"{counts.samples_windowed:,} windows of {_rows(counts.rows_windowed)}"
+        share = percent(counts.tokens_repeated, counts.tokens)
+        repeated = f"{counts.tokens_repeated:,} tokens ({share} of what is trained on)"
+        yield f"{name}: data.over_long makes {made}, which repeat {repeated}"
+    for verb, rows, tokens, supervised in (
+        ("cuts", counts.rows_cut, counts.tokens_cut, counts.supervised_cut),
+        ("drops", counts.rows_dropped, counts.tokens_dropped, counts.supervised_dropped),
+    ):
+        if tokens:
+            lost = percent(tokens, counts.full_tokens)
+            # Of windowed rows too some prompt may be cut; how many these are is not counted.
+            where = "" if verb == "cuts" and counts.rows_windowed else f" of {_rows(rows)}"
+            yield f"{name}: data.over_long {verb} {tokens:,} tokens ({lost} of all, {supervised:,} supervised){where}"
+    if counts.rows_skipped:
+        reasons = "; ".join(f"{count:,} x {visible(reason)}" for reason, count in counts.reasons[:_REASONS])
+        more = "; ..." if len(counts.reasons) > _REASONS else ""
+        yield f"{name}: data.on_bad_row skips {_rows(counts.rows_skipped)}: {reasons}{more}"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} {'row' if count == 1 else 'rows'}"
+
+
+def _lengths(total: Counts) -> Iterator[str]:
+    most = max(bucket.rows for bucket in total.histogram)
+    rows = [["from", "to", "rows", "", "tokens"]]
+    for bucket in total.histogram:
+        bar = "#" * -(-_BAR * bucket.rows // most)
+        span = [f"{bucket.at_least:,}", f"{bucket.below - 1:,}", f"{bucket.rows:,}"]
+        rows.append([*span, f"{bar:{_BAR}}", percent(bucket.tokens, total.full_tokens)])
+    yield from _table(rows, left=0)
+
+
+def _retention(survey: Survey) -> Iterator[str]:
+    """The points of the curve; those that hold no more than the one before are left out."""
+    points = survey.retention
+    shown = [p for p, before in zip(points, [None, *points], strict=False) if p.is_recipe or _holds_more(p, before)]
+    everything = points[-1]  # the last one holds the longest row
+    body = [
+        [
+            f"{point.seq_length:,}",
+            percent(point.rows, everything.rows),
+            percent(point.tokens, everything.tokens),
+            percent(point.supervised, everything.supervised),
+        ]
+        for point in shown
+    ]
+    lines = _table([["seq_length", "rows", "tokens", "supervised tokens"], *body], left=0)
+    marks = ["", *("   <- this recipe" if point.is_recipe else "" for point in shown)]
+    yield from (line + mark for line, mark in zip(lines, marks, strict=True))
+
+
+def _holds_more(point: Retention, before: Retention | None) -> bool:
+    return before is None or point.rows > before.rows
+
+
+def _roles(survey: Survey) -> Iterator[str]:
+    about = "" if survey.roles_exact else "~"
+    rows = [["role", "messages", "tokens", "mean", "supervised"]]
+    for role in survey.roles:
+        sizes = [f"{about}{role.tokens:,}", f"{about}{role.mean_tokens:,.1f}"]
+        rows.append([role.role, f"{role.messages:,}", *sizes, percent(role.supervised_share, 1)])
+    if survey.roles:
+        yield from _table(rows, left=1)
+    if survey.rows_of_tokens:
+        yield f"{_rows(survey.rows_of_tokens)} of ready tokens, without roles"
+
+
+def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
+    yield f"{facts.name}, {facts.vocab_size:,} ids"
+    yield f"masks are {MASKS[facts.masks]}"
+    end = f"turns end with {facts.end_of_turn} (id {facts.end_of_turn_id})"
+    if facts.eos is None:
+        yield f"{end}; the tokenizer names no end of sequence (eos)"
+    elif facts.eos_id == facts.end_of_turn_id:
+        yield f"{end}, which is also the tokenizer's end of sequence (eos)"
+    else:
+        yield f"{end}, but its end of sequence (eos) is {facts.eos} (id {facts.eos_id}): when generating, stop at both"
+    same = facts.eos_id is not None and facts.pad_id == facts.eos_id
+    yield f"padding is id {facts.pad_id}{', the same as eos: harmless here, no padding is supervised' if same else ''}"
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    """First what was found, then what was not."""
+    for finding in sorted(findings, key=lambda one: not one.count):
+        noun, predicate, why = _WORDS[finding.what]
+        noun = noun if finding.part == "train" else f"held-out {noun} ({finding.part})"
+        if not finding.count:
+            yield f"- no {noun} {predicate}"
+            continue
+        share = percent(finding.count, finding.total)
+        yield f"! {finding.count:,} of {finding.total:,} {noun} ({share}) {predicate}: {why}"
+        more = ", ..." if finding.count > len(finding.examples) else ""
+        places = f"{', '.join(place.replace(' ', _GLUE) for place in finding.examples)}{more}"
+        for line in textwrap.wrap(places, _WIDTH, break_long_words=False, break_on_hyphens=False):
+            yield f"    {line.replace(_GLUE, ' ')}"
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
+    """Columns two spaces apart, the first `left` of them flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            f"{cell:<{w}}" if i < left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
+    """Neighbouring pieces of one kind as one text, gaps in words."""
+    text, kind = "", False
+    for piece in pieces:
+        shown = f"\n[... {piece.tokens:,} tokens ...]\n" if piece.is_gap else visible(piece.text)
+        if piece.is_supervised != kind and text:
+            yield text, kind
+            text = ""
+        text, kind = text + shown, piece.is_supervised
+    if text:
+        yield text, kind
+
+
+def _piece(piece: tuple[str, bool], *, color: bool) -> str:
+    text, is_supervised = piece
+    if not color:
+        return f"[[{text}]]" if is_supervised else text
+    start = _GREEN if is_supervised else _DIM
+    return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in text.split("\n"))
+
+
+def _is_seen(letter: str) -> bool:
+    """Not a control, format, private or unassigned character, and no line or paragraph separator."""
+    return unicodedata.category(letter)[0] != "C" and letter not in "\u2028\u2029"
+
+
+def _escape(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,206 @@
+"""Plans as files: written once, looked at, compared, and followed by a run.
+
+Decides what a plan file holds: JSON lines, a header with everything the plan follows from, then a line per global
+batch with the sample ids of its packs.
+
+    {"format": "sft plan 1", "data": "9f2c...", "data.seq_length": 1024, ...}
+    {"epoch": 0, "batch": 0, "packs": [[3, 17], [4, 9, 1]]}
+
+A run that follows a file needs the same data, seq_length, doc_multiple and global_batch_size; the file stands in
+for seed, shuffle and mixture.  Does not make plans (`plan.py`).
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sft.config import Config
+from sft.data.corpus import Corpus
+from sft.data.packing.plan import VERSION, Plan, plan_of
+from sft.errors import ConfigError, DataError
+from sft.parallel.doc_padding import aligned
+
+FORMAT = "sft plan 1"
+_MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")
+
+
+def follows_from(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """Everything the order of the data follows from."""
+    shares = {
+        name: {"weight": source.weight, "epochs": source.epochs, "files": len(source.files)}
+        for name, source in config.data.sources.items()
+        if source.weight is not None or source.epochs is not None
+    }
+    file = Path(config.data.plan) if config.data.plan else None
+    return {
+        "data": corpus.digest,
+        "run.seed": config.run.seed,
+        "data.seq_length": config.data.seq_length,
+        "data.doc_multiple": config.data.doc_multiple,
+        "data.shuffle": config.data.shuffle,
+        "train.global_batch_size": config.train.global_batch_size,
+        "data.train": shares or None,
+        "data.plan": _digest(file) if file else None,
+        "planner": VERSION,
+    }
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"data.plan = {file} cannot be read: {error.strerror}.") from error
+
+
+def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[Plan], global_batch_size: int) -> None:
+    """Write the plans of epochs 0, 1, ... to `path`."""
+    lines: list[Any] = [{"format": FORMAT, **header}]
+    for epoch, plan in enumerate(plans):
+        for batch in range(plan.num_batches(global_batch_size)):
+            packs = [pack for pack in plan.batch(batch, global_batch_size) if pack]
+            lines.append({"epoch": epoch, "batch": batch, "packs": packs})
+    try:
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the plan cannot be written to {path}: {error.strerror}.") from error
+
+
+def replayed_plans(config: Config, corpus: Corpus) -> list[Plan] | None:
+    """The plans that data.plan names; None where the recipe names none."""
+    if config.data.plan is None:
+        return None
+    return read_plans(Path(config.data.plan), follows_from(config, corpus), corpus.lengths)
+
+
+def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> list[Plan]:
+    """The plans of a file, to be followed with data and sizes as in `header`.
+
+    Raises DataError where they do not belong together, or the file is not a plan that can be followed.
+    """
+    written, batches = _read(path)
+    other = [
+        f"{key} was {written.get(key)}, is {header[key]}" for key in _MUST_MATCH if written.get(key) != header[key]
+    ]
+    if other:
+        raise DataError(
+            f"the plan {path} was made for other data or sizes: {'; '.join(other)}.  "
+            f"Write it anew: sft data plan RECIPE --write {path}"
+        )
+    capacity, multiple = header["data.seq_length"], header["data.doc_multiple"]
+    epochs: list[list[list[int]]] = []
+    for place, epoch, packs in batches:
+        if epoch not in (len(epochs) - 1, len(epochs)):
+            raise DataError(f"{place}: epoch {epoch} after {len(epochs)} epochs; they come in order, from 0.")
+        if epoch == len(epochs):
+            epochs.append([])
+        elif len(epochs[epoch]) % header["train.global_batch_size"]:
+            raise DataError(f"{place}: the batch before is not full, and only the last of an epoch may be.")
+        for pack in packs:
+            _check(place, pack, lengths, capacity, multiple)
+        if len(packs) > header["train.global_batch_size"]:
+            raise DataError(f"{place}: {len(packs)} packs; a global batch has {header['train.global_batch_size']}.")
+        epochs[epoch] += packs
+    return [
+        plan_of(
+            np.array([i for pack in packs for i in pack], dtype=np.int64),
+            np.array([len(pack) for pack in packs]),
+            lengths,
+            capacity,
+            multiple,
+        )
+        for packs in epochs
+    ]
+
+
+def compare_plans(first: Path, second: Path) -> list[str]:
+    """What differs between two plan files; nothing where they plan the same.
+
+    Batches are compared as sets of samples: how a batch is packed changes no number of a run but its speed.
+    """
+    (header, left), (other, right) = _read(first), _read(second)
+    mine, theirs = _members(left), _members(right)
+    none: Counter[int] = Counter()
+    places = sorted({*mine, *theirs})
+    differ = [place for place in places if mine.get(place, none) != theirs.get(place, none)]
+    if header.get("data") != other.get("data"):  # sample 7 of one is not sample 7 of the other
+        return [f"made from other data: {header.get('data')} and {other.get('data')}"]
+    if not differ:
+        return []
+    moved = sum((mine.get(place, none) - theirs.get(place, none)).total() for place in differ)
+    epoch, batch = differ[0]
+    return [
+        f"first difference: epoch {epoch}, global batch {batch}, both counted from 0",
+        f"{len(differ):,} of {len(places):,} batches differ; {moved:,} samples of {first} are elsewhere in {second}",
+        *(
+            f"made from {key} {header.get(key)} and {other.get(key)}"
+            for key in dict.fromkeys([*header, *other])
+            if header.get(key) != other.get(key)
+        ),
+    ]
+
+
+def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
+    """Samples of each (epoch, batch)."""
+    found: dict[tuple[int, int], Counter[int]] = {}
+    counts: Counter[int] = Counter()
+    for _, epoch, packs in batches:
+        found[epoch, counts[epoch]] = Counter(i for pack in packs for i in pack)
+        counts[epoch] += 1
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[int]]]]]:
+    """Header, and place, epoch and packs of each batch."""
+    rows = _rows(path)
+    _, header = next(rows, ("", {}))
+    if header.get("format") != FORMAT:
+        raise DataError(f"{path} is not a plan: its first line has no format {FORMAT}.")
+    batches: list[tuple[str, int, list[list[int]]]] = []
+    for place, row in rows:
+        epoch: Any = row.get("epoch")
+        packs: Any = row.get("packs")
+        if type(epoch) is not int or epoch < 0 or not _are_packs(packs):
+            raise DataError(
+                f'{place}: expected a global batch, as in {{"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}}.'
+            )
+        batches.append((place, epoch, packs))
+    if not batches:
+        raise DataError(f"{path} has no global batch.")
+    return {key: value for key, value in header.items() if key != "format"}, batches
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}:{number}")
+                yield f"{path}:{number}", row
+    except OSError as error:
+        raise DataError(f"the plan {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not a plan: a line is no JSON object ({error}).") from error
+
+
+def _are_packs(packs: object) -> bool:
+    """At least one list of numbers."""
+    return (
+        isinstance(packs, list)
+        and bool(packs)
+        and all(isinstance(pack, list) and all(type(i) is int for i in pack) for pack in packs)
+    )
+
+
+def _check(place: str, pack: object, lengths: np.ndarray, capacity: int, multiple: int) -> None:
+    whole = isinstance(pack, list) and pack and all(type(i) is int and 0 <= i < len(lengths) for i in pack)
+    if not whole:
+        raise DataError(f"{place}: expected packs of sample numbers from 0 to {len(lengths) - 1}, none empty.")
+    assert isinstance(pack, list)
+    if (size := int(aligned(lengths[pack], multiple).sum())) > capacity:
+        raise DataError(f"{place}: a pack of {size} padded tokens; data.seq_length is {capacity}.")

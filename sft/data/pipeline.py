@@ -1,0 +1,82 @@
+"""The data of a run on this rank: what was prepared, in which order it comes, and this rank's part of it."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sft.console import Console
+from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from sft.data.corpus import Corpus, find_prepared, map_prepared
+from sft.data.loader import Loader
+from sft.data.packing.mixture import Mixture
+from sft.data.packing.plan import Plan
+from sft.data.packing.plan_files import follows_from, replayed_plans
+from sft.estimate.flops import attention_crossover
+from sft.mcore.process_groups import Groups, agree
+from sft.parallel import context_parallel
+from sft.parallel.layout import Layout, vocab_rows
+from sft.recipe.load import Recipe
+
+
+class Feed:
+    """Loaders of training and held-out data.  Making one is collective.
+
+    plan       what the order of the data follows from
+    ledgers    by set, how many rows became how many samples
+    num_steps  of the whole run
+    """
+
+    def __init__(self, recipe: Recipe, layout: Layout, place: Groups, console: Console) -> None:
+        self._recipe, self._layout, self._place, self._console = recipe, layout, place, console
+        config, data = recipe.config, recipe.config.data
+        tokenizer = load_tokenizer(data)
+        self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
+        self._corpus = self._prepared(data.train_files, tokenizer, data.train_names)
+        held_out = {name: self._prepared(files, tokenizer) for name, files in data.eval_sets.items()}
+        mixture = Mixture.of(data.sources, self._corpus.source_ids, self._corpus.lengths)
+        self.train = self._loader(self._corpus, tokenizer, mixture, replayed_plans(config, self._corpus))
+        self.held_out = {name: self._loader(found, tokenizer) for name, found in held_out.items()}
+        self.plan: dict[str, Any] = follows_from(config, self._corpus)
+        self.ledgers = {"train": self._corpus.report(), **{name: found.report() for name, found in held_out.items()}}
+        self.num_steps = config.train.num_steps or self.train.total_steps(config.train.num_epochs or 1)
+        if data.plan is not None:
+            self.train.locate(self.num_steps - 1)  # a plan that ends too early is refused now
+
+    def samples(self, step: int) -> list[int]:
+        """Numbers of the samples of a step, counted from 0, over all ranks."""
+        return [sample for pack in self.train.global_batch(step) for sample in pack]
+
+    def name(self, sample: int) -> str:
+        """`chat.jsonl:1841`"""
+        return self._corpus.name(sample)
+
+    def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
+        """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
+        config, how = self._recipe.config, f"sft data prepare {self._recipe.arguments}"
+        folders = agree(lambda: find_prepared(paths, config.data, tokenizer, Path(config.cache_dir), how=how))
+        corpus = map_prepared(paths, folders, config.data, names, how=how)
+        self._console.say(corpus.summary())
+        return corpus
+
+    def _loader(
+        self,
+        corpus: Corpus,
+        tokenizer: ChatTokenizer,
+        mixture: Mixture | None = None,
+        replayed: Sequence[Plan] | None = None,
+    ) -> Loader:
+        config = self._recipe.config
+        return Loader(
+            corpus,
+            data=config.data,
+            layout=self._layout,
+            seed=config.run.seed,
+            dp_rank=self._place.dp_rank,
+            pad_id=tokenizer.pad_id,
+            reduction=config.loss.reduction,
+            crossover=attention_crossover(config.model),
+            mixture=mixture,
+            replayed=replayed,
+            local_indices=partial(context_parallel.local_indices, cp_size=self._layout.cp, cp_rank=self._place.cp_rank),
+        )

@@ -1,0 +1,82 @@
+"""A folder that is whole or not there: written under a temporary name beside its own, renamed at the end.
+
+Also which small files go along with weights.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sft.atomic_files import flush
+from sft.console import size
+from sft.errors import CheckpointError
+
+# Beside config.json.  Weights of other formats, and code, stay behind.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+_SPARE = 16 << 20  # indexes, headers and companions
+
+
+@contextmanager
+def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
+    """An empty folder to write into, which is `target` when the block ends without an error, and gone otherwise.
+
+    num_bytes: of what will be in it, about
+    Raises CheckpointError where the target exists, or the disk has no room; also for errors of the disk in the block.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
+    parent = target.absolute().parent
+    written = parent / f"{target.name}.tmp-{secrets.token_hex(4)}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(parent).free
+        if free < num_bytes + _SPARE:
+            raise CheckpointError(
+                f"{target} takes {size(num_bytes)}, and {parent} has {size(free)} left; nothing was written."
+            )
+        written.mkdir()
+        yield written
+        for folder, _, names in os.walk(written, topdown=False):
+            for name in names:
+                flush(Path(folder, name))
+            flush(Path(folder))
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} was made by somebody else meanwhile; nothing was written.")
+        os.rename(written, target)
+        flush(parent)
+    except OSError as error:
+        shutil.rmtree(written, ignore_errors=True)
+        raise CheckpointError(f"{target} was not written: {error}.") from error
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy what belongs to a model beside its weights; their names."""
+    found = []
+    for pattern in COMPANIONS:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file():  # or a link to one: downloads are kept as links
+                name = path.relative_to(source)
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target / name)
+                found.append(str(name))
+    return found

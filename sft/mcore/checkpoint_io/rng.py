@@ -1,0 +1,62 @@
+"""The state of every random number generator of this rank, in Megatron-LM's form.
+
+Nothing random happens in a step today (no dropout), but a generator that is not restored is the kind of thing that
+goes unnoticed the day something does.  A state belongs to a place in the layout; on another layout there is nothing
+to restore, and generators start from the seed.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from sft.mcore.process_groups import Groups
+
+KEY = "rng_state"
+
+
+def describe(groups: Groups) -> ShardedObject:
+    """One object a (pipeline, tensor) position: the states of its data- and context-parallel ranks, in order.
+
+    Collective.  Megatron-LM reads the first, or with --data-parallel-random-init each rank its own.
+    """
+    group = groups.collection.dp_cp
+    states: list[Any] = [None] * group.size()
+    dist.all_gather_object(states, _state(), group=group)
+    return _object(groups, states)
+
+
+def key_of(groups: Groups) -> str:
+    """What the object of this rank's position is called in a checkpoint of the same layout."""
+    name: str = _object(groups, None).unique_key
+    return name
+
+
+def restore(groups: Groups, states: list[dict[str, Any]]) -> None:
+    """Set every generator of this rank from what `describe` gathered; a single state (Megatron-LM's way) is for all."""
+    state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _object(groups: Groups, states: Any) -> ShardedObject:
+    collection = groups.collection
+    shape = (collection.pp.size(), collection.tp.size())
+    return ShardedObject(KEY, states, shape, (groups.pp_rank, groups.tp_rank), replica_id=collection.dp_cp.rank())

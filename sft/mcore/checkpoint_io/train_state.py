@@ -1,0 +1,296 @@
+"""The trainer's state <-> a checkpoint in Megatron's torch_dist format.
+
+A folder written here holds the model under Megatron-LM's own keys, the optimizer's tensors under those of its fully
+reshardable form (so any tp, cp, pp, dp, and either optimizer, can read them), generators, and one dictionary of plain
+values.  Decides what is in it; how bytes get there is `torch_dist_files.py`, how an optimizer's tensors are cut
+`optimizer_shards.py`; which folder, when, and which is the latest is the business of `sft.checkpoint`.
+"""
+
+import io
+import json
+from argparse import Namespace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from sft.atomic_files import flush
+from sft.config import ModelConfig
+from sft.errors import CheckpointError, StorageError
+from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
+from sft.mcore.engine import Engine
+from sft.mcore.model import sharded_tensors
+from sft.mcore.process_groups import agree, exchange
+from sft.parallel.layout import padded_vocab_size
+
+CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
+COMMON = "common.pt"  # where every core up to 0.18 keeps plain values; later ones look there first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank's part of a checkpoint, and the plain values that rank 0 writes.
+
+    It refers to the living tensors: write it before the next step, or take copies.
+    """
+
+    part: torch_dist_files.Part
+    common: dict[str, Any]
+
+    def copied(self, copies: torch_dist_files.Copies, group: dist.ProcessGroup) -> "Snapshot":
+        """Collective over `group`: where one rank has no memory for it, all raise StorageError."""
+
+        def copy() -> None:
+            try:
+                made.extend(copies.of(self.part.shards))
+            except (RuntimeError, MemoryError) as error:
+                raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
+
+        made: list[Any] = []
+        exchange(copy, group)
+        return replace(self, part=replace(self.part, shards=made))
+
+
+def snapshot(engine: Engine, plain: dict[str, Any]) -> Snapshot:
+    """What this rank is to write: all of the engine's state, and `plain` (JSON-like values).  Collective."""
+    model = _model_state(engine)
+    held = list(optimizer_shards.held(engine.optimizer))
+    main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
+    tensors = [*sharded_tensors(model), *optimizer_shards.sharded(held, model, main=main)]
+    objects = [*_objects(model), rng.describe(engine.groups)]
+    part = torch_dist_files.part_of_rank(tensors, objects, engine.groups.collection.dp_cp)
+    return Snapshot(part=part, common=_common(engine, plain))
+
+
+def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
+
+    The files are complete, and on the disk, when it returns, but nothing says so yet.  Raises StorageError or
+    OSError, on all ranks.
+    """
+    torch_dist_files.write(taken.part, folder, group)
+    agree(lambda: write_common(taken.common, folder), group)
+
+
+def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
+    """Both at once."""
+    write(snapshot(engine, plain), folder)
+
+
+def load(engine: Engine, folder: Path) -> dict[str, Any]:
+    """Read model, optimizer, schedule and generators into `engine`; return the plain values.  Collective.
+
+    Generators are left as they are where the checkpoint is of another layout, or has none.
+    Raises CheckpointError where the folder does not hold what this model needs.
+    """
+    reader = safe_reader.Reader(folder)
+    common, there = safe_reader.common_state(reader), safe_reader.tensors(reader)
+    model = _model_state(engine)
+    held = list(optimizer_shards.held(engine.optimizer))
+    # An fp32 run without the distributed optimizer has no weights but the model's own.
+    main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in there)), "")
+    wanted = optimizer_shards.sharded(held, model, main=main)
+    step = _stored_step(common, folder)
+    _check_shapes([*sharded_tensors(model), *wanted], there, folder)
+    _read_model(engine, model, reader)
+    torch_dist_files.read(wanted, reader)
+    if engine.config.run.fp8 == "delayed":
+        fp8_state.restore([chunk.module for chunk in engine.chunks], model, engine.core_config, reader)
+    optimizer_shards.set_step(engine.optimizer, step)
+    _set_schedule(engine, int(common["iteration"]))
+    key = rng.key_of(engine.groups)
+    if is_same_layout(engine, common) and key in safe_reader.objects(reader):
+        stored: dict[str, Any] = {key: None}
+        safe_reader.load(stored, reader)
+        rng.restore(engine.groups, stored[key][0])
+    return common
+
+
+def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
+    """Whether every rank stands where one stood that wrote the checkpoint with these plain values."""
+    before, now = common.get("args"), _arguments(engine, 0)
+    kinds = ("tensor_model", "pipeline_model", "context", "data", "expert_model", "expert_tensor")
+    sizes = [f"{kind}_parallel_size" for kind in kinds]
+    return all(getattr(before, size, 1) == getattr(now, size) for size in sizes)
+
+
+def load_weights(engine: Engine, folder: Path) -> None:
+    """Read the model only; moments, schedule and step stay those of a new run.  Collective."""
+    model, reader = _model_state(engine), safe_reader.Reader(folder)
+    _check_shapes(list(sharded_tensors(model)), safe_reader.tensors(reader), folder)
+    _read_model(engine, model, reader)
+    engine.optimizer.reload_model_params()
+
+
+def is_finite(engine: Engine) -> bool:
+    """Whether every weight of this rank is a number, copies of other ranks' among them."""
+    return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
+
+
+def _model_state(engine: Engine) -> dict[str, Any]:
+    """One entry per model chunk, named as Megatron-LM names them."""
+    names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
+    form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it
+    return {n: chunk.module.sharded_state_dict(metadata=dict(form)) for n, chunk in zip(names, engine.chunks)}
+
+
+def _form(engine: Engine) -> dict[str, Any]:
+    """How tensors are described, by the names under which core looks for it in a checkpoint."""
+    form: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if engine.config.parallel.distributed_optimizer:
+        form["distrib_optim_sharding_type"] = "fully_reshardable"
+    return form
+
+
+def _objects(state: Any) -> list[ShardedObject]:
+    """What modules keep beside their tensors (Transformer Engine's scaling factors)."""
+    if isinstance(state, ShardedObject):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [found for value in values for found in _objects(value)]
+
+
+def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
+    """The plain values, as Megatron-LM looks for them."""
+    return {
+        "args": _arguments(engine, plain.get("iteration", 0)),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "content_metadata": _form(engine),
+        "optimizer": optimizer_shards.plain_form(engine.optimizer, engine.layout.ep),
+        "opt_param_scheduler": _schedule(engine),
+        **plain,
+    }
+
+
+def _arguments(engine: Engine, step: int) -> Namespace:
+    """The command line that Megatron-LM compares with its own before it goes on from a checkpoint."""
+    config, layout = engine.config, engine.layout
+    return Namespace(
+        **model_arguments(
+            config.model,
+            padded_vocab_size=padded_vocab_size(engine.vocab_size, layout.tp),
+            positions=config.data.seq_length,
+            bf16=config.run.precision == "bf16",
+        ),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        data_parallel_size=layout.dp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        world_size=layout.world_size,
+        sequence_parallel=layout.sequence_parallel,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        data_parallel_random_init=False,
+        no_save_optim=False,
+        no_save_rng=False,
+        micro_batch_size=1,
+        global_batch_size=layout.global_batch_size,
+        consumed_train_samples=step * layout.global_batch_size,
+    )
+
+
+def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
+    """The part of that command line which says what the model is.
+
+    positions: the longest sequence that it is meant for, in tokens
+    """
+    return dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.resolved_query_groups,
+        group_query_attention=model.resolved_query_groups != model.num_attention_heads,
+        kv_channels=model.resolved_head_dim,
+        qk_layernorm=model.qk_norm,
+        add_qkv_bias=model.qkv_bias,
+        add_bias_linear=False,
+        add_position_embedding=True,  # Megatron-LM's default, which it leaves as it is for rotary positions
+        position_embedding_type="rope",
+        rotary_base=model.rope.base,
+        norm_epsilon=model.norm_epsilon,
+        swiglu=True,
+        normalization="RMSNorm",
+        untie_embeddings_and_output_weights=not model.tie_embeddings,
+        padded_vocab_size=padded_vocab_size,
+        seq_length=positions,
+        max_position_embeddings=positions,
+        bf16=bf16,
+        ckpt_format="torch_dist",
+        **_expert_arguments(model),
+    )
+
+
+def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    if moe.num_experts is None:
+        return {"num_experts": None}
+    return dict(
+        num_experts=moe.num_experts,
+        moe_ffn_hidden_size=model.resolved_expert_ffn,
+        moe_router_topk=moe.top_k,
+        moe_router_pre_softmax=not moe.normalize_top_k,
+    )
+
+
+def _schedule(engine: Engine) -> dict[str, Any]:
+    """Megatron-LM counts its schedule in samples, which here are packs."""
+    counted = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "wsd_decay_steps")
+    packs = engine.layout.global_batch_size
+    stored: dict[str, Any] = engine.scheduler.state_dict()
+    return {key: value * packs if key in counted and value is not None else value for key, value in stored.items()}
+
+
+def _set_schedule(engine: Engine, step: int) -> None:
+    engine.scheduler.num_steps = 0
+    engine.scheduler.step(step)
+
+
+def _stored_step(common: dict[str, Any], folder: Path) -> int:
+    """Adam's step.  Megatron-LM's default form keeps an optimizer by rank, which no other layout can read."""
+    plain = common.get("optimizer")
+    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "fully_reshardable")
+    try:
+        if plain is None or form != "fully_reshardable":
+            raise KeyError(form)
+        return optimizer_shards.stored_step(plain)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} holds no optimizer that can be continued here (found {form if plain else 'none'}).  Megatron-LM "
+            f"writes one with --dist-ckpt-optim-fully-reshardable; model.init_from={folder} takes the weights alone."
+        ) from error
+
+
+def _check_shapes(wanted: list[Any], there: dict[str, Any], folder: Path) -> None:
+    """Name what is missing or of another shape, which a failed read does not."""
+    problems = {}
+    for shard in wanted:
+        if shard.key not in there:
+            problems[shard.key] = "not there"
+        elif there[shard.key][0] != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
+            problems[shard.key] = f"{there[shard.key][0]} there, {tuple(shard.global_shape)} here"
+    if problems:
+        shown = [f"{key}: {what}" for key, what in sorted(problems.items())[:5]]
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(shown)}{more}.")
+
+
+def _read_model(engine: Engine, model: dict[str, Any], reader: safe_reader.Reader) -> None:
+    """In place.  Objects of modules are the business of `fp8_state.py`: without fp8 they say nothing."""
+    torch_dist_files.read_shared(list(sharded_tensors(model)), reader, engine.groups.collection.dp_cp)
+
+
+def write_common(common: dict[str, Any], folder: Path) -> None:
+    """The files beside the tensors, for the disk to hold: plain values, and Megatron's mark of the format."""
+    stream = io.BytesIO()  # torch makes something else than an OSError of a full disk
+    torch.save(common, stream)
+    (folder / COMMON).write_bytes(stream.getvalue())
+    config = {**asdict(CheckpointingConfig("torch_dist")), "common_backend": "torch", "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(config), encoding="ascii")
+    for name in (COMMON, "metadata.json"):
+        flush(folder / name)

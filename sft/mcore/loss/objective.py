@@ -1,0 +1,173 @@
+"""What is minimised: which tokens, with what weights, and the terms of a token's loss.
+
+    loss of a token = weight * (-log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
+
+with lse the log-sum-exp of its scores: pulled towards 0, it keeps the scores of a long run from drifting.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sft.batch import Microbatch
+from sft.config import LossConfig
+from sft.mcore.device import send
+from sft.mcore.loss.vocab_parallel import wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The supervised tokens of a microbatch on this rank.
+
+    rows     int64 [n], increasing: where they stand among the rank's tokens
+    labels   int64 [n], each a token of the vocabulary
+    weights  float32 [n], above 0
+    """
+
+    rows: Tensor
+    labels: Tensor
+    weights: Tensor
+
+    @staticmethod
+    def of(microbatch: Microbatch, device: torch.device) -> "Targets":
+        """Chosen on the CPU, where the microbatch is: a GPU would have to be waited for."""
+        weights = microbatch.loss_weights.flatten()
+        rows = weights.nonzero().squeeze(-1)
+        chosen = rows, microbatch.labels.flatten()[rows], weights[rows]
+        rows, labels, weights = (send(part, device) for part in chosen)
+        return Targets(rows=rows, labels=labels, weights=weights)
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStatistics:
+    """Of n rows of scores over the whole vocabulary, float32 (float64 of float64 scores), each [n].
+
+    logprob  log p(label)
+    lse      log-sum-exp of the scores
+    entropy  in nats
+    correct  1 where no score is above the label's, 0 elsewhere; has no gradient
+    lse and entropy are None where nobody asked; `softmax.statistics` always gives lse.
+    """
+
+    logprob: Tensor
+    lse: Tensor | None
+    entropy: Tensor | None
+    correct: Tensor
+
+    @staticmethod
+    def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
+        """Room for the statistics of `num_rows` rows of scores like those; parts of it may be assigned."""
+        logprob, lse, correct, *rest = like.new_empty((4 if entropy else 3, num_rows), dtype=wide(like.dtype))
+        return RowStatistics(logprob=logprob, lse=lse, entropy=rest[0] if entropy else None, correct=correct)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "RowStatistics":
+        """`change` of each column that is there."""
+        lse, entropy = (None if x is None else change(x) for x in (self.lse, self.entropy))
+        return RowStatistics(logprob=change(self.logprob), lse=lse, entropy=entropy, correct=change(self.correct))
+
+    def __getitem__(self, part: slice) -> "RowStatistics":
+        return self.map(lambda column: column[part])
+
+    def __setitem__(self, part: slice, rows: "RowStatistics") -> None:
+        for mine, theirs in zip(self.columns, rows.columns):
+            if mine is not None and theirs is not None:
+                mine[part] = theirs
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """In the order of `slopes`; what an autograd.Function can return and save."""
+        return self.logprob, self.lse, self.entropy, self.correct
+
+    def without_gradient(self, loss: LossConfig) -> list[Tensor]:
+        """The columns that no objective depends on."""
+        return [self.correct] + ([self.entropy] if self.entropy is not None and not loss.entropy_coef else [])
+
+    @staticmethod
+    def of(columns: Iterable[Tensor | None]) -> "RowStatistics":
+        """The inverse of `columns`."""
+        logprob, lse, entropy, correct = columns
+        assert logprob is not None and correct is not None
+        return RowStatistics(logprob=logprob, lse=lse, entropy=entropy, correct=correct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """What one call of the loss head gives.
+
+    objective  float64 scalar, with gradient: the sum over the supervised tokens
+    rows       of each supervised token, without gradient
+    """
+
+    objective: Tensor
+    rows: RowStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slopes:
+    """The gradient of any function of (logprob, lse, entropy) with respect to the scores z of a row, p = softmax(z):
+
+        d/dz_j = softmax * p_j + surprise * p_j * log p_j + label * [j is the label]
+
+    Each [n]; `surprise` is None where the entropy has no part in it.
+    """
+
+    softmax: Tensor
+    surprise: Tensor | None
+    label: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Slopes":
+        """`change` of each column that is there."""
+        surprise = None if self.surprise is None else change(self.surprise)
+        return Slopes(softmax=change(self.softmax), surprise=surprise, label=change(self.label))
+
+    def __getitem__(self, part: slice) -> "Slopes":
+        return self.map(lambda column: column[part])
+
+
+def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
+    """Sum of the tokens' losses, float64 scalar."""
+    per_token = -rows.logprob
+    if loss.z_loss_coef:
+        assert rows.lse is not None
+        per_token = per_token + loss.z_loss_coef * rows.lse.square()
+    if loss.entropy_coef:
+        assert rows.entropy is not None
+        per_token = per_token - loss.entropy_coef * rows.entropy
+    return (weights * per_token).sum(dtype=torch.float64)
+
+
+def objective_slopes(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Slopes:
+    """The slopes of `objective`, for an upstream gradient of 1.
+
+    d(-logprob) = p - onehot,  d lse^2 = 2 lse p,  d entropy = -p (log p + entropy)
+    """
+    weights = weights.to(rows.logprob.dtype)
+    softmax, surprise = weights, None
+    if loss.z_loss_coef:
+        assert rows.lse is not None
+        softmax = softmax + 2 * loss.z_loss_coef * weights * rows.lse
+    if loss.entropy_coef:
+        assert rows.entropy is not None
+        surprise = loss.entropy_coef * weights
+        softmax = softmax + surprise * rows.entropy
+    return Slopes(softmax=softmax, surprise=surprise, label=-weights)
+
+
+def slopes(
+    rows: RowStatistics, of_logprob: Tensor | None, of_lse: Tensor | None, of_entropy: Tensor | None, *_: Tensor | None
+) -> Slopes:
+    """From upstream gradients of logprob, lse and entropy, None standing for zeros; `correct` has no gradient."""
+    zeros = torch.zeros_like(rows.logprob)
+    label = zeros if of_logprob is None else of_logprob
+    softmax = (zeros if of_lse is None else of_lse) - label
+    surprise = None
+    if of_entropy is not None:
+        assert rows.entropy is not None
+        surprise = -of_entropy
+        softmax = softmax - of_entropy * rows.entropy
+    return Slopes(softmax=softmax, surprise=surprise, label=label)

@@ -1,0 +1,141 @@
+"""The two passes of `by_torch.py` in Triton, taken on CUDA: one program per row, which reads it once.
+
+`row_sums` keeps a running maximum and rescales what it has summed when that grows; `score_gradient` may write
+over the scores, as every element is read and written by the same program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.mcore.loss.objective import Slopes
+from sft.mcore.loss.vocab_parallel import wide
+
+_BLOCK = 4096  # columns at a time
+_WARPS = 8
+
+
+def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
+    """See `by_torch.row_sums`."""
+    sums = scores.new_empty((4 if entropy else 3, scores.shape[0]), dtype=wide(scores.dtype))
+    if scores.shape[0]:
+        block = min(_BLOCK, triton.next_power_of_2(scores.shape[1]))
+        _row_sums[(scores.shape[0],)](
+            scores,
+            scores.stride(0),
+            local,
+            num_real,
+            sums,
+            sums.stride(0),
+            ENTROPY=entropy,
+            WIDE=tl.float64 if sums.dtype == torch.float64 else tl.float32,
+            BLOCK=block,
+            num_warps=_WARPS,
+        )
+    return sums
+
+
+def score_gradient(
+    scores: Tensor, local: Tensor, num_real: int, logprob: Tensor, lse: Tensor, slopes: Slopes, out: Tensor
+) -> None:
+    """See `by_torch.score_gradient`."""
+    if scores.shape[0] == 0:
+        return
+    surprise = slopes.softmax if slopes.surprise is None else slopes.surprise  # not read where it is None
+    _score_gradient[(scores.shape[0],)](
+        scores,
+        scores.stride(0),
+        out,
+        out.stride(0),
+        local,
+        num_real,
+        scores.shape[1],
+        logprob.contiguous(),
+        lse.contiguous(),
+        slopes.softmax.contiguous(),
+        surprise.contiguous(),
+        slopes.label.contiguous(),
+        SURPRISE=slopes.surprise is not None,
+        WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(scores.shape[1])),
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def _row_sums(  # type: ignore[no-untyped-def]
+    scores,
+    stride,
+    local,
+    num_real,
+    sums,
+    sums_stride,
+    ENTROPY: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    base = scores + row * stride
+    largest = tl.full((), float("-inf"), WIDE)
+    total = tl.full((), 0.0, WIDE)
+    moment = tl.full((), 0.0, WIDE)
+    for start in range(0, num_real, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = tl.load(base + columns, mask=columns < num_real, other=float("-inf")).to(WIDE)
+        new = tl.maximum(largest, tl.max(z, 0))
+        # Sums so far were taken from `largest`; the first block has none, and -inf - new must not meet them.
+        shift = tl.where(total > 0, largest - new, 0.0)
+        scale = tl.exp(shift)
+        away = z - new
+        powers = tl.exp(away)
+        if ENTROPY:
+            moment = scale * (moment + total * shift) + tl.sum(tl.where(columns < num_real, powers * away, 0.0), 0)
+        total = total * scale + tl.sum(powers, 0)
+        largest = new
+    label = tl.load(local + row)
+    own = (label >= 0) & (label < num_real)
+    picked = tl.load(base + label, mask=own, other=0.0).to(WIDE)
+    tl.store(sums + row, largest)
+    tl.store(sums + sums_stride + row, total)
+    tl.store(sums + 2 * sums_stride + row, picked)
+    if ENTROPY:
+        tl.store(sums + 3 * sums_stride + row, moment)
+
+
+@triton.jit
+def _score_gradient(  # type: ignore[no-untyped-def]
+    scores,
+    stride,
+    out,
+    out_stride,
+    local,
+    num_real,
+    num_columns,
+    logprob,
+    lse,
+    softmax,
+    surprise,
+    label,
+    SURPRISE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    base = scores + row * stride
+    norm = tl.load(lse + row)
+    slope = tl.load(softmax + row)
+    on_label = tl.load(label + row)
+    exact = tl.load(logprob + row)  # not score - lse: near 0 that would be two large numbers' difference
+    target = tl.load(local + row)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        real = columns < num_real
+        logprobs = tl.load(base + columns, mask=real, other=0.0).to(WIDE) - norm
+        logprobs = tl.where(columns == target, exact, logprobs)
+        g = tl.exp(logprobs) * slope
+        if SURPRISE:
+            g += tl.exp(logprobs) * logprobs * tl.load(surprise + row)
+        g += tl.where(columns == target, on_label, 0.0)
+        g = tl.where(real, g, 0.0)
+        tl.store(out + row * out_stride + columns, g.to(out.dtype.element_ty), mask=columns < num_columns)

@@ -1,0 +1,126 @@
+"""AdamW, gradient clipping and the learning-rate schedule: megatron-core's own, but for the norm of the gradient.
+
+Step numbers count from 1: the first update already has a learning rate, the last one has min_lr.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn.utils import get_total_norm
+
+from sft.config import Config, OptimConfig
+from sft.errors import ConfigError
+from sft.mcore.optimizer import offload
+
+
+def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """AdamW over the chunks of this rank; biases and norms without weight decay."""
+    optim = config.optim
+    bf16 = config.run.precision == "bf16"
+    core = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.epsilon,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+    if optim.offload_fraction:
+        offload.offload(core, optim.offload_fraction)
+    optimizer = get_megatron_optimizer(
+        core, chunks, config_overrides=get_standard_config_overrides(core), use_gloo_process_groups=False
+    )
+    if optim.offload_fraction:
+        offload.settle(optimizer)
+    offload.fuse(optimizer)
+    return optimizer
+
+
+def update(optimizer: MegatronOptimizer, here: torch.device) -> float:
+    """Clip and step, unless the norm of the gradient is not finite; the norm before clipping.  Collective.
+
+    Core's `step` would divide all gradients by that norm, and so make every weight a NaN.  And where Transformer Engine
+    is not installed, its norm waits for the GPU once for each weight.
+    """
+    optimizer.prepare_grads()
+    norm = _norm(optimizer, here)
+    if math.isfinite(norm):
+        for part in offload.parts(optimizer):
+            core, params = part.config, part.get_parameters()
+            if core.clip_grad and params:
+                decoupled = core.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(params, core.clip_grad, norm, decoupled)
+        optimizer.step_with_ready_grads()
+    return norm
+
+
+def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
+    """Of the gradient of all ranks as one vector, fp32.  A GPU is waited for once."""
+    total = torch.zeros((), dtype=torch.float64, device=here)
+    for part in offload.parts(optimizer):  # with experts there are two, whose weights are shared by other ranks
+        gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
+        own = gradients()
+        square = get_total_norm(own).to(here, torch.float64).square() if own else torch.zeros_like(total)
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total += square
+    return math.sqrt(total.item())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Steps of warm-up, of final decay (wsd) and in all."""
+
+    num_steps: int
+    warmup_steps: int
+    wsd_decay_steps: int
+
+    @staticmethod
+    def resolve(optim: OptimConfig, num_steps: int) -> "Schedule":
+        """Fractions of the run -> steps.  Raises ConfigError when warm-up leaves nothing to train with.
+
+        num_steps 100, warmup_fraction 0.03, wsd_decay_fraction 0.1 -> warm-up 3, decay 10
+        """
+        warmup = optim.warmup_steps or math.ceil((optim.warmup_fraction or 0.0) * num_steps)
+        if warmup and warmup >= num_steps:
+            raise ConfigError(
+                f"warm-up of {warmup} steps does not fit a run of {num_steps} steps: the peak learning rate would "
+                f"never be used.  optim.warmup_steps below {num_steps} works."
+            )
+        decay = max(1, round(optim.wsd_decay_fraction * num_steps))
+        return Schedule(num_steps=num_steps, warmup_steps=warmup, wsd_decay_steps=min(decay, num_steps - warmup))
+
+
+def build_scheduler(optim: OptimConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
+    """Sets lr and weight decay on the optimizer's groups; `step(1)` belongs before each update."""
+    schedule = Schedule.resolve(optim, num_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=schedule.num_steps,
+        lr_decay_style="WSD" if optim.schedule == "wsd" else optim.schedule,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=schedule.num_steps,
+        wd_incr_style="constant",
+        wsd_decay_steps=schedule.wsd_decay_steps,
+        lr_wsd_decay_style="linear",
+    )

@@ -1,0 +1,176 @@
+"""Layout -> process groups, handed on as a value.
+
+The only place that touches megatron-core's `parallel_state`.  Core still reads its globals here and there, so
+they are initialised from the same Layout and the two can never disagree.
+"""
+
+import datetime
+import importlib.util
+import os
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from sft.errors import ConfigError, SftError
+from sft.parallel.layout import ETP_NEEDS_NCCL, Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Where this process stands in the layout, and its groups."""
+
+    collection: ProcessGroupCollection  # what megatron-core's constructors take
+    device: torch.device
+    rank: int
+    dp_rank: int
+    cp_rank: int
+    tp_rank: int
+    pp_rank: int
+    control: dist.ProcessGroup  # all ranks, by way of the CPU: small questions, which do not queue behind a GPU's work
+    saving: dist.ProcessGroup  # the same for the thread that saves, which talks while the main thread does
+    ep_rank: int = 0
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        return self.collection.cp
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.collection.tp
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.collection.pp.size() - 1
+
+    @property
+    def reports(self) -> bool:
+        """One rank of each (dp, cp) position holds the loss of that position: last stage, first of tp."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> Groups:
+    """Join the process group torchrun describes in the environment and build every group of `layout`.
+
+    A process started alone, without torchrun, is a world of one.
+    """
+    if device.type == "cpu" and layout.etp > 1:  # run.device = auto, which no check of a recipe sees through
+        raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
+    _allow_descriptors()
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
+        context_parallel_size=layout.cp,
+        **_two_levels(layout),
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,  # nothing of ours uses them, and each takes a descriptor for every rank
+        distributed_timeout_minutes=max(1, timeout_s // 60),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Groups(
+        collection=ProcessGroupCollection.use_mpu_process_groups(),
+        device=device,
+        rank=dist.get_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
+        saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
+    )
+
+
+def _two_levels(layout: Layout) -> dict[str, Any]:
+    """For cp_comm a2a+p2p, whose groups Transformer Engine takes as [all-to-all, ring].
+
+    Neighbours exchange heads: of cp 4 by 2, ranks 0 1 2 3 in order of cp are [0, 1] [2, 3] and rings [0, 2] [1, 3].
+    """
+    # Core cuts them by einops, which it does not require.  Transformer Engine does: without, nobody asks for them.
+    if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:
+        return {}
+    return {"hierarchical_context_parallel_sizes": [layout.cp_a2a, layout.cp // layout.cp_a2a]}
+
+
+def _allow_descriptors() -> None:
+    """A group over the CPU takes a descriptor for every rank in it, and many systems begin with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def stop() -> None:
+    """Leave every group, the world included, and end their threads (gloo keeps some per group)."""
+    parallel_state.destroy_model_parallel()
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # the one kind that core leaves behind
+    dist.destroy_process_group()
+
+
+def agree(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What `decide()` returns on rank 0, on every rank; what it raises there, every rank raises.  Collective.
+
+    For decisions about files, which other nodes may see later than rank 0.  `group`: another one of all ranks.
+    """
+    answer: list[Any] = [None, None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        answer[0], error = _attempt(decide)
+        answer[1] = _sent(error)
+    dist.broadcast_object_list(answer, group=group)
+    if error or answer[1] is not None:
+        raise error or answer[1]
+    result: T = answer[0]
+    return result
+
+
+def exchange(tell: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `tell()` returns on each rank, in order of rank, on every rank.  Collective over all ranks (`group`).
+
+    What it raises on one rank, every rank raises: nobody waits for one that has given up.
+    """
+    value, error = _attempt(tell)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (value, _sent(error)), group=group)
+    failed = [sent for _, sent in answers if sent is not None]
+    if error or failed:
+        raise error or failed[0]
+    return [told for told, _ in answers]
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _sent(error: Exception | None) -> Exception | None:
+    """What the other ranks get to see of it: the error itself where it is one that a user can cause."""
+    if error is None or isinstance(error, SftError | OSError):
+        return error
+    return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+
+
+def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """The largest over all ranks at each place.  Collective; a third of a millisecond."""
+    found = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found.tolist()

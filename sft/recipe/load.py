@@ -1,0 +1,302 @@
+"""Text -> Config: a YAML file and dotted overrides, every mistake reported at once with file and line.
+
+Decides how a recipe is put together and how a mistake in it is told.  How a value is spelled is `yaml.py`,
+what a recipe may say is `config/`.
+
+Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
+typed, relative to the current directory, wherever the recipe lies.
+"""
+
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from sft.config import Config, Conflict, listed, yaml
+from sft.config.keys import (
+    NAMED,
+    OPEN,
+    expected,
+    hint,
+    in_schema,
+    is_source,
+    keys_of,
+    leaves,
+    named,
+    nearest,
+    sections,
+    show,
+    takes_list,
+    unknown,
+    values,
+)
+from sft.config.yaml import Pairs
+from sft.errors import ConfigError
+from sft.hf.keys import model_keys
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_MAX_BYTES = 1 << 20  # a recipe is a page; more than this is a data file given by mistake
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from.  As text: `a.yaml, line 12`, `command line: parallel.cp=4`, `default`."""
+
+    kind: Literal["file", "command line", "default", "derived"]
+    file: str | None = None
+    line: int | None = None
+    text: str | None = None  # the override as typed, or what the value is derived from
+
+    def __str__(self) -> str:
+        if self.kind == "file":
+            return f"{self.file}, line {self.line}"
+        return self.kind if self.text is None else f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A validated recipe and, for every dotted key, where its value came from."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    path: str
+
+    @property
+    def arguments(self) -> str:
+        """What a shell would be told to get this recipe again: `a.yaml parallel.cp=4`."""
+        typed = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
+        return shlex.join([self.path, *dict.fromkeys(typed)])
+
+
+def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the file `path` with overrides such as `parallel.cp=4`, `data.train=[a.jsonl, b.jsonl]`.
+
+    Raises ConfigError listing everything that is wrong with the file and the overrides.
+    """
+    return parse_recipe(_read(path), path, overrides)
+
+
+def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The same from the text itself; `path` is what errors and origins call it.
+
+    parse_recipe("optim: {lr: 1e-5} ...", "a.yaml", ["parallel.cp=4"])
+    .config.optim.lr -> 1e-05           .origins["optim.lr"]    -> a.yaml, line 1
+    .config.parallel.cp -> 4            .origins["parallel.cp"] -> command line: parallel.cp=4
+    """
+    document = yaml.read(text, path)
+    if not isinstance(document, Pairs):
+        raise ConfigError(f"{path}, line 1: not a recipe.  {keys_of('')}")
+    draft = _Draft(path)
+    draft.take("", document, lambda line: Origin("file", file=path, line=line))
+    for override in overrides:
+        draft.take_override(override)
+    draft.take_architecture()
+    config = draft.validate()
+    origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
+    for key, (_, how) in derived(config).items():
+        if origins[key].kind == "default":
+            origins[key] = Origin("derived", text=how)
+    return Recipe(config=config, origins=origins, path=path)
+
+
+def derived(config: Config) -> dict[str, tuple[Any, str]]:
+    """What a null stands for: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
+    found: dict[str, tuple[Any, str]] = {}
+    if config.model.num_query_groups is None:
+        found["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
+    if config.model.head_dim is None:
+        found["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
+    if config.data.cache_dir is None:
+        found["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
+    return found
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments say whence.
+
+    parallel:
+      tp: 1  # default
+      cp: 4  # command line: parallel.cp=4
+    """
+    lines = [f"# Resolved from {_one_line(recipe.path)}."]
+    headed: set[str] = set()
+    for key, value in values(recipe.config).items():
+        *groups, name = key.split(".")
+        for depth, group in enumerate(groups):
+            path = ".".join(groups[: depth + 1])
+            if path not in headed:
+                headed.add(path)
+                lines.append("  " * depth + f"{group}:")
+        lines.append("  " * len(groups) + f"{name}: {yaml.write(value)}  # {_one_line(str(recipe.origins[key]))}")
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: str) -> str:
+    file = Path(path)
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"recipe {path} is larger than 1 MiB; data goes into data.train=FILE.")
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(str(f) for f in file.parent.glob("*.yaml"))
+        close = difflib.get_close_matches(path, beside, n=1, cutoff=0.5)
+        advice = f"Did you mean {close[0]}?" if close else f"Recipes beside it: {', '.join(beside) or 'none'}."
+        raise ConfigError(f"recipe {path} does not exist.  {advice}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"recipe {path} is not UTF-8 from byte {error.start} on.  Save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}.") from None
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+@dataclass
+class _Draft:
+    """Values on their way to a Config, and all that was found wrong with them."""
+
+    path: str
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    problems: list[tuple[Origin, str]] = field(default_factory=list)
+    meant: set[str] = field(default_factory=set)  # suggested for an unknown key: not "missing" as well
+
+    def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
+        """Add what stands below `prefix`."""
+        first: dict[str, int] = {}
+        for name, line, value in pairs:
+            key, origin = prefix + name, origin_of(line)
+            if name in first:
+                what = f"{key} is given twice ({origin}; first in line {first[name]}).  Keep one."
+                self.problems.append((origin, what))
+                continue
+            first[name] = line
+            if key == NAMED:
+                self._forget_sources()
+            if prefix == f"{NAMED}." and not _NAME.fullmatch(name):
+                what = f"{show(name)} ({origin}) cannot name a source of {NAMED}; use letters, digits, - and _."
+                self.meant.add(NAMED)
+                self.problems.append((origin, what))
+            elif key in sections() or key == OPEN or is_source(key) or (key == NAMED and isinstance(value, Pairs)):
+                if key == NAMED or is_source(key):
+                    self.origins[key] = origin
+                if isinstance(value, Pairs) and (value or not is_source(key)):
+                    self.take(f"{key}.", value, origin_of)
+                elif value is not None or is_source(key):
+                    self.meant.add(NAMED)
+                    what = f"{key} = {show(yaml.plain(value))} ({origin}); expected a group of keys.  {keys_of(key)}"
+                    self.problems.append((origin, what))
+            elif named(key) and isinstance(self.values.get(NAMED), list):
+                what = f"{key} ({origin}): {NAMED} is a list of files ({self.origins[NAMED]}), without named sources."
+                self.problems.append((origin, what))
+            elif in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
+                listable = takes_list(key) and isinstance(value, str)
+                self.values[key] = [value] if listable else yaml.plain(value)
+                self.origins[key] = origin
+                for twice in yaml.repeated(value):
+                    what = f"{key}.{twice} is given twice ({origin}).  Keep one."
+                    self.problems.append((origin, what))
+            else:
+                self.meant |= {nearest(key) or ""}
+                self.problems.append((origin, unknown(key, str(origin))))
+
+    def _forget_sources(self) -> None:
+        """All that is known of NAMED, by whichever of its two forms: it is given anew."""
+        for known in (self.values, self.origins):
+            for key in [key for key in known if key == NAMED or named(key)]:
+                del known[key]
+
+    def take_override(self, override: str) -> None:
+        """Add `key=value`: one scalar as it stands, or YAML where the value opens with [, { or a quote."""
+        origin = Origin("command line", text=_one_line(override))
+        key, equals, text = override.partition("=")
+        group, dot, name = key.rpartition(".")
+        if not equals or not text:
+            what = f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none."
+            self.problems.append((origin, what))
+        elif group and group not in sections() and group not in (OPEN, NAMED) and not is_source(group):
+            self.problems.append((origin, unknown(key, str(origin))))
+        else:
+            try:
+                value = yaml.read(text, str(origin)) if text[0] in "[{\"'" else yaml.scalar(text)
+            except ConfigError as unreadable:
+                self.problems.append((origin, str(unreadable)))
+            else:
+                self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
+
+    def take_architecture(self) -> None:
+        """What the config.json of model.hf says, under what was typed: positions may differ, the rest has to agree."""
+        if not isinstance(folder := self.values.get("model.hf"), str):
+            return
+        try:
+            given = model_keys(folder)
+        except ConfigError as wrong:
+            self.meant.add("model")
+            self.problems.append(
+                (self.origins["model.hf"], f"model.hf = {folder} ({self.origins['model.hf']}): {wrong}")
+            )
+            return
+        kind = self.values.get("model.rope.scaling", given["model.rope.scaling"][0])
+        for key, (value, where) in given.items():
+            typed, is_position = self.values.get(key), key.startswith("model.rope.")
+            if is_position and key != "model.rope.base" and kind != given["model.rope.scaling"][0]:
+                continue  # numbers of another scaling
+            if typed is None and not (is_position and key in self.values):
+                self.values[key], self.origins[key] = value, Origin("derived", text=where)
+            elif not is_position and typed != value:
+                what = f"{key} = {show(typed)} ({self.origins[key]}), and {show(value)} in {where}.  Leave it out."
+                self.problems.append((self.origins[key], what))
+
+    def validate(self) -> Config:
+        """The Config, or one ConfigError: by line, then the command line, then what is missing."""
+        tree: dict[str, Any] = {}
+        for key in [*sections(), *self.values]:
+            *groups, name = key.split(".")
+            branch = tree
+            for group in groups:
+                branch = branch.setdefault(group, {})
+            branch[name] = {} if key in sections() else self.values[key]
+        try:
+            config = Config.model_validate(tree)
+        except ValidationError as invalid:
+            for error in invalid.errors(include_url=False):
+                self.refuse(error["type"], error["loc"], error.get("ctx", {}).get("error"))
+        if not self.problems:
+            return config
+        place = ("file", "command line", "default", "derived")
+        ordered = sorted(self.problems, key=lambda p: (place.index(p[0].kind), p[0].line or 0))
+        raise ConfigError(listed(list(dict.fromkeys(text for _, text in ordered))))
+
+    def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
+        """Put one error of pydantic into the user's words."""
+        form = "list" if NAMED in self.values else "dict"
+        if ".".join(map(str, location[:2])) == NAMED and len(location) > 2 and not str(location[2]).startswith(form):
+            return  # says that it is not of the form that was not meant
+        key = ""
+        for part in location:
+            longer = f"{key}.{part}".lstrip(".")
+            source = form == "dict" and is_source(longer)
+            if longer in sections() or in_schema(longer) in leaves() or key == OPEN or source:
+                key = longer
+        if isinstance(cause, Conflict):
+            for name, why in cause.problems:
+                self.refuse_value(f"{key}.{name}".lstrip("."), why + ".")
+        elif kind != "missing":
+            self.refuse_value(key, f"; expected {expected(key)}.{hint(key, self.values[key])}")
+        elif not self.meant & {key, key.rpartition(".")[0]}:
+            about = leaves()[in_schema(key)].description
+            what = f"{key} is missing from {self.path}; expected {expected(key)}.  {about}"
+            self.problems.append((Origin("default"), what))
+
+    def refuse_value(self, key: str, why: str) -> None:
+        source = self.origins.get(key.rpartition(".")[0]) if named(key) else None
+        origin = self.origins.get(key, source or Origin("default"))
+        value = self.values[key] if key in self.values else leaves()[in_schema(key)].default
+        space = "" if why.startswith(";") else " "
+        self.problems.append((origin, f"{key} = {show(value)} ({origin}){space}{why}"))

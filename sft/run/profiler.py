@@ -1,0 +1,146 @@
+"""What a run records about itself when asked to: CUDA memory history and Chrome traces, of chosen steps and ranks.
+
+    RUN/memory_snapshots/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.pickle
+    RUN/memory_snapshots/step_7_oom/...          step 7 ran out of memory; step_7_error: it ended otherwise
+    RUN/traces/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.json.gz
+
+Every rank makes the folders it writes to: nodes need not share a file system.  What goes wrong in here is told in
+one line and ends no run.
+"""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from sft.config import MemoryProfile, ProfileConfig, TorchProfile
+from sft.console import Console
+from sft.mcore.process_groups import Groups
+
+
+class Profile:
+    """Goes around the whole run, from before the model is built, so that it sees the error a run ends in.
+
+    with Profile(config.profile, folder, place, console) as profile:
+        ...
+        with profile.step(1):
+            ...
+    """
+
+    def __init__(self, config: ProfileConfig, folder: Path, place: Groups, console: Console) -> None:
+        self._folder, self._place = folder, place
+        self._max_entries = config.memory.max_entries
+        self._snapshots = _steps(config.memory, place)  # of this rank
+        self._traces = _steps(config.torch, place)
+        if place.device.type != "cuda":
+            self._snapshots = frozenset()
+        self._last = max(self._snapshots, default=0)  # no history is recorded after this step
+        self._recording = False
+        self._step = 0  # the newest that was begun; 0 before the first one of this process
+        for line in _announcements(config, folder, place.device):
+            console.say(line)
+
+    def __enter__(self) -> "Profile":
+        if self._snapshots:
+            torch.cuda.memory._record_memory_history(max_entries=self._max_entries)
+            self._recording = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._recording and isinstance(error, Exception):
+            how = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
+            self._snapshot(f"step_{self._step}_{how}")
+        self._stop()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number`, counted from 1 over the whole run, and what is due after it."""
+        self._step = number
+        if number > self._last:  # a resumed run may begin there
+            self._stop()
+        with self._trace(number) if number in self._traces else nullcontext():
+            yield
+        if number in self._snapshots:
+            self._snapshot(f"step_{number}")
+        if number >= self._last:
+            self._stop()
+
+    @contextmanager
+    def _trace(self, number: int) -> Iterator[None]:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._place.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as trace:
+            yield
+        self._write("traces", f"step_{number}", ".json.gz", trace.export_chrome_trace)
+
+    def _snapshot(self, step: str) -> None:
+        self._write("memory_snapshots", step, ".pickle", torch.cuda.memory._dump_snapshot)
+
+    def _stop(self) -> None:
+        if self._recording:
+            self._recording = False
+            with self._spared("memory history was not switched off"):
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
+        """A file with a final name is whole."""
+        path = self._folder / kind / step / (name(self._place) + suffix)
+        partial = path.with_name("." + path.name)
+        with self._spared(f"{path} was not written"):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save(str(partial))
+                os.replace(partial, path)
+            finally:
+                with suppress(OSError):
+                    partial.unlink()
+
+    @contextmanager
+    def _spared(self, what: str) -> Iterator[None]:
+        """Tells an error instead of raising it: it must neither end the run nor replace the error that does."""
+        try:
+            yield
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            with suppress(OSError):
+                print(f"rank {self._place.rank}: {what}: {why}", file=sys.stderr, flush=True)
+
+
+def name(place: Groups) -> str:
+    """node-7-rank3-pp0-dp0-cp1-tp1-ep0: the host, the rank, and where it stands in the layout."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
+    at = f"pp{place.pp_rank}-dp{place.dp_rank}-cp{place.cp_rank}-tp{place.tp_rank}-ep{place.ep_rank}"
+    return f"{host}-rank{place.rank}-{at}"
+
+
+def _steps(asked: MemoryProfile | TorchProfile, place: Groups) -> frozenset[int]:
+    """The steps that this rank is to record."""
+    if asked.ranks == "all":
+        chosen = True
+    elif asked.ranks == "stage":
+        chosen = place.dp_rank == place.cp_rank == place.tp_rank == 0
+    else:
+        chosen = place.rank in asked.ranks
+    return frozenset(asked.steps or ()) if chosen else frozenset()
+
+
+def _announcements(config: ProfileConfig, folder: Path, device: torch.device) -> Iterator[str]:
+    """What rank 0 says beforehand."""
+    snapshots, traces = config.memory.steps or [], config.torch.steps or []
+    if snapshots and device.type != "cuda":
+        yield "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU"
+    elif snapshots:
+        yield f"profile.memory: recorded to step {max(snapshots)}, written to {folder}/memory_snapshots/"
+        if early := [str(step) for step in traces if step < max(snapshots)]:
+            yield f"profile.torch: memory is recorded during step {', '.join(early)}, which slows what is traced"
+    if traces:
+        yield f"profile.torch: traces are written to {folder}/traces/"

@@ -1,0 +1,260 @@
+"""run_state.json: how far a run is and how its last start ended, for scripts and people.
+
+Decides what is told, that the first failure of a start stays, and whether another start makes sense.  torchrun makes
+one exit code of all others, so a script that starts runs again must read this.  Does not decide when anything is told:
+rank 0 of the trainer calls `begin`, `progress` and `end`; any rank calls `fail`.
+
+The first failure also lies in run_state.failure.json until the next start: a name that only one rank can create.
+"""
+
+import json
+import os
+import socket
+import time
+import traceback as traces
+import uuid
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from sft.atomic_files import flush, replace_text
+from sft.errors import ConfigError, SftError, StorageError
+
+FILE = "run_state.json"
+FAILURE = "run_state.failure.json"
+
+Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal"]
+
+
+@dataclass(frozen=True)
+class Status:
+    status: Kind
+    step: int  # the last one done that anybody told of
+    num_steps: int | None  # None: failed before it was known
+    started_at_step: int
+    saved_step: int  # of the newest checkpoint; `started_at_step` before this start saved one
+    start_id: str  # of this start; what another start says of the run is not written
+    starts: int  # in a row that began at this step
+    reason: str | None  # one line; of a failure: rank and error
+    traceback: str | None
+    step_s: float | None  # what a step and a save took last
+    save_s: float | None
+    time: str  # when this was written: UTC, ISO 8601
+    host: str
+    job: str | None
+
+
+def read(folder: Path) -> Status | None:
+    """What is known of the run in this folder; None: nothing.  Raises ConfigError where the file makes no sense."""
+    path = folder / FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    try:
+        return _parsed(json.loads(content))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or as `_parsed` says
+        raise ConfigError(
+            f"{path} is not the state of a run: {error}.  The checkpoints do not depend on it: remove it, and the "
+            f"run starts from the newest one."
+        ) from error
+
+
+def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
+    """A start that goes on after `step`, to `num_steps` (None: as before, if that is known).
+
+    To be called before any rank can fail.  Raises ConfigError as `read`.
+    """
+    before = read(folder)
+    in_a_row = before is not None and before.started_at_step == step and before.status != "done"
+    status = Status(
+        status="running",
+        step=step,
+        num_steps=num_steps if num_steps is not None or before is None else before.num_steps,
+        started_at_step=step,
+        saved_step=step,
+        start_id=uuid.uuid4().hex[:12],
+        starts=before.starts + 1 if before and in_a_row else 1,
+        reason=None,
+        traceback=None,
+        step_s=before.step_s if before else None,
+        save_s=before.save_s if before else None,
+        **_now(),
+    )
+    for left in folder.glob(f"{FAILURE}*"):  # of the start before, and of a rank that was killed while it failed
+        left.unlink(missing_ok=True)
+    replace_text(folder / FILE, _text(status), sync=True)
+    return status
+
+
+def progress(
+    folder: Path, *, step: int, step_s: float | None = None, save_s: float | None = None, start_id: str | None = None
+) -> None:
+    """`step` was saved; a step and a save took that many seconds (None: as before)."""
+    before = _known(folder, step)
+    if _is_of_another(before, start_id):
+        return
+    step_s = before.step_s if step_s is None else step_s
+    save_s = before.save_s if save_s is None else save_s
+    _put(folder, replace(before, step=step, saved_step=step, step_s=step_s, save_s=save_s, **_now()))
+
+
+def end(
+    folder: Path,
+    status: Kind,
+    *,
+    step: int,
+    reason: str | None,
+    num_steps: int | None = None,
+    start_id: str | None = None,
+) -> None:
+    """All ranks ended together after `step`, which "done" and "preempted" promise to be saved."""
+    before = _known(folder, step)
+    if _is_of_another(before, start_id):
+        return
+    saved_step = step if status in ("done", "preempted") else before.saved_step
+    told: dict[str, Any] = {
+        "status": status,
+        "step": step,
+        "num_steps": before.num_steps if num_steps is None else num_steps,
+        "saved_step": saved_step,
+        "reason": _line(reason),
+    }
+    _put(folder, replace(before, **told, **_now()))
+
+
+def fail(folder: Path, error: BaseException, *, rank: int, step: int, start_id: str | None = None) -> None:
+    """This rank ends by an error in or after `step`.
+
+    The first of a start stays: what other ranks say later, such as that a connection was reset, only follows from it.
+    A run that already ended as it should stays so, too.  Ranks may call this at once.  Raises OSError where the
+    folder cannot be written.
+    """
+    before = _known(folder, step)
+    if before.status != "running" or _is_of_another(before, start_id):
+        return
+    failed = replace(
+        before,
+        status="failed-fatal" if _is_of_the_user(error) else "failed-retryable",
+        step=step,
+        reason=_line(f"rank {rank}: {type(error).__name__}: {error}"),
+        traceback="".join(traces.format_exception(error)),
+        **_now(),
+    )
+    mine = folder / f"{FAILURE}.{uuid.uuid4().hex}"
+    try:
+        mine.write_text(_text(failed), encoding="utf-8")
+        flush(mine)
+        os.link(mine, folder / FAILURE)
+    except FileExistsError:
+        pass  # another rank was first
+    finally:
+        mine.unlink(missing_ok=True)
+    _publish_failure(folder)
+
+
+def verdict(status: Status | None, *, max_starts: int = 3) -> Literal["done", "go on", "stop"]:
+    """Whether a script should start the run again.
+
+    A run that says it is running was killed before it could say more.  None, no start at all, is to go on.
+    `max_starts`: that many starts in a row from the same step, the last without a save, are enough.
+    """
+    if status is None:
+        return "go on"
+    if status.status == "done":
+        return "done"
+    is_stuck = status.starts >= max_starts and status.saved_step <= status.started_at_step
+    return "stop" if status.status == "failed-fatal" or is_stuck else "go on"
+
+
+def describe(status: Status) -> str:
+    """failed-retryable at step 12 of 100 (2026-01-31T12:00:00+00:00, host n1, job 7; start 2 in a row from step 10)
+    rank 3: RuntimeError: CUDA error
+    """
+    of = "" if status.num_steps is None else f" of {status.num_steps}"
+    job = f", job {status.job}" if status.job else ""
+    start = f"start {status.starts} in a row" if status.starts > 1 else "started"
+    head = (
+        f"{status.status} at step {status.step}{of} ({status.time}, host {status.host}{job}; {start} from step "
+        f"{status.started_at_step})"
+    )
+    return head if status.reason is None else f"{head}\n{status.reason}"
+
+
+def _known(folder: Path, step: int) -> Status:
+    """What is known; what can be said without, where somebody removed or broke the file under a run."""
+    try:
+        if status := read(folder):
+            return status
+    except ConfigError:
+        pass
+    return Status("running", step, None, step, step, "", 1, None, None, None, None, **_now())
+
+
+def _is_of_another(known: Status, start_id: str | None) -> bool:
+    """Whether another start has begun in this folder since: one that hung, and lost it, wakes up."""
+    return start_id is not None and known.start_id not in ("", start_id)
+
+
+def _is_of_the_user(error: BaseException) -> bool:
+    """Whether the same would happen again: a mistake, not a disk."""
+    return isinstance(error, SftError) and not isinstance(error, StorageError)
+
+
+def _put(folder: Path, status: Status) -> None:
+    """Write what rank 0 says, unless another rank failed."""
+    if not (folder / FAILURE).exists():
+        replace_text(folder / FILE, _text(status), sync=True)
+    if (folder / FAILURE).exists():  # since we looked
+        _publish_failure(folder)
+
+
+def _publish_failure(folder: Path) -> None:
+    """Any number of ranks may do this at once: each puts the one whole file in place."""
+    copy = folder / f"{FAILURE}.{uuid.uuid4().hex}"
+    os.link(folder / FAILURE, copy)
+    os.replace(copy, folder / FILE)
+    copy.unlink(missing_ok=True)  # replacing a file by itself leaves both names
+    flush(folder)
+
+
+def _now() -> dict[str, Any]:
+    """When, where, and in which job."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+        "host": socket.gethostname(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+def _line(text: str | None) -> str | None:
+    return None if text is None else " ".join(text.split())
+
+
+def _text(status: Status) -> str:
+    return json.dumps(asdict(status), indent=2) + "\n"
+
+
+def _parsed(values: Any) -> Status:
+    """Raises ValueError, which says what is wrong."""
+    names = [field.name for field in fields(Status)]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ValueError(f"it must be an object with {', '.join(names)}")
+    if values["status"] not in get_args(Kind):
+        raise ValueError(f"status is {values['status']!r}, not one of {', '.join(get_args(Kind))}")
+    for field in fields(Status):
+        if field.name != "status" and not _fits(values[field.name], field.type):
+            raise ValueError(f"{field.name} is {values[field.name]!r}")
+    return Status(**values)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether it is of the type; JSON writes 2.0 as 2 elsewhere, and no number of ours is below 0."""
+    allowed = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, (int, float)):
+        return value >= 0 and (isinstance(value, allowed) or float in allowed)
+    return isinstance(value, allowed)

@@ -1,0 +1,177 @@
+"""Scales of FP8 in a checkpoint, by layers that keep theirs as Transformer Engine's do: as a pickle in `_extra_state`.
+
+Transformer Engine itself needs a GPU to have any; tests/unit/test_te.py gives its layers what is made here.
+"""
+
+import enum
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from sft.errors import CheckpointError
+from sft.mcore.checkpoint_io import train_state
+from sft.mcore.engine import Engine
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+TE, CORE = "transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine"
+LAYERS = ["mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv"]
+LAYOUTS = {
+    "1": (1, []),
+    "dp2": (2, []),
+    "tp2": (2, ["parallel.tp=2"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "pp2 in chunks": (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
+}
+
+
+class Format(enum.Enum):
+    """Has the name and the place of Transformer Engine's."""
+
+    HYBRID = (448.0, 57344.0)
+
+
+class TEDelayedScaling:
+    """Has the name and the place of megatron-core's."""
+
+    def __init__(self) -> None:
+        self.fp8_format, self.amax_compute_algo = Format.HYBRID, "max"
+
+
+class Poison:
+    def __reduce__(self) -> Any:
+        return (print, ("this ran",))
+
+
+Format.__module__, TEDelayedScaling.__module__ = TE, CORE
+
+
+def layers(engine: Engine) -> Iterator[tuple[str, torch.nn.Module, int]]:
+    """Key in a checkpoint, module, number of the layer in the model."""
+    for chunk in engine.chunks:
+        modules = dict(chunk.module.named_modules())
+        for name, entry in chunk.module.sharded_state_dict().items():
+            if isinstance(entry, ShardedObject):
+                yield entry.key, modules[name.removesuffix("._extra_state")], entry.global_offset[0]
+
+
+def payload(layer: int, steps: int, **other: Any) -> torch.Tensor:
+    """What Transformer Engine's `get_extra_state` returns: scales of layer 2 are 3; its history 3, 6, 9, ..."""
+    history = torch.arange(1.0, steps + 1.0)[:, None] * (layer + 1)
+    state = {
+        "recipe": TEDelayedScaling(),
+        "scale_fwd": torch.full((3,), layer + 1.0),
+        "amax_history_fwd": history.expand(steps, 3).contiguous(),
+        "scale_bwd": torch.full((2,), layer + 1.5),
+        "amax_history_bwd": history.expand(steps, 2).contiguous(),
+        "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True},
+        **other,
+    }
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def save(overrides: list[str], folder: str, steps: int, poison: bool = False) -> None:
+    """A checkpoint of a run with delayed scaling."""
+    there = {name: types.ModuleType(name) for name in ("transformer_engine", "transformer_engine.common", TE, CORE)}
+    there[TE].Format, there[CORE].TEDelayedScaling = Format, TEDelayedScaling  # type: ignore[attr-defined]
+    with scenarios.running(overrides) as engine, mock.patch.dict(sys.modules, there):
+        for _, module, layer in list(layers(engine)):
+            state = payload(layer, steps, **({"recipe": Poison()} if poison else {}))
+            module.get_extra_state = lambda state=state: state  # type: ignore[method-assign, misc]
+        train_state.save(engine, Path(folder), {"iteration": 3})
+
+
+def load(overrides: list[str], folder: str, steps: int, fp8: str | None = "delayed") -> dict[tuple[str, int], Any]:
+    """What the layers are handed, by key and number of the layer."""
+    with scenarios.running(overrides) as engine:
+        run = engine.config.run.model_copy(update={"fp8": fp8})  # a recipe may not ask for it on a CPU
+        engine.config = engine.config.model_copy(update={"run": run})
+        engine.core_config.fp8_amax_history_len = steps
+        got: dict[tuple[str, int], Any] = {}
+        for key, module, layer in list(layers(engine)):
+            module.set_extra_state = (  # type: ignore[method-assign]
+                lambda state, key=key, layer=layer: got.__setitem__((key, layer), pickle.loads(state.numpy().tobytes()))
+            )
+        train_state.load(engine, Path(folder))
+        return {where: {name: _plain(value) for name, value in state.items()} for where, state in got.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("scales")
+    ranks(2).run(save, ["parallel.pp=2"], str(folder), 2)
+    return str(folder)
+
+
+@pytest.mark.parametrize("world_size, overrides", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_each_layer_gets_its_scales_on_any_layout(
+    ranks: Ranks, saved: str, world_size: int, overrides: list[str]
+) -> None:
+    results = ranks(world_size).run(load, overrides, saved, 2)
+    together = {where: state for result in results for where, state in result.items()}
+    assert sorted(together) == sorted((f"decoder.layers.{name}._extra_state", i) for name in LAYERS for i in range(4))
+    if "pp" not in "".join(overrides):
+        assert all(len(result) == 16 for result in results)
+    assert together["decoder.layers.mlp.linear_fc1._extra_state", 2] == {
+        "recipe": None,  # core's, of this run; there is none without Transformer Engine
+        "scale_fwd": [3.0, 3.0, 3.0],
+        "amax_history_fwd": [[3.0, 3.0, 3.0], [6.0, 6.0, 6.0]],
+        "scale_bwd": [3.5, 3.5],
+        "amax_history_bwd": [[3.0, 3.0], [6.0, 6.0]],
+        "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True},
+    }
+    assert together["decoder.layers.self_attention.linear_qkv._extra_state", 0]["scale_bwd"] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("steps, history", [(1, [[1.0, 1.0]]), (3, [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])])
+def test_a_history_of_another_length(ranks: Ranks, saved: str, steps: int, history: list[list[float]]) -> None:
+    """The newest steps stay, at the beginning; as Transformer Engine does when its recipe changes."""
+    (found,) = ranks(1).run(load, [], saved, steps)
+    assert found["decoder.layers.mlp.linear_fc2._extra_state", 0]["amax_history_bwd"] == history
+
+
+@pytest.mark.parametrize("fp8", [None, "tensorwise", "mxfp8", "blockwise"])
+def test_who_does_not_scale_by_steps_before_is_handed_nothing(ranks: Ranks, saved: str, fp8: str | None) -> None:
+    assert ranks(1).run(load, [], saved, 2, fp8) == [{}]
+
+
+def test_a_run_without_fp8_leaves_nothing_to_begin_from(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1).run(save_plain, str(tmp_path))
+    assert ranks(1).run(load, [], str(tmp_path), 2) == [{}]
+
+
+def save_plain(folder: str) -> None:
+    """Transformer Engine's layers store no bytes then, portable's None."""
+    with scenarios.running([]) as engine:
+        for _, module, layer in list(layers(engine)):
+            if layer < 2:
+                module.get_extra_state = lambda: torch.empty(0, dtype=torch.uint8)  # type: ignore[method-assign]
+        train_state.save(engine, Path(folder), {"iteration": 3})
+
+
+def test_a_pickle_that_would_run_something(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1).run(save, [], str(tmp_path), 2, True)
+    (told,) = ranks(1).run(refusal, str(tmp_path))
+    assert told.endswith(
+        f"of {tmp_path} does not hold scales of FP8: it names builtins.print, which no scales need.  Nothing of it was "
+        f"run.  model.init_from={tmp_path} takes the weights alone."
+    )
+
+
+def refusal(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load([], folder, 2)
+    return str(caught.value)

@@ -1,0 +1,178 @@
+"""A loss or gradient that is not a number, on one rank of two: all skip the step, and go on as if it had not been."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sft.mcore.checkpoint_io import optimizer_shards
+from sft.mcore.engine import Engine, StepResult
+from sft.mcore.optimizer import build, offload
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+from tests.ranks.test_resume import optimizer_hash
+
+Ranks = Callable[[int], RankPool]
+SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
+SHARDED = "parallel.distributed_optimizer=true"
+LAYOUTS = [
+    ["parallel.cp=2"],
+    ["parallel.cp=2", SHARDED],
+    ["parallel.tp=2"],
+    ["parallel.tp=2", "parallel.sequence_parallel=true", SHARDED],
+    ["parallel.pp=2"],
+    ["parallel.pp=2", SHARDED],
+    [],
+    [SHARDED],
+    [SHARDED, "run.precision=bf16"],
+]
+# The learning rate of step 3 of 5, after a warm-up of one: linear from 1e-3 to 0 over the four that follow.
+RATE = [1e-3, 0.75e-3, 0.5e-3]
+
+
+@contextmanager
+def spoilt(engine: Engine, how: str) -> Iterator[None]:
+    """On the last rank, one thing: a microbatch's last activations, its loss, or an element of a local gradient."""
+    if engine.groups.rank != 1:
+        yield
+        return
+    value = float(how.split()[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if not how.endswith("gradient"):
+            inner, calls = engine._loss, []
+
+            def loss(chunk: Any, mb: Any, hidden: Any) -> Any:
+                calls.append(1)
+                if len(calls) > 1:
+                    return inner(chunk, mb, hidden)
+                if how.endswith("activations"):
+                    return inner(chunk, mb, hidden * value)
+                objective, count, seen = inner(chunk, mb, hidden)
+                return objective + value, count, replace(seen, objective=seen.objective + value)
+
+            patch.setattr(engine, "_loss", loss)
+        else:
+            finalize = engine.core_config.finalize_model_grads_func
+
+            def finalize_spoilt(*given: Any, **core: Any) -> None:
+                first = next(p for p in engine.chunks[0].parameters() if p.requires_grad)
+                first.main_grad.view(-1)[0] = value
+                finalize(*given, **core)
+
+            patch.setattr(engine.core_config, "finalize_model_grads_func", finalize_spoilt)
+        yield
+
+
+def state_of(engine: Engine) -> tuple[str, str, int]:
+    return scenarios.parameter_hash(engine), optimizer_hash(engine), optimizer_shards.step_of(engine.optimizer)
+
+
+def told(result: StepResult) -> tuple[Any, ...]:
+    """As text, because a NaN is no NaN."""
+    return repr(result.totals.loss), repr(result.grad_norm), result.learning_rate, result.skipped, result.is_bad
+
+
+def good_bad_good(overrides: list[str], how: str) -> dict[str, Any]:
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        first = engine.train_step(loader.microbatches(0))
+        before = state_of(engine)
+        with spoilt(engine, how):
+            bad = engine.train_step(loader.microbatches(1))
+        losses = [repr(loss) for loss in engine.local_losses]
+        after = state_of(engine)
+        last = engine.train_step(loader.microbatches(2))
+        results = [told(result) for result in (first, bad, last)]
+        return {"results": results, "before": before, "after": after, "end": state_of(engine), "losses": losses}
+
+
+def good_nothing_good(overrides: list[str]) -> dict[str, Any]:
+    """The same without the step between; only the schedule goes on."""
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        first = engine.train_step(loader.microbatches(0))
+        engine.scheduler.step(1)
+        last = engine.train_step(loader.microbatches(2))
+        return {"results": [told(first), told(last)], "end": state_of(engine)}
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=str)
+def test_one_bad_rank_and_all_skip_the_step_and_nothing_else(ranks: Ranks, overrides: list[str]) -> None:
+    without = ranks(2).run(good_nothing_good, overrides)
+    for how in ("nan activations", "inf loss", "inf gradient", "nan gradient"):
+        if how == "inf loss" and "parallel.tp=2" in overrides:
+            continue  # each tp rank has the same loss, of which the first tells
+        found = ranks(2).run(good_bad_good, overrides, how)
+        for one, reference in zip(found, without):
+            first, bad, last = one["results"]
+            assert bad[3:] == (True, True), (how, bad)
+            assert one["after"] == one["before"], how
+            assert [first, last] == reference["results"] and first[3:] == last[3:] == (False, False)
+            assert one["end"] == reference["end"] and one["end"][2] == 2, how  # updates that Adam has made
+            assert [result[2] for result in one["results"]] == pytest.approx(RATE, rel=1e-12)
+        assert found[0]["results"] == found[1]["results"], how
+        loss, norm = found[0]["results"][1][:2]
+        if not how.endswith("gradient"):
+            assert (loss, norm) == (how.split()[0], "nan")
+            bad_ranks = [any(told in one["losses"] for told in ("nan", "inf")) for one in found]
+            assert bad_ranks == [how == "nan activations" and "parallel.tp=2" in overrides, True]  # who it was
+        else:
+            assert loss not in ("nan", "inf") and norm in ("nan", "inf")
+
+
+@pytest.mark.parametrize("overrides", [[], [SHARDED]], ids=str)
+def test_a_first_step_that_is_bad_leaves_a_new_run(ranks: Ranks, overrides: list[str]) -> None:
+    """There are no moments yet that could stay as they are."""
+    assert all(ranks(2).run(bad_from_the_start, overrides))
+
+
+def bad_from_the_start(overrides: list[str]) -> bool:
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        weights = scenarios.parameter_hash(engine)
+        for how in ("nan gradient", "inf loss"):
+            with spoilt(engine, how):
+                assert engine.train_step(loader.microbatches(0)).is_bad
+        held = [flat for one in optimizer_shards.held(engine.optimizer) for flat in one.tensors.items()]
+        assert all(not flat.any() for name, flat in held if name in optimizer_shards.MOMENTS)
+        assert not engine.train_step(loader.microbatches(0)).is_bad
+        return scenarios.parameter_hash(engine) != weights and optimizer_shards.step_of(engine.optimizer) == 1
+
+
+def test_squares_that_overflow_are_a_bad_step_too(ranks: Ranks) -> None:
+    """Every gradient is a number, their norm is not: 1e30 squared does not fit fp32."""
+    for one in ranks(2).run(overflow, []):
+        assert one == ("inf", True, True)
+
+
+def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+        weights, update = scenarios.parameter_hash(engine), build.update
+
+        def large(optimizer: Any, here: Any) -> float:
+            next(iter(engine.chunks[0].parameters())).main_grad.view(-1)[0] = 1e30
+            return update(optimizer, here)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "update", large)
+            result = engine.train_step(loader.microbatches(0))
+        return repr(result.grad_norm), result.is_bad, scenarios.parameter_hash(engine) == weights
+
+
+def test_a_rank_without_gradients_of_its_own_adds_nothing_to_the_norm(ranks: Ranks) -> None:
+    """3, 4 on one rank and none on the other: 5 on both."""
+    assert ranks(2).run(norm_of_half) == [5.0, 5.0]
+
+
+def norm_of_half() -> float:
+    with scenarios.running([*SMALL, SHARDED]) as engine:
+        (part,) = offload.parts(engine.optimizer)
+        own = [torch.tensor([3.0]), torch.tensor([4.0])] if engine.groups.rank == 0 else []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm"):  # core 0.19, 0.16
+                patch.setattr(part, name, lambda: own, raising=False)
+            return build._norm(engine.optimizer, torch.device("cpu"))

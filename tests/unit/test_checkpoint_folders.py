@@ -1,0 +1,136 @@
+"""Which checkpoint a run goes on from, and what publishing one more does to the others."""
+
+from pathlib import Path
+
+import pytest
+
+from sft.checkpoint import folders
+
+
+def folder_of(root: Path, step: int, content: str = "") -> Path:
+    """A whole checkpoint, as far as names go."""
+    path = root / f"iter_{step:07d}"
+    path.mkdir()
+    (path / "metadata.json").write_text(content)
+    return path
+
+
+def publish(root: Path, step: int, keep_last: int | None = None, keep_every: int | None = None, best: int = -1) -> None:
+    written = folders.temporary(root, step)
+    (written / "metadata.json").write_text("new")
+    folders.publish(written, step)
+    folders.retire(root, step, keep_last=keep_last, keep_every=keep_every, kept=[best], tell=print)
+
+
+def found(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def steps(root: Path) -> list[int]:
+    return [int(path.name[5:]) for path in folders.candidates(root)]
+
+
+def test_best_is_the_one_pointed_at_then_the_older_ones(tmp_path: Path) -> None:
+    """Higher steps than that are of a continuation that was given up."""
+    assert steps(tmp_path) == steps(tmp_path / "nowhere") == []
+    for step in (100, 200, 300):
+        folder_of(tmp_path, step)
+    (tmp_path / folders.POINTER).write_text("200")
+    assert steps(tmp_path) == [200, 100]
+
+
+@pytest.mark.parametrize(
+    "pointer", [None, "", "garbage", "-1", "../../etc", "1e3", "0x12", "9" * 40, "٣", "release", "1 2", "100\x00"]
+)
+def test_without_a_usable_pointer_the_highest_whole_step_counts(tmp_path: Path, pointer: str | None) -> None:
+    folder_of(tmp_path, 100)
+    folder_of(tmp_path, 1_000_000)
+    (tmp_path / "iter_0000300").mkdir()  # of which somebody removed everything: that is for verification to tell
+    (tmp_path / "iter_4000000").write_text("")
+    (tmp_path / "iter_2000000.tmp-12ab").mkdir()
+    (tmp_path / "iter_3000000.corrupt-20260101-000000").mkdir()
+    if pointer is not None:
+        (tmp_path / folders.POINTER).write_text(pointer)
+    assert steps(tmp_path) == [1_000_000, 300, 100]
+
+
+def test_a_pointer_to_what_is_gone_still_tells_which_ones_were_given_up(tmp_path: Path) -> None:
+    for step in (100, 200, 400):
+        folder_of(tmp_path, step)
+    (tmp_path / folders.POINTER).write_text("300\n")
+    assert steps(tmp_path) == [200, 100]
+    (tmp_path / folders.POINTER).write_text("50")
+    assert steps(tmp_path) == [400, 200, 100]
+
+
+def test_publishing_moves_the_pointer_and_keeps_the_last(tmp_path: Path) -> None:
+    for step in (100, 200, 300):
+        publish(tmp_path, step, keep_last=2)
+    assert found(tmp_path) == ["iter_0000200", "iter_0000300", folders.POINTER]
+    assert (tmp_path / folders.POINTER).read_text() == "300"
+
+
+def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
+    for step in range(100, 1001, 100):
+        publish(tmp_path, step, keep_last=2, keep_every=400, best=300)
+    assert steps(tmp_path) == [1000, 900, 800, 400, 300]
+
+
+def test_after_going_back_only_one_history_has_final_names(tmp_path: Path) -> None:
+    """Continued from step 50 of a run that had reached 100: what is older than 90 now led to it."""
+    for step in (40, 50, 87, 100):
+        folder_of(tmp_path, step)
+    moved = folders.give_up(tmp_path, above=50, but=87)
+    assert [path.name[:22] for path in moved] == ["iter_0000100.given-up-"]
+    publish(tmp_path, 87, keep_last=3)
+    publish(tmp_path, 90, keep_last=3)
+    assert steps(tmp_path) == [90, 87, 50]
+    assert (tmp_path / "iter_0000087" / "metadata.json").read_text() == "new"
+    assert (moved[0] / "metadata.json").exists() and folders.sweep(tmp_path) == []
+
+
+def test_a_step_done_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    folder_of(tmp_path, 200, content="old")
+    publish(tmp_path, 200)
+    assert (tmp_path / "iter_0000200" / "metadata.json").read_text() == "new"
+    assert found(tmp_path) == ["iter_0000200", folders.POINTER]
+
+
+def test_one_that_cannot_be_removed_is_told_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (100, 200, 300):
+        folder_of(tmp_path, step)
+    rmtree = folders.shutil.rmtree
+
+    def refuse(path: Path, **options: object) -> None:
+        if path.name.startswith("iter_0000100"):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    publish(tmp_path, 400, keep_last=2)
+    assert steps(tmp_path) == [400, 300]  # part of it may be gone: it does not count any more
+    monkeypatch.undo()
+    assert [path.name[:12] for path in folders.sweep(tmp_path)] == ["iter_0000100"]
+    assert "warning: " in (told := capsys.readouterr().out) and "iter_0000100 cannot be removed" in told
+
+
+def test_left_overs_go_and_nothing_else(tmp_path: Path) -> None:
+    kept = ["iter_0000100", "iter_0000200.corrupt-20260101-000000", "iter_0000300.tmp", "mine.tmp-12ab", "notes"]
+    for name in [*kept, "iter_0000300.tmp-12ab34cd", "iter_0000200.replaced-00ff00ff", "iter_0000001.retired-1"]:
+        (tmp_path / name).mkdir()
+    assert sorted(path.name for path in folders.sweep(tmp_path)) == [
+        "iter_0000001.retired-1",
+        "iter_0000200.replaced-00ff00ff",
+        "iter_0000300.tmp-12ab34cd",
+    ]
+    assert found(tmp_path) == sorted(kept) and folders.sweep(tmp_path / "nowhere") == []
+
+
+def test_a_damaged_one_is_put_aside_and_no_longer_counts(tmp_path: Path) -> None:
+    for step in (100, 200):
+        folder_of(tmp_path, step)
+    away = folders.quarantine(tmp_path / "iter_0000200")
+    assert away.name.startswith("iter_0000200.corrupt-") and (away / "metadata.json").exists()
+    assert steps(tmp_path) == [100]

@@ -1,0 +1,103 @@
+"""The parts of a stored tensor that a box needs, and what is wrong with parts that do not fill it."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from sft.mcore.checkpoint_io import chunk_index
+from sft.mcore.checkpoint_io.chunk_index import Parts
+
+
+def chunk(offset: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
+
+
+def parts(size: tuple[int, ...], *chunks: ChunkStorageMetadata) -> Parts:
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), list(chunks))
+    return Parts("a", entry)
+
+
+def experts(rows: int = 2) -> list[ChunkStorageMetadata]:
+    """Two layers of three experts of [4, 2], each in parts of `rows` rows."""
+    where = [(layer, expert, row, 0) for layer in (1, 0) for expert in (2, 0, 1) for row in range(4 - rows, -1, -rows)]
+    return [chunk(offset, (1, 1, rows, 2)) for offset in where]
+
+
+def told(found: list[Any]) -> list[tuple[Any, ...]]:
+    """Number of the box, and place in it; place of the part, and place in it; size."""
+    return [
+        (
+            item.dest_index.index,
+            tuple(item.dest_offsets),
+            tuple(item.storage_index.offset),
+            tuple(item.storage_offsets),
+            tuple(item.lengths),
+        )
+        for item in found
+    ]
+
+
+def test_a_box_of_each_of_two_experts() -> None:
+    boxes = [chunk((1, 2, 1, 0), (1, 1, 2, 2)), chunk((0, 1, 0, 1), (1, 1, 2, 1))]
+    found = parts((2, 3, 4, 2), *experts()).items(boxes)
+    assert sorted(told(found)) == [
+        (0, (0, 0, 0, 0), (1, 2, 0, 0), (0, 0, 1, 0), (1, 1, 1, 2)),
+        (0, (0, 0, 1, 0), (1, 2, 2, 0), (0, 0, 0, 0), (1, 1, 1, 2)),
+        (1, (0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (1, 1, 2, 1)),
+    ]
+    assert {tuple(item.dest_index.offset) for item in found} == {(1, 2, 1, 0), (0, 1, 0, 1)}
+
+
+def test_a_box_of_several_experts() -> None:
+    found = parts((2, 3, 4, 2), *experts(4)).items([chunk((0, 1, 0, 0), (2, 2, 4, 2))])
+    assert sorted(told(found)) == [
+        (0, (layer, expert - 1, 0, 0), (layer, expert, 0, 0), (0, 0, 0, 0), (1, 1, 4, 2))
+        for layer in (0, 1)
+        for expert in (1, 2)
+    ]
+
+
+def test_a_part_of_several_layers() -> None:
+    found = parts((4, 2), chunk((0, 0), (3, 2)), chunk((3, 0), (1, 2))).items([chunk((2, 1), (1, 1))])
+    assert told(found) == [(0, (0, 0), (0, 0), (2, 1), (1, 1))]
+
+
+def test_a_number_alone() -> None:
+    assert told(parts((), chunk((), ())).items([chunk((), ())])) == [(0, (), (), (), ())]
+
+
+def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of boxes, each compared with thousands of parts, would take minutes."""
+    seen = []
+
+    def compare(key: str, entry: Any, boxes: Any) -> Any:
+        seen.append((len(entry.chunks), len(boxes)))
+        return create_read_items_for_chunk_list(key, entry, boxes)
+
+    monkeypatch.setattr(chunk_index, "create_read_items_for_chunk_list", compare)
+    assert len(parts((2, 3, 4, 2), *experts()).items(experts(4))) == 12
+    assert seen == [(2, 1)] * 6
+
+
+@pytest.mark.parametrize(
+    "size,chunks,fault",
+    [
+        ((2, 3, 4, 2), experts(), ""),
+        ((2, 3, 4, 2), experts(4), ""),
+        ((4, 2), [chunk((0, 0), (3, 2)), chunk((3, 0), (1, 2))], ""),
+        ((), [chunk((), ())], ""),
+        ((2, 3, 4, 2), experts()[:-1], r"^a \(2, 3, 4, 2\) is not whole$"),
+        ((4, 2), [], r"^a \(4, 2\) is not whole$"),
+        ((2, 3, 4, 2), [*experts(), experts(4)[0]], "^a has parts that overlap: "),
+        ((4, 2), [chunk((0, 0), (3, 2)), chunk((2, 0), (1, 2))], "^a has parts that overlap: "),
+        ((2,), [chunk((0,), (1,)), chunk((0,), (1,))], "^a has parts that overlap: "),
+        ((4, 3), [chunk((0, 0), (4, 2)), chunk((1, 2), (3, 1)), chunk((3, 1), (1, 1))], "^a has parts that overlap: "),
+        ((4, 2), [chunk((0, 0), (3, 2)), chunk((3, 0), (2, 2))], r"^a \(4, 2\) has a part outside of it: "),
+    ],
+)
+def test_parts_fill_the_tensor_or_not(size: tuple[int, ...], chunks: list[ChunkStorageMetadata], fault: str) -> None:
+    assert re.search(fault or "^$", parts(size, *chunks).fault())

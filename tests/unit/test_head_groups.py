@@ -1,0 +1,137 @@
+"""Heads in lots: what is under way while a kernel works, what is held meanwhile.  One process plays one rank of two."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.estimate import memory
+from sft.mcore.attention import portable
+
+TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
+
+
+class Work:
+    """A collective under way, which holds what it was given until somebody waits for it, as NCCL's do."""
+
+    def __init__(self, log: list[str], name: str, *held: Tensor) -> None:
+        self._log, self._name, self._held = log, name, held
+
+    def wait(self) -> None:
+        self._log.append(f"{self._name} done")
+        self._held = ()
+
+
+class Kernel:
+    """Copies values to every head of the group; keys as they come: both ranks' parts, one after the other."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.keys = log, torch.arange(2 * TOKENS)
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        self.log.append("forward")
+        return values[: len(query)].repeat_interleave(query.shape[1] // keys.shape[1], dim=1), query.new_zeros(1)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.log.append("backward")
+        return torch.zeros_like(query), torch.zeros_like(keys), torch.ones_like(values)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened, in order; and for each sum over ranks how many of them were held when it began."""
+    happened: list[str] = []
+    totals: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any, async_op: bool) -> Work:
+        assert async_op
+        happened.append("gather")
+        out.copy_(torch.cat((local, local)))
+        return Work(happened, "gather", out, local)
+
+    def reduce_scatter_tensor(local: Tensor, total: Tensor, group: Any, async_op: bool) -> Work:
+        assert async_op
+        totals.add(total)
+        happened.append(f"sum, {len(totals)} held")
+        local.copy_(2 * total[: len(local)])
+        return Work(happened, "sum", total)
+
+    collectives = SimpleNamespace(
+        all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
+    )
+    monkeypatch.setattr(portable, "dist", collectives)
+    return happened
+
+
+def test_the_next_lot_is_on_its_way_while_a_kernel_works(log: list[str]) -> None:
+    query = torch.randn(TOKENS, HEADS, WIDTH, requires_grad=True)
+    key, value = (torch.randn(TOKENS, GROUPS, WIDTH, requires_grad=True) for _ in range(2))
+    two = SimpleNamespace(size=lambda: 2)
+    out = portable.document_attention(query, key, value, Kernel(log), 1.0, two)
+    assert torch.equal(out, value.repeat_interleave(2, dim=1))
+    assert log == [
+        *["gather", "gather", "gather done", "forward"],
+        *["gather", "gather done", "forward"],
+        *["gather", "gather done", "forward"],
+        *["gather done", "forward"],
+    ]
+    log.clear()
+    out.sum().backward()
+    assert log == [
+        *["gather", "gather", "gather done", "backward", "sum, 1 held"],
+        *["gather", "gather done", "backward", "sum done", "sum, 1 held"],
+        *["gather", "gather done", "backward", "sum done", "sum, 1 held"],
+        *["gather done", "backward", "sum done", "sum, 1 held"],
+        "sum done",
+    ]
+    assert value.grad is not None and torch.equal(value.grad, torch.full_like(value, 2.0))
+
+
+def test_the_estimate_of_memory_counts_as_many() -> None:
+    assert memory.LOTS == portable.MAX_LOTS == 4
+
+
+@pytest.mark.parametrize("groups, lots", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])
+def test_lots_are_whole_groups(log: list[str], groups: int, lots: int) -> None:
+    key = torch.empty(TOKENS, groups, WIDTH)
+    assert portable._num_lots(key, Kernel(log)) == lots
+    alone = Kernel(log)
+    alone.keys = None  # type: ignore[assignment]
+    assert portable._num_lots(key, alone) == 1
+
+
+def test_sums_over_chunks_and_ranks_are_in_fp32(log: list[str]) -> None:
+    """256 + 1 is 256 in bf16.  Token 0 is a key of both chunks; the other rank adds the same."""
+    kernel = Kernel(log)
+    kernel.keys = torch.tensor([0, 1, 0])
+    dkeys, dvalues = (torch.tensor(x, dtype=torch.bfloat16)[:, None, None] for x in ([256, 2, 1], [512, 4, 1]))
+    two: Any = SimpleNamespace(size=lambda: 2)
+    found = portable._Summed(dkeys, dvalues, kernel, 2, two).take()
+    assert found.dtype == torch.float32 and found[:, 0].tolist() == [[514.0, 1026.0], [4.0, 8.0]]
+
+
+def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a kernel works, only the next lot is held as it came; with the last lot, none."""
+    gathered: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    held: list[int] = []
+    gather, compute = portable.dist.all_gather_into_tensor, Kernel.forward
+
+    def noted(out: Tensor, *given: Any, **named: Any) -> Any:
+        gathered.add(out)
+        return gather(out, *given, **named)
+
+    def counted(kernel: Kernel, *given: Any) -> Any:
+        held.append(len(gathered))
+        return compute(kernel, *given)
+
+    monkeypatch.setattr(portable.dist, "all_gather_into_tensor", noted)
+    monkeypatch.setattr(Kernel, "forward", counted)
+    key = torch.randn(TOKENS, GROUPS, WIDTH)
+    two: Any = SimpleNamespace(size=lambda: 2)
+    portable.document_attention(torch.randn(TOKENS, HEADS, WIDTH), key, key, Kernel(log), 1.0, two)
+    assert held == [1, 1, 1, 0]

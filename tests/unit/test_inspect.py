@@ -1,0 +1,713 @@
+"""`sft data inspect`: every number of eight chats written out by hand, and what is printed of them.
+
+With the byte tokenizer a message of n bytes is n + 8 tokens for a user, n + 10 for the system, n + 13 for an assistant
+(start, role, newline, text, end, newline), of which n + 1 are supervised for an assistant.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from sft.batch import Sample
+from sft.cli import main
+from sft.console import QUIET
+from sft.data.cache.prepare import prepare
+from sft.data.cache.row_report import LINE
+from sft.data.chat.chat import encode_chat
+from sft.data.chat.formats import Chat
+from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
+from sft.data.inspect.counts import whole_rows
+from sft.data.inspect.findings import Finding
+from sft.data.inspect.lengths import Bucket, Retention, histogram, quantiles, retention
+from sft.data.inspect.message_counts import Role
+from sft.data.inspect.preview import Piece, preview
+from sft.data.inspect.scan import copies, other_answers, scan, supervised_runs
+from sft.data.inspect.survey import Survey, take_survey
+from sft.data.inspect.text import percent, preview_lines, survey_lines, visible
+from sft.data.inspect.tokenizer_facts import tokenizer_facts
+from tests.unit.fixtures.folder import config, load_folder, template
+from tests.unit.test_recipe import GOOD
+
+
+def chat(*texts: str, system: str | None = None) -> dict[str, Any]:
+    """Messages of user and assistant by turns."""
+    roles = ["user", "assistant"] * len(texts)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return {"messages": ([{"role": "system", "content": system}] if system is not None else []) + messages}
+
+
+A = [  # tokens, supervised
+    chat("hi", "hello"),  # 10 + 18 = 28, 6
+    chat("hi", "hello"),  # a copy: 28, 6
+    chat("hi", "bye"),  # 10 + 16 = 26, 4
+    chat("", "x"),  # 8 + 14 = 22, 2
+    chat("why?", "no", "ok", system="be brief"),  # 18 + 12 + 15 + 10 = 55, 3
+    chat("count", "1" * 100),  # 13 + 113 = 126, 101
+]
+B = [
+    chat("hi", "one", "more", "two"),  # 10 + 16 + 12 + 16 = 54, 8
+    chat("z" * 192, "end"),  # 200 + 16 = 216, 4: padded to 224 it does not fit 128
+]
+HELD_OUT = [chat("hi", "hello"), chat("hi", "new"), chat("else", "hello")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a recipe, two training files and a held-out one; and nothing was launched."""
+    for name, rows in (("a", A), ("b", B), ("h", HELD_OUT)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "r.yaml").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def write(name: str, *rows: dict[str, Any]) -> None:
+    Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def survey(num_previews: int = 0, **overrides: Any) -> Survey:
+    data = config(**{"train": ["a.jsonl", "b.jsonl"], "seq_length": 128, "over_long": "drop", **overrides})
+    return take_survey("r.yaml", data, load_tokenizer(data), Path("cache"), num_previews, QUIET)
+
+
+def printed(taken: Survey, *, color: bool = False) -> str:
+    return "\n".join(survey_lines(taken, color=color))
+
+
+# Counts
+
+
+def test_files_and_their_sum() -> None:
+    taken = survey()
+    names = ("name", "rows", "samples", "tokens", "supervised", "full_tokens", "p50", "p90", "p99", "longest")
+    counts = [tuple(getattr(source, name) for name in names) for source in (*taken.files, taken.total)]
+    assert counts == [
+        ("a", 6, 6, 285, 122, 285, 28, 126, 126, 126),
+        ("b", 2, 1, 54, 8, 270, 54, 216, 216, 216),
+        ("all", 8, 7, 339, 130, 555, 28, 216, 216, 216),
+    ]
+    assert taken.total.supervised_share == 130 / 339
+    second = taken.files[1]
+    assert (second.rows_dropped, second.tokens_dropped, second.supervised_dropped) == (1, 216, 4)
+    assert (taken.total.rows_dropped, taken.total.rows_cut, taken.total.rows_skipped, taken.refused) == (1, 0, 0, None)
+    assert [(one.path, one.part, one.source) for one in (*taken.files, taken.total)] == [
+        ("a.jsonl", "train", None),
+        ("b.jsonl", "train", None),
+        (None, "train", None),
+    ]
+    assert taken.sources == ()
+    assert taken.total.histogram == (
+        Bucket(at_least=16, below=32, rows=4, tokens=104),
+        Bucket(at_least=32, below=64, rows=2, tokens=109),
+        Bucket(at_least=64, below=128, rows=1, tokens=126),
+        Bucket(at_least=128, below=256, rows=1, tokens=216),
+    )
+
+
+@pytest.mark.parametrize("over_long", ["drop", "cut_turns", "windows", "error"])
+def test_retention_is_of_whole_rows_whatever_becomes_of_them(over_long: str) -> None:
+    points = survey(over_long=over_long).retention
+    assert [(p.seq_length, p.rows, p.tokens, p.supervised) for p in points] == [
+        (32, 4, 104, 18),
+        (48, 4, 104, 18),
+        (64, 6, 213, 29),
+        (96, 6, 213, 29),
+        (128, 7, 339, 130),
+        (192, 7, 339, 130),
+        (256, 8, 555, 134),
+    ]
+    assert [p.seq_length for p in points if p.is_recipe] == [128]
+    assert (points[2].rows_share, points[2].tokens_share, points[2].supervised_share) == (6 / 8, 213 / 555, 29 / 134)
+
+
+def test_retention_has_the_recipes_own_length_wherever_it_lies() -> None:
+    lengths, supervised = np.array([30, 40, 90]), np.array([0, 0, 0])
+    points = retention(lengths, supervised, doc_multiple=32, seq_length=1000)
+    assert [(p.seq_length, p.rows) for p in points] == [(32, 1), (48, 1), (64, 2), (96, 3), (1000, 3)]
+    assert points[-1] == Retention(
+        seq_length=1000,
+        is_recipe=True,
+        rows=3,
+        tokens=160,
+        supervised=0,
+        rows_share=1.0,
+        tokens_share=1.0,
+        supervised_share=0.0,
+    )
+    assert [p.seq_length for p in retention(lengths, supervised, doc_multiple=1, seq_length=8)] == [8, 32, 48, 64, 96]
+
+
+def test_quantiles_are_lengths_that_occur() -> None:
+    assert quantiles(np.arange(1, 11)) == (5, 9, 10)
+    assert quantiles(np.array([7])) == (7, 7, 7)
+
+
+def test_histogram_keeps_empty_buckets() -> None:
+    assert [(b.at_least, b.rows, b.tokens) for b in histogram(np.array([5, 6, 17]))] == [
+        (4, 2, 11),
+        (8, 0, 0),
+        (16, 1, 17),
+    ]
+    assert [b.at_least for b in histogram(np.array([2**20 - 1, 2**20]))] == [2**19, 2**20]
+
+
+def test_roles_are_of_all_rows() -> None:
+    taken = survey()
+    assert taken.roles_exact
+    assert taken.roles == (
+        Role(role="system", messages=1, tokens=8, mean_tokens=8.0, supervised_share=0.0),
+        Role(role="user", messages=10, tokens=215, mean_tokens=21.5, supervised_share=0.0),
+        Role(role="assistant", messages=9, tokens=125, mean_tokens=125 / 9, supervised_share=1.0),
+    )
+
+
+def test_messages_that_weigh_nothing_are_not_supervised() -> None:
+    row = chat("a", "bbb", "c", "d")
+    row["messages"][1]["weight"] = 0
+    row["messages"][3]["weight"] = 2
+    write("w", row)
+    assert [(role.role, role.messages, role.supervised_share) for role in survey(train=["w.jsonl"]).roles] == [
+        ("user", 2, 0.0),
+        ("assistant", 2, 0.25),
+    ]
+
+
+def test_what_data_supervise_makes_of_roles() -> None:
+    write("w", chat("a", "bbb", "c", "d"))
+    for supervise, shares in {"assistant": (0.0, 1.0), "last": (0.0, 0.25), "all": (1.0, 1.0)}.items():
+        taken = survey(train=["w.jsonl"], supervise=supervise)
+        assert tuple(role.supervised_share for role in taken.roles) == shares
+        unfinished = [finding.count for finding in taken.findings if finding.what == "unfinished_turns"]
+        assert unfinished == ([] if supervise == "all" else [0])
+
+
+def test_tool_calls_are_text() -> None:
+    call = {
+        "name": "f"
+    }  # read as {"type": "function", "function": {"name": "f", "arguments": {}}}: 64 bytes and a newline
+    row = {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
+    write("t", row)
+    assert [(role.role, role.tokens) for role in survey(train=["t.jsonl"]).roles] == [("user", 2), ("assistant", 66)]
+
+
+def test_a_file_that_is_listed_twice_counts_twice() -> None:
+    taken = survey(train=["b.jsonl", "b.jsonl"], seq_length=256)
+    assert [(one.name, one.samples) for one in taken.files] == [("b.jsonl", 2), ("b.jsonl", 2)]
+    assert taken.total.samples == 4
+    copied = next(found for found in taken.findings if found.what == "copies")
+    assert (copied.count, copied.examples) == (2, ("b.jsonl:1 = b.jsonl:1", "b.jsonl:2 = b.jsonl:2"))
+
+
+# Named sources, windows, rows that are skipped, rows of tokens
+
+
+def found(taken: Survey, what: str) -> Finding:
+    return next(finding for finding in taken.findings if finding.what == what)
+
+
+def test_named_sources_are_sums_of_their_files() -> None:
+    taken = survey(train={"small": {"files": ["h.jsonl"]}, "big": {"files": ["a.jsonl", "b.jsonl"]}}, eval=["h.jsonl"])
+    names = ("name", "part", "source", "rows", "samples", "tokens", "longest")
+    assert [tuple(getattr(one, name) for name in names) for one in (*taken.files, *taken.sources, taken.total)] == [
+        ("h", "train", "small", 3, 3, 84, 30),  # 28 + 26 + 30
+        ("a", "train", "big", 6, 6, 285, 126),
+        ("b", "train", "big", 2, 1, 54, 216),
+        ("h", "eval", None, 3, 3, 84, 30),
+        ("all", "train", "small", 3, 3, 84, 30),
+        ("all", "train", "big", 8, 7, 339, 216),
+        ("all", "train", None, 11, 10, 423, 216),
+    ]
+    assert taken.sources[1].rows_dropped == 1 and taken.sources[1].histogram[0].rows == 4
+    assert [point.rows for point in taken.retention][-1] == 11
+    assert printed(taken).split("files\n")[1].startswith("""\
+  file  set          rows  samples  tokens  supervised  p50  p90  p99  longest
+  h     train.small     3        3      84       19.0%   28   30   30       30
+  a     train.big       6        6     285       42.8%   28  126  126      126
+  b     train.big       2        1      54       14.8%   54  216  216      216
+  all   train.big       8        7     339       38.3%   28  216  216      216
+  all   train          11       10     423       34.5%   28  126  216      216
+  h     eval            3        3      84       19.0%   28   30   30       30
+  b: data.over_long drops 216 tokens (80.0% of all, 4 supervised) of 1 row
+""")
+
+
+WINDOWS: dict[str, Any] = {"train": ["l.jsonl"], "over_long": "windows", "doc_multiple": 1, "seq_length": 40}
+
+
+def test_windows_are_samples_and_their_row_has_one_length() -> None:
+    # Rows of 10 + 18 + 12 + 16 = 56 and of 28 tokens.  Window 1 ends with the first answer: 10 + 17.  Window 2 has 18
+    # tokens of the prompt again, 18 of the 24 between the answers, and the answer's 4: 6 and the last newline are lost.
+    write("l", chat("hi", "hello", "more", "two"), chat("hi", "hello"))
+    taken = survey(2, **WINDOWS)
+    total = taken.total
+    assert (total.rows, total.samples, total.rows_windowed, total.samples_windowed) == (2, 3, 1, 2)
+    assert (total.full_tokens, total.p50, total.longest, total.supervised) == (84, 28, 56, 16)
+    assert (total.tokens, total.tokens_repeated, total.tokens_cut, total.supervised_cut) == (95, 18, 7, 0)
+    assert [(b.at_least, b.rows, b.tokens) for b in total.histogram] == [(16, 1, 28), (32, 1, 56)]
+    assert [(p.seq_length, p.rows, p.tokens, p.supervised) for p in taken.retention] == [
+        (32, 1, 28, 6),
+        (40, 1, 28, 6),
+        (48, 1, 28, 6),
+        (64, 2, 84, 16),
+    ]
+    assert [(shown.name, shown.tokens, shown.supervised) for shown in taken.previews] == [
+        ("l.jsonl:1 window 1 of 2", 27, 6),
+        ("l.jsonl:1 window 2 of 2", 40, 4),
+    ]
+    assert [(role.role, role.messages) for role in taken.roles] == [("user", 3), ("assistant", 3)]
+    text = printed(taken)
+    assert (
+        "\n  l: data.over_long makes 2 windows of 1 row, which repeat 18 tokens (18.9% of what is trained on)\n" in text
+    )
+    assert "\n  l: data.over_long cuts 7 tokens (8.3% of all, 0 supervised)\n" in text
+    assert "\n  l.jsonl:1 window 2 of 2 (first): 40 tokens, 4 supervised\n" in text
+    assert found(taken, "too_long") == Finding(what="too_long", part="train", count=1, total=2, examples=("l.jsonl:1",))
+
+
+def test_an_answer_in_several_windows_is_one_answer() -> None:
+    write("l", chat("hi", "abcdefghijkl" * 5), chat("hi", "hello"))
+    taken = survey(**WINDOWS)
+    assert (taken.total.samples, taken.total.samples_windowed) == (5, 4)
+    assert [(found(taken, what).count, found(taken, what).total) for what in ("unfinished_turns", "short_answers")] == [
+        (0, 2),
+        (0, 5),
+    ]
+
+
+def test_the_end_of_an_answer_in_a_window_of_its_own_is_not_a_short_answer() -> None:
+    # Windows hold 20 tokens and learn 19, 15, 15, ... of the answer's: 51 = 19 + 15 + 15 + 2.
+    write("l", chat("hi", "abcdefghijkl" * 4 + "xy"), chat("hi", "hello"))
+    corpus = prepare(["l.jsonl"], config(**WINDOWS), ByteTokenizer(), Path("cache"), QUIET)
+    assert corpus.num_supervised.tolist() == [19, 15, 15, 2, 6]
+    assert found(survey(**WINDOWS), "short_answers").count == 0
+
+
+def test_skipped_rows_are_counted_and_their_reasons_told(folder: Path) -> None:
+    rows = [chat("hi", "hello")] * 20
+    rows[2] = {"messages": [{"role": "robot", "content": "hi"}]}
+    rows[6] = {"tokens": [1, 2, 999], "loss_mask": [0, 0, 1]}  # fine but for the tokenizer
+    write("s", *rows)
+    (folder / "s.jsonl").write_text("\n" + (folder / "s.jsonl").read_text())  # a blank line keeps its number
+    taken = survey(train=["s.jsonl"], on_bad_row="skip")
+    total = taken.total
+    assert (total.rows, total.samples, total.rows_skipped, total.full_tokens) == (20, 18, 2, 18 * 28)
+    assert found(taken, "unusable") == Finding(
+        what="unusable", part="train", count=2, total=20, examples=("s.jsonl:4", "s.jsonl:8")
+    )
+    assert found(taken, "too_long").total == found(taken, "unanswered_ends").total == 18
+    assert (taken.roles[0].messages, taken.rows_of_tokens) == (18, 0)
+    text = printed(taken)
+    assert (
+        '  s: data.on_bad_row skips 2 rows: 1 x message N has role "..."; expected one of system, user, assistant, '
+        "tool.; 1 x token N is N but the tokenizer has the ids N to N\n"
+    ) in text
+    assert "! 2 of 20 rows (10.0%) are unusable: data.on_bad_row leaves them out\n      s.jsonl:4, s.jsonl:8\n" in text
+
+
+def test_rows_of_tokens_have_no_roles() -> None:
+    tokens = {"tokens": [104, 105, 33, 257], "loss_mask": [1, 0, 0.5, 1]}  # "hi!" and the end of turn
+    labels = {"input_ids": [104, 105, 33], "labels": [-100, -100, 33]}
+    write("k", tokens, labels, chat("hi", "hello"))
+    taken = survey(1, train=["k.jsonl"])
+    assert (taken.total.rows, taken.total.tokens, taken.total.supervised) == (3, 4 + 3 + 28, 2 + 1 + 6)
+    assert ([role.messages for role in taken.roles], taken.rows_of_tokens) == ([1, 1], 2)
+    assert found(taken, "unanswered_ends").total == 1
+    assert found(taken, "unfinished_turns").examples == ("k.jsonl:2",)
+    # The first token weighs something, and is not learnt: nothing predicts it.
+    assert [(piece.text, piece.is_supervised) for piece in taken.previews[0].pieces] == [
+        ("hi", False),
+        ("!<|im_end|>", True),
+    ]
+    write("k", tokens)
+    assert "roles: tokens of the texts of messages\n  1 row of ready tokens, without roles\n" in printed(
+        survey(train=["k.jsonl"])
+    )
+
+
+def test_a_row_has_one_length() -> None:
+    table = np.zeros(6, dtype=LINE)
+    table["row"], table["window"] = [1, 2, 2, 2, 3, 4], [1, 1, 2, 3, 0, 1]
+    assert whole_rows(table)["row"].tolist() == [1, 2, 3, 4]
+
+
+# Findings
+
+
+def test_findings() -> None:
+    train = {"part": "train"}
+    assert survey(eval={"held": "h.jsonl"}).findings == (
+        Finding(what="unusable", count=0, total=8, examples=(), **train),
+        Finding(what="too_long", count=1, total=8, examples=("b.jsonl:2",), **train),
+        Finding(what="nothing_supervised", count=0, total=7, examples=(), **train),
+        Finding(what="short_answers", count=1, total=7, examples=("a.jsonl:4",), **train),
+        Finding(what="unfinished_turns", count=0, total=8, examples=(), **train),
+        Finding(what="copies", count=1, total=7, examples=("a.jsonl:2 = a.jsonl:1",), **train),
+        Finding(
+            what="same_prompts",
+            count=2,
+            total=7,
+            examples=("a.jsonl:3 = a.jsonl:1", "b.jsonl:1 = a.jsonl:1"),
+            **train,
+        ),
+        Finding(what="empty_user_turns", count=1, total=10, examples=("a.jsonl:4",), **train),
+        Finding(what="unanswered_ends", count=1, total=8, examples=("a.jsonl:5",), **train),
+        Finding(what="held_out_copies", part="held", count=1, total=3, examples=("h.jsonl:1 = a.jsonl:1",)),
+        Finding(what="held_out_prompts", part="held", count=1, total=3, examples=("h.jsonl:2 = a.jsonl:1",)),
+    )
+
+
+def test_copies_name_the_first_of_them() -> None:
+    digests = np.array([b"a", b"b", b"a", b"c", b"a"], dtype="S16")
+    assert copies(digests).tolist() == [[2, 0], [4, 0]]
+    assert copies(digests[:2]).tolist() == []
+
+
+def test_digests_that_differ_in_zero_bytes_differ() -> None:
+    assert copies(np.frombuffer(b"a" + b"\0" * 15 + b"a\0b" + b"\0" * 13, dtype="S16")).tolist() == []
+
+
+def test_other_answers_are_new_ones() -> None:
+    prompts = np.array([b"p", b"p", b"q", b"p"], dtype="S16")
+    openings = np.array([b"pa", b"pb", b"qa", b"pa"], dtype="S16")
+    assert other_answers(prompts, openings).tolist() == [[1, 0]]
+
+
+class Samples(NamedTuple):
+    """Stands in for a corpus: tokens and weights of each sample, each a row of its own where nothing else is said."""
+
+    given: list[tuple[list[int], list[float]]]
+    windows: list[tuple[int, int]] | None = None
+
+    @property
+    def tables(self) -> list[np.ndarray]:
+        lines = np.zeros(len(self.given), dtype=LINE)
+        lines["tokens"] = 1
+        lines["window"], lines["windows"] = zip(*(self.windows or [(1, 1)] * len(self.given)), strict=True)
+        return [lines]
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def sample(self, sample_id: int) -> Sample:
+        tokens, weights = self.given[sample_id]
+        return Sample(
+            sample_id=sample_id, tokens=np.array(tokens, dtype=np.int32), weights=np.array(weights, dtype=np.float32)
+        )
+
+
+def test_answers_without_an_end_of_turn_are_counted() -> None:
+    samples = Samples([([1, 2, 9, 3, 4], [0, 1, 0.5, 0, 1]), ([1, 9], [0, 1]), ([7, 8], [0, 0])])
+    found = scan(samples, 9, QUIET)  # type: ignore[arg-type]
+    assert (found.num_runs, found.unfinished_runs, found.unfinished) == (3, 1, [0])
+    assert (found.longest_run, found.longest_sample) == (2, 0)
+
+
+def test_a_turn_that_goes_on_in_the_next_window_is_counted_there() -> None:
+    first, second = ([1, 2, 3, 4], [0, 0, 1, 1]), ([1, 4, 5, 6], [0, 0, 1, 1])
+    windows = [(1, 3), (2, 3), (3, 3)]
+    whole = scan(Samples([first, second, ([1, 6, 9], [0, 0, 1])], windows), 9, QUIET)  # type: ignore[arg-type]
+    assert (whole.num_runs, whole.unfinished_runs, whole.unfinished) == (1, 0, [])
+    cut = scan(Samples([first, second, ([1, 6, 8], [0, 0, 1])], windows), 9, QUIET)  # type: ignore[arg-type]
+    assert (cut.num_runs, cut.unfinished_runs, cut.unfinished) == (1, 1, [2])
+
+
+def test_only_the_first_window_of_a_row_gives_an_answer_to_its_prompt() -> None:
+    given = [([1, 2, 3, 9], [0, 0, 0, 1]), ([1, 2, 3, 8], [0, 0, 0, 1]), ([1, 2, 3, 7], [0, 0, 0, 1])]
+    found = scan(Samples(given, [(1, 2), (2, 2), (1, 1)]), 9, QUIET)  # type: ignore[arg-type]
+    assert other_answers(found.prompts, found.openings).tolist() == [[2, 0]]
+
+
+def test_samples_without_a_prompt_share_none() -> None:
+    samples = Samples([([1, 2], [1, 1]), ([1, 3], [1, 1]), ([1, 2], [0, 1]), ([4, 4], [0, 0])])
+    found = scan(samples, 2, QUIET)  # type: ignore[arg-type]
+    assert other_answers(found.prompts, found.openings).tolist() == []
+    assert copies(found.wholes).tolist() == [[2, 0]]
+
+
+def test_supervised_runs() -> None:
+    starts, ends = supervised_runs(np.array([1, 1, 1, 0, 0, 2], dtype=np.float32))
+    assert (starts.tolist(), ends.tolist()) == ([1, 5], [3, 6])  # nothing predicts the first token
+    assert [found.tolist() for found in supervised_runs(np.zeros(3, dtype=np.float32))] == [[], []]
+
+
+def test_tokenizer_of_a_folder(folder: Path) -> None:
+    plain = tokenizer_facts(load_folder(folder / "plain", template("chatml")))
+    assert (plain.end_of_turn, plain.eos, plain.masks) == ("<|im_end|>", "<|endoftext|>", "differences")
+    assert plain.eos_id == plain.pad_id != plain.end_of_turn_id
+    marked = tokenizer_facts(load_folder(folder / "marked", template("chatml_marked")))
+    assert marked.masks == "generation markers"
+    text = printed(survey(over_long="drop", tokenizer=str(folder / "plain")))
+    assert f"but its end of sequence (eos) is <|endoftext|> (id {plain.eos_id}): when generating, stop at both" in text
+    assert f"padding is id {plain.pad_id}, the same as eos: harmless here, no padding is supervised" in text
+    assert "proven chat by chat, by text prefixes or by blanking a turn" in text
+    assert "roles: tokens of the texts of messages, estimated" in text and "~" in text
+
+
+# Data that the trainer refuses
+
+
+def test_data_that_are_too_long_are_surveyed_whole() -> None:
+    taken = survey(over_long="error")
+    assert (taken.total.samples, taken.total.tokens, taken.total.supervised) == (8, 555, 134)
+    assert taken.refused is not None and taken.refused.startswith("b.jsonl:2: 216 tokens (224 when padded")
+    text = printed(taken)
+    assert "sft train would refuse these data" in text and "nothing is cut" not in text
+    assert "! 1 of 8 rows (12.5%) are longer than data.seq_length" in text
+
+
+def test_data_of_which_nothing_is_left_are_surveyed_whole() -> None:
+    taken = survey(train=["b.jsonl"], seq_length=32)
+    assert taken.total.samples == 2
+    assert taken.refused is not None and taken.refused.startswith("no sample is left of b.jsonl")
+
+
+def test_what_is_cut_is_told() -> None:
+    text = printed(survey(train=["b.jsonl"], seq_length=32, over_long="cut_turns"))
+    # 54 tokens are cut after the first answer: 10 + 15, its newline is not kept.
+    assert "\n  b: data.over_long cuts 29 tokens (10.7% of all, 4 supervised) of 1 row\n" in text
+    assert "\n  b: data.over_long drops 216 tokens (80.0% of all, 4 supervised) of 1 row\n" in text
+
+
+# Text
+
+
+def test_text() -> None:
+    assert printed(survey(num_previews=1)) == """\
+data of r.yaml
+  data.seq_length 128, data.doc_multiple 32, data.over_long drop, data.on_bad_row error
+
+files
+  file  set    rows  samples  tokens  supervised  p50  p90  p99  longest
+  a     train     6        6     285       42.8%   28  126  126      126
+  b     train     2        1      54       14.8%   54  216  216      216
+  all   train     8        7     339       38.3%   28  216  216      216
+  b: data.over_long drops 216 tokens (80.0% of all, 4 supervised) of 1 row
+
+lengths: tokens of whole rows
+  from   to  rows                                            tokens
+    16   31     4  ########################################   18.7%
+    32   63     2  ####################                       19.6%
+    64  127     1  ##########                                 22.7%
+   128  255     1  ##########                                 38.9%
+
+retention: what fits whole, padded to a multiple of 32
+  seq_length   rows  tokens  supervised tokens
+          32  50.0%   18.7%              13.4%
+          64  75.0%   38.4%              21.6%
+         128  87.5%   61.1%              97.0%   <- this recipe
+         256   100%    100%               100%
+
+roles: tokens of the texts of messages
+  role       messages  tokens  mean  supervised
+  system            1       8   8.0          0%
+  user             10     215  21.5          0%
+  assistant         9     125  13.9        100%
+
+tokenizer
+  byte, 259 ids
+  masks are written by the built-in ChatML template, which knows what the assistant wrote
+  turns end with <|im_end|> (id 257); the tokenizer names no end of sequence (eos)
+  padding is id 258
+
+findings
+  ! 1 of 8 rows (12.5%) are longer than data.seq_length: data.over_long decides what becomes of them
+      b.jsonl:2
+  ! 1 of 7 samples (14.3%) have only 1 or 2 supervised tokens: is an answer cut off?
+      a.jsonl:4
+  ! 1 of 7 samples (14.3%) are copies of an earlier one: each copy counts like a sample of its own
+      a.jsonl:2 = a.jsonl:1
+  ! 2 of 7 samples (28.6%) give a new answer to the prompt of an earlier one: alternatives, or contradictions?
+      a.jsonl:3 = a.jsonl:1, b.jsonl:1 = a.jsonl:1
+  ! 1 of 10 user turns (10.0%) are empty: the model learns to answer without a question
+      a.jsonl:4
+  ! 1 of 8 chats (12.5%) end without an answer: what follows the last answer is read, never learnt
+      a.jsonl:5
+  - no rows are unusable
+  - no samples lack a supervised token
+  - no answers lack the end-of-turn token at their end
+
+previews: what is learnt is in [[ ]], everything else is only read; ⏎ is a newline
+  a.jsonl:1 (first): 28 tokens, 6 supervised
+    <|im_start|>user⏎
+    hi<|im_end|>⏎
+    <|im_start|>assistant⏎
+    [[hello<|im_end|>]]⏎
+
+  a.jsonl:6 (longest answer): 126 tokens, 101 supervised
+    <|im_start|>user⏎
+    count<|im_end|>⏎
+    <|im_start|>assistant⏎
+    [[1111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111<|im_end|>]]⏎
+"""
+
+
+def test_percent_says_nothing_and_everything_only_where_that_is_exact() -> None:
+    assert [percent(part, 3000) for part in (0, 1, 1500, 2999, 3000)] == ["0%", "<0.1%", "50.0%", "99.9%", "100%"]
+    assert percent(0, 0) == "0%"
+
+
+def test_control_characters_are_visible() -> None:
+    assert visible("a\tb\x1b[31m\r\n\u202eü\x00\U000e0001 😀") == "a⇥b\\x1b[31m\\x0d⏎\n\\u202eü\\x00\\U000e0001 😀"
+
+
+# Previews
+
+
+def sample_of(row: dict[str, Any]) -> Sample:
+    tokens, weights = encode_chat(Chat(row["messages"], None), ByteTokenizer())
+    return Sample(sample_id=0, tokens=tokens, weights=weights)
+
+
+def test_preview_in_colour() -> None:
+    shown = preview(sample_of(chat("a", "b\nc")), "a.jsonl:1", "first", ByteTokenizer())
+    assert list(preview_lines(shown, color=True)) == [
+        "  a.jsonl:1 (first): 25 tokens, 4 supervised",
+        "    \x1b[2m<|im_start|>user⏎\x1b[0m",
+        "    \x1b[2ma<|im_end|>⏎\x1b[0m",
+        "    \x1b[2m<|im_start|>assistant⏎\x1b[0m",
+        "    \x1b[32mb⏎\x1b[0m",
+        "    \x1b[32mc<|im_end|>\x1b[0m\x1b[2m⏎\x1b[0m",
+    ]
+
+
+def test_preview_of_a_long_sample_shows_what_is_around_boundaries() -> None:
+    shown = preview(sample_of(chat("u" * 1000, "é" * 300)), "a.jsonl:1", "first", ByteTokenizer())
+    # "<|im_start|>user\n" is 6 tokens and 17 characters, "<|im_end|>\n<|im_start|>assistant\n" 13 and 33.  200 tokens
+    # would be more than 200 characters there, 150 are not; of the answer, the half of an é at the cut is not shown.
+    assert [(len(piece.text), piece.is_supervised, piece.tokens, piece.is_gap) for piece in shown.pieces] == [
+        (17 + 144, False, 150, False),
+        (0, False, 719, True),
+        (137 + 33, False, 150, False),
+        (100, True, 200, False),
+        (0, True, 201, True),
+        (99 + 10, True, 200, False),
+        (1, False, 1, False),
+    ]
+    assert sum(piece.tokens for piece in shown.pieces) == 1008 + 613
+    lines = list(preview_lines(shown, color=False))
+    assert [line for line in lines if "..." in line] == ["    [... 719 tokens ...]", "    [... 201 tokens ...]"]
+
+
+def test_preview_of_many_turns_shows_the_first_and_the_last() -> None:
+    shown = preview(sample_of(chat(*"abcdefghijklmnopqrstuvwx")), "a.jsonl:1", "first", ByteTokenizer())
+    # 24 messages are 25 pieces: 12 contexts, 12 answers and the last newline.
+    assert [piece.text[0] for piece in shown.pieces[1:8:2]] == ["b", "d", "f", "h"]
+    assert shown.pieces[8].is_gap and len(shown.pieces) == 13
+    assert [piece.text[0] for piece in shown.pieces[9:]] == ["v", "\n", "x", "\n"]
+    assert sum(piece.tokens for piece in shown.pieces) == 12 * (9 + 14)
+
+
+def test_the_longest_answer_is_shown_once() -> None:
+    assert [(shown.name, shown.why) for shown in survey(num_previews=6).previews][-2:] == [
+        ("a.jsonl:5", "first"),
+        ("a.jsonl:6", "first, longest answer"),
+    ]
+    assert [shown.why for shown in survey(num_previews=100).previews].count("first") == 6
+    assert survey(num_previews=0).previews == ()
+
+
+def test_neighbouring_pieces_of_one_kind_are_marked_once() -> None:
+    shown = preview(sample_of(chat("a", "b" * 500)), "a.jsonl:1", "first", ByteTokenizer())
+    text = "\n".join(preview_lines(shown, color=False))
+    assert text.count("[[") == text.count("]]") == 1
+    assert shown.pieces[0] == Piece(
+        text="<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", is_supervised=False, tokens=20
+    )
+
+
+# The command
+
+RUN = ["data", "inspect", "r.yaml", "data.train=[a.jsonl, b.jsonl]", "data.seq_length=128", "data.over_long=drop"]
+
+
+def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--json", "--samples", "1", "data.eval=h.jsonl"]) == 0
+    taken = json.loads(capsys.readouterr().out)
+    assert taken == json.loads(json.dumps(survey(num_previews=1, eval=["h.jsonl"]).as_dict()))
+    assert list(taken) == [
+        "schema",
+        "recipe",
+        "seq_length",
+        "doc_multiple",
+        "over_long",
+        "on_bad_row",
+        "refused",
+        "files",
+        "sources",
+        "total",
+        "retention",
+        "roles",
+        "roles_exact",
+        "rows_of_tokens",
+        "tokenizer",
+        "findings",
+        "previews",
+    ]
+    assert taken["schema"] == 1 and [counts["part"] for counts in taken["files"]] == ["train", "train", "eval"]
+    assert taken["previews"][0]["pieces"][1] == {
+        "text": "hello<|im_end|>",
+        "is_supervised": True,
+        "tokens": 6,
+        "is_gap": False,
+    }
+
+
+def test_text_has_colour_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(RUN) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain and "[[hello<|im_end|>]]" in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(RUN) == 0
+    assert "\x1b[32mhello<|im_end|>\x1b[0m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(RUN) == 0
+    assert capsys.readouterr().out == plain
+
+
+def test_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*RUN, "--png", "pictures/data.png", "data.eval=h.jsonl", "--samples", "0"]) == 0
+    assert "picture pictures/data.png" in capsys.readouterr().err
+    picture = Path("pictures/data.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_a_picture_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*RUN, "--png", "data.png"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: --png draws with matplotlib, which is not installed: pip install matplotlib\n"
+    )
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["data", "inspect", "none.yaml"], "ConfigError: recipe none.yaml does not exist."),
+        (["data", "inspect", "r.yaml", "data.train=x.jsonl"], "ConfigError: data.train = x.jsonl"),
+        ([*RUN, "--samples", "-1"], "ConfigError: --samples -1 is not a number of samples; give 0 or more."),
+        ([*RUN, "--png", "data.jpg"], "ConfigError: --png data.jpg does not end in .png"),
+        ([*RUN, "--jsno"], "ConfigError: unknown option --jsno"),
+        (["data"], "ConfigError: "),
+    ],
+)
+def test_mistakes_end_in_one_paragraph(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(complaint) and captured.out == ""
+
+
+def test_a_bad_row_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("b.jsonl").open("a") as file:
+        file.write('{"messages": []}\n')
+    assert main(RUN) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("DataError: b.jsonl:3: messages must be a list")

@@ -1,0 +1,404 @@
+"""Memory snapshots and traces: which files, which steps, which ranks, and that nothing else of a run changes.
+
+No CUDA here: torch's recorder is replaced by one that takes notes.  The Chrome trace is a real one.
+"""
+
+import gzip
+import inspect
+import io
+import json
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from sft.config import MemoryProfile, ProfileConfig, TorchProfile
+from sft.config.keys import sections
+from sft.console import Console
+from sft.errors import TrainingError
+from sft.mcore.process_groups import Groups
+from sft.recipe.load import dump, parse_recipe
+from sft.run.profiler import Profile, name
+from tests.unit.test_recipe import GOOD, told
+
+
+class Recorder:
+    """Stands in for torch.cuda.memory's recorder: (calls in order), and files that say how it stood."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.on = False
+        self.broken = False
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+
+    def record(self, enabled: str | None = "all", *, max_entries: int = sys.maxsize) -> None:
+        self.calls.append(max_entries if enabled else "off")
+        self.on = enabled is not None
+
+    def dump(self, filename: str) -> None:
+        self.calls.append("dump")
+        assert self.on
+        Path(filename).write_bytes(b"half")
+        if self.broken:
+            raise RuntimeError("the device\nis gone")
+        Path(filename).write_bytes(b"whole")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node/7.cluster")
+    return Recorder(monkeypatch)
+
+
+def place(rank: int = 0, device: str = "cuda", **at: int) -> Groups:
+    ranks = {f"{axis}_rank": at.get(axis, 0) for axis in ("dp", "cp", "tp", "pp")}
+    none = cast(Any, None)
+    return Groups(collection=none, device=torch.device(device), rank=rank, control=none, saving=none, **ranks)
+
+
+def grid() -> Iterator[Groups]:
+    """pp 2, cp 2, tp 2: eight ranks."""
+    for rank in range(8):
+        yield place(rank, pp=rank // 4, cp=rank // 2 % 2, tp=rank % 2)
+
+
+def memory(*steps: int, **more: Any) -> ProfileConfig:
+    return ProfileConfig(memory=MemoryProfile(steps=list(steps), **more))
+
+
+def run(
+    config: ProfileConfig,
+    folder: Path,
+    where: Groups,
+    *,
+    first: int = 1,
+    last: int = 6,
+    fails: dict[int, Exception] | None = None,
+) -> str:
+    """Steps `first` to `last`, of which some fail (0: before the first); what the console said."""
+    said = io.StringIO()
+    with Profile(config, folder, where, Console(where.rank, said)) as profile:
+        for number in range(first - 1, last + 1):
+            error = (fails or {}).get(number)
+            if number < first:
+                if error:
+                    raise error
+                continue
+            with profile.step(number):
+                if error:
+                    raise error
+    return said.getvalue()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# Memory history
+
+
+def test_off_nothing_is_called_or_written(recorder: Recorder, tmp_path: Path) -> None:
+    assert run(ProfileConfig(), tmp_path, place()) == ""
+    with pytest.raises(torch.OutOfMemoryError):
+        run(ProfileConfig(), tmp_path, place(), fails={2: torch.OutOfMemoryError()})
+    assert recorder.calls == [] and files(tmp_path) == []
+
+
+def test_snapshots_of_the_steps_asked_for(recorder: Recorder, tmp_path: Path) -> None:
+    where = place(5, pp=1, dp=2, cp=3, tp=4)
+    assert run(memory(2, 4, max_entries=77), tmp_path, where) == ""  # rank 0 speaks
+    file = "node_7.cluster-rank5-pp1-dp2-cp3-tp4-ep0.pickle"
+    assert files(tmp_path) == [f"memory_snapshots/step_2/{file}", f"memory_snapshots/step_4/{file}"]
+    assert (tmp_path / "memory_snapshots/step_2" / file).read_bytes() == b"whole"
+    assert recorder.calls == [77, "dump", "dump", "off"]
+
+
+def test_recording_begins_before_the_first_step_and_ends_with_the_last_wanted(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    with Profile(memory(2), tmp_path, place(), Console(1)) as profile:
+        assert recorder.on
+        with profile.step(1):
+            assert recorder.on
+        with profile.step(2):
+            assert recorder.on
+        assert not recorder.on
+        with profile.step(3):
+            pass
+    assert recorder.calls == [100000, "dump", "off"]
+
+
+def test_rank_0_says_where_it_goes(recorder: Recorder, tmp_path: Path) -> None:
+    said = run(memory(2, 4), tmp_path, place())
+    assert said == f"profile.memory: recorded to step 4, written to {tmp_path}/memory_snapshots/\n"
+
+
+def test_steps_that_are_not_reached(recorder: Recorder, tmp_path: Path) -> None:
+    run(memory(2, 50), tmp_path, place(), first=4)
+    assert recorder.calls == [100000, "off"]  # to the end of the run
+    recorder.calls.clear()
+    run(memory(2, 3), tmp_path, place(), first=4)
+    assert recorder.calls == [100000, "off"]
+    assert files(tmp_path) == []
+
+
+def test_a_run_resumed_beyond_them_is_not_recorded(recorder: Recorder, tmp_path: Path) -> None:
+    with Profile(memory(2), tmp_path, place(), Console(1)) as profile:
+        with profile.step(4):
+            assert not recorder.on
+
+
+@pytest.mark.parametrize("ranks, recorded", [("all", list(range(8))), ("stage", [0, 4]), ([3, 6], [3, 6])])
+def test_who_records(recorder: Recorder, tmp_path: Path, ranks: Any, recorded: list[int]) -> None:
+    for where in grid():
+        recorder.calls.clear()
+        run(memory(1, ranks=ranks), tmp_path, where)
+        assert recorder.calls == ([100000, "dump", "off"] if where.rank in recorded else [])
+    assert [int(file.split("rank")[1][0]) for file in files(tmp_path)] == recorded
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.cuda.OutOfMemoryError])
+def test_out_of_memory(recorder: Recorder, tmp_path: Path, kind: type[Exception]) -> None:
+    for where in grid():
+        recorder.calls.clear()
+        error = kind("CUDA out of memory.")
+        with pytest.raises(kind) as caught:
+            run(memory(2, 5), tmp_path, where, fails={3: error})
+        assert caught.value is error
+        assert recorder.calls == [100000, "dump", "dump", "off"] and not recorder.on
+    names = sorted(f"{name(where)}.pickle" for where in grid())
+    assert len(set(names)) == 8
+    assert files(tmp_path) == [f"memory_snapshots/{step}/{n}" for step in ("step_2", "step_3_oom") for n in names]
+
+
+@pytest.mark.parametrize("number, error", [(2, TrainingError("NaN")), (0, ValueError()), (4, StopIteration())])
+def test_another_error(recorder: Recorder, tmp_path: Path, number: int, error: Exception) -> None:
+    with pytest.raises((type(error), RuntimeError)) as caught:
+        run(memory(4), tmp_path, place(), fails={number: error})
+    assert caught.value is error
+    assert recorder.calls == [100000, "dump", "off"]
+    assert files(tmp_path) == [f"memory_snapshots/step_{number}_error/node_7.cluster-rank0-pp0-dp0-cp0-tp0-ep0.pickle"]
+
+
+def test_an_error_after_the_last_wanted_step_is_not_recorded(recorder: Recorder, tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        run(memory(1), tmp_path, place(), fails={2: ValueError()})
+    assert recorder.calls == [100000, "dump", "off"]
+    assert [file.split("/")[1] for file in files(tmp_path)] == ["step_1"]
+
+
+def test_a_run_that_is_interrupted_leaves_at_once(recorder: Recorder, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(memory(2), tmp_path, place(), fails={1: cast(Exception, KeyboardInterrupt())})
+    assert recorder.calls == [100000, "off"]
+
+
+def test_what_fails_in_here_is_one_line(
+    recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.broken = True
+    run(memory(2), tmp_path, place(3))
+    path = f"{tmp_path}/memory_snapshots/step_2/{name(place(3))}.pickle"
+    assert capsys.readouterr().err == f"rank 3: {path} was not written: RuntimeError: the device is gone\n"
+
+    def stop(enabled: str | None = "all", max_entries: int = 0) -> None:
+        if enabled is None:
+            raise RuntimeError("also gone")
+
+    recorder.on = True
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", stop)
+    error = torch.OutOfMemoryError("the first")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(memory(2), tmp_path, place(3), fails={1: error})
+    assert caught.value is error and error.__cause__ is None
+    lines = capsys.readouterr().err.splitlines()
+    assert "step_1_oom" in lines[0] and lines[0].endswith("was not written: RuntimeError: the device is gone")
+    assert lines[1:] == ["rank 3: memory history was not switched off: RuntimeError: also gone"]
+    assert files(tmp_path) == []  # no half a file either
+
+
+def test_a_folder_that_cannot_be_made(recorder: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "memory_snapshots").write_text("in the way")
+    run(memory(2), tmp_path, place())
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_on_the_cpu_it_is_one_line_and_nothing_else(recorder: Recorder, tmp_path: Path) -> None:
+    said = run(memory(2, 3), tmp_path, place(device="cpu"))
+    assert said == "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU\n"
+    assert run(memory(2, 3), tmp_path, place(1, device="cpu")) == ""
+    with pytest.raises(torch.OutOfMemoryError):
+        run(memory(2), tmp_path, place(device="cpu"), fails={1: torch.OutOfMemoryError()})
+    assert recorder.calls == [] and files(tmp_path) == []
+
+
+def test_torch_takes_what_is_asked_of_it() -> None:
+    """Private functions of torch: only their parameters can be seen without CUDA."""
+    assert {"enabled", "max_entries"} <= set(inspect.signature(torch.cuda.memory._record_memory_history).parameters)
+    assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
+
+
+def test_the_page_that_the_documentation_makes(tmp_path: Path) -> None:
+    """docs/profiling.md: a snapshot, here of one block of 512 bytes, becomes one HTML page."""
+    block = {"address": 4096, "size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
+    segment = {"device": 0, "address": 4096, "total_size": 512, "stream": 0, "segment_type": "small"}
+    event = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 1, "frames": []}
+    snapshot = {"segments": [segment | {"blocks": [block]}], "device_traces": [[event]], "allocator_settings": {}}
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(snapshot))
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", "a.pickle", "-o", "a.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Active Memory Timeline" in (tmp_path / "a.html").read_text()
+
+
+# Chrome traces
+
+
+def test_a_real_trace(tmp_path: Path) -> None:
+    config = ProfileConfig(torch=TorchProfile(steps=[2]))
+    where, said = place(device="cpu", cp=1), io.StringIO()
+    with Profile(config, tmp_path, where, Console(0, said)) as profile:
+        for number, work in ((1, torch.sin), (2, torch.cos), (3, torch.tan)):
+            with profile.step(number):
+                work(torch.ones(8))
+    assert said.getvalue() == f"profile.torch: traces are written to {tmp_path}/traces/\n"
+    assert files(tmp_path) == [f"traces/step_2/{name(where)}.json.gz"]
+    with gzip.open(tmp_path / files(tmp_path)[0], "rt") as file:
+        seen = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert "aten::cos" in seen and not {"aten::sin", "aten::tan"} & seen
+
+
+class Tracer:
+    """Stands in for torch.profiler.profile."""
+
+    made: list["Tracer"] = []
+
+    def __init__(self, activities: list[Any]) -> None:
+        self.activities, self.state = activities, "made"
+        Tracer.made.append(self)
+
+    def __enter__(self) -> "Tracer":
+        self.state = "on"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.state = "off"
+
+    def export_chrome_trace(self, path: str) -> None:
+        assert path.endswith(".json.gz")
+        raise OSError("disk full")
+
+
+@pytest.fixture
+def tracers(monkeypatch: pytest.MonkeyPatch) -> list[Tracer]:
+    monkeypatch.setattr(torch.profiler, "profile", Tracer)
+    monkeypatch.setattr(Tracer, "made", [])
+    return Tracer.made
+
+
+def test_kernels_are_traced_where_there_is_cuda(
+    recorder: Recorder, tracers: list[Tracer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for where in grid():
+        run(ProfileConfig(torch=TorchProfile(steps=[1, 3], ranks="stage")), tmp_path, where)
+    cpu, cuda = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
+    assert [tracer.activities for tracer in tracers] == [[cpu, cuda]] * 4  # two ranks, two steps
+    assert recorder.calls == []
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(line.endswith("was not written: OSError: disk full") for line in lines)
+
+
+def test_a_step_that_fails_leaves_no_trace_and_no_tracer(
+    recorder: Recorder, tracers: list[Tracer], tmp_path: Path
+) -> None:
+    config = ProfileConfig(memory=MemoryProfile(steps=[5]), torch=TorchProfile(steps=[2]))
+    error = torch.OutOfMemoryError()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(config, tmp_path, place(), fails={2: error})
+    assert caught.value is error
+    assert [tracer.state for tracer in tracers] == ["off"]
+    assert [file.split("/")[:2] for file in files(tmp_path)] == [["memory_snapshots", "step_2_oom"]]
+
+
+def test_a_trace_while_memory_is_recorded_is_told(recorder: Recorder, tracers: list[Tracer], tmp_path: Path) -> None:
+    config = ProfileConfig(memory=MemoryProfile(steps=[4]), torch=TorchProfile(steps=[2, 3, 5]))
+    said = run(config, tmp_path, place())
+    assert "profile.torch: memory is recorded during step 2, 3, which slows what is traced\n" in said
+
+
+# The keys
+
+
+def test_the_keys_are_off_unless_asked_for() -> None:
+    config = parse_recipe(GOOD, "a.yaml").config.profile
+    assert config == ProfileConfig() and config.memory.steps is config.torch.steps is None
+    assert set(sections()["profile.memory"].model_fields) == {"steps", "max_entries", "ranks"}
+    assert set(sections()["profile.torch"].model_fields) == {"steps", "ranks"}
+
+
+def test_a_recipe_that_asks_loads_back() -> None:
+    asked = ["profile.memory={steps: [3, 5], ranks: stage}", "profile.torch.steps=[4]", "profile.torch.ranks=[0, 1]"]
+    recipe = parse_recipe(GOOD, "a.yaml", asked)
+    assert recipe.config.profile.memory == MemoryProfile(steps=[3, 5], ranks="stage")
+    assert recipe.config.profile.torch == TorchProfile(steps=[4], ranks=[0, 1])
+    assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config
+
+
+@pytest.mark.parametrize("section", [MemoryProfile, TorchProfile])
+@pytest.mark.parametrize("steps", [[], [0], [-1], [True], [2.0], ["2"], [3, 1, 3], 3, "all"])
+def test_wrong_steps(section: Any, steps: Any) -> None:
+    with pytest.raises(ValidationError):
+        section(steps=steps)
+    assert section(steps=[3, 1]).steps == [3, 1]
+
+
+@pytest.mark.parametrize("ranks", [[], [-1], [False], [1, 1], "some", "All", 0, None])
+def test_wrong_ranks(ranks: Any) -> None:
+    for section in (MemoryProfile, TorchProfile):
+        with pytest.raises(ValidationError):
+            section(steps=[1], ranks=ranks)
+
+
+@pytest.mark.parametrize("entries", [0, -1, True, 1.5])
+def test_wrong_entries(entries: Any) -> None:
+    with pytest.raises(ValidationError):
+        MemoryProfile(steps=[1], max_entries=entries)
+
+
+@pytest.mark.parametrize(
+    "override, begins",
+    [
+        ("profile.memory.steps=[]", "profile.memory.steps = [] (command line: profile.memory.steps=[]); expected "),
+        ("profile.torch.steps=[2, 0]", "profile.torch.steps = [2, 0] (command line: profile.torch.steps=[2, 0]); exp"),
+        (
+            "profile.torch.steps=[2, 2]",
+            "profile.torch.steps = [2, 2] (command line: profile.torch.steps=[2, 2]) names 2",
+        ),
+        ("profile.memory.ranks=stage", 'profile.memory.ranks = "stage" (command line: profile.memory.ranks=stage) has'),
+        (
+            "profile.memory.max_entries=5",
+            "profile.memory.max_entries = 5 (command line: profile.memory.max_entries=5) h",
+        ),
+        ("profile.memroy.steps=[1]", "unknown key profile.memroy.steps"),
+    ],
+)
+def test_a_mistake_is_told_at_its_key(override: str, begins: str) -> None:
+    [line] = told(GOOD, override)
+    assert line.startswith(begins), line
+
+
+def test_both_on_one_step_is_refused_and_says_why() -> None:
+    [line] = told(GOOD, "profile.memory.steps=[3, 1, 4]", "profile.torch.steps=[4, 2, 3]")
+    assert line == (
+        "profile.torch.steps = [4, 2, 3] (command line: profile.torch.steps=[4, 2, 3]) shares step 3, 4 with "
+        "profile.memory.steps, and each would distort the other: recording stacks slows the launches that are traced, "
+        "and the profiler allocates.  Choose other steps."
+    )

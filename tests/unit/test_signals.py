@@ -1,0 +1,377 @@
+"""Signals to real processes, whose main thread sits in C code as it does in a collective."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sft.errors import ConfigError
+from sft.run import signals
+from sft.run.signals import Stop, deadline
+from tests.unit.fixtures.held import held, threads
+
+ROOT = Path(__file__).resolve().parents[2]
+END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken
+
+# `stuck()` never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
+HEAD = """
+import ctypes, os, signal, sys, threading, time
+from sft.lifecycle import stop
+from sft.lifecycle.stop import Stop, leave_with_parent
+mutex = ctypes.create_string_buffer(64)
+def stuck():
+    while True:
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+def tell(line):
+    print(line, flush=True)
+"""
+STUCK = """
+with Stop(grace_s=1000, deadline=None, tell=tell):
+    print("not flushed", end="")
+    os.write(1, b"ready\\n")
+    stuck()
+"""
+FIRST = "SIGUSR1: finishing the step, then saving; a second signal leaves at once"
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a program and wait until it is ready."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(program: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HEAD + program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": ""} | env,
+        )
+        started.append(process)
+        assert line(process) == "ready"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream:
+                stream.close()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline().rstrip("\n")
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """Its exit code and what it printed since."""
+    late = threading.Timer(END_OF_TEST, process.kill)
+    late.start()
+    if process.stdin:
+        process.stdin.close()
+    assert process.stdout and process.stderr
+    out, err = process.stdout.read(), process.stderr.read()  # `communicate` would miss what `line` has read ahead
+    process.wait()
+    late.cancel()
+    assert "Traceback" not in err, err
+    return process.returncode, out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "second, code, name", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
+)  # fmt: skip
+def test_the_first_is_told_at_once_and_the_second_leaves(
+    start: Start, second: signal.Signals, code: int, name: str
+) -> None:
+    process = start(STUCK)
+    process.send_signal(signal.SIGUSR1)
+    assert line(process) == "not flushed" + FIRST
+    process.send_signal(second)
+    assert end(process) == (code, [f"{name}: leaving at once"])
+
+
+def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
+    process = start(STUCK.replace("tell=tell", "tell=lambda line: None"))
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    code, out = end(process)
+    assert code in (143, 138) and out == ["not flushed"]  # two at once may be heard in any order
+
+
+def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
+    """SLURM signals torchrun and its workers, and torchrun passes it on."""
+    process = start("stop.SECONDS_OF_ECHO = 1000\n" + STUCK)
+    process.send_signal(signal.SIGUSR1)
+    assert line(process) == "not flushed" + FIRST
+    process.send_signal(signal.SIGUSR1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
+
+
+def test_the_same_signal_again_is_a_second_one(start: Start) -> None:
+    process = start("stop.SECONDS_OF_ECHO = 0.0\n" + STUCK)
+    process.send_signal(signal.SIGUSR1)
+    assert line(process) == "not flushed" + FIRST
+    process.send_signal(signal.SIGUSR1)
+    assert end(process) == (138, ["SIGUSR1: leaving at once"])
+
+
+def test_the_grace_ends(start: Start) -> None:
+    process = start(STUCK.replace("1000", "0.2"))
+    process.send_signal(signal.SIGUSR1)
+    assert end(process) == (1, ["not flushed" + FIRST, "SIGUSR1: not done within 0.2 s, leaving without a save"])
+
+
+@pytest.mark.parametrize("tell", ["stuck", "broken"])
+def test_it_leaves_where_no_line_can_be_said(start: Start, tell: str) -> None:
+    program = "stop.SECONDS_FOR_WORDS = 0.1\ndef broken(line):\n    raise OSError('no terminal')\n"
+    process = start(program + STUCK.replace("1000", "0.2").replace("tell=tell", f"tell=lambda line: {tell}()"))
+    process.send_signal(signal.SIGTERM)
+    process.wait(END_OF_TEST)
+    assert process.returncode == 1
+
+
+def test_no_keyboard_interrupt_and_a_reason(start: Start) -> None:
+    process = start("""
+with Stop(grace_s=1000, deadline=None, tell=tell) as stop:
+    print("ready", signals.reason or "", flush=True, sep="")
+    while signals.reason is None:
+        time.sleep(0.01)
+    print(signals.reason)
+""")
+    process.send_signal(signal.SIGINT)
+    code, out = end(process)
+    assert code == 0 and sorted(out) == ["SIGINT", FIRST.replace("SIGUSR1", "SIGINT")]
+
+
+def test_settled(start: Start) -> None:
+    """Neither further signals nor the timer that already runs end it."""
+    process = start("""
+signals.SECONDS_OF_ECHO = 0
+with Stop(grace_s=0.3, deadline=(0.0, "late"), tell=tell) as it:
+    print("ready", flush=True)
+    while it._reason is None:
+        time.sleep(0.01)
+    it.settle()
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    time.sleep(0.6)
+    print("then", it.reason)
+""")
+    process.send_signal(signal.SIGUSR1)
+    assert end(process) == (0, [FIRST, "then SIGUSR1"])
+
+
+def test_what_was_before_comes_back() -> None:
+    def ours(number: int, frame: object) -> None:
+        pass
+
+    before, interrupt = signal.signal(signal.SIGUSR1, ours), signal.getsignal(signal.SIGINT)
+    had = held()
+    with Stop(grace_s=1, deadline=None, tell=print) as it:
+        assert signal.getsignal(signal.SIGUSR1) is not ours and len(threads() - had) == 1
+    assert signal.signal(signal.SIGUSR1, before) is ours
+    assert signal.getsignal(signal.SIGINT) is interrupt
+    assert signal.set_wakeup_fd(-1) == -1
+    assert held() <= had, it  # still here: nothing was closed by being forgotten
+
+
+def test_time_that_is_up() -> None:
+    now = [100.0]
+    with Stop(grace_s=1, deadline=(150.0, "end of the job"), tell=print, clock=lambda: now[0]) as it:
+        assert it.reason is None
+        now[0] = 150.0
+        assert str(it.reason) == "end of the job"
+    with Stop(grace_s=1, deadline=(150.0, "end of the job"), tell=print, clock=lambda: now[0]) as it:
+        it.settle()
+        assert it.reason is None  # the run is through
+
+
+# Forks
+
+
+def test_a_forked_child_lives_on_and_does_not_tell_the_parent(start: Start) -> None:
+    """torchrun signals all processes of a rank, and those that write its checkpoint must go on."""
+    process = start("""
+with Stop(grace_s=1000, deadline=None, tell=tell) as it:
+    child = os.fork()
+    if child == 0:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        os._exit(7)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(child, number)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    time.sleep(0.2)
+    print(it.reason, flush=True)
+    print(os.waitpid(child, 0)[1] >> 8)
+""")
+    assert line(process) == "None"
+    assert process.stdin
+    process.stdin.write("\n")
+    assert end(process) == (0, ["7"])
+
+
+def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Start) -> None:
+    process = start("""
+with Stop(grace_s=1000, deadline=None, tell=tell) as it:
+    children = []
+    for _ in range(2):  # the second must not keep the first from seeing it
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+    print("ready", flush=True)
+for child in children:
+    os.kill(child, signal.SIGTERM)
+    print(os.waitpid(child, 0)[1])
+""")
+    assert end(process) == (0, ["15", "15"])
+
+
+def test_a_child_that_leaves_the_context_changes_nothing(start: Start) -> None:
+    process = start("""
+with Stop(grace_s=1000, deadline=None, tell=tell) as it:
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)  # unwinds the context
+    assert os.waitpid(child, 0)[1] >> 8 == 3
+    print("ready", flush=True)
+    stuck()
+""")
+    process.send_signal(signal.SIGUSR1)
+    assert line(process) == FIRST
+
+
+def test_programs_started_from_it_end_by_signals(start: Start) -> None:
+    process = start("""
+import subprocess
+with Stop(grace_s=1000, deadline=None, tell=tell) as it:
+    other = subprocess.Popen(["sleep", "60"])
+    print("ready", flush=True)
+    other.terminate()
+    print(other.wait())
+""")
+    assert end(process) == (0, ["-15"])
+
+
+# The end of the time
+
+
+@pytest.mark.parametrize(
+    "minutes, job_end, expected",
+    [
+        (None, None, None),
+        (2.0, None, (220.0, "run.exit_after_minutes")),
+        (None, "5300", (370.0, "end of the job")),  # 300 s from now, less 30
+        (2.0, "5300", (220.0, "run.exit_after_minutes")),
+        (10.0, "5300", (370.0, "end of the job")),
+        (None, "5001", (71.0, "end of the job")),  # too late for another step
+    ],
+)
+def test_deadlines(minutes: float | None, job_end: str | None, expected: tuple[float, str] | None) -> None:
+    environ = {} if job_end is None else {"SLURM_JOB_END_TIME": job_end}
+    assert deadline(minutes, 30.0, environ, monotonic=lambda: 100.0, wall=lambda: 5000.0) == expected
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-5", "1e9", "4999", "Unknown", "2026-01-01T00:00:00", "5000"])
+def test_a_job_end_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME = '{text}' is not when .* still to come .it is 5000"):
+        deadline(1.0, 30.0, {"SLURM_JOB_END_TIME": text}, wall=lambda: 5000.0)
+
+
+# The launcher
+
+LAUNCHER = """
+child = os.fork()
+if child == 0:
+    leave_with_parent()
+    print("ready", flush=True)
+    stuck()
+stuck()
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_worker_does_not_outlive_a_killed_launcher(start: Start) -> None:
+    process = start(LAUNCHER, TORCHELASTIC_RUN_ID="none")
+    (worker,) = children(process.pid)
+    assert is_running(worker)
+    process.kill()
+    until = time.monotonic() + END_OF_TEST
+    while is_running(worker):
+        assert time.monotonic() < until
+
+
+def test_without_torchrun_nothing_is_asked_of_the_kernel(start: Start) -> None:
+    process = start("os.environ.pop('TORCHELASTIC_RUN_ID', None)\n" + LAUNCHER)
+    (child,) = children(process.pid)
+    process.kill()
+    process.wait()
+    time.sleep(0.2)
+    assert is_running(child)
+    os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "parents, command, leaves",
+    [
+        ([50, 50], b"", False),
+        ([50, 1], b"", True),  # gone between the question and the answer
+        ([50, 40], b"", True),  # and another took its children
+        ([1, 1], b"/sbin/init\0", True),  # gone before
+        ([1, 1], b"/usr/bin/python\0/usr/bin/torchrun\0--nnodes=1\0", False),  # a container's first process
+    ],
+)
+def test_a_launcher_that_was_gone_before(
+    monkeypatch: pytest.MonkeyPatch, parents: list[int], command: bytes, leaves: bool
+) -> None:
+    class Left(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise Left
+
+    class Libc:
+        def prctl(self, *arguments: int) -> int:
+            assert arguments == (1, 9, 0, 0, 0)
+            return 0
+
+    answers = list(parents)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(signals.ctypes, "CDLL", lambda name, use_errno: Libc())
+    monkeypatch.setattr(signals.os, "getppid", lambda: answers.pop(0))
+    monkeypatch.setattr(signals.os, "_exit", leave)
+    monkeypatch.setattr(signals.Path, "read_bytes", lambda path: command)
+    has_left = False
+    try:
+        signals.leave_with_parent()
+    except Left:
+        has_left = True
+    assert has_left is leaves

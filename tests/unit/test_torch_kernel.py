@@ -1,0 +1,91 @@
+"""Attention in plain tiles against attention in one piece: tiles smaller than documents, and no divisor of any."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sft.mcore.attention import torch_kernel
+from sft.parallel import context_parallel
+
+BOUNDARIES = np.array([0, 48, 64, 144, 176], dtype=np.int32)
+TOKENS, HEADS, GROUPS, WIDTH, SCALE = 176, 4, 2, 8, 0.4
+FLOAT64_TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_kernel, "QUERY_TILE", 9)
+    monkeypatch.setattr(torch_kernel, "KEY_TILE", 13)
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    """Query, key, value and a gradient of the output; scores far apart, so that a later tile may have the largest."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(TOKENS, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    return [3 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def in_one_piece(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp of the scores."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    document = torch.bucketize(torch.arange(TOKENS), torch.from_numpy(BOUNDARIES[1:].copy()), right=True)
+    seen = (document[:, None] == document[None, :]).tril()
+    scores = (torch.einsum("qhd,khd->hqk", query, key) * SCALE).masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1).T
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_output_and_gradients(cp_size: int) -> None:
+    query, key, value, grad = inputs(torch.float64)
+    whole = [x.clone().requires_grad_() for x in (query, key, value)]
+    expected, expected_lse = in_one_piece(*whole)
+    dquery, dkey, dvalue = torch.autograd.grad(expected, whole, grad)
+    local = [torch.from_numpy(context_parallel.local_indices(BOUNDARIES, cp_size, rank)) for rank in range(cp_size)]
+    sums = torch.zeros_like(key), torch.zeros_like(value)
+    for rank, here in enumerate(local):
+        kernel = torch_kernel.Tiles.of(BOUNDARIES, cp_size, rank, CPU)
+        assert (kernel.keys is None) == (cp_size == 1)
+        order = torch.cat(local) if kernel.keys is None else torch.cat(local)[kernel.keys]
+        out, lse = kernel.forward(query[here], key[order], value[order], SCALE)
+        close(out, expected[here])
+        close(lse, expected_lse[here])
+        found, *parts = kernel.backward(grad[here], query[here], key[order], value[order], out, lse, SCALE)
+        close(found, dquery[here])
+        for total, part in zip(sums, parts):
+            total.index_add_(0, order, part)
+    close(sums[0], dkey)
+    close(sums[1], dvalue)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+def test_bf16_is_computed_in_fp32() -> None:
+    """Bitwise the numbers of fp32, rounded once; sums of keys and values are not rounded at all."""
+    narrow = inputs(torch.bfloat16)
+    wide = [x.float() for x in narrow]
+    kernel = torch_kernel.Tiles.of(BOUNDARIES, 1, 0, CPU)
+    out, lse = kernel.forward(*narrow[:3], SCALE)
+    expected, expected_lse = kernel.forward(*wide[:3], SCALE)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected.bfloat16())
+    assert lse.dtype == torch.float32 and torch.equal(lse, expected_lse)
+    found = kernel.backward(narrow[3], *narrow[:3], out, lse, SCALE)
+    again = kernel.backward(wide[3], *wide[:3], out.float(), lse, SCALE)
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, torch.float32]
+    for a, b in zip(found, again):
+        assert torch.equal(a, b.to(a.dtype))
+
+
+@pytest.mark.parametrize("length", [1, 9, 10, 13, 14, 40])
+def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
+    chunk = context_parallel.Chunk(local_start=3, length=length, document_start=100, position=50)
+    made = list(torch_kernel._query_tiles(chunk))
+    assert [row for tile in made for row in range(TOKENS)[tile.rows]] == list(range(3, 3 + length))
+    for tile in made:
+        columns = [keys for keys, _ in tile.key_tiles()]
+        assert tile.rows.stop - tile.rows.start <= 9 and all(keys.stop - keys.start <= 13 for keys in columns)
+        last_seen = 100 + 50 + tile.rows.stop - 3  # of the document, up to the last query of the tile
+        assert [key for keys in columns for key in range(500)[keys]] == list(range(100, last_seen))

@@ -1,0 +1,234 @@
+"""Which changes between two starts are told, refused, allowed or nobody's business; and how a run's state moves on."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft.checkpoint.train_state import Changes, Conditions, RunState, changes, installed
+from sft.config.keys import values
+from sft.errors import ConfigError
+from sft.mcore.engine import StepResult
+from tests.unit.test_metrics import config, totals
+
+PLAN = {"data": "9f2c", "run.seed": 1, "data.seq_length": 128, "data.train": None, "planner": 2}
+RECIPE = {
+    "run.dir": "runs/a",
+    "run.seed": 1,
+    "optim.lr": 1e-3,
+    "optim.betas": [0.9, 0.95],
+    "log.every": 1,
+    "checkpoint.save_every": None,
+    "profile.memory.ranks": [0],
+    "model.rope.base": 10000.0,
+    "model.init_from": None,
+    "model.init_std": 0.02,
+}
+LAYOUT = {"world_size": 4, "tp": 2, "cp": 2, "pp": 1, "dp": 1}
+VERSIONS = {"torch": "2.13.0", "megatron-core": "0.16.1"}
+
+
+def conditions(plan: Any = PLAN, recipe: Any = RECIPE, layout: Any = LAYOUT, versions: Any = VERSIONS) -> Conditions:
+    return Conditions(plan=plan, recipe=recipe, layout=layout, versions=versions)
+
+
+BEFORE = conditions().plain()
+
+
+def after_changing(allowed: tuple[str, ...] = (), **recipe: Any) -> Changes:
+    """Of keys of the recipe, with _ for a dot between section and key."""
+    changed = {key.replace("__", "."): value for key, value in recipe.items()}
+    return changes(BEFORE, conditions(recipe={**RECIPE, **changed}), allowed)
+
+
+def test_nothing_changed() -> None:
+    assert changes(BEFORE, conditions(), []) == Changes(told=[], refused={})
+
+
+def test_what_a_checkpoint_holds_is_plain() -> None:
+    assert BEFORE == {"plan": PLAN, "recipe": RECIPE, "layout": LAYOUT, "versions": VERSIONS}
+
+
+def test_a_change_of_how_it_trains_is_told() -> None:
+    assert after_changing(optim__lr=2e-3) == Changes(told=["optim.lr was 0.001, is 0.002"], refused={})
+    assert after_changing(optim__betas=[0.9, 0.99]).told == ["optim.betas was [0.9, 0.95], is [0.9, 0.99]"]
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("run__dir", "runs/b"),
+        ("log__every", 5),
+        ("checkpoint__save_every", 7),
+        ("profile__memory.ranks", [1]),
+        ("data__num_workers", 9),
+        ("data__cache_dir", "x"),
+    ],
+)
+def test_what_changes_no_number_is_silent(key: str, value: Any) -> None:
+    assert after_changing(**{key: value}) == Changes(told=[], refused={})
+
+
+@pytest.mark.parametrize("key", ["device", "timeout_s", "grace_s", "step_timeout_s", "exit_after_minutes"])
+def test_how_a_start_is_run_is_silent_and_its_precision_is_not(key: str) -> None:
+    assert after_changing(**{f"run__{key}": 7}) == Changes(told=[], refused={})
+    assert after_changing(run__precision="fp32").told == ["run.precision was bf16, is fp32"]
+
+
+def test_another_model_is_refused() -> None:
+    refused = {"model.rope.base": "was 10000.0, is 500000.0"}
+    assert after_changing(**{"model__rope.base": 500000.0}) == Changes(told=[], refused=refused)
+
+
+def test_what_only_a_new_run_reads_of_the_model_is_told() -> None:
+    assert after_changing(model__init_from="a/b").told == ["model.init_from was null, is a/b"]
+    assert after_changing(model__init_std=0.01) == Changes(told=["model.init_std was 0.02, is 0.01"], refused={})
+
+
+@pytest.mark.parametrize(
+    "key,was",
+    [("data", "9f2c"), ("run.seed", "1"), ("data.seq_length", "128"), ("data.train", "null"), ("planner", "2")],
+)
+def test_another_order_of_the_data_is_refused(key: str, was: str) -> None:
+    now = conditions(plan={**PLAN, key: "other"})
+    how = f"was {was}, is other"
+    assert changes(BEFORE, now, []) == Changes(told=[], refused={key: how})
+    assert changes(BEFORE, now, [key]) == Changes(told=[f"{key} {how}, as allowed"], refused={})
+
+
+def test_a_key_of_plan_and_recipe_is_told_once() -> None:
+    now = conditions(plan={**PLAN, "run.seed": 2}, recipe={**RECIPE, "run.seed": 2})
+    assert changes(BEFORE, now, []) == Changes(told=[], refused={"run.seed": "was 1, is 2"})
+    assert changes(BEFORE, now, ["run.seed"]) == Changes(told=["run.seed was 1, is 2, as allowed"], refused={})
+
+
+def test_layout_and_versions_are_told_last() -> None:
+    now = conditions(
+        recipe={**RECIPE, "optim.lr": 2e-3},
+        layout={**LAYOUT, "cp": 1, "dp": 2},
+        versions={"torch": "2.14.0", "sft": "0.1.0"},
+    )
+    assert changes(BEFORE, now, []) == Changes(
+        told=[
+            "optim.lr was 0.001, is 0.002",
+            "cp was 2, is 1",
+            "dp was 1, is 2",
+            "torch was 2.13.0, is 2.14.0",
+            "megatron-core was 0.16.1, is null",
+            "sft was null, is 0.1.0",
+        ],
+        refused={},
+    )
+
+
+def test_one_is_allowed_the_other_still_refused() -> None:
+    now = conditions(plan={**PLAN, "data": "77aa"}, recipe={**RECIPE, "model.rope.base": 5.0})
+    found = changes(BEFORE, now, ["model.rope.base"])
+    assert found.told == ["model.rope.base was 10000.0, is 5.0, as allowed"]
+    assert found.refused == {"data": "was 9f2c, is 77aa"}
+
+
+@pytest.mark.parametrize("key", ["optim.lr", "rope.base", "run.dir", "cp", "model.init_from", "model.init_std"])
+def test_allowing_what_is_never_refused_is_a_mistake(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        changes(BEFORE, conditions(), ["run.seed", key])
+    assert str(error.value).startswith(f"checkpoint.allow_changes names {key}, which is never refused.  ")
+
+
+def test_what_may_be_allowed_is_listed() -> None:
+    with pytest.raises(ConfigError) as error:
+        changes(BEFORE, conditions(), ["optim.lr"])
+    listed = "It may name: data, data.seq_length, data.train, model.rope.base, planner, run.seed."
+    assert str(error.value).endswith(listed)
+
+
+def test_allowing_what_did_not_change_is_nothing() -> None:
+    assert changes(BEFORE, conditions(), ["run.seed", "model.rope.base"]) == Changes(told=[], refused={})
+
+
+@pytest.mark.parametrize("forth", [True, False])
+def test_whatever_is_refused_can_be_allowed(forth: bool) -> None:
+    """A field of megatron's has a key of its own in a recipe that has any: keys come and go."""
+    none, one = (values(config(*given)) for given in ((), ("model.megatron={apply_rope_fusion: false}",)))
+    was, now = (none, one) if forth else (one, none)
+    before = conditions(recipe=was).plain()
+    refused = changes(before, conditions(recipe=now), []).refused
+    assert "model.megatron.apply_rope_fusion" in refused
+    assert changes(before, conditions(recipe=now), list(refused)).refused == {}
+
+
+def test_a_real_recipe_through_json_has_not_changed() -> None:
+    recipe = values(config("model.megatron={apply_rope_fusion: false}", "log.position_edges=[4096]"))
+    before = json.loads(json.dumps(conditions(recipe=recipe).plain()))
+    assert changes(before, conditions(recipe=recipe), []) == Changes(told=[], refused={})
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["data", "model.a", "optim.b"]), PLAIN))
+def test_lists_and_tuples_are_the_same(given_values: dict[str, Any]) -> None:
+    now = conditions(plan=given_values, recipe=given_values)
+    before = json.loads(json.dumps(now.plain()))
+    assert changes(before, now, []) == Changes(told=[], refused={})
+
+
+def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
+    """model.moe.* came later; a dense run of before goes on."""
+    key = "model.moe.normalize_top_k"
+    assert key not in RECIPE
+    assert changes(BEFORE, conditions(recipe={**RECIPE, key: True}), []) == Changes(told=[], refused={})
+    refused = changes(BEFORE, conditions(recipe={**RECIPE, key: False}), []).refused
+    assert refused == {key: "was True, is False"}
+
+
+def test_a_key_that_is_new_and_unset_has_not_changed() -> None:
+    """Another version of the trainer wrote the checkpoint."""
+    now = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})
+    assert changes(BEFORE, now, []) == Changes(told=[], refused={})
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    assert {"torch", "megatron-core"} <= installed().keys() and all(installed().values())
+
+
+def result(loss: float = 30.0, grad_norm: float = 0.5, **changes: Any) -> StepResult:
+    found = totals(loss=loss, **changes)
+    skipped = found.num_tokens == 0 or loss != loss or grad_norm != grad_norm
+    return StepResult(totals=found, grad_norm=grad_norm, learning_rate=1e-3, skipped=skipped)
+
+
+def test_the_state_after_good_bad_and_empty_steps() -> None:
+    """20 supervised tokens of 100 a step."""
+    nan = float("nan")
+    state = RunState().after(result(), (0, 0), "a")
+    assert state == RunState(step=1, num_tokens=20, num_real_tokens=100, epoch=0, batch=0, chain="a")
+    state = state.after(result(loss=nan, grad_norm=nan), (0, 1), "b").after(result(grad_norm=float("inf")), (0, 2), "c")
+    assert state == RunState(
+        step=3, num_tokens=20, num_real_tokens=100, num_bad=2, bad_in_a_row=2, epoch=0, batch=2, chain="c"
+    )
+    state = state.after(result(), (1, 0), "d")
+    assert state == RunState(step=4, num_tokens=40, num_real_tokens=200, num_bad=2, epoch=1, batch=0, chain="d")
+    state = state.after(result(loss=0.0, num_tokens=0), (1, 1), "e")
+    assert (state.step, state.num_tokens, state.num_skipped, state.num_bad) == (5, 40, 1, 2)
+    assert (state.epoch, state.batch, state.chain) == (1, 1, "e")
+
+
+def test_the_best_is_the_lowest_or_the_highest_and_of_equals_the_first() -> None:
+    values = [3.0, 2.0, 2.0, 4.0, 1.0]
+    best: dict[bool, list[int | None]] = {True: [], False: []}
+    for lower in best:
+        state = RunState()
+        for step, value in enumerate(values, start=1):
+            state = RunState(step=step, best_step=state.best_step, best_value=state.best_value)
+            state = state.judged(value, lower=lower)
+            best[lower].append(state.best_step)
+    assert best == {True: [1, 2, 2, 2, 5], False: [1, 1, 1, 4, 4]}
+    assert state.best_value == 4.0

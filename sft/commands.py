@@ -254,14 +254,14 @@ def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
 
 
 def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
-    from sft.estimate.flops import told_parameters
+    from sft.flops import describe_parameters
     from sft.parallel.layout import vocab_rows
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
         return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
     rows = vocab_rows(model, tokenizer_size or 0)
-    return f"parameters {told_parameters(model, rows)} with a vocabulary of {rows:,}"
+    return f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"
 
 
 def _memory(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> list[str]:

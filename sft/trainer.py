@@ -11,26 +11,27 @@ from pathlib import Path
 from sft.atomic_files import replace_text
 from sft.checkpoint import folders, resume
 from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, RunState, installed
+from sft.checkpoint.train_state import Conditions, TrainState, installed
 from sft.config.keys import values
 from sft.config.train import LOWER_IS_BETTER
 from sft.console import Console
 from sft.data.loader import Loader
-from sft.data.pipeline import Feed
+from sft.data.pipeline import DataPipeline
 from sft.errors import ConfigError, TrainingError
-from sft.estimate.flops import num_parameters, told_parameters
-from sft.evaluate import evaluate
+from sft.flops import describe_parameters, num_parameters
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine, StepResult
-from sft.metrics.loss_spikes import Spikes
+from sft.metrics.loss_spikes import LossSpikes
 from sft.metrics.records import Record, eval_record, train_record
 from sft.metrics.writers import Metrics, Writer, open_writers
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.load import Recipe, dump
 from sft.run import nonfinite_dump
-from sft.run.lifecycle import Start
-from sft.run.profiler import Profile
-from sft.run.sample_log import Seen, link
+from sft.run.evaluation import evaluate
+from sft.run.lifecycle import Lifecycle
+from sft.run.profiler import Profiler
+from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.status import Kind
 
@@ -47,7 +48,10 @@ def main(recipe: Recipe) -> int:
     console = Console(place.rank)
     console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))
     folder = Path(config.run.dir)
-    with Start(config.run, folder, place, console) as start, Profile(config.profile, folder, place, console) as profile:
+    with (
+        Lifecycle(config.run, folder, place, console) as start,
+        Profiler(config.profile, folder, place, console) as profile,
+    ):
         is_done = Run(recipe, layout, place, console, start, profile).train()
     process_groups.stop()
     return 0 if is_done else STOPPED
@@ -60,19 +64,19 @@ class Run:
         self,
         recipe: Recipe,
         layout: Layout,
-        place: process_groups.Groups,
+        place: process_groups.ProcessGroups,
         console: Console,
-        start: Start,
-        profile: Profile,
+        start: Lifecycle,
+        profile: Profiler,
     ) -> None:
         self.recipe, self.config, self.layout, self.place = recipe, recipe.config, layout, place
         self.console, self.start, self.profile = console, start, profile
         self.folder = Path(self.config.run.dir)
         self.checkpoints = self.folder / "checkpoints"
         start.begin(
-            process_groups.agree(lambda: resume.next_step(self.config.checkpoint, self.checkpoints), place.control)
+            broadcast_from_rank0(lambda: resume.next_step(self.config.checkpoint, self.checkpoints), place.control)
         )
-        self.feed = Feed(recipe, layout, place, console)
+        self.feed = DataPipeline(recipe, layout, place, console)
         self.num_steps = self.feed.num_steps
         self.engine = Engine(self.config, layout, place, vocab_size=self.feed.vocab_size, num_steps=self.num_steps)
         now = Conditions(plan=self.feed.plan, recipe=values(self.config), layout=_sizes(layout), versions=installed())
@@ -82,7 +86,7 @@ class Run:
         self._step_s = 0.0  # what the last step took
         self._saved_at = time.monotonic()
         self._told_save: int | None = None
-        self._spikes = Spikes()
+        self._spikes = LossSpikes()
 
     def train(self) -> bool:
         """Step until the last step is done or somebody asks to stop; evaluate and save when due; whether it is done."""
@@ -92,7 +96,7 @@ class Run:
             self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
             self.start.end("done", state.step, self.num_steps, None)
             return True
-        process_groups.agree(self._note)
+        broadcast_from_rank0(self._note)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._metrics(state) as metrics, bar as progress, ExitStack() as ending:
             ending.callback(self.saver.linger)
@@ -119,7 +123,7 @@ class Run:
         except OSError as error:
             raise ConfigError(f"run.dir = {self.folder} cannot be written: {error}.") from error
 
-    def _step(self, state: RunState, metrics: Metrics, seen: Seen | None) -> RunState:
+    def _step(self, state: TrainState, metrics: Metrics, seen: SampleLog | None) -> TrainState:
         """One update, and its record."""
         started = time.monotonic()
         self.start.phase(f"step {state.step + 1}: data")
@@ -139,7 +143,9 @@ class Run:
         self._look_at(result, state)
         return state
 
-    def _finish_step(self, state: RunState, metrics: Metrics, seen: Seen | None) -> tuple[RunState, str | None]:
+    def _finish_step(
+        self, state: TrainState, metrics: Metrics, seen: SampleLog | None
+    ) -> tuple[TrainState, str | None]:
         """What is due after a step; and why the run is to stop, or None."""
         last = state.step == self.num_steps
         state, found = self._evaluated(state, metrics)
@@ -159,7 +165,7 @@ class Run:
         self._tell_saved()
         return state, reason
 
-    def _save(self, state: RunState, seen: Seen | None, *, wait: bool) -> None:
+    def _save(self, state: TrainState, seen: SampleLog | None, *, wait: bool) -> None:
         self.start.phase(f"saving step {state.step}")
         if seen:
             seen.sync()
@@ -175,10 +181,10 @@ class Run:
             self._told_save = done
             self.start.saved(done, step_s=self._step_s, save_s=self.saver.took_s)
 
-    def _is_over(self, state: RunState) -> bool:
+    def _is_over(self, state: TrainState) -> bool:
         return state.step >= self.num_steps and state.evaluated == state.step
 
-    def _leave(self, state: RunState, is_done: bool, reason: str | None) -> None:
+    def _leave(self, state: TrainState, is_done: bool, reason: str | None) -> None:
         """Nothing is in flight, and everybody knows how it ended, before the first rank is gone."""
         self.start.phase(f"saving step {state.step}")
         self.saver.drain(must=True)
@@ -186,7 +192,7 @@ class Run:
         kind: Kind = "done" if is_done else "preempted"
         self.start.end(kind, state.step, self.num_steps, None if is_done else reason)
 
-    def _goodbye(self, state: RunState, reason: str | None) -> str:
+    def _goodbye(self, state: TrainState, reason: str | None) -> str:
         return (
             f"stopped after step {state.step} of {self.num_steps} ({reason}); the same command goes on from there.  "
             f"Exit code {STOPPED}, which torchrun reports as a failure"
@@ -199,13 +205,13 @@ class Run:
             self._epoch, plan = epoch, self.feed.train.plan(epoch)
             self.console.say(f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full")
 
-    def _resumed(self) -> RunState | None:
+    def _resumed(self) -> TrainState | None:
         """What checkpoint.resume asks for, in the engine; None when a new run is to start."""
         config = self.config.checkpoint
         found = resume.find(config, self.checkpoints, self.place, self.console)
-        for left in process_groups.agree(lambda: folders.sweep(self.checkpoints), self.place.control):
+        for left in broadcast_from_rank0(lambda: folders.sweep(self.checkpoints), self.place.control):
             self.console.say(f"removed {left}, left by a save that was cut off")
-        process_groups.agree(self._probe, self.place.control)
+        broadcast_from_rank0(self._probe, self.place.control)
         if found is None:
             return None
         state = resume.load(self.engine, found, config, self.conditions, self.console)
@@ -218,25 +224,25 @@ class Run:
         except OSError as error:
             raise ConfigError(f"run.dir = {self.folder}: no checkpoint could be written: {error}.") from error
 
-    def _fresh(self) -> RunState:
+    def _fresh(self) -> TrainState:
         """A new run: from random weights, or from those that model.init_from names."""
         source = self.config.model.init_from
         if source:
             resume.start_from(self.engine, source, self.config.checkpoint.verify, self.console)
         else:
             self.console.say(f"started from random weights (seed {self.config.run.seed})")
-        return RunState()
+        return TrainState()
 
-    def _open_seen(self, state: RunState) -> Seen | None:
+    def _open_seen(self, state: TrainState) -> SampleLog | None:
         """On rank 0; the others have none."""
-        opened: list[Seen] = []
-        process_groups.agree(lambda: opened.append(Seen(self.folder / "seen.jsonl", state.step, state.chain)))
+        opened: list[SampleLog] = []
+        broadcast_from_rank0(lambda: opened.append(SampleLog(self.folder / "seen.jsonl", state.step, state.chain)))
         return opened[0] if opened else None
 
-    def _metrics(self, state: RunState) -> Metrics:
+    def _metrics(self, state: TrainState) -> Metrics:
         writers: list[Writer] = []  # stays empty on the other ranks
         evaluated = state.evaluated == state.step
-        process_groups.agree(
+        broadcast_from_rank0(
             lambda: writers.extend(
                 open_writers(self.folder, self.config, state.step, self.console, is_evaluated=evaluated)
             )
@@ -244,14 +250,14 @@ class Run:
         every = self.config.log.every
         metrics = Metrics(writers, self.console, step=state.step, num_steps=self.num_steps, every=every)
         model, rows = self.config.model, self.engine.vocab_size
-        told = told_parameters(model, rows)
+        told = describe_parameters(model, rows)
         self.console.say(f"parameters {told} | attention {self.engine.backend} | steps {self.num_steps:,}")
         metrics.start(
             {"parameters": num_parameters(model, rows), "num-steps": self.num_steps, "layout": _sizes(self.layout)}
         )
         return metrics
 
-    def _record(self, state: RunState, result: StepResult) -> Record:
+    def _record(self, state: TrainState, result: StepResult) -> Record:
         return train_record(
             state.step,
             result,
@@ -262,7 +268,7 @@ class Run:
             seconds=self._step_s,
         )
 
-    def _evaluated(self, state: RunState, metrics: Metrics) -> tuple[RunState, dict[str, Record]]:
+    def _evaluated(self, state: TrainState, metrics: Metrics) -> tuple[TrainState, dict[str, Record]]:
         """Held-out data, where they are due after this step: the record of each set.
 
         A run that is asked to stop leaves the rest for its next start: the time it is given is for a save.
@@ -278,7 +284,7 @@ class Run:
             metrics.eval(record)
         return replace(state, evaluated=state.step), done
 
-    def _evaluate(self, name: str, loader: Loader, state: RunState) -> Record | None:
+    def _evaluate(self, name: str, loader: Loader, state: TrainState) -> Record | None:
         """The record of one set; None where the run is to stop."""
 
         def goes_on() -> bool:
@@ -296,13 +302,13 @@ class Run:
         seconds, schema = time.monotonic() - started, self.engine.schema(loader.sources)
         return eval_record(state.step, totals, self.config, set_name=name, schema=schema, seconds=seconds)
 
-    def _judged(self, state: RunState, found: dict[str, Record]) -> RunState:
+    def _judged(self, state: TrainState, found: dict[str, Record]) -> TrainState:
         """Whether this is the best so far by checkpoint.keep_best."""
         best = self.config.checkpoint.best
         value = found[best[0]][best[1]] if best and found else None
         return state if best is None or value is None else state.judged(value, lower=LOWER_IS_BETTER[best[1]])
 
-    def _look_at(self, result: StepResult, state: RunState) -> None:
+    def _look_at(self, result: StepResult, state: TrainState) -> None:
         """Loss and norm are the same on all ranks, so all stop together."""
         if not result.is_bad:
             loss = result.totals.loss / result.totals.denominator if result.totals.num_tokens else None
@@ -322,15 +328,15 @@ class Run:
             f"before the first bad step: checkpoint.resume=PATH with another run.dir."
         )
 
-    def _keep_bad(self, state: RunState) -> Path:
+    def _keep_bad(self, state: TrainState) -> Path:
         mine = {
             "rank": self.place.rank,
             "summed loss of each microbatch": [repr(loss) for loss in self.engine.local_losses],
         }
         mine |= {f"{kind}_rank": getattr(self.place, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp", "ep")}
-        ranks = process_groups.exchange(lambda: mine, self.place.control)
+        ranks = all_gather_objects(lambda: mine, self.place.control)
         samples = [{"sample": i, "row": self.feed.name(i)} for i in sorted(self.feed.samples(state.step - 1))]
-        return process_groups.agree(
+        return broadcast_from_rank0(
             lambda: nonfinite_dump.keep(
                 self.folder, state.step, samples=samples, ranks=ranks, recipe=dump(self.recipe)
             ),

@@ -31,12 +31,13 @@ import torch.multiprocessing as mp
 from sft.atomic_files import flush
 from sft.checkpoint import folders, resume
 from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, RunState
+from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
 from sft.console import QUIET, size
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import optimizer_shards, train_state
 from sft.mcore.engine import Engine
+from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 
@@ -153,7 +154,7 @@ class Bench:
 
     def _save(self, saver: Saver) -> None:
         self.step += 1
-        saver.save(self.engine, RunState(step=self.step), wait=False)
+        saver.save(self.engine, TrainState(step=self.step), wait=False)
 
     def _load(self, path: Path, verify: resume.Verify) -> None:
         resume.verified(path, verify, self.engine.groups)
@@ -196,9 +197,7 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     config, layout = config_of(options), Layout.resolve(config_of(options), options.ranks)
     place = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = Bench(Engine(config, layout, place, vocab_size=VOCAB, num_steps=100), Path(folder))
-    num_bytes = sum(
-        process_groups.exchange(lambda: train_state.snapshot(bench.engine, {}).part.num_bytes, place.control)
-    )
+    num_bytes = sum(all_gather_objects(lambda: train_state.snapshot(bench.engine, {}).part.num_bytes, place.control))
     if rank == 0:
         where = subprocess.check_output(["df", "--output=fstype", folder], text=True).split()[-1]
         shape = f"{config.model.num_layers} layers, {config.model.hidden_size} hidden, {options.precision}"
@@ -210,7 +209,7 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     for turn in range(options.repeats + 1):
         for measure in (bench.torch_save, bench.sync_save, bench.async_save):
             mine = measure()
-            for name, took in slowest(process_groups.exchange(lambda: mine, place.control)).items():
+            for name, took in slowest(all_gather_objects(lambda: mine, place.control)).items():
                 if turn or name == FIRST:  # the first turn warms up
                     rounds[name].append(took)
     process_groups.stop()

@@ -22,7 +22,7 @@ from sft.data.loader import local_part
 from sft.data.packing.pack import add_filler, make_pack
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine
-from sft.metrics.accumulator import Place, Schema, Tally
+from sft.metrics.accumulator import Accumulator, Place, Schema
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 
@@ -53,7 +53,7 @@ def microbatch(config: Config, documents: int) -> Microbatch:
 
 def tally(config: Config, place: Place, mb: Microbatch) -> None:
     """All that a step does for its metrics once the schedule is over."""
-    made = Tally(Schema(position_edges=tuple(config.log.position_edges), sources=("train",)), (1.0, 1.0))
+    made = Accumulator(Schema(position_edges=tuple(config.log.position_edges), sources=("train",)), (1.0, 1.0))
     made.packs([mb])
     logprob = np.full(mb.num_tokens, -1.0, dtype=np.float32)
     made.tokens([mb], 0, objective=1.0, denominator=1.0, logprob=logprob, entropy=None, correct=logprob)
@@ -85,7 +85,7 @@ def main() -> int:
             steps.append(step)
             tallies.append(metrics)
     share = median(tallies) / median(steps)
-    sent = Tally.bytes_sent(len(config.log.position_edges) + 1, 1, len(mb.lengths))
+    sent = Accumulator.bytes_sent(len(config.log.position_edges) + 1, 1, len(mb.lengths))
     print(f"step {median(steps) * 1e3:.1f} ms, of which metrics {median(tallies) * 1e3:.3f} ms: {share:.3%}")
     print(f"sent by a rank: {sent:,} bytes ({arguments.documents} documents of its packs, cp above 1)")
     process_groups.stop()

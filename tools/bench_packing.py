@@ -21,16 +21,16 @@ from pathlib import Path
 import numpy as np
 
 from sft.config import DataConfig
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import Block
 from sft.data.cache.row_report import LINE
 from sft.data.cache.store import open_store, write_store
-from sft.data.corpus import Corpus
 from sft.data.loader import Loader
 from sft.data.packing.balance import assign, costs, efficiency
 from sft.data.packing.bounds import bounds
 from sft.data.packing.plan import Plan, plan_epoch, plan_of
 from sft.data.packing.shuffle import shuffled
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 from sft.parallel.layout import Layout
 
 MULTIPLE = 32

@@ -22,7 +22,7 @@ from torch import Tensor
 from sft.batch import Sample
 from sft.config import Config
 from sft.data.loader import Loader
-from sft.estimate.flops import attention_crossover
+from sft.flops import attention_crossover
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
 from sft.mcore import model as model_module
@@ -157,7 +157,7 @@ def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dic
 
 
 def made(
-    case: Any, config: Config, layout: Layout, place: process_groups.Groups, *, num_steps: int
+    case: Any, config: Config, layout: Layout, place: process_groups.ProcessGroups, *, num_steps: int
 ) -> tuple[engine_module.Engine, Loader]:
     """The trainer of this rank with random weights, and what it reads: random packs for so many steps."""
     with mock.patch.object(model_module, "_draw", partial(_draw, place.device)):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sft.estimate.flops import train_flops
+from sft.flops import train_flops
 from tools import measure, step_case
 from tools.step_choices import Case
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest, Verify
-from sft.checkpoint.train_state import Changes, Conditions, RunState, changes
+from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import safe_reader, train_state
 from sft.mcore.engine import Engine
-from sft.mcore.process_groups import Groups, agree, exchange
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 
 _PATIENCE_S = 120.0  # how long another node may take to show what rank 0 sees (NFS)
 
@@ -35,12 +36,12 @@ class Found:
     is_named: bool = False  # by checkpoint.resume
 
 
-def find(config: CheckpointConfig, folder: Path, groups: Groups, console: Console) -> Found | None:
+def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> Found | None:
     """What `checkpoint.resume` asks for; None: a new run is to start.  Collective.
 
     Raises CheckpointError where it asks for something that is not there, or not whole.
     """
-    paths, is_named = agree(lambda: _paths(config, folder), groups.control)
+    paths, is_named = broadcast_from_rank0(lambda: _paths(config, folder), groups.control)
     bad: list[str] = []
     for path in paths:
         try:
@@ -49,7 +50,7 @@ def find(config: CheckpointConfig, folder: Path, groups: Groups, console: Consol
             if is_named:  # not ours to rename
                 raise
             bad.append(str(error))
-            agree(partial(_put_aside, path, str(error), console), groups.control)
+            broadcast_from_rank0(partial(_put_aside, path, str(error), console), groups.control)
     if bad:
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, and a run is not started over by itself.\n  "
@@ -68,19 +69,19 @@ def next_step(config: CheckpointConfig, folder: Path) -> int:
     return (folders.step_of(paths[0]) or 0) if paths else 0
 
 
-def verified(path: Path, verify: Verify, groups: Groups) -> Found:
+def verified(path: Path, verify: Verify, groups: ProcessGroups) -> Found:
     """The checkpoint in `path`, after a look at its files as `checkpoint.verify` says.  Collective.
 
     Raises CheckpointError naming every file that is not as it was written.
     """
     if verify == "off":
         return Found(path=path, told="not verified: checkpoint.verify = off")
-    written = agree(lambda: _manifest_of(path), groups.control)
+    written = broadcast_from_rank0(lambda: _manifest_of(path), groups.control)
     if written is None:
         return Found(path=path, told="unverified: it has no manifest, so nobody can tell if it is whole")
-    share = (groups.rank, len(exchange(lambda: 0, groups.control)))
-    agree(lambda: _refuse(path, manifest.damage(path, written, verify="size")), groups.control)
-    found = exchange(
+    share = (groups.rank, len(all_gather_objects(lambda: 0, groups.control)))
+    broadcast_from_rank0(lambda: _refuse(path, manifest.damage(path, written, verify="size")), groups.control)
+    found = all_gather_objects(
         lambda: _patiently(path, lambda: manifest.damage(path, written, verify=verify, share=share)), groups.control
     )
     _refuse(path, [line for lines in found for line in lines])
@@ -88,7 +89,7 @@ def verified(path: Path, verify: Verify, groups: Groups) -> Found:
     return Found(path=path, told=f"{how}: {len(written.files)} files, {size(written.num_bytes)}")
 
 
-def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions, console: Console) -> RunState:
+def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions, console: Console) -> TrainState:
     """Everything in `found` -> `engine`; tells what was restored and what has changed.  Collective.
 
     Raises CheckpointError where this recipe would not continue the run that wrote it.
@@ -97,7 +98,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
     ours = before.get("sft")
     if ours is None and not found.is_named:
         raise CheckpointError(
-            f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
+            f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Lifecycle from its "
             f"weights with model.init_from={found.path}, or go on from it as it is, moments, schedule and step, with "
             f"checkpoint.resume={found.path}."
         )
@@ -108,7 +109,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
             raise CheckpointError(_refusal(found.path, changed, config.allow_changes))
         lines = [f"  changed    {line}" for line in changed.told]
     plain = train_state.load(engine, found.path)
-    state = RunState(**ours["state"]) if ours else RunState(step=int(plain["iteration"]))
+    state = TrainState(**ours["state"]) if ours else TrainState(step=int(plain["iteration"]))
     if found.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
     same = train_state.is_same_layout(engine, plain)
@@ -140,13 +141,13 @@ def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
 
 def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
     """The weights that model.init_from names -> `engine`.  Collective; raises CheckpointError where there are none."""
-    path = agree(lambda: _there(Path(source), f"model.init_from = {source}"), engine.groups.control)
+    path = broadcast_from_rank0(lambda: _there(Path(source), f"model.init_from = {source}"), engine.groups.control)
     found = verified(path, verify, engine.groups)
     train_state.load_weights(engine, found.path)
     console.say(f"started from the weights of {found.path} ({found.told})")
 
 
-def _position(state: RunState, is_known: bool) -> str:
+def _position(state: TrainState, is_known: bool) -> str:
     if not is_known:
         return f"  position   step {state.step} of this recipe's plan; which samples were seen is not known"
     return (

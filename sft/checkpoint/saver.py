@@ -17,7 +17,7 @@ from typing import Any
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest
-from sft.checkpoint.train_state import Conditions, RunState
+from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, StorageError
@@ -25,7 +25,8 @@ from sft.mcore import device
 from sft.mcore.checkpoint_io import train_state
 from sft.mcore.checkpoint_io.torch_dist_files import Copies
 from sft.mcore.engine import Engine
-from sft.mcore.process_groups import Groups, agree, exchange, largest
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
 
 MAX_FAILURES = 3  # saves in a row
 _ROOM = 1.02  # of the bytes that are known: .metadata and the manifest come on top
@@ -40,7 +41,13 @@ class Saver:
     """
 
     def __init__(
-        self, config: CheckpointConfig, folder: Path, now: Conditions, groups: Groups, console: Console, is_ours: Any
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        now: Conditions,
+        groups: ProcessGroups,
+        console: Console,
+        is_ours: Any,
     ) -> None:
         self._config, self._folder, self._now, self._groups = config, folder, now, groups
         self._console, self._is_ours = console, is_ours
@@ -58,7 +65,7 @@ class Saver:
         self._resumed_step = step
         self._saved_step = step if is_ours else None
 
-    def save(self, engine: Engine, state: RunState, *, wait: bool) -> None:
+    def save(self, engine: Engine, state: TrainState, *, wait: bool) -> None:
         """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, it is published on return.
 
         Raises CheckpointError or StorageError where training should not go on.
@@ -104,16 +111,16 @@ class Saver:
         if self._job is not None and self._job.is_alive():
             self._job.join(_LINGER_S)
 
-    def _begin(self, engine: Engine, state: RunState, *, copy: bool) -> tuple[train_state.Snapshot, Path]:
+    def _begin(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[train_state.Snapshot, Path]:
         """What is to be written and where; refuses what must not or cannot be."""
-        if largest([not train_state.is_finite(engine)], self._groups.control)[0]:
+        if all_reduce_max([not train_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not a number; such a state is never saved.")
         plain = {"iteration": state.step, "sft": {"state": asdict(state), **self._now.plain()}}
         taken = train_state.snapshot(engine, plain)
         if copy:
             taken = taken.copied(self._copies, self._groups.control)
-        num_bytes = sum(exchange(lambda: taken.part.num_bytes, self._groups.control))
-        return taken, agree(lambda: self._room_for(num_bytes, state.step), self._groups.control)
+        num_bytes = sum(all_gather_objects(lambda: taken.part.num_bytes, self._groups.control))
+        return taken, broadcast_from_rank0(lambda: self._room_for(num_bytes, state.step), self._groups.control)
 
     def _room_for(self, num_bytes: int, step: int) -> Path:
         self._refuse_lost_folder()
@@ -129,16 +136,16 @@ class Saver:
                 f"another run has taken {self._folder} over while this one hung; it keeps what it has."
             )
 
-    def _write(self, taken: train_state.Snapshot, written: Path, state: RunState, started: float) -> None:
+    def _write(self, taken: train_state.Snapshot, written: Path, state: TrainState, started: float) -> None:
         """From here on only the group for saving is used: the main thread may be elsewhere."""
         group = self._groups.saving
         device.enter(self._groups.device)
         try:
-            exchange(taken.part.refuse_what_is_no_number, group)
+            all_gather_objects(taken.part.refuse_what_is_no_number, group)
             train_state.write(taken, written, group)
-            told = exchange(partial(self._digests, written), group)
+            told = all_gather_objects(partial(self._digests, written), group)
             files = {name: entry for rank in told for name, entry in rank.items()}
-            final = agree(partial(self._publish, written, state, files), group)
+            final = broadcast_from_rank0(partial(self._publish, written, state, files), group)
         except BaseException:
             if self._groups.rank == 0:
                 shutil.rmtree(written, ignore_errors=True)
@@ -157,7 +164,7 @@ class Saver:
             if name.startswith(mine) or (is_first and not name.startswith("__"))
         }
 
-    def _publish(self, written: Path, state: RunState, files: dict[str, manifest.Entry]) -> Path:
+    def _publish(self, written: Path, state: TrainState, files: dict[str, manifest.Entry]) -> Path:
         self._refuse_lost_folder()
         if missing := sorted(set(manifest.names_in(written)) - set(files)):
             raise CheckpointError(f"nobody wrote {missing[0]}.")

@@ -22,7 +22,7 @@ _START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunState:
+class TrainState:
     """Where a run stands.  The position in the data is the step: which samples a step sees is arithmetic."""
 
     step: int = 0  # optimizer steps done
@@ -39,7 +39,7 @@ class RunState:
     best_value: float | None = None
     origin: str | None = None  # what checkpoint.resume named when the run began, if it named a path
 
-    def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "RunState":
+    def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "TrainState":
         return replace(
             self,
             step=self.step + 1,
@@ -53,7 +53,7 @@ class RunState:
             chain=chain,
         )
 
-    def judged(self, value: float, *, lower: bool) -> "RunState":
+    def judged(self, value: float, *, lower: bool) -> "TrainState":
         """Whether this step is the best one so far, by a value of which a lower (or higher) one is better."""
         is_better = self.best_value is None or (value < self.best_value if lower else value > self.best_value)
         return replace(self, best_step=self.step, best_value=value) if is_better else self

@@ -17,13 +17,13 @@ import torch
 
 from sft.batch import Microbatch, Pack
 from sft.config import DataConfig
-from sft.data.corpus import Corpus
+from sft.data.cache.corpus import Corpus
 from sft.data.packing.balance import Slots, assign
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.pack import add_filler, filler_pack, make_pack, pad_to
 from sft.data.packing.plan import Plan, plan_epoch
 from sft.errors import ConfigError
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 from sft.parallel.layout import Layout
 
 LocalIndices = Callable[[np.ndarray], np.ndarray]

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from sft.console import Console
+from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.loader import Loader
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
 from sft.data.packing.plan_files import follows_from, replayed_plans
-from sft.estimate.flops import attention_crossover
-from sft.mcore.process_groups import Groups, agree
+from sft.flops import attention_crossover
 from sft.parallel import context_parallel
+from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout, vocab_rows
+from sft.parallel.position import Position
 from sft.recipe.load import Recipe
 
 
-class Feed:
+class DataPipeline:
     """Loaders of training and held-out data.  Making one is collective.
 
     plan       what the order of the data follows from
@@ -27,8 +28,8 @@ class Feed:
     num_steps  of the whole run
     """
 
-    def __init__(self, recipe: Recipe, layout: Layout, place: Groups, console: Console) -> None:
-        self._recipe, self._layout, self._place, self._console = recipe, layout, place, console
+    def __init__(self, recipe: Recipe, layout: Layout, position: Position, console: Console) -> None:
+        self._recipe, self._layout, self._position, self._console = recipe, layout, position, console
         config, data = recipe.config, recipe.config.data
         tokenizer = load_tokenizer(data)
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
@@ -54,7 +55,9 @@ class Feed:
     def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
         config, how = self._recipe.config, f"sft data prepare {self._recipe.arguments}"
-        folders = agree(lambda: find_prepared(paths, config.data, tokenizer, Path(config.cache_dir), how=how))
+        folders = broadcast_from_rank0(
+            lambda: find_prepared(paths, config.data, tokenizer, Path(config.cache_dir), how=how)
+        )
         corpus = map_prepared(paths, folders, config.data, names, how=how)
         self._console.say(corpus.summary())
         return corpus
@@ -72,11 +75,13 @@ class Feed:
             data=config.data,
             layout=self._layout,
             seed=config.run.seed,
-            dp_rank=self._place.dp_rank,
+            dp_rank=self._position.dp_rank,
             pad_id=tokenizer.pad_id,
             reduction=config.loss.reduction,
             crossover=attention_crossover(config.model),
             mixture=mixture,
             replayed=replayed,
-            local_indices=partial(context_parallel.local_indices, cp_size=self._layout.cp, cp_rank=self._place.cp_rank),
+            local_indices=partial(
+                context_parallel.local_indices, cp_size=self._layout.cp, cp_rank=self._position.cp_rank
+            ),
         )

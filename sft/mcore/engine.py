@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sft.batch import Microbatch
 from sft.config import Config
-from sft.estimate.flops import train_flops
+from sft.flops import train_flops
 from sft.mcore import device, experts, model
 from sft.mcore.activations.offload import HostMemory
 from sft.mcore.activations.saved_tensors import Saving
@@ -29,8 +29,8 @@ from sft.mcore.attention.rope import Rotation
 from sft.mcore.experts import Balance
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
 from sft.mcore.optimizer import build
-from sft.mcore.process_groups import Groups
-from sft.metrics.accumulator import Place, Schema, Tally, Totals
+from sft.mcore.process_groups import ProcessGroups
+from sft.metrics.accumulator import Accumulator, Place, Schema, Totals
 from sft.parallel.layout import Layout
 
 
@@ -58,7 +58,7 @@ class _Seen:
     rows: RowStatistics
 
     def on_cpu(self) -> dict[str, Any]:
-        """Arguments of `Tally.tokens`."""
+        """Arguments of `Accumulator.tokens`."""
         rows = self.rows
         return {
             "objective": self.objective.item(),
@@ -71,7 +71,9 @@ class _Seen:
 class Engine:
     """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run."""
 
-    def __init__(self, config: Config, layout: Layout, groups: Groups, *, vocab_size: int, num_steps: int) -> None:
+    def __init__(
+        self, config: Config, layout: Layout, groups: ProcessGroups, *, vocab_size: int, num_steps: int
+    ) -> None:
         self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
         self.backend = backend.choose(config, groups.device.type)
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend.name)
@@ -158,7 +160,7 @@ class Engine:
             self._begin(microbatches, sum(denominators))
         local: list[_Seen] = self._schedule(microbatches, self._loss, forward_only=forward_only)
         per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
-        tally = Tally(self.schema(sources), (per_token, per_square))
+        tally = Accumulator(self.schema(sources), (per_token, per_square))
         tally.packs(microbatches)
         seen_here = [seen.on_cpu() for seen in local]  # none on other stages than the last
         self.local_losses = [one["objective"] for one in seen_here]

@@ -36,7 +36,7 @@ from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 from sft.mcore.experts import ExpertLayer, Router
 from sft.mcore.layer import Layer
 from sft.mcore.norm import RMSNorm
-from sft.mcore.process_groups import Groups
+from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -196,7 +196,7 @@ def _with_experts(spec: ModuleSpec) -> ModuleSpec:
 
 
 def build(
-    config: Config, layout: Layout, groups: Groups, vocab_size: int, backend: str
+    config: Config, layout: Layout, groups: ProcessGroups, vocab_size: int, backend: str
 ) -> list[DistributedDataParallel]:
     """The chunks of the model that live on this rank (one, or `virtual_stages`), wrapped for data parallelism."""
     core = transformer_config(config, layout, groups.device.type, backend)
@@ -223,7 +223,7 @@ def build(
 def _build_chunk(
     config: Config,
     layout: Layout,
-    groups: Groups,
+    groups: ProcessGroups,
     core: TransformerConfig,
     backend: str,
     vocab_size: int,
@@ -253,7 +253,7 @@ def _build_chunk(
     return chunk.bfloat16() if core.bf16 else chunk
 
 
-def _with_final_norm(spec: ModuleSpec, core: TransformerConfig, groups: Groups, vp_stage: int | None) -> Any:
+def _with_final_norm(spec: ModuleSpec, core: TransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> Any:
     """The block of this stage.  Given only a layer, core would choose the final norm by what is installed."""
     count = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RMSNorm)

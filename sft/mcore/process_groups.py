@@ -8,9 +8,8 @@ import datetime
 import importlib.util
 import os
 import resource
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,26 +17,16 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from sft.errors import ConfigError, SftError
+from sft.errors import ConfigError
 from sft.parallel.layout import ETP_NEEDS_NCCL, Layout
-
-T = TypeVar("T")
+from sft.parallel.position import Position
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Where this process stands in the layout, and its groups."""
+class ProcessGroups(Position):
+    """The position of this process and its process groups."""
 
     collection: ProcessGroupCollection  # what megatron-core's constructors take
-    device: torch.device
-    rank: int
-    dp_rank: int
-    cp_rank: int
-    tp_rank: int
-    pp_rank: int
-    control: dist.ProcessGroup  # all ranks, by way of the CPU: small questions, which do not queue behind a GPU's work
-    saving: dist.ProcessGroup  # the same for the thread that saves, which talks while the main thread does
-    ep_rank: int = 0
 
     @property
     def cp(self) -> dist.ProcessGroup:
@@ -57,7 +46,7 @@ class Groups:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> Groups:
+def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> ProcessGroups:
     """Join the process group torchrun describes in the environment and build every group of `layout`.
 
     A process started alone, without torchrun, is a world of one.
@@ -85,7 +74,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed)
-    return Groups(
+    return ProcessGroups(
         collection=ProcessGroupCollection.use_mpu_process_groups(),
         device=device,
         rank=dist.get_rank(),
@@ -122,55 +111,3 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # the one kind that core leaves behind
     dist.destroy_process_group()
-
-
-def agree(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `decide()` returns on rank 0, on every rank; what it raises there, every rank raises.  Collective.
-
-    For decisions about files, which other nodes may see later than rank 0.  `group`: another one of all ranks.
-    """
-    answer: list[Any] = [None, None]
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        answer[0], error = _attempt(decide)
-        answer[1] = _sent(error)
-    dist.broadcast_object_list(answer, group=group)
-    if error or answer[1] is not None:
-        raise error or answer[1]
-    result: T = answer[0]
-    return result
-
-
-def exchange(tell: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `tell()` returns on each rank, in order of rank, on every rank.  Collective over all ranks (`group`).
-
-    What it raises on one rank, every rank raises: nobody waits for one that has given up.
-    """
-    value, error = _attempt(tell)
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (value, _sent(error)), group=group)
-    failed = [sent for _, sent in answers if sent is not None]
-    if error or failed:
-        raise error or failed[0]
-    return [told for told, _ in answers]
-
-
-def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
-
-
-def _sent(error: Exception | None) -> Exception | None:
-    """What the other ranks get to see of it: the error itself where it is one that a user can cause."""
-    if error is None or isinstance(error, SftError | OSError):
-        return error
-    return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
-
-
-def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The largest over all ranks at each place.  Collective; a third of a millisecond."""
-    found = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.tolist()

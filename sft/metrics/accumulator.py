@@ -134,7 +134,7 @@ class Totals:
         )
 
 
-class Tally:
+class Accumulator:
     """What one rank saw, until `reduce`.  `work` is FLOPs per token and per squared token of a document."""
 
     def __init__(self, schema: Schema, work: tuple[float, float]) -> None:

@@ -13,7 +13,7 @@ SIGMAS = 6.0
 _SPREAD = 1.4826  # median distance from the median -> standard deviation, of normal values
 
 
-class Spikes:
+class LossSpikes:
     """Compares each loss with the median of the last 64; robust, so that one spike does not hide the next."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sft.config import Config, LossConfig, MoeConfig
-from sft.estimate.flops import train_flops
+from sft.flops import train_flops
 from sft.mcore.engine import StepResult
 from sft.mcore.experts import Balance
 from sft.metrics.accumulator import Ratio, Schema, Totals

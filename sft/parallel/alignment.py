@@ -6,6 +6,9 @@ Decides the numbers, and which widths fit.  How many ranks there are, and whethe
 
 from collections.abc import Iterator
 from math import lcm
+from typing import TypeVar
+
+import numpy as np
 
 from sft.config import Config, divisors
 
@@ -17,6 +20,19 @@ from sft.config import Config, divisors
 FP8_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 # Rows and columns of a rank's part of a weight.  blockwise: 16 on Hopper; Blackwell computes it by way of mxfp8.
 FP8_WIDTHS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 32, "mxfp8": 32}
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
+
+
+def aligned(length: Lengths, doc_multiple: int) -> Lengths:
+    """The length of a document with its padding: rounded up to a multiple of `doc_multiple`; for an int or an array.
+
+    aligned(33, 32) -> 64        aligned(np.array([1, 32, 33]), 32) -> [32, 32, 64]
+
+    Truncation, the planner and the packer all count with this function.  A packer that counts real lengths overfills
+    its packs: 992 documents of 33 tokens are 32,736 real tokens, and 63,488 at doc_multiple 64.
+    """
+    return -(-length // doc_multiple) * doc_multiple
 
 
 def pack_multiple(config: Config) -> int:

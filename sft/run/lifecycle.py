@@ -12,34 +12,37 @@ from types import TracebackType
 from sft.config import RunConfig
 from sft.console import Console
 from sft.errors import ConfigError
-from sft.mcore.process_groups import Groups, agree, largest
+from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
+from sft.parallel.position import Position
 from sft.run import status
 from sft.run.lock import RunLock
-from sft.run.signals import Stop, deadline
+from sft.run.signals import StopSignals, deadline
 from sft.run.watchdog import Watchdog
 
 
-class Start:
+class Lifecycle:
     """A context around everything that happens in the run's folder.
 
     `step` is the last one done, for what is said when something fails; whoever trains moves it on.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, place: Groups, console: Console) -> None:
-        self._config, self._folder, self._place, self._console = config, folder, place, console
+    def __init__(self, config: RunConfig, folder: Path, position: Position, console: Console) -> None:
+        self._config, self._folder, self._position, self._console = config, folder, position, console
         self._held = ExitStack()
         self._lock: RunLock | None = None
         self.step = 0
         self._id: str | None = None
 
-    def __enter__(self) -> "Start":
+    def __enter__(self) -> "Lifecycle":
         config = self._config
-        agree(self._take_folder, self._place.control)
+        broadcast_from_rank0(self._take_folder, self._position.control)
         try:
             ends = deadline(config.exit_after_minutes, config.grace_s, os.environ)
-            self._stop = self._held.enter_context(Stop(grace_s=config.grace_s, deadline=ends, tell=self._console.say))
+            self._stop = self._held.enter_context(
+                StopSignals(grace_s=config.grace_s, deadline=ends, tell=self._console.say)
+            )
             self._watchdog = self._held.enter_context(
-                Watchdog(config.step_timeout_s, self._folder, self._place.rank, on_hang=self._hangs)
+                Watchdog(config.step_timeout_s, self._folder, self._position.rank, on_hang=self._hangs)
             )
         except BaseException:
             self._held.close()
@@ -56,7 +59,7 @@ class Start:
     def begin(self, step: int) -> None:
         """The run is to go on after `step`; from now on it is told how it ends."""
         self.step = step
-        before = agree(lambda: status.begin(self._folder, step=step), self._place.control)
+        before = broadcast_from_rank0(lambda: status.begin(self._folder, step=step), self._position.control)
         self._id = before.start_id
         if before.starts > 1:
             self._console.say(f"start {before.starts} in a row from step {step}, without a new checkpoint between")
@@ -81,7 +84,7 @@ class Start:
 
     def agreed(self, *flags: bool) -> tuple[str | None, list[bool]]:
         """Why the run is to stop, or None; and which of `flags` are set on any rank.  Collective."""
-        asked, *found = largest([self._stop.reason is not None, *flags], self._place.control)
+        asked, *found = all_reduce_max([self._stop.reason is not None, *flags], self._position.control)
         reason = (self._stop.reason or "another rank was asked to") if asked else None
         return reason, [bool(flag) for flag in found]
 
@@ -97,10 +100,10 @@ class Start:
         """Nothing more is done.  Collective, so that no rank leaves before it was written down."""
         self._stop.settle()
         self._watchdog.idle()
-        self._place.control.barrier().wait()
-        agree(
+        self._position.control.barrier().wait()
+        broadcast_from_rank0(
             lambda: status.end(self._folder, kind, step=step, num_steps=num_steps, reason=reason, start_id=self._id),
-            self._place.control,
+            self._position.control,
         )
 
     def _take_folder(self) -> None:
@@ -117,7 +120,7 @@ class Start:
 
     def _failed(self, error: BaseException) -> None:
         try:
-            status.fail(self._folder, error, rank=self._place.rank, step=self.step, start_id=self._id)
+            status.fail(self._folder, error, rank=self._position.rank, step=self.step, start_id=self._id)
         except OSError as unwritable:
             self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {unwritable}")
 

@@ -21,32 +21,32 @@ import torch
 
 from sft.config import MemoryProfile, ProfileConfig, TorchProfile
 from sft.console import Console
-from sft.mcore.process_groups import Groups
+from sft.parallel.position import Position
 
 
-class Profile:
+class Profiler:
     """Goes around the whole run, from before the model is built, so that it sees the error a run ends in.
 
-    with Profile(config.profile, folder, place, console) as profile:
+    with Profiler(config.profile, folder, position, console) as profile:
         ...
         with profile.step(1):
             ...
     """
 
-    def __init__(self, config: ProfileConfig, folder: Path, place: Groups, console: Console) -> None:
-        self._folder, self._place = folder, place
+    def __init__(self, config: ProfileConfig, folder: Path, position: Position, console: Console) -> None:
+        self._folder, self._position = folder, position
         self._max_entries = config.memory.max_entries
-        self._snapshots = _steps(config.memory, place)  # of this rank
-        self._traces = _steps(config.torch, place)
-        if place.device.type != "cuda":
+        self._snapshots = _steps(config.memory, position)  # of this rank
+        self._traces = _steps(config.torch, position)
+        if position.device.type != "cuda":
             self._snapshots = frozenset()
         self._last = max(self._snapshots, default=0)  # no history is recorded after this step
         self._recording = False
         self._step = 0  # the newest that was begun; 0 before the first one of this process
-        for line in _announcements(config, folder, place.device):
+        for line in _announcements(config, folder, position.device):
             console.say(line)
 
-    def __enter__(self) -> "Profile":
+    def __enter__(self) -> "Profiler":
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=self._max_entries)
             self._recording = True
@@ -76,7 +76,7 @@ class Profile:
     @contextmanager
     def _trace(self, number: int) -> Iterator[None]:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._place.device.type == "cuda":
+        if self._position.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as trace:
             yield
@@ -93,7 +93,7 @@ class Profile:
 
     def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
         """A file with a final name is whole."""
-        path = self._folder / kind / step / (name(self._place) + suffix)
+        path = self._folder / kind / step / (name(self._position) + suffix)
         partial = path.with_name("." + path.name)
         with self._spared(f"{path} was not written"):
             try:
@@ -112,24 +112,24 @@ class Profile:
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())
             with suppress(OSError):
-                print(f"rank {self._place.rank}: {what}: {why}", file=sys.stderr, flush=True)
+                print(f"rank {self._position.rank}: {what}: {why}", file=sys.stderr, flush=True)
 
 
-def name(place: Groups) -> str:
+def name(position: Position) -> str:
     """node-7-rank3-pp0-dp0-cp1-tp1-ep0: the host, the rank, and where it stands in the layout."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
-    at = f"pp{place.pp_rank}-dp{place.dp_rank}-cp{place.cp_rank}-tp{place.tp_rank}-ep{place.ep_rank}"
-    return f"{host}-rank{place.rank}-{at}"
+    at = f"pp{position.pp_rank}-dp{position.dp_rank}-cp{position.cp_rank}-tp{position.tp_rank}-ep{position.ep_rank}"
+    return f"{host}-rank{position.rank}-{at}"
 
 
-def _steps(asked: MemoryProfile | TorchProfile, place: Groups) -> frozenset[int]:
+def _steps(asked: MemoryProfile | TorchProfile, position: Position) -> frozenset[int]:
     """The steps that this rank is to record."""
     if asked.ranks == "all":
         chosen = True
     elif asked.ranks == "stage":
-        chosen = place.dp_rank == place.cp_rank == place.tp_rank == 0
+        chosen = position.dp_rank == position.cp_rank == position.tp_rank == 0
     else:
-        chosen = place.rank in asked.ranks
+        chosen = position.rank in asked.ranks
     return frozenset(asked.steps or ()) if chosen else frozenset()
 
 

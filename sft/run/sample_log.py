@@ -28,7 +28,7 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
     return hashlib.sha256(told.encode("ascii")).hexdigest()
 
 
-class Seen:
+class SampleLog:
     """The file of one run.  For rank 0.  Raises OSError where it cannot be opened, StorageError where not written.
 
     step and chain are those of the last step done: lines of later steps are of a run that was cut off, and are removed.

@@ -30,14 +30,14 @@ _END = 0  # a byte that is no signal: the thread ends
 _ASKED = 255  # by a child, whether anybody listens
 _PR_SET_PDEATHSIG = 1
 
-_active: "Stop | None" = None
+_active: "StopSignals | None" = None
 _forking = threading.local()  # the signals that the thread which forks had blocked before
 
 
-class Stop:
+class StopSignals:
     """Notes that the run is to stop.  A context for the main thread; one at a time.
 
-        with Stop(grace_s=120, deadline=deadline(...), tell=console.say) as stop:
+        with StopSignals(grace_s=120, deadline=deadline(...), tell=console.say) as stop:
             for step in steps:
                 train(step)
                 if agreed(stop.reason):
@@ -65,7 +65,7 @@ class Stop:
         self._reason: str | None = None
         self._is_settled = False
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> "StopSignals":
         global _active
         self._ears, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)

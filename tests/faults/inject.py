@@ -51,7 +51,7 @@ def arm(faults: list[dict[str, Any]]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     Path(f"{os.environ[LOG]}.pid.{rank}").write_text(str(os.getpid()))
     if any("step" in fault or fault["do"] == "draw" for fault in faults):
-        _wrap("sft.run.lifecycle:Start.phase", _follow_step)
+        _wrap("sft.run.lifecycle:Lifecycle.phase", _follow_step)
     for index, fault in enumerate(faults):
         if fault.get("rank") in (None, rank):
             _wrap(fault["at"], functools.partial(_disturbed, index, fault))

@@ -35,7 +35,7 @@ def test_tensorboard_tells_no_step_twice(case: Callable[..., Case], reference: E
 
 
 @pytest.mark.row("O2")
-@pytest.mark.parametrize("at", ["sft.metrics.writers:JsonLines.write", "sft.run.sample_log:Seen._put"])
+@pytest.mark.parametrize("at", ["sft.metrics.writers:JsonLines.write", "sft.run.sample_log:SampleLog._put"])
 def test_numbers_that_cannot_be_written_end_the_run(
     case: Callable[..., Case], reference: End, hit: Callable[..., None], at: str
 ) -> None:

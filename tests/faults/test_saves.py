@@ -180,7 +180,7 @@ def test_no_step_is_saved_twice(case: Callable[..., Case], reference: End, hit: 
     start = one.start({"at": STEP, "step": 5, "rank": 1, "do": "term"})
     start.wait()
     at = one.pointed()
-    start = one.start({"at": "sft.trainer:Feed", "rank": 0, "do": "term"})
+    start = one.start({"at": "sft.trainer:DataPipeline", "rank": 0, "do": "term"})
     assert start.wait() == [75, 75] and one.pointed() == at == 5, start.told()
     assert (one.checkpoints / "iter_0000004").stat().st_mtime_ns == before
     assert "saved " not in start.out()

@@ -106,7 +106,7 @@ def test_the_same_signal_twice_at_once_is_one(
 
 WHEN = {  # (what goes on, fault, steps done after it; two where the listening thread may be a moment too late)
     "before training": [
-        ("reading the data", {"at": "sft.trainer:Feed", "rank": 0}, (0,)),
+        ("reading the data", {"at": "sft.trainer:DataPipeline", "rank": 0}, (0,)),
         ("loading the checkpoint", {"at": "sft.checkpoint.resume:shards.load", "rank": 1}, (0,)),
         ("before the first step", {"at": "sft.trainer:Run._metrics", "rank": 0, "when": "after"}, (0, 1)),
         ("evaluation", {"at": "sft.trainer:evaluate", "rank": 1}, None),

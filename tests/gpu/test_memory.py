@@ -12,7 +12,7 @@ import torch
 
 from sft.config import ProfileConfig
 from sft.console import Console
-from sft.run.profiler import Profile
+from sft.run.profiler import Profiler
 from tests.gpu.test_training import running
 from tests.ranks import scenarios
 
@@ -126,7 +126,7 @@ def test_an_end_for_want_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     torch.cuda.set_per_process_memory_fraction(fraction)
     try:
         with running([]) as engine, pytest.raises(torch.OutOfMemoryError):
-            with Profile(config, tmp_path, engine.groups, Console(1)) as profile:
+            with Profiler(config, tmp_path, engine.groups, Console(1)) as profile:
                 for number in (1, 2):
                     with profile.step(number):
                         torch.empty(number * 3 * 2**29, dtype=torch.uint8, device="cuda")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sft.batch import Microbatch, Sample
 from sft.data.loader import Loader, local_part
 from sft.data.packing.pack import add_filler, filler_pack, make_pack
-from sft.estimate.flops import attention_crossover
+from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import train_state
 from sft.mcore.engine import Engine

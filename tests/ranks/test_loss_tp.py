@@ -218,7 +218,7 @@ def on_each(tp: int, sequence_parallel: bool) -> bytes:
         process_groups.stop()
 
 
-def outcome(place: process_groups.Groups, sequence_parallel: bool, call: Call) -> Outcome:
+def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: Call) -> Outcome:
     hidden, weight = inputs(place, sequence_parallel, call.case)
     targets, upstream = call.case.targets(), call.upstream
     if call.into_main_grad:
@@ -245,7 +245,7 @@ def outcome(place: process_groups.Groups, sequence_parallel: bool, call: Call) -
     )
 
 
-def gathered(place: process_groups.Groups, sequence_parallel: bool) -> list[list[int]]:
+def gathered(place: process_groups.ProcessGroups, sequence_parallel: bool) -> list[list[int]]:
     """For each of GATHERS, the bytes that every all_gather_into_tensor of forward and backward gave, in order."""
     untouched = dist.all_gather_into_tensor
     found: list[list[int]] = []
@@ -266,7 +266,7 @@ def gathered(place: process_groups.Groups, sequence_parallel: bool) -> list[list
     return found
 
 
-def inputs(place: process_groups.Groups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
+def inputs(place: process_groups.ProcessGroups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
     """Hidden states and weight of this rank."""
     mine, size = place.tp_rank, place.tp.size()
     hidden = c.hidden.chunk(size)[mine] if sequence_parallel else c.hidden

@@ -12,7 +12,7 @@ import torch
 
 from sft.checkpoint import folders, manifest, resume
 from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, RunState
+from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
@@ -46,7 +46,7 @@ def write_three(folder: str) -> list[Any]:
         hashes = []
         for step in (1, 2, 3):
             run.train(step)
-            state = RunState(step=step, num_tokens=1000 * step, epoch=0, batch=step - 1, chain="c")
+            state = TrainState(step=step, num_tokens=1000 * step, epoch=0, batch=step - 1, chain="c")
             saver.save(run.engine, state, wait=True)
             hashes.append(run.hash())
         return hashes
@@ -103,7 +103,7 @@ def flip(path: Path) -> None:
 def test_the_newest_is_taken_and_what_is_restored_is_said(ranks: Ranks, saved: Path, original: Any) -> None:
     (one,) = starts(ranks, saved)
     assert one["path"] == "iter_0000003" and one["hash"] == original[1][2]
-    assert one["state"] == RunState(step=3, num_tokens=3000, epoch=0, batch=2, chain="c")
+    assert one["state"] == TrainState(step=3, num_tokens=3000, epoch=0, batch=2, chain="c")
     files = sum(path.stat().st_size for path in (saved / "iter_0000003").iterdir() if path.name != "manifest.json")
     assert one["said"] == (
         f"resumed step 3 from {saved}/iter_0000003\n"
@@ -272,12 +272,12 @@ def test_a_foreign_one_is_said_to_be_unverified(ranks: Ranks, saved: Path, origi
     torch.save(common, path / "common.pt")
     (one,) = starts(ranks, saved)
     assert one["hash"] is None and one["refused"] == (
-        f"{path} was not written by this trainer: it does not say which samples it has seen.  Start from its weights "
+        f"{path} was not written by this trainer: it does not say which samples it has seen.  Lifecycle from its weights "
         f"with model.init_from={path}, or go on from it as it is, moments, schedule and step, with "
         f"checkpoint.resume={path}."
     )
     (one,) = starts(ranks, saved, f"checkpoint.resume={path}")
-    assert one["state"] == RunState(step=3, origin=str(path)) and one["hash"] == original[1][2]
+    assert one["state"] == TrainState(step=3, origin=str(path)) and one["hash"] == original[1][2]
     assert one["said"] == (
         f"resumed step 3 from {path}\n"
         "  files      unverified: it has no manifest, so nobody can tell if it is whole\n"

@@ -14,7 +14,7 @@ import pytest
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
 from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, RunState
+from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
 from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import optimizer_shards, safe_reader, train_state
@@ -49,7 +49,7 @@ class Run:
             assert not self.engine.train_step(self._loader.microbatches(step - 1)).skipped
 
     def save(self, step: int, *, wait: bool = False, **state: Any) -> None:
-        self.saver.save(self.engine, RunState(step=step, **state), wait=wait)
+        self.saver.save(self.engine, TrainState(step=step, **state), wait=wait)
 
     def lines(self) -> list[str]:
         return self.said.getvalue().splitlines()

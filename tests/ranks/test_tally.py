@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.metrics.accumulator import Tally
+from sft.metrics.accumulator import Accumulator
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -94,7 +94,7 @@ def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
     with scenarios.running([*EDGE_KEYS, "train.global_batch_size=16", *overrides]) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
         microbatches = loader.microbatches(0)
-        tally = Tally(engine.schema(loader.sources), (1.0, 1.0))
+        tally = Accumulator(engine.schema(loader.sources), (1.0, 1.0))
         tally.packs(microbatches)
         for index, mb in enumerate(microbatches if engine.groups.reports else []):
             rows = np.flatnonzero(mb.loss_weights.numpy())

@@ -1,4 +1,4 @@
-"""Groups of context parallelism by a2a+p2p, on real ranks: who exchanges heads, and where the ring goes."""
+"""ProcessGroups of context parallelism by a2a+p2p, on real ranks: who exchanges heads, and where the ring goes."""
 
 import contextlib
 import importlib.util

@@ -11,7 +11,7 @@ from sft.data.packing import balance
 from sft.data.packing.balance import Slots, assign, costs, efficiency
 from sft.data.packing.bounds import bounds
 from sft.data.packing.plan import plan_epoch
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 
 def made(packs: list[tuple[int, ...]], lengths: list[int], dp: int, *, seq_length: int, crossover: float) -> Slots:

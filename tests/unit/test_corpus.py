@@ -13,10 +13,10 @@ import pytest
 
 from sft.console import Console
 from sft.data.cache import workers
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.cache.row_report import Ledger
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.corpus import Corpus
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
 

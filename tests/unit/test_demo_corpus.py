@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from sft.console import QUIET
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.corpus import Corpus
 from tests.unit.fixtures.folder import config
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_demo_corpus.py"

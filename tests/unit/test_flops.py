@@ -1,6 +1,6 @@
 """Parameters and FLOPs, counted by hand."""
 
-from sft.estimate.flops import active_parameters, attention_crossover, num_parameters, told_parameters, train_flops
+from sft.flops import active_parameters, attention_crossover, describe_parameters, num_parameters, train_flops
 from tests.unit.test_layout import config
 
 
@@ -56,5 +56,5 @@ def test_what_one_token_meets() -> None:
     sparse = config(model={**model, "num_query_groups": None, "moe": experts}).model
     assert active_parameters(dense, 10) == num_parameters(dense, 10)
     assert active_parameters(sparse, 10) == num_parameters(sparse, 10) - 3 * 6 * 24
-    assert told_parameters(dense, 10) == "588"
-    assert told_parameters(sparse, 10) == "972 (540 for a token)"
+    assert describe_parameters(dense, 10) == "588"
+    assert describe_parameters(sparse, 10) == "972 (540 for a token)"

@@ -7,9 +7,9 @@ import pytest
 
 from sft.cli import main
 from sft.console import QUIET
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare_train
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.corpus import Corpus
 from sft.data.inspect.forecast import loader_of
 from sft.data.loader import Loader
 from sft.errors import ConfigError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sft.console import QUIET
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.chat.formats import Chat, Tokenized, check_ids, read_row
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.corpus import Corpus
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.batch import Microbatch
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.row_report import LINE, count_rows
 from sft.data.cache.store import Store
-from sft.data.corpus import Corpus
 from sft.data.loader import Loader
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sft.batch import Pack, Sample
 from sft.data.packing.pack import add_filler, filler_pack, make_pack, pad_to
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 
 def sample(tokens: list[int], mask: list[int] | None = None, sample_id: int = 0) -> Sample:

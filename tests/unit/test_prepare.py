@@ -16,10 +16,10 @@ import pytest
 
 from sft.cli import main
 from sft.data.cache import workers
+from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.cache.folders import code_files, store_folder
 from sft.data.cache.store import open_store
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.read.rows import index_rows, read_rows
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
@@ -228,7 +228,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return make(self, rows)
 
     monkeypatch.setattr(workers.Encoder, "block", block)
-    with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Start again once it is complete"):
+    with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Lifecycle again once it is complete"):
         corpus_of(path)
     assert files_of(tmp_path / "cache") == {}
 

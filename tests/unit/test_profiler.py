@@ -23,9 +23,9 @@ from sft.config import MemoryProfile, ProfileConfig, TorchProfile
 from sft.config.keys import sections
 from sft.console import Console
 from sft.errors import TrainingError
-from sft.mcore.process_groups import Groups
+from sft.mcore.process_groups import ProcessGroups
 from sft.recipe.load import dump, parse_recipe
-from sft.run.profiler import Profile, name
+from sft.run.profiler import Profiler, name
 from tests.unit.test_recipe import GOOD, told
 
 
@@ -58,13 +58,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def place(rank: int = 0, device: str = "cuda", **at: int) -> Groups:
+def place(rank: int = 0, device: str = "cuda", **at: int) -> ProcessGroups:
     ranks = {f"{axis}_rank": at.get(axis, 0) for axis in ("dp", "cp", "tp", "pp")}
     none = cast(Any, None)
-    return Groups(collection=none, device=torch.device(device), rank=rank, control=none, saving=none, **ranks)
+    return ProcessGroups(collection=none, device=torch.device(device), rank=rank, control=none, saving=none, **ranks)
 
 
-def grid() -> Iterator[Groups]:
+def grid() -> Iterator[ProcessGroups]:
     """pp 2, cp 2, tp 2: eight ranks."""
     for rank in range(8):
         yield place(rank, pp=rank // 4, cp=rank // 2 % 2, tp=rank % 2)
@@ -77,7 +77,7 @@ def memory(*steps: int, **more: Any) -> ProfileConfig:
 def run(
     config: ProfileConfig,
     folder: Path,
-    where: Groups,
+    where: ProcessGroups,
     *,
     first: int = 1,
     last: int = 6,
@@ -85,7 +85,7 @@ def run(
 ) -> str:
     """Steps `first` to `last`, of which some fail (0: before the first); what the console said."""
     said = io.StringIO()
-    with Profile(config, folder, where, Console(where.rank, said)) as profile:
+    with Profiler(config, folder, where, Console(where.rank, said)) as profile:
         for number in range(first - 1, last + 1):
             error = (fails or {}).get(number)
             if number < first:
@@ -124,7 +124,7 @@ def test_snapshots_of_the_steps_asked_for(recorder: Recorder, tmp_path: Path) ->
 def test_recording_begins_before_the_first_step_and_ends_with_the_last_wanted(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    with Profile(memory(2), tmp_path, place(), Console(1)) as profile:
+    with Profiler(memory(2), tmp_path, place(), Console(1)) as profile:
         assert recorder.on
         with profile.step(1):
             assert recorder.on
@@ -151,7 +151,7 @@ def test_steps_that_are_not_reached(recorder: Recorder, tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_beyond_them_is_not_recorded(recorder: Recorder, tmp_path: Path) -> None:
-    with Profile(memory(2), tmp_path, place(), Console(1)) as profile:
+    with Profiler(memory(2), tmp_path, place(), Console(1)) as profile:
         with profile.step(4):
             assert not recorder.on
 
@@ -265,7 +265,7 @@ def test_the_page_that_the_documentation_makes(tmp_path: Path) -> None:
 def test_a_real_trace(tmp_path: Path) -> None:
     config = ProfileConfig(torch=TorchProfile(steps=[2]))
     where, said = place(device="cpu", cp=1), io.StringIO()
-    with Profile(config, tmp_path, where, Console(0, said)) as profile:
+    with Profiler(config, tmp_path, where, Console(0, said)) as profile:
         for number, work in ((1, torch.sin), (2, torch.cos), (3, torch.tan)):
             with profile.step(number):
                 work(torch.ones(8))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.estimate.flops import active_parameters, num_parameters
+from sft.flops import active_parameters, num_parameters
 from sft.parallel.layout import Layout
 from sft.recipe.load import dump, load_recipe, parse_recipe
 

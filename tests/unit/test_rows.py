@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sft.console import QUIET
+from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.chat.formats import read_row
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.data.corpus import Corpus
 from sft.data.read import json_rows
 from sft.data.read.blocks import read_blocks
 from sft.data.read.rows import check_file, index_rows, parse, read_rows, row_name

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft.run import sample_log
-from sft.run.sample_log import Seen, link
+from sft.run.sample_log import SampleLog, link
 
 # Of b'["",0,0,[4,17,23]]', then of b'["<first>",0,1,[5]]', then of b'["<second>",1,0,[]]', by sha256sum.
 CHAIN = [
@@ -25,7 +25,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Three steps, written by one start."""
-    ledger = Seen(tmp_path / "seen.jsonl", 0, "")
+    ledger = SampleLog(tmp_path / "seen.jsonl", 0, "")
     for step, (batch, chain) in enumerate(zip(BATCHES, CHAIN), start=1):
         ledger.write(step, *batch, chain)
     ledger.close()
@@ -59,7 +59,7 @@ def test_a_line_a_step(path: Path) -> None:
 
 
 def test_a_line_is_in_the_file_when_its_step_is_done(tmp_path: Path) -> None:
-    ledger = Seen(tmp_path / "seen.jsonl", 0, "")
+    ledger = SampleLog(tmp_path / "seen.jsonl", 0, "")
     ledger.write(1, *BATCHES[0], CHAIN[0])
     assert len(rows(tmp_path / "seen.jsonl")) == 1
     ledger.close()
@@ -67,16 +67,16 @@ def test_a_line_is_in_the_file_when_its_step_is_done(tmp_path: Path) -> None:
 
 def test_going_on_adds_lines(path: Path) -> None:
     before = path.read_text()
-    ledger = Seen(path, 3, CHAIN[2])
+    ledger = SampleLog(path, 3, CHAIN[2])
     ledger.write(4, 1, 1, [9], "next")
     ledger.close()
     assert path.read_text().startswith(before) and [row["step"] for row in rows(path)] == [1, 2, 3, 4]
 
 
 def test_lines_of_later_steps_are_dropped(path: Path) -> None:
-    Seen(path, 1, CHAIN[0]).close()
+    SampleLog(path, 1, CHAIN[0]).close()
     assert [row["step"] for row in rows(path)] == [1] and "gap" not in path.read_text()
-    Seen(path, 0, "").close()
+    SampleLog(path, 0, "").close()
     assert path.read_text() == ""
 
 
@@ -85,13 +85,13 @@ def test_lines_of_later_steps_are_dropped(path: Path) -> None:
 def test_a_torn_last_line_is_dropped(path: Path, torn: str) -> None:
     before = path.read_text()
     path.write_text(before + torn)
-    Seen(path, 3, CHAIN[2]).close()
+    SampleLog(path, 3, CHAIN[2]).close()
     assert path.read_text() == before
 
 
 def test_a_line_that_lacks_its_end_is_not_written_into(path: Path) -> None:
     path.write_text(path.read_text().rstrip("\n"))
-    ledger = Seen(path, 3, CHAIN[2])
+    ledger = SampleLog(path, 3, CHAIN[2])
     ledger.write(4, 1, 1, [9], "next")
     ledger.close()
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4] and "gap" in rows(path)[2]
@@ -100,14 +100,14 @@ def test_a_line_that_lacks_its_end_is_not_written_into(path: Path) -> None:
 def test_bytes_that_are_no_text_are_dropped(path: Path) -> None:
     before = path.read_bytes()
     path.write_bytes(before + b'{"step": 4, "chain": "\xff\xfe')
-    Seen(path, 3, CHAIN[2]).close()
+    SampleLog(path, 3, CHAIN[2]).close()
     assert path.read_bytes() == before
 
 
 def test_from_a_damaged_line_on_nothing_is_kept_and_the_gap_is_told(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"\0" * len(lines[1]) + lines[2])
-    Seen(path, 3, CHAIN[2]).close()
+    SampleLog(path, 3, CHAIN[2]).close()
     first, gap = rows(path)
     assert first["chain"] == CHAIN[0] and gap["step"] == 3 and "gap" in gap and gap["chain"] == CHAIN[2]
 
@@ -115,21 +115,21 @@ def test_from_a_damaged_line_on_nothing_is_kept_and_the_gap_is_told(path: Path) 
 def test_a_gap_is_told_once_and_what_follows_leads_on(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # the last line was lost
     for _ in range(2):
-        Seen(path, 3, CHAIN[2]).close()
+        SampleLog(path, 3, CHAIN[2]).close()
     assert [row["step"] for row in rows(path)] == [1, 2, 3]
     gap = {"step": 3, "gap": "the lines before do not lead up to this step", "chain": CHAIN[2]}
     assert rows(path)[2] == gap
 
 
 def test_another_folder_s_checkpoint_is_a_gap(tmp_path: Path) -> None:
-    Seen(tmp_path / "seen.jsonl", 100, "chain of another run").close()
+    SampleLog(tmp_path / "seen.jsonl", 100, "chain of another run").close()
     (row,) = rows(tmp_path / "seen.jsonl")
     assert row["step"] == 100 and "gap" in row and row["chain"] == "chain of another run"
 
 
 def test_the_disk_has_it_when_a_checkpoint_leads_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    ledger = Seen(path, 3, CHAIN[2])
+    ledger = SampleLog(path, 3, CHAIN[2])
     monkeypatch.setattr(sample_log.os, "fsync", synced.append)
     ledger.sync()
     assert len(synced) == 1

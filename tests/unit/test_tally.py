@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sft.batch import Sample
 from sft.data.loader import local_part
 from sft.data.packing.pack import add_filler, filler_pack, make_pack
-from sft.metrics.accumulator import Place, Ratio, Schema, Tally, Totals
+from sft.metrics.accumulator import Accumulator, Place, Ratio, Schema, Totals
 
 SCHEMA = Schema(position_edges=(2, 4), sources=("a", "b"))
 
@@ -36,7 +36,7 @@ def seen(place: Place, packs: list[tuple[list[Sample], list[float]]]) -> Totals:
         pack = make_pack(samples, doc_multiple=8, pad_id=0) if samples else filler_pack(doc_multiple=8, pad_id=0)
         pack = add_filler(pack, multiple=32, doc_multiple=8, pad_id=0)
         microbatches.append(local_part(pack, np.arange(len(pack.tokens)), doc_multiple=8))
-    tally = Tally(SCHEMA, (1.0, 1.0))
+    tally = Accumulator(SCHEMA, (1.0, 1.0))
     tally.packs(microbatches)
     for index, (_, nll) in enumerate(packs):
         tally.tokens(
@@ -112,9 +112,9 @@ def test_bytes_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     gather = dist.all_gather_into_tensor
     monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, mine: (sent.append(mine.nbytes), gather(out, mine)))
     seen(place, [([sample(5, 3)], [1.0, 2.0, 3.0])])
-    assert sent == [Tally.bytes_sent(3, 2, 0)]
-    assert Tally.bytes_sent(3, 2, 1000) == sent[0] + 8000
-    assert Tally.bytes_sent(4, 100, 7000) < 64 << 10
+    assert sent == [Accumulator.bytes_sent(3, 2, 0)]
+    assert Accumulator.bytes_sent(3, 2, 1000) == sent[0] + 8000
+    assert Accumulator.bytes_sent(4, 100, 7000) < 64 << 10
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.checkpoint.train_state import Changes, Conditions, RunState, changes, installed
+from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes, installed
 from sft.config.keys import values
 from sft.errors import ConfigError
 from sft.mcore.engine import StepResult
@@ -208,14 +208,14 @@ def result(loss: float = 30.0, grad_norm: float = 0.5, **changes: Any) -> StepRe
 def test_the_state_after_good_bad_and_empty_steps() -> None:
     """20 supervised tokens of 100 a step."""
     nan = float("nan")
-    state = RunState().after(result(), (0, 0), "a")
-    assert state == RunState(step=1, num_tokens=20, num_real_tokens=100, epoch=0, batch=0, chain="a")
+    state = TrainState().after(result(), (0, 0), "a")
+    assert state == TrainState(step=1, num_tokens=20, num_real_tokens=100, epoch=0, batch=0, chain="a")
     state = state.after(result(loss=nan, grad_norm=nan), (0, 1), "b").after(result(grad_norm=float("inf")), (0, 2), "c")
-    assert state == RunState(
+    assert state == TrainState(
         step=3, num_tokens=20, num_real_tokens=100, num_bad=2, bad_in_a_row=2, epoch=0, batch=2, chain="c"
     )
     state = state.after(result(), (1, 0), "d")
-    assert state == RunState(step=4, num_tokens=40, num_real_tokens=200, num_bad=2, epoch=1, batch=0, chain="d")
+    assert state == TrainState(step=4, num_tokens=40, num_real_tokens=200, num_bad=2, epoch=1, batch=0, chain="d")
     state = state.after(result(loss=0.0, num_tokens=0), (1, 1), "e")
     assert (state.step, state.num_tokens, state.num_skipped, state.num_bad) == (5, 40, 1, 2)
     assert (state.epoch, state.batch, state.chain) == (1, 1, "e")
@@ -225,9 +225,9 @@ def test_the_best_is_the_lowest_or_the_highest_and_of_equals_the_first() -> None
     values = [3.0, 2.0, 2.0, 4.0, 1.0]
     best: dict[bool, list[int | None]] = {True: [], False: []}
     for lower in best:
-        state = RunState()
+        state = TrainState()
         for step, value in enumerate(values, start=1):
-            state = RunState(step=step, best_step=state.best_step, best_value=state.best_value)
+            state = TrainState(step=step, best_step=state.best_step, best_value=state.best_value)
             state = state.judged(value, lower=lower)
             best[lower].append(state.best_step)
     assert best == {True: [1, 2, 2, 2, 5], False: [1, 1, 1, 4, 4]}

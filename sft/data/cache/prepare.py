@@ -21,13 +21,13 @@ import numpy as np
 
 from sft.config import Config, DataConfig
 from sft.console import Console
+from sft.data.cache.corpus import Corpus, make_corpus
 from sft.data.cache.encoder import Block, Encoder, check_palette
 from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.workers import Report, Work, make_part, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.corpus import Corpus, make_corpus
 from sft.data.read.rows import check_file, index_rows, row_name
 from sft.errors import DataError
 

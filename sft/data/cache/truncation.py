@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from sft.errors import DataError
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 OverLong = Literal["error", "drop", "cut_turns", "windows"]
 

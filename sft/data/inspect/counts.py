@@ -14,10 +14,10 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.console import Console
+from sft.data.cache.corpus import Corpus, file_names
 from sft.data.cache.prepare import prepare
 from sft.data.cache.row_report import Ledger
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.corpus import Corpus, file_names
 from sft.data.inspect.lengths import Bucket, histogram, quantiles
 from sft.errors import DataError
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from sft.config import DataConfig
+from sft.data.cache.corpus import Corpus
 from sft.data.chat.chat import Supervise
-from sft.data.corpus import Corpus
 from sft.data.inspect.counts import whole_rows
 from sft.data.inspect.message_counts import NUM_EXAMPLES, Messages
 from sft.data.inspect.scan import Scan, copies, other_answers, sample_lines
 from sft.data.read.rows import row_name
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 _SHORT = 2  # supervised tokens: one, and the end of turn
 

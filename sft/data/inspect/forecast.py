@@ -11,15 +11,15 @@ from statistics import median
 import numpy as np
 
 from sft.config import Config
-from sft.data.corpus import Corpus
+from sft.data.cache.corpus import Corpus
 from sft.data.loader import Loader
 from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.bounds import Bounds, bounds
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
 from sft.data.packing.plan_files import follows_from, replayed_plans, write_plans
-from sft.estimate.flops import attention_crossover
-from sft.parallel.doc_padding import aligned
+from sft.flops import attention_crossover
+from sft.parallel.alignment import aligned
 from sft.parallel.layout import Layout, smallest_world
 
 LOOKED_AT = 50  # global batches, spread over the epoch, that are balanced for the forecast

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 
 @dataclass(frozen=True, kw_only=True)

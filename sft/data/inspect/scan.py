@@ -14,7 +14,7 @@ import numpy as np
 
 from sft.batch import Sample
 from sft.console import Console
-from sft.data.corpus import Corpus
+from sft.data.cache.corpus import Corpus
 
 _DIGEST_BYTES = 16
 _KIND = np.dtype(f"S{_DIGEST_BYTES}")

@@ -18,8 +18,8 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.console import Console
+from sft.data.cache.corpus import Corpus
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.corpus import Corpus
 from sft.data.inspect import counts, findings
 from sft.data.inspect.counts import Counts, prepare_any, whole_rows
 from sft.data.inspect.findings import Finding

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 

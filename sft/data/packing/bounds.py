@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.data.packing.balance import costs
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 
 @dataclass(frozen=True, kw_only=True)

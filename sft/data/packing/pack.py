@@ -11,7 +11,7 @@ from math import lcm
 import numpy as np
 
 from sft.batch import Pack, Sample
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 
 def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int, reduction: str = "token") -> Pack:

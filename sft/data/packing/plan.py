@@ -14,7 +14,7 @@ import numpy as np
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.shuffle import shuffled
 from sft.errors import DataError
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 # Of what lengths become here, in mixture.py and in shuffle.py.  Raise it whenever the same data give another plan: a
 # run must not go on with other batches than it began with.

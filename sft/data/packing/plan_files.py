@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from sft.config import Config
-from sft.data.corpus import Corpus
+from sft.data.cache.corpus import Corpus
 from sft.data.packing.plan import VERSION, Plan, plan_of
 from sft.errors import ConfigError, DataError
-from sft.parallel.doc_padding import aligned
+from sft.parallel.alignment import aligned
 
 FORMAT = "sft plan 1"
 _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_batch_size")

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from sft.mcore.process_groups import Groups
+from sft.mcore.process_groups import ProcessGroups
 
 KEY = "rng_state"
 
 
-def describe(groups: Groups) -> ShardedObject:
+def describe(groups: ProcessGroups) -> ShardedObject:
     """One object a (pipeline, tensor) position: the states of its data- and context-parallel ranks, in order.
 
     Collective.  Megatron-LM reads the first, or with --data-parallel-random-init each rank its own.
@@ -30,13 +30,13 @@ def describe(groups: Groups) -> ShardedObject:
     return _object(groups, states)
 
 
-def key_of(groups: Groups) -> str:
+def key_of(groups: ProcessGroups) -> str:
     """What the object of this rank's position is called in a checkpoint of the same layout."""
     name: str = _object(groups, None).unique_key
     return name
 
 
-def restore(groups: Groups, states: list[dict[str, Any]]) -> None:
+def restore(groups: ProcessGroups, states: list[dict[str, Any]]) -> None:
     """Set every generator of this rank from what `describe` gathered; a single state (Megatron-LM's way) is for all."""
     state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
     random.setstate(state["random_rng_state"])
@@ -56,7 +56,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _object(groups: Groups, states: Any) -> ShardedObject:
+def _object(groups: ProcessGroups, states: Any) -> ShardedObject:
     collection = groups.collection
     shape = (collection.pp.size(), collection.tp.size())
     return ShardedObject(KEY, states, shape, (groups.pp_rank, groups.tp_rank), replica_id=collection.dp_cp.rank())

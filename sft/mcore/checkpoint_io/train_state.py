@@ -24,7 +24,7 @@ from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
 from sft.mcore.engine import Engine
 from sft.mcore.model import sharded_tensors
-from sft.mcore.process_groups import agree, exchange
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
@@ -51,7 +51,7 @@ class Snapshot:
                 raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
 
         made: list[Any] = []
-        exchange(copy, group)
+        all_gather_objects(copy, group)
         return replace(self, part=replace(self.part, shards=made))
 
 
@@ -73,7 +73,7 @@ def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None)
     OSError, on all ranks.
     """
     torch_dist_files.write(taken.part, folder, group)
-    agree(lambda: write_common(taken.common, folder), group)
+    broadcast_from_rank0(lambda: write_common(taken.common, folder), group)
 
 
 def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:

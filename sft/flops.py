@@ -27,7 +27,7 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
     return num_parameters(model, vocab_size) - model.num_layers * (everything - active)
 
 
-def told_parameters(model: ModelConfig, vocab_size: int) -> str:
+def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
     """`30,532,122,624 (3,353,032,704 for a token)`"""
     everything, active = num_parameters(model, vocab_size), active_parameters(model, vocab_size)
     return f"{everything:,}" + (f" ({active:,} for a token)" if active < everything else "")

@@ -98,7 +98,7 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
     ours = before.get("sft")
     if ours is None and not found.is_named:
         raise CheckpointError(
-            f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Lifecycle from its "
+            f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
             f"weights with model.init_from={found.path}, or go on from it as it is, moments, schedule and step, with "
             f"checkpoint.resume={found.path}."
         )

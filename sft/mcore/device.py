@@ -51,7 +51,7 @@ def start(device_type: str) -> torch.device:
         if processes > torch.cuda.device_count():  # seen by every process of the machine, rank 0 among them
             raise ConfigError(
                 f"{processes} processes were started on a machine that shows {torch.cuda.device_count()} GPUs.  "
-                f"Lifecycle at most {torch.cuda.device_count()} there, or use run.device=cpu."
+                f"Start at most {torch.cuda.device_count()} there, or use run.device=cpu."
             )
         torch.cuda.set_device(local_rank)
         _compile_in_this_process()

@@ -100,7 +100,7 @@ def causal_area(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> int:
 
 
 def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lifecycle and chunk length of every document, int64; asserts that every document can be cut."""
+    """Start and chunk length of every document, int64; asserts that every document can be cut."""
     assert cp_size >= 1, f"cp_size = {cp_size}: there is at least one rank"
     assert cu_seqlens.ndim == 1 and cu_seqlens.size >= 1, f"cu_seqlens has shape {cu_seqlens.shape}"
     assert np.issubdtype(cu_seqlens.dtype, np.integer), f"cu_seqlens are {cu_seqlens.dtype}, not integers"

@@ -159,7 +159,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
             )
             return
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    yield f"parallel: {product} = {total} does not divide {have}.  Lifecycle a multiple of {total}."
+    yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total}."
 
 
 def _cp_fits(config: Config, cp: int) -> bool:

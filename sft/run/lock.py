@@ -173,7 +173,7 @@ class RunLock:
     def _refuse(self, who: str) -> None:
         raise ConfigError(
             f"run.dir = {self._path.parent} is in use by another run ({who}), and two runs would write over each "
-            f"other's checkpoints.  StopSignals that run, or choose another run.dir.  If no such run exists, remove "
+            f"other's checkpoints.  Stop that run, or choose another run.dir.  If no such run exists, remove "
             f"{self._path}."
         )
 

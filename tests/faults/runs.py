@@ -66,20 +66,20 @@ class Case:
         self.nursery, self.recipe, self.folder = nursery, recipe, folder
         self.run, self.checkpoints = folder / "run", folder / "run" / "checkpoints"
         self.overrides = [f"run.dir={self.run}", *overrides]
-        self.starts: list[Lifecycle] = []
+        self.starts: list[Start] = []
         folder.mkdir(exist_ok=True)
 
     def start(
         self, *faults: Fault, more: Sequence[str] = (), world_size: int = 2, env: dict[str, str] | None = None
-    ) -> "Lifecycle":
+    ) -> "Start":
         """Forked ranks.  `more`: overrides of this start alone."""
         return self._started(Forked, faults, more, world_size, env)
 
-    def torchrun(self, *faults: Fault, more: Sequence[str] = (), options: Sequence[str] = ()) -> "Lifecycle":
+    def torchrun(self, *faults: Fault, more: Sequence[str] = (), options: Sequence[str] = ()) -> "Start":
         """As a user starts it, on two processes.  `options` of torchrun itself."""
         return self._started(Launched, faults, more, 2, {_OPTIONS: " ".join(options)})
 
-    def finish(self, *, faults: Sequence[Fault] = (), **how: Any) -> "Lifecycle":
+    def finish(self, *, faults: Sequence[Fault] = (), **how: Any) -> "Start":
         """The same command once more; it has to come to the end of the run."""
         start = self.start(*faults, **how)
         assert start.wait() == [0] * len(start.codes()), start.told()
@@ -97,19 +97,19 @@ class Case:
     def pointed(self) -> int:
         return int((self.checkpoints / "latest_checkpointed_iteration.txt").read_text())
 
-    def _started(self, kind: Any, faults: Any, more: Sequence[str], world_size: int, env: Any) -> "Lifecycle":
+    def _started(self, kind: Any, faults: Any, more: Sequence[str], world_size: int, env: Any) -> "Start":
         for before in self.starts:
             before.end()
         words = ["train", str(self.recipe), *self.overrides, *more]
         log = self.folder / f"faults.{len(self.starts)}"
         env = {**os.environ, "OMP_NUM_THREADS": "1", TOKEN: uuid.uuid4().hex, FAULTS: json.dumps(faults), **(env or {})}
         env[LOG] = str(log)
-        start: Lifecycle = kind(self, words, log, env, world_size)
+        start: Start = kind(self, words, log, env, world_size)
         self.starts.append(start)
         return start
 
 
-class Lifecycle:
+class Start:
     """One start of a run."""
 
     def __init__(self, case: Case, words: list[str], log: Path, env: dict[str, str], world_size: int) -> None:
@@ -184,7 +184,7 @@ class Lifecycle:
         return "\n".join(parts)
 
 
-class Forked(Lifecycle):
+class Forked(Start):
     """By the nursery, which is no launcher: nobody ends the other ranks when one is gone."""
 
     def _launch(self, words: list[str], env: dict[str, str]) -> None:
@@ -203,7 +203,7 @@ class Forked(Lifecycle):
         return [self.case.nursery.ask(of=pid) for pid in self.pids]
 
 
-class Launched(Lifecycle):
+class Launched(Start):
     """By torchrun; what the ranks print comes through it, into the files of rank 0."""
 
     def _launch(self, words: list[str], env: dict[str, str]) -> None:

@@ -272,7 +272,7 @@ def test_a_foreign_one_is_said_to_be_unverified(ranks: Ranks, saved: Path, origi
     torch.save(common, path / "common.pt")
     (one,) = starts(ranks, saved)
     assert one["hash"] is None and one["refused"] == (
-        f"{path} was not written by this trainer: it does not say which samples it has seen.  Lifecycle from its weights "
+        f"{path} was not written by this trainer: it does not say which samples it has seen.  Start from its weights "
         f"with model.init_from={path}, or go on from it as it is, moments, schedule and step, with "
         f"checkpoint.resume={path}."
     )

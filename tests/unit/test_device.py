@@ -204,7 +204,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch, local_rank: s
     with pytest.raises(ConfigError) as caught:
         device.start("cuda")
     assert str(caught.value) == (
-        "5 processes were started on a machine that shows 4 GPUs.  Lifecycle at most 4 there, or use run.device=cpu."
+        "5 processes were started on a machine that shows 4 GPUs.  Start at most 4 there, or use run.device=cpu."
     )
 
 

@@ -134,7 +134,7 @@ MISFITS = {
     "the product and the world": (
         4,
         {"parallel": {"tp": 8, "pp": 3}},
-        "parallel: tp 8 x cp 1 x pp 3 = 24 does not divide 4 GPUs.  Lifecycle a multiple of 24.",
+        "parallel: tp 8 x cp 1 x pp 3 = 24 does not divide 4 GPUs.  Start a multiple of 24.",
     ),
     "packs and dp": (
         3,
@@ -253,7 +253,7 @@ def test_two_levels_need_heads_for_one() -> None:
 def test_all_misfits_at_once() -> None:
     parallel = {"tp": 3, "pp": 5}
     assert told(31, parallel=parallel, data={"seq_length": 1000}) == [
-        "1 of 4: parallel: tp 3 x cp 1 x pp 5 = 15 does not divide 31 GPUs.  Lifecycle a multiple of 15.",
+        "1 of 4: parallel: tp 3 x cp 1 x pp 5 = 15 does not divide 31 GPUs.  Start a multiple of 15.",
         "  2 of 4: parallel.tp = 3 does not divide model.num_query_groups = 8.  "
         "Tensor-parallel sizes that fit: 1, 2, 4, 8.",
         "  3 of 4: model.num_layers = 12 cannot be cut into parallel.pp 5 x virtual_stages 1 = 5 equal "

@@ -228,7 +228,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return make(self, rows)
 
     monkeypatch.setattr(workers.Encoder, "block", block)
-    with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Lifecycle again once it is complete"):
+    with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Start again once it is complete"):
         corpus_of(path)
     assert files_of(tmp_path / "cache") == {}
 

@@ -39,12 +39,12 @@ with StopSignals(grace_s=1000, deadline=None, tell=tell):
 """
 FIRST = "SIGUSR1: finishing the step, then saving; a second signal leaves at once"
 
-Lifecycle = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Lifecycle]:
-    """Lifecycle a program and wait until it is ready."""
+def start() -> Iterator[Start]:
+    """Start a program and wait until it is ready."""
     started: list[subprocess.Popen[str]] = []
 
     def run(program: str, **env: str) -> subprocess.Popen[str]:
@@ -93,7 +93,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     "second, code, name", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
 )  # fmt: skip
 def test_the_first_is_told_at_once_and_the_second_leaves(
-    start: Lifecycle, second: signal.Signals, code: int, name: str
+    start: Start, second: signal.Signals, code: int, name: str
 ) -> None:
     process = start(STUCK)
     process.send_signal(signal.SIGUSR1)
@@ -102,7 +102,7 @@ def test_the_first_is_told_at_once_and_the_second_leaves(
     assert end(process) == (code, [f"{name}: leaving at once"])
 
 
-def test_stdout_is_flushed_before_it_leaves(start: Lifecycle) -> None:
+def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
     process = start(STUCK.replace("tell=tell", "tell=lambda line: None"))
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
@@ -110,7 +110,7 @@ def test_stdout_is_flushed_before_it_leaves(start: Lifecycle) -> None:
     assert code in (143, 138) and out == ["not flushed"]  # two at once may be heard in any order
 
 
-def test_an_echo_of_a_signal_is_not_a_second_one(start: Lifecycle) -> None:
+def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
     """SLURM signals torchrun and its workers, and torchrun passes it on."""
     process = start("stop.SECONDS_OF_ECHO = 1000\n" + STUCK)
     process.send_signal(signal.SIGUSR1)
@@ -122,7 +122,7 @@ def test_an_echo_of_a_signal_is_not_a_second_one(start: Lifecycle) -> None:
     assert end(process)[0] == 143
 
 
-def test_the_same_signal_again_is_a_second_one(start: Lifecycle) -> None:
+def test_the_same_signal_again_is_a_second_one(start: Start) -> None:
     process = start("stop.SECONDS_OF_ECHO = 0.0\n" + STUCK)
     process.send_signal(signal.SIGUSR1)
     assert line(process) == "not flushed" + FIRST
@@ -130,14 +130,14 @@ def test_the_same_signal_again_is_a_second_one(start: Lifecycle) -> None:
     assert end(process) == (138, ["SIGUSR1: leaving at once"])
 
 
-def test_the_grace_ends(start: Lifecycle) -> None:
+def test_the_grace_ends(start: Start) -> None:
     process = start(STUCK.replace("1000", "0.2"))
     process.send_signal(signal.SIGUSR1)
     assert end(process) == (1, ["not flushed" + FIRST, "SIGUSR1: not done within 0.2 s, leaving without a save"])
 
 
 @pytest.mark.parametrize("tell", ["stuck", "broken"])
-def test_it_leaves_where_no_line_can_be_said(start: Lifecycle, tell: str) -> None:
+def test_it_leaves_where_no_line_can_be_said(start: Start, tell: str) -> None:
     program = "stop.SECONDS_FOR_WORDS = 0.1\ndef broken(line):\n    raise OSError('no terminal')\n"
     process = start(program + STUCK.replace("1000", "0.2").replace("tell=tell", f"tell=lambda line: {tell}()"))
     process.send_signal(signal.SIGTERM)
@@ -145,7 +145,7 @@ def test_it_leaves_where_no_line_can_be_said(start: Lifecycle, tell: str) -> Non
     assert process.returncode == 1
 
 
-def test_no_keyboard_interrupt_and_a_reason(start: Lifecycle) -> None:
+def test_no_keyboard_interrupt_and_a_reason(start: Start) -> None:
     process = start("""
 with StopSignals(grace_s=1000, deadline=None, tell=tell) as stop:
     print("ready", signals.reason or "", flush=True, sep="")
@@ -158,7 +158,7 @@ with StopSignals(grace_s=1000, deadline=None, tell=tell) as stop:
     assert code == 0 and sorted(out) == ["SIGINT", FIRST.replace("SIGUSR1", "SIGINT")]
 
 
-def test_settled(start: Lifecycle) -> None:
+def test_settled(start: Start) -> None:
     """Neither further signals nor the timer that already runs end it."""
     process = start("""
 signals.SECONDS_OF_ECHO = 0
@@ -204,7 +204,7 @@ def test_time_that_is_up() -> None:
 # Forks
 
 
-def test_a_forked_child_lives_on_and_does_not_tell_the_parent(start: Lifecycle) -> None:
+def test_a_forked_child_lives_on_and_does_not_tell_the_parent(start: Start) -> None:
     """torchrun signals all processes of a rank, and those that write its checkpoint must go on."""
     process = start("""
 with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
@@ -227,7 +227,7 @@ with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
     assert end(process) == (0, ["7"])
 
 
-def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Lifecycle) -> None:
+def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Start) -> None:
     process = start("""
 with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
     children = []
@@ -245,7 +245,7 @@ for child in children:
     assert end(process) == (0, ["15", "15"])
 
 
-def test_a_child_that_leaves_the_context_changes_nothing(start: Lifecycle) -> None:
+def test_a_child_that_leaves_the_context_changes_nothing(start: Start) -> None:
     process = start("""
 with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
     child = os.fork()
@@ -259,7 +259,7 @@ with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
     assert line(process) == FIRST
 
 
-def test_programs_started_from_it_end_by_signals(start: Lifecycle) -> None:
+def test_programs_started_from_it_end_by_signals(start: Start) -> None:
     process = start("""
 import subprocess
 with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
@@ -319,7 +319,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_worker_does_not_outlive_a_killed_launcher(start: Lifecycle) -> None:
+def test_a_worker_does_not_outlive_a_killed_launcher(start: Start) -> None:
     process = start(LAUNCHER, TORCHELASTIC_RUN_ID="none")
     (worker,) = children(process.pid)
     assert is_running(worker)
@@ -329,7 +329,7 @@ def test_a_worker_does_not_outlive_a_killed_launcher(start: Lifecycle) -> None:
         assert time.monotonic() < until
 
 
-def test_without_torchrun_nothing_is_asked_of_the_kernel(start: Lifecycle) -> None:
+def test_without_torchrun_nothing_is_asked_of_the_kernel(start: Start) -> None:
     process = start("os.environ.pop('TORCHELASTIC_RUN_ID', None)\n" + LAUNCHER)
     (child,) = children(process.pid)
     process.kill()

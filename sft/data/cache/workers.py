@@ -117,7 +117,7 @@ def _refuse_changed(work: Work) -> None:
     except OSError as error:
         raise DataError(f"data file {work.file} cannot be read: {error}.") from error
     if changed:
-        raise DataError(f"data file {work.file} changed while it was tokenised.  Lifecycle again once it is complete.")
+        raise DataError(f"data file {work.file} changed while it was tokenised.  Start again once it is complete.")
 
 
 def part_path(work: Work, number: int) -> Path:

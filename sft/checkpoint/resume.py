@@ -15,10 +15,11 @@ from pathlib import Path
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest, Verify
+from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
-from sft.config import CheckpointConfig
+from sft.config import CheckpointConfig, Config
 from sft.console import Console, size
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, ConfigError
 from sft.mcore.checkpoint_io import safe_reader, train_state
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -34,6 +35,34 @@ class Found:
     path: Path
     told: str  # how it was verified
     is_named: bool = False  # by checkpoint.resume
+
+
+def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions, console: Console) -> TrainState:
+    """What checkpoint.resume asks for -> `engine`, or the weights a new run begins with; where the run stands.
+
+    Collective.  Raises CheckpointError where a checkpoint cannot be continued, ConfigError where none could be saved.
+    """
+    folder, control = saver.folder, engine.groups.control
+    found = find(config.checkpoint, folder, engine.groups, console)
+    for removed in broadcast_from_rank0(lambda: folders.sweep(folder), control):
+        console.say(f"removed {removed}, left by a save that was cut off")
+    broadcast_from_rank0(lambda: _probe(folder), control)
+    if found is not None:
+        state = load(engine, found, config.checkpoint, conditions, console)
+        saver.resumed(state.step, is_ours=found.path.parent.resolve() == folder.resolve())
+        return state
+    if config.model.init_from:
+        start_from(engine, config.model.init_from, config.checkpoint.verify, console)
+    else:
+        console.say(f"started from random weights (seed {config.run.seed})")
+    return TrainState()
+
+
+def _probe(folder: Path) -> None:
+    try:
+        folders.probe(folder)
+    except OSError as error:
+        raise ConfigError(f"run.dir = {folder.parent}: no checkpoint could be written: {error}.") from error
 
 
 def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> Found | None:

@@ -49,7 +49,7 @@ class Saver:
         console: Console,
         is_ours: Any,
     ) -> None:
-        self._config, self._folder, self._now, self._groups = config, folder, now, groups
+        self._config, self.folder, self._now, self._groups = config, folder, now, groups
         self._console, self._is_ours = console, is_ours
         self._copies = Copies()
         self._job: _Job | None = None
@@ -124,16 +124,16 @@ class Saver:
 
     def _room_for(self, num_bytes: int, step: int) -> Path:
         self._refuse_lost_folder()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(self._folder).free, num_bytes * _ROOM + _SMALL
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(self.folder).free, num_bytes * _ROOM + _SMALL
         if free < needed:
             raise StorageError(f"it needs {size(needed)}, and the disk has {size(free)} left.")
-        return folders.temporary(self._folder, step)
+        return folders.temporary(self.folder, step)
 
     def _refuse_lost_folder(self) -> None:
         if not self._is_ours():
             raise CheckpointError(
-                f"another run has taken {self._folder} over while this one hung; it keeps what it has."
+                f"another run has taken {self.folder} over while this one hung; it keeps what it has."
             )
 
     def _write(self, taken: train_state.Snapshot, written: Path, state: TrainState, started: float) -> None:
@@ -171,12 +171,12 @@ class Saver:
         facts = {"step": state.step, "time": _utc(), "layout": self._now.layout, "versions": self._now.versions}
         manifest.write(written, Manifest(files=files, facts=facts))
         if self._resumed_step is not None:
-            for moved in folders.give_up(self._folder, above=self._resumed_step, but=state.step):
+            for moved in folders.give_up(self.folder, above=self._resumed_step, but=state.step):
                 self._console.say(f"{moved.name}: the run went back to step {self._resumed_step} and on from there")
             self._resumed_step = None
         final = folders.publish(written, state.step)
         folders.retire(
-            self._folder,
+            self.folder,
             state.step,
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,

@@ -1,10 +1,13 @@
 """The data of a run on this rank: what was prepared, in which order it comes, and this rank's part of it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sft.batch import Microbatch
+from sft.config import Config
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
@@ -17,20 +20,35 @@ from sft.parallel import context_parallel
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout, vocab_rows
 from sft.parallel.position import Position
-from sft.recipe.load import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """The data of one step.
+
+    position      the epoch and the global batch in that epoch, both counted from 0
+    samples       numbers of all samples of the step, over all ranks
+    microbatches  of this rank
+    """
+
+    position: tuple[int, int]
+    samples: list[int]
+    microbatches: list[Microbatch]
 
 
 class DataPipeline:
     """Loaders of training and held-out data.  Making one is collective.
 
     plan       what the order of the data follows from
-    ledgers    by set, how many rows became how many samples
+    row_reports    by set, how many rows became how many samples
     num_steps  of the whole run
     """
 
-    def __init__(self, recipe: Recipe, layout: Layout, position: Position, console: Console) -> None:
-        self._recipe, self._layout, self._position, self._console = recipe, layout, position, console
-        config, data = recipe.config, recipe.config.data
+    def __init__(self, config: Config, arguments: str, layout: Layout, position: Position, console: Console) -> None:
+        """`arguments` are what a shell is given for this recipe: `a.yaml parallel.cp=4`."""
+        self._config, self._layout, self._position, self._console = config, layout, position, console
+        self._how = f"sft data prepare {arguments}"
+        data = config.data
         tokenizer = load_tokenizer(data)
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
         self._corpus = self._prepared(data.train_files, tokenizer, data.train_names)
@@ -39,26 +57,40 @@ class DataPipeline:
         self.train = self._loader(self._corpus, tokenizer, mixture, replayed_plans(config, self._corpus))
         self.held_out = {name: self._loader(found, tokenizer) for name, found in held_out.items()}
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
-        self.ledgers = {"train": self._corpus.report(), **{name: found.report() for name, found in held_out.items()}}
+        self.row_reports = {
+            "train": self._corpus.report(),
+            **{name: found.report() for name, found in held_out.items()},
+        }
+        self._epoch: int | None = None  # the newest whose packing was reported
         self.num_steps = config.train.num_steps or self.train.total_steps(config.train.num_epochs or 1)
         if data.plan is not None:
             self.train.locate(self.num_steps - 1)  # a plan that ends too early is refused now
 
-    def samples(self, step: int) -> list[int]:
-        """Numbers of the samples of a step, counted from 0, over all ranks."""
-        return [sample for pack in self.train.global_batch(step) for sample in pack]
+    def batch(self, step: int) -> GlobalBatch:
+        """What the step after `step` steps trains on."""
+        return GlobalBatch(
+            position=self.train.locate(step),
+            samples=[sample for pack in self.train.global_batch(step) for sample in pack],
+            microbatches=self.train.microbatches(step),
+        )
 
-    def name(self, sample: int) -> str:
+    def new_epoch(self, step: int) -> str | None:
+        """A line about the packing of the epoch that begins after `step` steps, or that this process begins in."""
+        epoch, _ = self.train.locate(step)
+        if epoch == self._epoch:
+            return None
+        self._epoch, plan = epoch, self.train.plan(epoch)
+        return f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full"
+
+    def row_name(self, sample: int) -> str:
         """`chat.jsonl:1841`"""
         return self._corpus.name(sample)
 
     def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
-        config, how = self._recipe.config, f"sft data prepare {self._recipe.arguments}"
-        folders = broadcast_from_rank0(
-            lambda: find_prepared(paths, config.data, tokenizer, Path(config.cache_dir), how=how)
-        )
-        corpus = map_prepared(paths, folders, config.data, names, how=how)
+        data, cache_dir = self._config.data, Path(self._config.cache_dir)
+        folders = broadcast_from_rank0(lambda: find_prepared(paths, data, tokenizer, cache_dir, how=self._how))
+        corpus = map_prepared(paths, folders, data, names, how=self._how)
         self._console.say(corpus.summary())
         return corpus
 
@@ -69,7 +101,7 @@ class DataPipeline:
         mixture: Mixture | None = None,
         replayed: Sequence[Plan] | None = None,
     ) -> Loader:
-        config = self._recipe.config
+        config = self._config
         return Loader(
             corpus,
             data=config.data,

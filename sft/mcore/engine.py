@@ -45,6 +45,11 @@ class StepResult:
     balance: Balance | None = None  # of experts; None in a dense model
 
     @property
+    def mean_loss(self) -> float | None:
+        """The loss of the step; None without a supervised token."""
+        return self.totals.loss / self.totals.denominator if self.totals.num_tokens else None
+
+    @property
     def is_bad(self) -> bool:
         """The loss or a gradient is not a number.  The same on all ranks."""
         return not (math.isfinite(self.totals.loss) and math.isfinite(self.grad_norm))

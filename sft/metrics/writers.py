@@ -19,6 +19,7 @@ from sft.config.keys import values
 from sft.console import Console, duration
 from sft.errors import ConfigError, StorageError
 from sft.metrics.records import SCHEMA, Record, flat
+from sft.parallel.collectives import broadcast_from_rank0
 
 _NO_NUMBERS = ("kind", "step", "set")
 
@@ -142,6 +143,13 @@ def open_writers(
             writer.close(exit_code=2)
         raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
     return opened[::-1]
+
+
+def open_on_rank0(folder: Path, config: Config, step: int, console: Console, *, is_evaluated: bool) -> list[Writer]:
+    """`open_writers` on rank 0; the other ranks have none.  Collective."""
+    writers: list[Writer] = []
+    broadcast_from_rank0(lambda: writers.extend(open_writers(folder, config, step, console, is_evaluated=is_evaluated)))
+    return writers
 
 
 class Metrics:

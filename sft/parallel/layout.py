@@ -38,6 +38,11 @@ class Layout:
     cp_a2a: int | None = None  # cp ranks that exchange heads, where the ring goes from group to group (a2a+p2p)
     fp8: str | None = None  # as run.fp8; asks for more of pack_multiple
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by name, as logs and checkpoints record them."""
+        return {name: getattr(self, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "etp")}
+
     @staticmethod
     def resolve(config: Config, world_size: int) -> "Layout":
         """The layout of `config` on `world_size` processes.

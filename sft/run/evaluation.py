@@ -1,17 +1,69 @@
-"""Loss on held-out data, through the same packed, context-parallel path as training."""
+"""The held-out pass: loss on every held-out set, through the same packed, context-parallel path as training."""
 
+import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from sft.config import TrainConfig
 from sft.data.loader import Loader
+from sft.errors import TrainingError
 from sft.mcore.engine import Engine
 from sft.metrics.accumulator import Totals
+from sft.run.lifecycle import Lifecycle
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What a pass over one held-out set found."""
+
+    name: str
+    totals: Totals
+    sources: tuple[str, ...]
+    seconds: float
+
+
+class Evaluator:
+    """Evaluates all held-out sets of a run when they are due."""
+
+    def __init__(
+        self, engine: Engine, sets: dict[str, Loader], config: TrainConfig, lifecycle: Lifecycle, num_steps: int
+    ) -> None:
+        self._engine, self._sets, self._lifecycle = engine, sets, lifecycle
+        self._every, self._num_steps = config.eval_every, num_steps
+
+    def is_due(self, step: int) -> bool:
+        """Before the first step, after the last one, and every train.eval_every steps."""
+        return step in (0, self._num_steps) or (self._every is not None and step % self._every == 0)
+
+    def run(self, step: int) -> list[HeldOut] | None:
+        """All sets after `step`; None where the run was asked to stop meanwhile.  Collective.
+
+        A run that is asked to stop leaves its evaluation to the next start: the time it has is for a save.
+        """
+        found = []
+        for name, loader in self._sets.items():
+            started = time.monotonic()
+            totals = evaluate(self._engine, loader, lambda: self._goes_on(f"held-out {name} after step {step}"))
+            if totals is None:
+                return None
+            if not math.isfinite(totals.loss):
+                raise TrainingError(
+                    f"the held-out loss of {name} after step {step} is {totals.loss}; nothing was saved."
+                )
+            seconds = time.monotonic() - started
+            found.append(HeldOut(name=name, totals=totals, sources=loader.sources, seconds=seconds))
+        return found
+
+    def _goes_on(self, phase: str) -> bool:
+        self._lifecycle.phase(phase)
+        return self._lifecycle.stop_reason() is None
 
 
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
     """Sums over every sample of `loader` exactly once, whatever the layout.  Collective.
 
-    `goes_on` is asked before each batch, and answers the same on all ranks: a pass may take long, and somebody may ask
-    the run to stop.  None where it did.
+    `goes_on` is asked before each batch and must answer the same on all ranks; None where it answered no.
     """
     totals = []
     for microbatches in loader.eval_batches():

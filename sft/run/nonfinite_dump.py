@@ -1,8 +1,8 @@
-"""What is kept of a step whose loss or gradient is not a number: what somebody needs who looks for the reason.
+"""What is kept of a step whose loss or gradient is not finite: what somebody needs to find the reason.
 
 run.dir/bad_steps/step_0000012/
-    samples.json     the samples of the global batch, by number, and where each comes from
-    ranks.json       of every rank: place in the layout, and the summed loss of each of its microbatches
+    samples.json     the samples of the global batch, by number, and the row of the data file each comes from
+    ranks.json       of every rank: its place in the layout, and the summed loss of each of its microbatches
     recipe.yaml
 """
 
@@ -12,13 +12,31 @@ from pathlib import Path
 from typing import Any
 
 from sft.atomic_files import replace_text
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.parallel.position import Position
 
 
-def keep(
-    folder: Path, step: int, *, samples: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]], recipe: str
+def write(
+    folder: Path,
+    step: int,
+    *,
+    samples: Sequence[dict[str, Any]],
+    losses: Sequence[float],
+    recipe: str,
+    position: Position,
 ) -> Path:
-    """Write it down; the folder that was made."""
+    """Write the dump of `step` into the run's `folder`, and return the folder that was made.  Collective.
+
+    losses  summed loss of each microbatch of this rank
+    """
+    mine = {"rank": position.rank, "summed loss of each microbatch": [repr(loss) for loss in losses]}
+    mine |= {f"{kind}_rank": getattr(position, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp", "ep")}
+    ranks = all_gather_objects(lambda: mine, position.control)
     made = folder / "bad_steps" / f"step_{step:07d}"
+    return broadcast_from_rank0(lambda: _write(made, samples, ranks, recipe), position.control)
+
+
+def _write(made: Path, samples: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]], recipe: str) -> Path:
     made.mkdir(parents=True, exist_ok=True)
     for name, content in (("samples", samples), ("ranks", ranks)):
         replace_text(made / f"{name}.json", json.dumps(content, indent=1) + "\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft.errors import StorageError
+from sft.parallel.collectives import broadcast_from_rank0
 
 _PIECE = 1 << 20
 
@@ -48,6 +49,13 @@ class SampleLog:
         self._file = path.open("ab")
         if last != chain:
             self._put({"step": step, "gap": "the lines before do not lead up to this step", "chain": chain})
+
+    @staticmethod
+    def open(path: Path, step: int, chain: str) -> "SampleLog | None":
+        """The log on rank 0, None on the others.  Collective."""
+        opened: list[SampleLog] = []
+        broadcast_from_rank0(lambda: opened.append(SampleLog(path, step, chain)))
+        return opened[0] if opened else None
 
     def write(self, step: int, epoch: int, batch: int, samples: Iterable[int], chain: str) -> None:
         row = {"step": step, "epoch": epoch, "batch": batch, "samples": sorted(samples), "chain": chain}

@@ -1,0 +1,61 @@
+"""Looks at the loss and the gradient norm of every step: warns of a spike, ends a run whose numbers stay non-finite.
+
+Both numbers are the same on all ranks, so all ranks decide the same.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from sft.config import TrainConfig
+from sft.console import Console
+from sft.errors import TrainingError
+from sft.metrics.loss_spikes import LossSpikes
+
+
+class StepNumbers(Protocol):
+    """What is looked at.  `is_bad`: the loss or the gradient norm is not finite."""
+
+    @property
+    def is_bad(self) -> bool: ...
+    @property
+    def mean_loss(self) -> float | None: ...
+    @property
+    def grad_norm(self) -> float: ...
+
+
+class StepCheck:
+    """The checks of one run."""
+
+    def __init__(self, config: TrainConfig, console: Console) -> None:
+        self._max_bad_steps, self._console = config.max_bad_steps, console
+        self._spikes = LossSpikes()
+
+    def allows(self, step: int, numbers: StepNumbers, bad_in_a_row: int) -> bool:
+        """Whether training may go on after `step`; says what it found.
+
+        False after train.max_bad_steps non-finite steps in a row and one more: then `refusal` is to be raised.
+        """
+        if not numbers.is_bad:
+            spike = None if numbers.mean_loss is None else self._spikes.look(numbers.mean_loss)
+            if spike is not None:
+                self._console.say(f"WARNING: loss spike in step {step}: {spike}")
+            return True
+        if bad_in_a_row > self._max_bad_steps:
+            return False
+        self._console.say(
+            f"WARNING: {_numbers(step, numbers)}: nothing was updated, the step is skipped "
+            f"({bad_in_a_row} in a row of at most {self._max_bad_steps})"
+        )
+        return True
+
+    def refusal(self, step: int, numbers: StepNumbers, bad_in_a_row: int, dumped: Path) -> TrainingError:
+        """Why training ends after `step`; `dumped` is the folder that `nonfinite_dump.write` made."""
+        return TrainingError(
+            f"{_numbers(step, numbers)}, after {bad_in_a_row - 1} such steps before it (train.max_bad_steps).  Nothing "
+            f"of it was saved.  Its samples and every rank's losses are in {dumped}.  A lower optim.lr may help, from a "
+            f"checkpoint before the first bad step: checkpoint.resume=PATH with another run.dir."
+        )
+
+
+def _numbers(step: int, numbers: StepNumbers) -> str:
+    return f"step {step}: lm loss {numbers.mean_loss:.4f}, gradient norm {numbers.grad_norm}"

@@ -15,8 +15,8 @@ from tests.faults.matrix import Matrix
 from tests.faults.runs import Case
 
 STEP = "sft.mcore.engine:Engine.train_step"
-END = "sft.trainer:Run._finish_step"
-UPDATE = "sft.mcore.engine:optim.update"
+END = "sft.run.lifecycle:Lifecycle.report_published"
+UPDATE = "sft.mcore.engine:build.update"
 
 
 @pytest.mark.row("P1", "T1")
@@ -152,7 +152,7 @@ def test_kills_at_random_instants(case: Callable[..., Case], hit: Callable[..., 
 
 
 SLOW = [
-    {"at": "sft.checkpoint.saver:shards.write", "do": "sleep", "s": 0.06, "every": True},
+    {"at": "sft.checkpoint.saver:train_state.write", "do": "sleep", "s": 0.06, "every": True},
     {"at": "sft.checkpoint.folders:flush", "do": "sleep", "s": 0.03, "every": True},
     {"at": "sft.checkpoint.folders:point", "do": "sleep", "s": 0.06, "every": True},
 ]

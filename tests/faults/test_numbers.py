@@ -110,7 +110,7 @@ def test_generators_go_on_where_they_were(case: Callable[..., Case], reference: 
     whole.finish(faults=[DRAW])
     one = case("run", "checkpoint.save_every=3")
     for step in (5, 8, 11):
-        kill = {"at": "sft.mcore.engine:optim.update", "step": step, "rank": 0, "do": "kill-all"}
+        kill = {"at": "sft.mcore.engine:build.update", "step": step, "rank": 0, "do": "kill-all"}
         assert one.start(DRAW, kill).wait() == [-9, -9]
         hit("T10")
     one.finish(faults=[DRAW])

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.ends import End, assert_same_end, assert_whole
 from tests.faults.runs import Case, Fault
 
-WRITE = "sft.checkpoint.saver:shards.write"
+WRITE = "sft.checkpoint.saver:train_state.write"
 ITEM = "torch.distributed.checkpoint.filesystem:_write_item"
 STEP = "sft.mcore.engine:Engine.train_step"
 # Inside rmtree.  Without this file, the rest does not look like a checkpoint.
@@ -159,7 +159,7 @@ def test_a_read_only_folder_is_found_before_the_first_step(
 @pytest.mark.row("S5", "G3")
 def test_a_signal_during_a_background_save(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
     one = case("run", "checkpoint.async_save=true")
-    slow = {"at": "sft.checkpoint.saver:names.publish", "rank": 0, "call": 3, "do": "sleep", "s": 1.0}
+    slow = {"at": "sft.checkpoint.saver:folders.publish", "rank": 0, "call": 3, "do": "sleep", "s": 1.0}
     start = one.start({"at": ITEM, "rank": 1, "match": "iter_0000003", "do": "term"}, slow)
     assert start.wait() == [75, 75], start.told()
     assert len(start.fired()) == 2 and one.status()["status"] == "preempted"
@@ -283,7 +283,7 @@ def test_a_weight_that_is_no_number_is_never_saved(
     case: Callable[..., Case], reference: End, hit: Callable[..., None]
 ) -> None:
     one = case("run")
-    start = one.start({"at": "sft.checkpoint.saver:shards.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
+    start = one.start({"at": "sft.checkpoint.saver:train_state.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
     assert start.wait() == [2, 2], start.told()
     assert "step 4 was not saved: a weight is not a number; such a state is never saved" in start.out(), start.told()
     assert one.steps() == [1, 2, 3] and one.status()["status"] == "failed-fatal"

@@ -107,12 +107,12 @@ def test_the_same_signal_twice_at_once_is_one(
 WHEN = {  # (what goes on, fault, steps done after it; two where the listening thread may be a moment too late)
     "before training": [
         ("reading the data", {"at": "sft.trainer:DataPipeline", "rank": 0}, (0,)),
-        ("loading the checkpoint", {"at": "sft.checkpoint.resume:shards.load", "rank": 1}, (0,)),
-        ("before the first step", {"at": "sft.trainer:Run._metrics", "rank": 0, "when": "after"}, (0, 1)),
-        ("evaluation", {"at": "sft.trainer:evaluate", "rank": 1}, None),
+        ("loading the checkpoint", {"at": "sft.checkpoint.resume:train_state.load", "rank": 1}, (0,)),
+        ("before the first step", {"at": "sft.trainer:Trainer._open_metrics", "rank": 0, "when": "after"}, (0, 1)),
+        ("evaluation", {"at": "sft.run.evaluation:evaluate", "rank": 1}, None),
     ],
     "in a save": [
-        ("writing", {"at": "sft.checkpoint.saver:shards.write", "rank": 1}, (1,)),
+        ("writing", {"at": "sft.checkpoint.saver:train_state.write", "rank": 1}, (1,)),
         ("publishing", {"at": "sft.checkpoint.folders:point", "rank": 0}, (1, 2)),
     ],
 }
@@ -152,7 +152,7 @@ def test_a_signal_before_the_first_step_of_a_new_run(
     case: Callable[..., Case], reference: End, hit: Callable[..., None]
 ) -> None:
     one = case("run")
-    start = one.start({"at": "sft.trainer:evaluate", "rank": 0, "do": "term"})
+    start = one.start({"at": "sft.run.evaluation:evaluate", "rank": 0, "do": "term"})
     codes = start.wait(40)
     assert codes == [75, 75], start.told()
     assert one.status()["status"] == "preempted" and "\nstep " not in start.out(), start.told()

@@ -17,7 +17,7 @@ import pytest
 from sft.cli import main
 from sft.data.cache import workers
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
-from sft.data.cache.folders import code_files, store_folder
+from sft.data.cache.folders import store_folder
 from sft.data.cache.store import open_store
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read.rows import index_rows, read_rows
@@ -440,12 +440,3 @@ def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [store] = (tmp_path / "cache").iterdir()
     opened = open_store(store, verify=True)
     assert opened is not None and opened.weights.tolist() == [0, 0.5, 1]
-
-
-def test_which_code_makes_samples() -> None:
-    assert [path.stem for path in code_files() if path.stem != "__init__"] == [
-        "align",
-        *("chat", "cover", "formats", "messages", "said", "sandbox", "template", "tokenizer", "turns", "typed"),
-        *("blocks", "json_rows", "rows", "strict_json", "tables"),
-        *("encode", "fit", "ledger", "parts", "store"),
-    ]

@@ -1,5 +1,6 @@
 """Every supervised token counts once, and what is not supervised counts for nothing."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 
 from sft.batch import Sample
+from sft.evaluate import evaluate
+from sft.metrics import Record, eval_record, flat, train_record
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
+from tests.unit.test_metrics import by_layout
 
 # The same sums over other groupings of fp32 numbers.
 TOLERANCE = 1e-6
@@ -215,3 +219,76 @@ def decaying(overrides: list[str]) -> set[str]:
         assert {g["weight_decay"] for g in groups} == {0.1}
         named = {id(p): n for n, p in engine.chunks[0].named_parameters()}
         return {".".join(named[id(p)].split(".")[-2:]) for g in groups for p in g["params"]}
+
+
+# Five packs: a global batch of four, and one of three documents of 60 tokens, whose batch lacks three packs.
+SHORT_LAST = [200, 37, 64, 5, 111, 90, 2, 256, 60, 60, 60, 60]
+# Sums of fp32 numbers in another order; a perplexity has the error of a loss times its 5.7 nats.
+RECORD_TOLERANCE = 1e-5
+FILLER = {"tokens/padded", "padding/filler", "padding/tail"}
+BALANCED = FILLER | {"work-imbalance"}
+FILLED = ["data.pad_to_seq_length=true"]
+NARROW = ["data.doc_multiple=2"]  # of a pack's length; tp 4 with sequence parallelism needs a multiple of 4
+
+
+def records(overrides: list[str]) -> list[Record]:
+    """What the log says of an epoch's two steps, and of the same samples as a held-out set; by flat names."""
+    with scenarios.running(overrides) as engine:
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(SHORT_LAST))
+        config, layout, vocab, schema = engine.config, engine.layout, engine.vocab_size, engine.schema(loader.sources)
+        found = []
+        for step in range(2):
+            result = engine.train_step(loader.microbatches(step), sources=loader.sources)
+            found.append(train_record(step + 1, result, layout, config, schema=schema, vocab_size=vocab, seconds=1.0))
+        totals = evaluate(engine, loader)
+        assert totals is not None
+        found.append(eval_record(2, totals, config, set_name="eval", schema=schema, seconds=1.0))
+        return [dict(flat(record)) for record in found]
+
+
+def test_filler_by_hand(ranks: Ranks) -> None:
+    """A missing pack into which dp 2 puts documents takes no filler document of 32 tokens."""
+    one, two = (ranks(world_size).run(records, [])[0] for world_size in (1, 2))
+    for step in (one[1], two[1]):
+        assert (step["documents"], step["tokens/real"], step["tokens/aligned"]) == (3, 3 * 60, 3 * 64)
+        assert step["tokens/capacity"] == 4 * 256
+    assert [one[1][name] for name in sorted(FILLER)] == [96, 736, 192 + 96]
+    assert [two[1][name] for name in sorted(FILLER)] == [64, 768, 192 + 64]
+    assert [r["tokens/real"] for r in one] == [r["tokens/real"] for r in two] == [825, 180, 1005]
+    assert [r["documents"] for r in one] == [r["documents"] for r in two] == [9, 3, 12]
+
+
+@pytest.mark.parametrize(
+    "world_size,shared,overrides,expected",
+    [
+        (2, [], [], BALANCED),
+        (4, [], ["parallel.cp=2"], BALANCED),
+        (2, FILLED, [], {"work-imbalance"}),
+        (2, [], ["parallel.cp=2"], set()),
+        (2, [], ["parallel.pp=2"], set()),
+        (4, NARROW, ["parallel.tp=4", "parallel.sequence_parallel=true"], FILLER),
+    ],
+    ids=["dp 2", "dp 2 cp 2", "dp 2 filled", "cp 2", "pp 2", "tp 4"],
+)
+def test_the_layout_changes_what_the_page_says(
+    ranks: Ranks, world_size: int, shared: list[str], overrides: list[str], expected: set[str]
+) -> None:
+    """docs/metrics.md, column layout: `same` is equal, `rounding` is close, and of the others only `packs` differs."""
+    page = by_layout()
+    assert page["packs"] == BALANCED | {"experts/dropped-share"}  # the latter of experts only: these are dense
+    (one,), several = ranks(1).run(records, shared), ranks(world_size).run(records, [*shared, *overrides])
+    assert [differing(one, found, page) for found in several] == [expected] * world_size
+
+
+def differing(one: list[Record], other: list[Record], page: dict[str, set[str]]) -> set[str]:
+    """Names, as the page has them, of what differs by more than rounding where the page allows for that."""
+    found = set()
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            told = re.sub(r"^(loss by \w+)/[^/]+/", r"\1/NAME/", name)
+            if told in page["rounding"] and value is not None:
+                assert b[name] == pytest.approx(value, rel=RECORD_TOLERANCE), name
+            elif told not in page["machine"] and b[name] != value:
+                found.add(told)
+    return found

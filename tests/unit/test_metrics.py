@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,21 +232,56 @@ KINDS = {"all": {"start", "train", "eval"}, "both": {"train", "eval"}}
 
 
 def documented(kind: str) -> set[str]:
-    """Names of a kind in the table of docs/metrics.md: `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b."""
-    names = set()
+    """Names of a kind in the table of docs/metrics.md."""
+    return {name for names, cells in page() for name in names if kind in KINDS.get(cells[0], {cells[0]})}
+
+
+def page() -> Iterator[tuple[list[str], list[str]]]:
+    """Names, and the cells after them, of each row of the first table of docs/metrics.md.
+
+    `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b.
+    """
     for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
-        cell = re.match(r"\| (`.*?) \| (all|both|start|train|eval) \|", line)
-        if cell and kind in KINDS.get(cell[2], {cell[2]}):
-            first, *others = re.findall(r"`([^`]+)`", cell[1])
-            names.add(first)
-            for other in others:
-                if other.startswith("/"):
-                    names.add(first.rpartition("/")[0] + other)
-                elif other.startswith("-"):
-                    names.add(first + other if first == "tokens-per-second" else first.rpartition("-")[0] + other)
-                else:
-                    names.add(other)
-    return names
+        if re.match(r"\| `.*? \| (all|both|start|train|eval) \|", line):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            first, *others = re.findall(r"`([^`]+)`", cells[0])
+            yield [first, *(_in_full(first, other) for other in others)], cells[1:]
+
+
+def _in_full(first: str, other: str) -> str:
+    if other.startswith("/"):
+        return first.rpartition("/")[0] + other
+    if other.startswith("-"):
+        return first + other if first == "tokens-per-second" else first.rpartition("-")[0] + other
+    return other
+
+
+def by_layout() -> dict[str, set[str]]:
+    """Names by the column `layout` of docs/metrics.md; "rounding; same" is the first name's and the second's."""
+    found: dict[str, set[str]] = {}
+    for names, cells in page():
+        told = cells[3].split("; ")
+        for name, how in zip(names, told if len(told) > 1 else told * len(names), strict=True):
+            found.setdefault(how, set()).add(name)
+    return found
+
+
+def test_the_page_says_of_every_number_what_a_layout_does_to_it() -> None:
+    found = by_layout()
+    assert found.keys() == {"same", "rounding", "packs", "machine", "sizes"}
+    assert found["sizes"] == {f"layout/{name}" for name in ("world_size", "tp", "cp", "pp", "dp", "ep", "etp")}
+    assert found["packs"] == {
+        "tokens/padded",
+        "padding/filler",
+        "padding/tail",
+        "work-imbalance",
+        "experts/dropped-share",
+    }
+    assert {"documents", "sequences", "tokens/supervised", "tokens/real", "tokens/aligned"} < found["same"]
+    assert {name for name in found["same"] if name.startswith("loss by ")} == {
+        "loss by position/NAME/tokens",
+        "loss by source/NAME/tokens",
+    }
 
 
 def in_schema(part: dict[str, Any], whole: dict[str, Any]) -> set[str]:

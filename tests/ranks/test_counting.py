@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sft.batch import Sample
-from sft.evaluate import evaluate
-from sft.metrics import Record, eval_record, flat, train_record
+from sft.run.evaluation import evaluate
+from sft.metrics.records import Record, eval_record, flat, train_record
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.unit.test_metrics import by_layout

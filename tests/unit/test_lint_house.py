@@ -1,0 +1,135 @@
+"""tools/lint: plants each kind of fault in a small repository and looks for it; what is fine stays unreported."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.lint.__main__ import check, report
+from tools.lint.source import Source
+
+FINE = {
+    "sft/__init__.py": "",
+    "sft/batch.py": """'A `Pack`, `batch.Pack`, `sft/batch.py`, `_size()`.'
+import torch
+class Pack:
+    size: int
+def _size(): ...
+""",
+    "docs/page.md": """# What a page says
+`batch.Pack` `data.seq_length` `torch.load` `a.jsonl` [here](#what-a-page-says)
+""",
+}
+
+
+def faults(tmp_path: Path, **planted: str) -> list[str]:
+    """The faults of FINE with `planted` files beside, as text; docs__a_md stands for docs/a.md."""
+    texts = FINE | {
+        name.replace("__", "/").replace("_py", ".py").replace("_md", ".md"): t for name, t in planted.items()
+    }
+    files = []
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        files.append(Source(name, text))
+    return [str(fault) for fault in check(tmp_path, files)]
+
+
+def test_nothing_to_say(tmp_path: Path) -> None:
+    assert faults(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("message = 'ranks are told'\n", 'sft/a.py:1: word: "told"; write message, report, say, print, describe'),
+        ("class LossTally: ...\n", 'sft/a.py:1: word: "Tally"; write accumulator, count'),
+        ("# A bad step ends it.\n", 'sft/a.py:1: word: "bad step"; write non-finite'),
+        ("def f(found): ...\n", "sft/a.py:1: word: `found`; a name is a noun that says what it holds"),
+        ("is_bad = 1\n", "sft/a.py:1: word: `is_bad`; write nonfinite"),
+    ],
+)
+def test_retired_words(tmp_path: Path, text: str, expected: str) -> None:
+    (fault,) = faults(tmp_path, sft__a_py=text)
+    assert fault.startswith(expected)
+
+
+def test_words_that_stay(tmp_path: Path) -> None:
+    """Files on disk, rows of data, plain English where only a name is retired, and other words that begin alike."""
+    code = "# Again: a spare place.\nfiles = 'seen.jsonl', 'ledger.json'\non_bad_row = 'feed-forward'\nstellar = 0\n"
+    assert faults(tmp_path, sft__a_py=code) == []
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        "`Bin`",
+        "`batch.Bin`",
+        "`gone.Pack`",
+        "`_gone`",
+        "`gone(3)`",
+        "`gone.py`",
+        "`sft/gone.py`",
+        "sft/gone.py",
+        "`sft/gone/`",
+        "`data.seq_lenght`",
+        "[x](gone.md)",
+        "[x](page.md#gone)",
+    ],
+)
+def test_stale_references(tmp_path: Path, stale: str) -> None:
+    (fault,) = faults(tmp_path, docs__b_md=f"# B\n\nSee {stale}.\n")
+    assert fault.startswith("docs/b.md:3: reference: ")
+
+
+@pytest.mark.parametrize("stale", ["`Bin`", "`batch.Bin`", "`gone.py`", "`sft/gone/`", "sft/gone.py"])
+def test_stale_references_in_code(tmp_path: Path, stale: str) -> None:
+    in_docstring, in_comment = faults(tmp_path, sft__a_py=f'"""As {stale}."""\n# As {stale}.\n')
+    assert in_docstring.startswith("sft/a.py:1: reference: ")
+    assert in_comment.startswith("sft/a.py:2: reference: ")
+
+
+def test_code_blocks_and_users_files_are_not_references(tmp_path: Path) -> None:
+    assert (
+        faults(tmp_path, docs__b_md="# B\n```text\n`Bin` sft/gone.py\n```\n`runs/a/` `logs/x.txt` `chat.jsonl`\n") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(): ...\n" + "\n" * 321, "322 lines; at most 320"),
+        ("def f():\n" + "    x = 1\n" * 61, "f() has 62 lines; at most 60"),
+        (f"def f({', '.join(f'a{i}' for i in range(9))}): ...\n", "f() has 9 parameters; at most 8"),
+        ("class A:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(17)), "class A has 17 methods; at most 16"),
+    ],
+)
+def test_limits(tmp_path: Path, text: str, expected: str) -> None:
+    (fault,) = faults(tmp_path, sft__a_py=text)
+    assert fault == f"sft/a.py:1: limit: {expected}"
+
+
+def test_what_limits_leave_out(tmp_path: Path) -> None:
+    """self is no parameter, a Triton kernel may have many, and the tests may have long functions."""
+    nine = ", ".join(f"a{i}" for i in range(9))
+    eight = "class A:\n    def f(self, a, b, c, d, e, f, g, h): ...\n"
+    kernel = f"@triton.jit\ndef kernel({nine}): ...\n"
+    assert faults(tmp_path, sft__a_py=eight + kernel, tests__b_py=f"def f({nine}): ...\n") == []
+
+
+def test_long_lines_of_pages_and_a_crowded_top(tmp_path: Path) -> None:
+    crowd = {f"sft__m{i}_py": "" for i in range(19)}
+    assert faults(tmp_path, docs__b_md="# B\n" + "x" * 121 + "\n", **crowd) == [
+        "docs/b.md:2: limit: 121 columns; at most 120",
+        "sft/__init__.py:1: limit: 21 entries in sft/; at most 20",
+    ]
+
+
+def test_report_counts_by_folder(tmp_path: Path) -> None:
+    text = "# told\n"
+    files = [Source("sft/__init__.py", ""), Source("sft/run/a.py", text), Source("sft/mcore/loss/b.py", text * 2)]
+    assert [row.split() for row in report(check(tmp_path, files)).splitlines()] == [
+        ["folder", "words", "references", "limits"],
+        ["sft/mcore/loss", "2"],
+        ["sft/run", "1"],
+        ["all", "3", "0", "0"],
+    ]

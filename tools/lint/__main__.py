@@ -1,0 +1,53 @@
+"""Runs all checks of this folder over the files that git tracks."""
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tools.lint import limits, references, words
+from tools.lint.source import Fault, Source
+
+EXEMPT = ("CHANGELOG.md", "tools/lint/words.py", "tests/unit/test_lint_house.py")  # these speak of what was
+
+
+def sources(root: Path) -> list[Source]:
+    """Our Python and Markdown files: those that git tracks or would, so that a new file counts before its commit."""
+    listing = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
+    names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
+    return [Source.read(root, name) for name in sorted(set(names)) if (root / name).exists()]
+
+
+def check(root: Path, files: list[Source]) -> list[Fault]:
+    """All faults, by file and line."""
+    checked = [file for file in files if file.path not in EXEMPT]
+    faults = [*words.check(checked), *references.check(root, checked, files), *limits.check(checked)]
+    return sorted(faults, key=lambda fault: (fault.path, fault.line, fault.text))
+
+
+def report(faults: list[Fault]) -> str:
+    """One row a folder: words, references, limits."""
+    counts = Counter[tuple[str, str]]((fault.folder, fault.kind) for fault in faults)
+    kinds = ("word", "reference", "limit")
+    rows = [f"{'folder':32}" + "".join(f"{kind + 's':>12}" for kind in kinds)]
+    for folder in sorted({folder for folder, _ in counts}):
+        rows.append(f"{folder:32}" + "".join(f"{counts[folder, kind] or '':>12}" for kind in kinds))
+    return "\n".join([*rows, f"{'all':32}" + "".join(f"{sum(f.kind == kind for f in faults):>12}" for kind in kinds)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.lint", description=__doc__)
+    parser.add_argument("paths", nargs="*", help="show only faults of files whose path starts with one of these")
+    parser.add_argument("--report", action="store_true", help="count by folder; exit code 0")
+    options = parser.parse_args()
+    root = Path(__file__).parents[2]
+    faults = check(root, sources(root))
+    if options.paths:
+        faults = [fault for fault in faults if fault.path.startswith(tuple(options.paths))]
+    print(report(faults) if options.report else "\n".join(map(str, faults)))
+    return 1 if faults and not options.report else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Names, paths and links in prose that lead nowhere: what was renamed, moved or removed since it was written.
+
+Decides by form which words in backticks are ours to check:
+
+    `sft/batch.py` `pack.py` `data/packing/`      a path: there must be such a file or folder
+    `batch.Microbatch` `data.seq_length`          begins with a module, a class or a group of a recipe
+    `Microbatch` `_resolves` `check(files)`       a class, a private name, a call: something must be called so
+    [text](page.md#heading)                       a link: the page and its heading must exist
+
+Names of other packages are not checked: a name is known if any of our code uses it, or if `names.FOREIGN` lists it.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sft.config.keys import OPEN, in_schema, leaves, sections
+from tools.lint.names import Names
+from tools.lint.source import Fault, Source
+
+_ROOMS = ("sft", "tools", "tests", "docs", "recipes", "launch")
+_TICKED = re.compile(r"`([^`\n]+)`")
+_BARE_PATH = re.compile(rf"(?<![\w/.*-])(?:{'|'.join(_ROOMS)})/[\w./-]*\w\.(?:py|md|yaml|svg|png|json|sbatch|sh)\b")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(r"[\w.-]+(/[\w.*-]+)*(\.py|/)")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_CALL = re.compile(r"([A-Za-z_][\w.]*)\(.*\)", re.DOTALL)
+_CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
+_PRIVATE = re.compile(r"_[a-z]\w*")
+_FILE_ENDINGS = (
+    "json",
+    "jsonl",
+    "jinja",
+    "yaml",
+    "md",
+    "png",
+    "svg",
+    "txt",
+    "pt",
+    "parquet",
+    "gz",
+    "lock",
+    "log",
+    "sbatch",
+    "cfg",
+    "html",
+)
+
+
+def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]:
+    """`checked` is read, `files` is all that names are looked up in."""
+    names = Names.of(files)
+    faults = []
+    for file in checked:
+        for line, text in file.prose:
+            stale = [*_stale_names(root, file, text, names), *_stale_paths(root, file, text)]
+            stale += [] if file.is_python else _stale_links(root, file, text)
+            faults += [Fault(file.path, line, "reference", f"{fault}; name what is there now") for fault in stale]
+    return faults
+
+
+def _stale_names(root: Path, file: Source, text: str, names: Names) -> Iterator[str]:
+    for ticked in _TICKED.findall(text):
+        if ticked in names.uses:
+            continue
+        if call := _CALL.fullmatch(ticked):
+            ticked = call[1]
+            is_stale = ticked.rpartition(".")[2] not in names.uses and ticked not in names.uses
+        elif _PATH.fullmatch(ticked):
+            is_stale = not _exists(root, file, ticked)
+        elif _DOTTED.fullmatch(ticked):
+            is_stale = not _resolves(ticked, names, on_page=not file.is_python)
+        else:
+            is_stale = bool(_CLASS.fullmatch(ticked) and not ticked.isupper() or _PRIVATE.fullmatch(ticked))
+            is_stale = is_stale and ticked not in names.uses
+        if is_stale:
+            yield f"`{ticked}` does not exist"
+
+
+def _exists(root: Path, file: Source, path: str) -> bool:
+    """Whether `path` is a file or folder of ours, or looks like one of a user: `runs/a/`, `stacks/`."""
+    first = path.split("/")[0]
+    bases = (root, root / "sft", root / "tests", (root / file.path).parent)
+    if any(next(base.glob(path.rstrip("/")), None) for base in bases):
+        return True
+    if "/" not in path:  # a module by its file name alone
+        return "*" in path or any(next((root / top).rglob(path), None) for top in ("sft", "tools", "tests"))
+    is_ours = first in _ROOMS or ((root / "sft" / first).is_dir() and path.count("/") + path.endswith(".py") > 1)
+    return not is_ours
+
+
+def _resolves(dotted: str, names: Names, *, on_page: bool) -> bool:
+    """Whether `dotted` can be followed.  A comment may name variables beside it, a page names modules and classes."""
+    first, *rest = dotted.split(".")
+    if rest[-1] in _FILE_ENDINGS or dotted in names.uses:
+        return True
+    if first in sections():
+        if in_schema(dotted) in leaves() or dotted in sections() or dotted.startswith(OPEN) or not dotted.islower():
+            return True
+    if first not in names.attributes:
+        return first in (names.imported if on_page else names.uses)
+    for name in rest:
+        if name not in names.attributes.get(first, ()) and name not in names.attributes:
+            return False
+        first = name
+    return True
+
+
+def _stale_paths(root: Path, file: Source, text: str) -> Iterator[str]:
+    for path in _BARE_PATH.findall(_TICKED.sub("", text)):
+        if not _exists(root, file, path):
+            yield f"{path} does not exist"
+
+
+def _stale_links(root: Path, file: Source, text: str) -> Iterator[str]:
+    for target in _LINK.findall(text):
+        path, _, heading = target.partition("#")
+        if "://" in target:
+            continue
+        page = (root / file.path).parent / path if path else root / file.path
+        if not page.exists():
+            yield f"the link {target} leads to no file"
+        elif heading and heading not in _headings(page):
+            yield f"the link {target} leads to no heading"
+
+
+def _headings(page: Path) -> set[str]:
+    """As GitHub writes them in links: "What `sft check` says" -> what-sft-check-says"""
+    titles = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,0 +1,116 @@
+"""Retired words and what replaces them: one word for one thing.  docs/glossary.md has the words to use.
+
+A word counts wherever it stands as a word or as a part of a name, upper or lower case.  Files on disk and keys of a
+recipe keep their names (KEPT), and plain English stays where a word is retired as a name only (IN_NAMES).
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tools.lint.source import Fault, Source
+
+EVERYWHERE = {
+    **dict.fromkeys(("tell", "tells", "told", "telling"), "message, report, say, print, describe or distinguish"),
+    **dict.fromkeys(("tally", "tallies"), "accumulator, count"),
+    **dict.fromkeys(("ledger", "ledgers"), "row report"),
+    **dict.fromkeys(("settle", "settles", "settled"), "what is done: save, wait for, decide"),
+    **dict.fromkeys(("ears", "mouth"), "receiving socket, sending socket"),
+    "lots": "head groups",
+    "slopes": "loss gradients",
+    "spared": "best effort",
+    "adams": "Adam instances, optimizer offload",
+    "verbs": "commands",
+    "durable": "atomic",
+}
+PHRASES = {
+    r"(?<!loss )(?<!loss_)(?<!Loss)\bspikes?\b": "loss spike",
+    r"\b[Bb]ad (step|loss|gradient|norm|number)s?\b": "non-finite",
+    r"\bcopied to the host\b": "copied to pinned host memory, offloaded",
+}
+IN_NAMES = {
+    **dict.fromkeys(("agree", "agreed", "exchange"), "broadcast_from_rank0, all_gather_objects"),
+    **dict.fromkeys(("bad",), "nonfinite"),
+    **dict.fromkeys(("seen",), "sample_log, or what was visited"),
+    **dict.fromkeys(("place", "places"), "position, offset, slice, source or path"),
+    **dict.fromkeys(("spares", "spare"), "best_effort"),
+    "again": "recompute",
+    "ahead": "prefetch",
+    "surprise": "entropy coefficient",
+    "room": "allocate",
+    "feed": "data pipeline",
+    "cover": "token spans",
+    "said": "assistant text",
+    "boxes": "chunks, slices",
+}
+WHOLE_NAMES = (
+    "one",
+    "found",
+    "here",
+    "every",
+    "some",
+    "done",
+    "how",
+    "what",
+    "mine",
+    "theirs",
+    "given",
+    "told",
+    "twice",
+)
+KEPT = (  # names on disk and keys of a recipe
+    r"ledger\.json",
+    r"seen\.jsonl",
+    r"on_bad_row",
+    r"bad_steps/",
+    r'"bad_steps"',
+    r'"bad_in_a_row"',
+    r"feed-forward",
+    r"feed_forward",
+)
+_KEPT = re.compile("|".join(KEPT))
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def check(files: list[Source]) -> list[Fault]:
+    faults = []
+    for file in files:
+        is_ours = file.path.startswith(("sft/", "tools/")) or not file.is_python  # tests may keep their own style
+        if is_ours:
+            faults += [Fault(file.path, number, "word", text) for number, text in [*_in_text(file), *_in_names(file)]]
+    return faults
+
+
+def _in_text(file: Source) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(file.lines, 1):
+        line = _KEPT.sub(" ", line)
+        for word in _WORD.findall(line):
+            if instead := EVERYWHERE.get(word.lower()):
+                yield number, f'"{word}"; write {instead}'
+        for phrase, instead in PHRASES.items():
+            if match := re.search(phrase, line):
+                yield number, f'"{match[0]}"; write {instead}'
+
+
+def _in_names(file: Source) -> Iterator[tuple[int, str]]:
+    for number, name in _bound(file.tree):
+        if name in WHOLE_NAMES:
+            yield number, f"`{name}`; a name is a noun that says what it holds"
+        if _KEPT.search(f'"{name}"') or "row" in name:  # bad rows of data are called so
+            continue
+        for word in _WORD.findall(name):
+            if instead := IN_NAMES.get(word.lower()):
+                yield number, f"`{name}`; write {instead}"
+
+
+def _bound(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that the module names: functions, classes, parameters, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr

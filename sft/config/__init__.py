@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from sft.config.attention import AttentionConfig
 from sft.config.data import DataConfig, SourceConfig
 from sft.config.logging import LogConfig, MemoryProfile, ProfileConfig, TorchProfile
 from sft.config.model import ModelConfig, MoeConfig, RopeConfig
 from sft.config.section import Conflict, Path, Positive, Section, divisors, listed, refuse
-from sft.config.train import AttentionConfig, CheckpointConfig, LossConfig, OptimConfig, ParallelConfig, TrainConfig
+from sft.config.train import CheckpointConfig, LossConfig, OptimConfig, ParallelConfig, TrainConfig
 
 __all__ = [
     "AttentionConfig",
@@ -96,7 +97,7 @@ class Config(Section):
     def _sections_agree(self) -> "Config":
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
         no_peak = steps is not None and warmup is not None and warmup >= steps
-        no_cuda = self.run.device == "cpu" and self.attention.backend == "te"
+        no_cuda = self.run.device == "cpu" and self.attention.needs_cuda
         can_offload = self.run.precision == "bf16" and self.parallel.distributed_optimizer
         best, sets = self.checkpoint.best, self.data.eval_sets
         no_set = best is not None and best[0] not in sets
@@ -134,7 +135,7 @@ class Config(Section):
                 "stands beside bf16, and run.precision is fp32; use bf16",
             ),
             (
-                fp8 and self.attention.backend == "portable",
+                fp8 and not self.attention.may_have_fp8,
                 "run.fp8",
                 "is Transformer Engine's, and attention.backend is portable; use te or auto, or null",
             ),

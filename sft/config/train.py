@@ -1,4 +1,4 @@
-"""Keys of training: the parallel layout, attention, loss, steps, optimizer and checkpoints."""
+"""Keys of training: the parallel layout, loss, steps, optimizer and checkpoints."""
 
 from typing import Annotated, Literal
 
@@ -55,11 +55,6 @@ class ParallelConfig(Section):
             ),
         )
         return self
-
-
-class AttentionConfig(Section):
-    backend: Literal["auto", "te", "portable"] = "auto"
-    """te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp included."""
 
 
 class LossConfig(Section):

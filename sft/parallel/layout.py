@@ -79,7 +79,7 @@ class Layout:
             num_microbatches=config.train.global_batch_size // dp,
             doc_multiple=config.data.doc_multiple,
             pack_multiple=pack_multiple(config),
-            cp_a2a=None if _is_portable(config) else parallel.cp_a2a,
+            cp_a2a=parallel.cp_a2a if config.attention.may_read_cp_comm(config.run.device) else None,
             fp8=config.run.fp8,
         )
 
@@ -201,15 +201,11 @@ def _tensor(config: Config) -> Iterator[str]:
         yield from uneven_widths(config)
 
 
-def _is_portable(config: Config) -> bool:
-    """Whether the recipe alone rules Transformer Engine out, the only one that asks for parallel.cp_comm."""
-    return config.attention.backend == "portable" or config.run.device == "cpu"
-
-
 def _heads_by_all_to_all(config: Config) -> Iterator[str]:
     """a2a hands out whole heads to all cp ranks, a2a+p2p to those of a group."""
     parallel, model = config.parallel, config.model
-    if _is_portable(config) or parallel.cp_comm not in ("a2a", "a2a+p2p"):
+    applies = config.attention.may_read_cp_comm(config.run.device)
+    if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
         return
     heads = {
         "model.num_attention_heads": model.num_attention_heads,

@@ -1,0 +1,54 @@
+"""The key `attention.backend`, and what each backend means for other keys of the recipe.
+
+The backends themselves are objects in sft/mcore/attention.  A recipe is checked before torch and megatron are
+imported, so what those checks must know of a backend stands here, as traits; nothing else compares backend names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sft.config.section import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTraits:
+    """
+    needs_cuda      does not run on a CPU
+    has_fp8         computes the linear layers in FP8 where run.fp8 asks for it
+    reads_cp_comm   moves keys and values as parallel.cp_comm and cp_a2a say
+    """
+
+    needs_cuda: bool
+    has_fp8: bool
+    reads_cp_comm: bool
+
+
+BACKENDS: Mapping[str, BackendTraits] = {
+    "te": BackendTraits(needs_cuda=True, has_fp8=True, reads_cp_comm=True),
+    "portable": BackendTraits(needs_cuda=False, has_fp8=False, reads_cp_comm=False),
+}
+
+
+class AttentionConfig(Section):
+    backend: Literal["auto", "te", "portable"] = "auto"
+    """te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp included."""
+
+    @property
+    def candidates(self) -> Mapping[str, BackendTraits]:
+        """The backends that `backend` allows, by name, preferred first; auto allows all."""
+        return BACKENDS if self.backend == "auto" else {self.backend: BACKENDS[self.backend]}
+
+    @property
+    def needs_cuda(self) -> bool:
+        return all(traits.needs_cuda for traits in self.candidates.values())
+
+    @property
+    def may_have_fp8(self) -> bool:
+        return any(traits.has_fp8 for traits in self.candidates.values())
+
+    def may_read_cp_comm(self, device: str) -> bool:
+        """device: as run.device, "auto", "cuda" or "cpu"."""
+        return any(
+            traits.reads_cp_comm for traits in self.candidates.values() if not (traits.needs_cuda and device == "cpu")
+        )

@@ -20,7 +20,7 @@ from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
 from sft.config import CheckpointConfig, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
-from sft.mcore.checkpoint_io import safe_reader, train_state
+from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
@@ -137,11 +137,11 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
         if changed.refused:
             raise CheckpointError(_refusal(found.path, changed, config.allow_changes))
         lines = [f"  changed    {line}" for line in changed.told]
-    plain = train_state.load(engine, found.path)
+    plain = engine_state.load(engine, found.path)
     state = TrainState(**ours["state"]) if ours else TrainState(step=int(plain["iteration"]))
     if found.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
-    same = train_state.is_same_layout(engine, plain)
+    same = engine_state.is_same_layout(engine, plain)
     console.say(
         "\n".join(
             [
@@ -172,7 +172,7 @@ def start_from(engine: Engine, source: str, verify: Verify, console: Console) ->
     """The weights that model.init_from names -> `engine`.  Collective; raises CheckpointError where there are none."""
     path = broadcast_from_rank0(lambda: _there(Path(source), f"model.init_from = {source}"), engine.groups.control)
     found = verified(path, verify, engine.groups)
-    train_state.load_weights(engine, found.path)
+    engine_state.load_weights(engine, found.path)
     console.say(f"started from the weights of {found.path} ({found.told})")
 
 

@@ -22,7 +22,7 @@ from sft.config import CheckpointConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, StorageError
 from sft.mcore import device
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.checkpoint_io.torch_dist_files import Copies
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -111,12 +111,12 @@ class Saver:
         if self._job is not None and self._job.is_alive():
             self._job.join(_LINGER_S)
 
-    def _begin(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[train_state.Snapshot, Path]:
+    def _begin(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[engine_state.Snapshot, Path]:
         """What is to be written and where; refuses what must not or cannot be."""
-        if all_reduce_max([not train_state.is_finite(engine)], self._groups.control)[0]:
+        if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not a number; such a state is never saved.")
         plain = {"iteration": state.step, "sft": {"state": asdict(state), **self._now.plain()}}
-        taken = train_state.snapshot(engine, plain)
+        taken = engine_state.snapshot(engine, plain)
         if copy:
             taken = taken.copied(self._copies, self._groups.control)
         num_bytes = sum(all_gather_objects(lambda: taken.part.num_bytes, self._groups.control))
@@ -136,13 +136,13 @@ class Saver:
                 f"another run has taken {self.folder} over while this one hung; it keeps what it has."
             )
 
-    def _write(self, taken: train_state.Snapshot, written: Path, state: TrainState, started: float) -> None:
+    def _write(self, taken: engine_state.Snapshot, written: Path, state: TrainState, started: float) -> None:
         """From here on only the group for saving is used: the main thread may be elsewhere."""
         group = self._groups.saving
         device.enter(self._groups.device)
         try:
             all_gather_objects(taken.part.refuse_what_is_no_number, group)
-            train_state.write(taken, written, group)
+            engine_state.write(taken, written, group)
             told = all_gather_objects(partial(self._digests, written), group)
             files = {name: entry for rank in told for name, entry in rank.items()}
             final = broadcast_from_rank0(partial(self._publish, written, state, files), group)

@@ -16,7 +16,6 @@ with a capacity it goes nowhere.  Evaluation, and the first pass of layers that 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,22 +27,9 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping,
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from sft.metrics.totals import ExpertLoad
+
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.seen`, behind one for each expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class Balance:
-    """How evenly the experts of each layer were loaded in one step, over all ranks; float64.
-
-    chosen   [layers, experts] real tokens that chose each expert, before any was dropped
-    dropped  [layers] choices of real tokens that found no room
-    aux, z   [layers] mean over real tokens; aux is 0 where its coefficient is
-    """
-
-    chosen: np.ndarray
-    dropped: np.ndarray
-    aux: np.ndarray
-    z: np.ndarray
 
 
 class ExpertLayer(MoELayer):
@@ -175,7 +161,7 @@ def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents
         router.loss_scale, router.max_documents, router.seen = loss_scale, max_documents, None
 
 
-def balance(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> Balance:
+def load(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> ExpertLoad:
     """What all ranks saw since `begin`.  Collective over all: one exchange of layers x (experts + 4) numbers."""
     table = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
@@ -185,7 +171,7 @@ def balance(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int
     seen = table.cpu().numpy()
     chosen, rest = seen[:, :num_experts], seen[:, num_experts:]
     tokens = np.maximum(rest[:, _TOKENS], 1.0)
-    return Balance(chosen=chosen, dropped=rest[:, _DROPPED], aux=rest[:, _AUX] / tokens, z=rest[:, _Z] / tokens)
+    return ExpertLoad(chosen=chosen, dropped=rest[:, _DROPPED], aux=rest[:, _AUX] / tokens, z=rest[:, _Z] / tokens)
 
 
 def _routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sft.errors import CheckpointError
-from sft.hf.convert.match import by_layer
+from sft.hf.convert.tensor_check import fold_by_layer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,7 +59,7 @@ class Folder:
             problems += [
                 f"{line} is both in {other} and in {file}."
                 for other, names in twice.items()
-                for line in by_layer(names)
+                for line in fold_by_layer(names)
             ]
             self.tensors |= found
         if problems:
@@ -129,7 +129,7 @@ def _same_as_index(found: dict[str, Stored], listed: dict[str, str], folder: Pat
         if name not in listed:
             extra[stored.file.name].append(name)
     told = [
-        f"{what}: {', '.join(f'{line} ({file})' for file, names in files.items() for line in by_layer(names))}"
+        f"{what}: {', '.join(f'{line} ({file})' for file, names in files.items() for line in fold_by_layer(names))}"
         for what, files in (("not in the file it names", absent), ("not in it", extra))
         if files
     ]

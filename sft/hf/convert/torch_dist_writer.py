@@ -68,7 +68,7 @@ class _File:
         self._stream.close()
 
 
-class PartsWriter:
+class TorchDistWriter:
     """Writes into the existing, empty `folder`; `files` has what was written when `finish` returns."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:

@@ -25,13 +25,13 @@ from sft.checkpoint.train_state import installed
 from sft.console import Console, Progress, size
 from sft.errors import CheckpointError
 from sft.hf.architecture import CONFIG, Architecture, architecture, read
-from sft.hf.convert import match
 from sft.hf.convert.atomic_folder import copy_companions, new_folder
-from sft.hf.convert.common_state import extra_states, write_plain
+from sft.hf.convert.common_file import extra_state_keys, write_common_file
 from sft.hf.convert.safetensors_folder import DTYPES, Folder
-from sft.hf.convert.torch_dist_writer import PartsWriter
+from sft.hf.convert.tensor_check import check_tensors, fold_by_layer
+from sft.hf.convert.torch_dist_writer import TorchDistWriter
 from sft.hf.family import LAYER, Item, Span
-from sft.hf.keys import IMPORTED
+from sft.hf.model_keys import IMPORTED
 from sft.parallel.layout import padded_vocab_size
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -81,7 +81,7 @@ def _check(stored: Folder, items: list[Item], model: Architecture, source: Path)
     other = [
         f"of type {dtype}, only {', '.join(DTYPES)} are supported: {line}"
         for dtype in sorted({one.dtype for one in stored.tensors.values()} - set(DTYPES))
-        for line in match.by_layer(name for name in found if stored.tensors[name].dtype == dtype)
+        for line in fold_by_layer(name for name in found if stored.tensors[name].dtype == dtype)
     ]
     kinds: dict[str, dict[str, str]] = {}  # by our key, each type and the first tensor of it
     for item in items:
@@ -97,7 +97,7 @@ def _check(stored: Folder, items: list[Item], model: Architecture, source: Path)
             del found[HEAD]
         else:
             other.append(f"tie_word_embeddings is true, and {HEAD} is another tensor than {EMBEDDING}: one is wrong")
-    match.check(found, wanted, str(source), other=other)
+    check_tensors(found, wanted, str(source), other=other)
 
 
 def _is_copy(stored: Folder, one: str, other: str) -> bool:
@@ -120,10 +120,10 @@ def _is_copy(stored: Folder, one: str, other: str) -> bool:
 def _write(
     stored: Folder, items: list[Item], model: Architecture, folder: Path, positions: object, progress: Progress
 ) -> None:
-    writer, digests = PartsWriter(folder), dict[str, str]()
+    writer, digests = TorchDistWriter(folder), dict[str, str]()
     padded = padded_vocab_size(model.vocab_size, 1)
     try:
-        for key in extra_states(model.model):
+        for key in extra_state_keys(model.model):
             writer.value(key, None)
         for item in items:
             digests |= _write_item(writer, stored, item, padded, progress)
@@ -131,7 +131,7 @@ def _write(
     except BaseException:
         writer.abandon()
         raise
-    write_plain(
+    write_common_file(
         folder,
         model.model,
         padded_vocab_size=padded,
@@ -149,7 +149,9 @@ def _write(
     manifest.write(folder, Manifest(files=writer.files | rest, facts=facts))
 
 
-def _write_item(writer: PartsWriter, stored: Folder, item: Item, padded: int, progress: Progress) -> Mapping[str, str]:
+def _write_item(
+    writer: TorchDistWriter, stored: Folder, item: Item, padded: int, progress: Progress
+) -> Mapping[str, str]:
     """One of our tensors; the digest of each of theirs."""
     dtype = DTYPES[stored.tensors[item.parts[0].name].dtype]
     num_rows = padded if item.form == "vocabulary" else item.num_rows

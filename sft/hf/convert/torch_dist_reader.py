@@ -28,7 +28,7 @@ class _Into(DefaultLoadPlanner):
         return self._target
 
 
-class Boxes:
+class TorchDistReader:
     """The tensors of the checkpoint in `folder`.  Raises CheckpointError where it has no harmless index."""
 
     def __init__(self, folder: Path) -> None:

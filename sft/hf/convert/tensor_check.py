@@ -9,15 +9,17 @@ _LAYER, _EXPERT = (re.compile(rf"\.{what}\.(\d{{1,9}})\.") for what in ("layers"
 Shape = tuple[int, ...]
 
 
-def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: str, *, other: Sequence[str] = ()) -> None:
+def check_tensors(
+    found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: str, *, other: Sequence[str] = ()
+) -> None:
     """Raise CheckpointError listing what is missing, surplus or of another shape.  other: further problems"""
     shapes: dict[tuple[Shape, Shape], list[str]] = {}
     for name, shape in wanted.items():
         if name in found and found[name] != shape:
             shapes.setdefault((found[name], shape), []).append(name)
     problems = [
-        *(f"missing: {line}" for line in by_layer(name for name in wanted if name not in found)),
-        *(f"surplus: {line}" for line in by_layer(name for name in found if name not in wanted)),
+        *(f"missing: {line}" for line in fold_by_layer(name for name in wanted if name not in found)),
+        *(f"surplus: {line}" for line in fold_by_layer(name for name in found if name not in wanted)),
         *(
             f"another shape: {name} is {_shown(there)}, expected {_shown(shape)}{where}"
             for (there, shape), names in shapes.items()
@@ -29,7 +31,7 @@ def check(found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: str, *
         raise CheckpointError(f"{where} does not hold this model:\n  " + "\n  ".join(problems))
 
 
-def by_layer(names: Iterable[str]) -> list[str]:
+def fold_by_layer(names: Iterable[str]) -> list[str]:
     """model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)
 
     Experts are folded in each layer, and layers with the same experts: (layers 0-47; experts 0-127)

@@ -21,13 +21,13 @@ from sft.config import ModelConfig
 from sft.console import Console, Progress, size
 from sft.errors import CheckpointError
 from sft.hf.architecture import CONFIG, Architecture, architecture, nested, read
-from sft.hf.convert import match
 from sft.hf.convert.atomic_folder import copy_companions, new_folder
-from sft.hf.convert.chunk_reader import Boxes
 from sft.hf.convert.safetensors_folder import DTYPES
 from sft.hf.convert.safetensors_writer import SHARD_BYTES, Planned, TensorWriter
+from sft.hf.convert.tensor_check import check_tensors
+from sft.hf.convert.torch_dist_reader import TorchDistReader
 from sft.hf.family import Item
-from sft.hf.keys import IMPORTED
+from sft.hf.model_keys import IMPORTED
 from sft.hf.write_back import write_back
 from sft.mcore.checkpoint_io import safe_reader
 
@@ -61,7 +61,7 @@ def export_hf(
     content = read(template)
     before = architecture(content, str(template / CONFIG))
     model, seq_length = _model(common, before, path, console)
-    boxes = Boxes(path)
+    boxes = TorchDistReader(path)
     items = list(before.family.items(model, model.vocab_size or before.vocab_size))
     _check(boxes, items, path)
     items.sort(key=lambda item: -boxes.dtype(item.key).itemsize)  # so that numbers lie where their type wants them
@@ -84,7 +84,7 @@ def export_hf(
     )
 
 
-def _write(boxes: Boxes, items: list[Item], writer: TensorWriter, progress: Progress) -> TensorWriter:
+def _write(boxes: TorchDistReader, items: list[Item], writer: TensorWriter, progress: Progress) -> TensorWriter:
     try:
         for item in items:
             for name, tensor in _parts(boxes, item):
@@ -185,7 +185,7 @@ def _model(
     return model, None
 
 
-def _check(boxes: Boxes, items: list[Item], path: Path) -> None:
+def _check(boxes: TorchDistReader, items: list[Item], path: Path) -> None:
     """Raise CheckpointError listing every tensor that is not as the model has it."""
     found = {key: shape for key, shape in boxes.shapes.items() if not key.startswith(_NOT_MODEL)}
     wanted: dict[str, tuple[int, ...]] = {}
@@ -198,7 +198,7 @@ def _check(boxes: Boxes, items: list[Item], path: Path) -> None:
         for key in wanted
         if key in found and boxes.dtype(key) not in DTYPES.values()
     ]
-    match.check(found, wanted, str(path), other=other)
+    check_tensors(found, wanted, str(path), other=other)
 
 
 def _main_dtype(planned: list[Planned]) -> str:
@@ -209,7 +209,7 @@ def _main_dtype(planned: list[Planned]) -> str:
     return str(max(kinds, key=lambda dtype: kinds[dtype])).removeprefix("torch.")
 
 
-def _parts(boxes: Boxes, item: Item) -> Iterator[tuple[str, torch.Tensor]]:
+def _parts(boxes: TorchDistReader, item: Item) -> Iterator[tuple[str, torch.Tensor]]:
     """Their tensors, in the order of the item's parts."""
 
     def rows(start: int, count: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sft.config import ModelConfig
-from sft.mcore.checkpoint_io.train_state import CHECKPOINT_VERSION, model_arguments, write_common
+from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
 
 # What Megatron keeps beside each of these, by layer: scales of FP8.  None means that there are none.  Norms have it
 # under Transformer Engine alone; that a checkpoint has more than is asked for does no harm.
@@ -15,7 +15,7 @@ _BEFORE_EXPERTS = ("pre_mlp_layernorm",)
 _EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
-def write_plain(folder: Path, model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> None:
+def write_common_file(folder: Path, model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> None:
     """The files beside the tensors.  positions: the longest sequence that the model is meant for, in tokens"""
     args = Namespace(
         **model_arguments(model, padded_vocab_size=padded_vocab_size, positions=positions, bf16=bf16),
@@ -33,7 +33,7 @@ def write_plain(folder: Path, model: ModelConfig, *, padded_vocab_size: int, pos
     write_common(common, folder)
 
 
-def extra_states(model: ModelConfig) -> list[str]:
+def extra_state_keys(model: ModelConfig) -> list[str]:
     """Keys of the objects that Megatron-LM expects beside the tensors."""
     layers, experts = range(model.num_layers), range(model.moe.num_experts or 0)
     modules = (*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_BEFORE_EXPERTS if experts else _MLP))

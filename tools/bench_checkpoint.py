@@ -35,7 +35,7 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config import CheckpointConfig, Config
 from sft.console import QUIET, size
 from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import optimizer_shards, train_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
@@ -145,7 +145,7 @@ class Bench:
     def torch_save(self) -> dict[str, Took]:
         """Of copies, as torch.save writes the whole of a buffer that a tensor is a part of."""
         path = self.folder / f"rank{dist.get_rank()}.pt"
-        tensors = [shard.data.clone() for shard in train_state.snapshot(self.engine, {}).part.shards]
+        tensors = [shard.data.clone() for shard in engine_state.snapshot(self.engine, {}).part.shards]
         saved = timed(lambda: (torch.save(tensors, path), flush(path)))  # type: ignore[func-returns-value]
         tensors.clear()
         loaded = timed(lambda: torch.load(path))
@@ -158,7 +158,7 @@ class Bench:
 
     def _load(self, path: Path, verify: resume.Verify) -> None:
         resume.verified(path, verify, self.engine.groups)
-        train_state.load(self.engine, path)
+        engine_state.load(self.engine, path)
 
     def _work(self, units: int) -> None:
         for _ in range(units):
@@ -197,7 +197,7 @@ def on_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     config, layout = config_of(options), Layout.resolve(config_of(options), options.ranks)
     place = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = Bench(Engine(config, layout, place, vocab_size=VOCAB, num_steps=100), Path(folder))
-    num_bytes = sum(all_gather_objects(lambda: train_state.snapshot(bench.engine, {}).part.num_bytes, place.control))
+    num_bytes = sum(all_gather_objects(lambda: engine_state.snapshot(bench.engine, {}).part.num_bytes, place.control))
     if rank == 0:
         where = subprocess.check_output(["df", "--output=fstype", folder], text=True).split()[-1]
         shape = f"{config.model.num_layers} layers, {config.model.hidden_size} hidden, {options.precision}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sft.console import Console
 from sft.errors import SftError
-from sft.hf.convert.export import export_hf
+from sft.hf.convert.export_hf import export_hf
 
 
 def main() -> int:

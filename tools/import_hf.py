@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sft.console import Console
 from sft.errors import SftError
-from sft.hf.convert.import_ import import_hf
+from sft.hf.convert.import_hf import import_hf
 
 
 def main() -> int:

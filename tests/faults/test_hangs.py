@@ -46,7 +46,7 @@ def assert_named(one: Case, start: Lifecycle, phases: dict[int, str], frame: str
             marks=pytest.mark.quick,
         ),
         (
-            {"at": "sft.checkpoint.saver:train_state.write", "step": 4, "rank": 1, **LONG},
+            {"at": "sft.checkpoint.saver:engine_state.write", "step": 4, "rank": 1, **LONG},
             {0: "saving step 4", 1: "saving step 4"},
             "inject.py",
         ),
@@ -110,7 +110,9 @@ def test_a_stopped_run_that_wakes_up_does_no_harm(
     """Its place was taken: it neither saves nor writes over what the other run wrote."""
     one, other = case("run"), case("other")
     other.overrides[0] = one.overrides[0]
-    start = one.start({"at": "sft.run.lifecycle:Lifecycle.after_step", "step": 4, "do": "stop"}, more=["run.step_timeout_s=null"])
+    start = one.start(
+        {"at": "sft.run.lifecycle:Lifecycle.after_step", "step": 4, "do": "stop"}, more=["run.step_timeout_s=null"]
+    )
     start.until(lambda: len(start.fired()) == 2)
     (one.run / "run.lock").unlink()  # as its refusal says, where no such run is known to exist
     second = other.start()

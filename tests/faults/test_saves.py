@@ -11,7 +11,7 @@ import pytest
 from tests.faults.ends import End, assert_same_end, assert_whole
 from tests.faults.runs import Case, Fault
 
-WRITE = "sft.checkpoint.saver:train_state.write"
+WRITE = "sft.checkpoint.saver:engine_state.write"
 ITEM = "torch.distributed.checkpoint.filesystem:_write_item"
 STEP = "sft.mcore.engine:Engine.train_step"
 # Inside rmtree.  Without this file, the rest does not look like a checkpoint.
@@ -283,7 +283,7 @@ def test_a_weight_that_is_no_number_is_never_saved(
     case: Callable[..., Case], reference: End, hit: Callable[..., None]
 ) -> None:
     one = case("run")
-    start = one.start({"at": "sft.checkpoint.saver:train_state.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
+    start = one.start({"at": "sft.checkpoint.saver:engine_state.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
     assert start.wait() == [2, 2], start.told()
     assert "step 4 was not saved: a weight is not a number; such a state is never saved" in start.out(), start.told()
     assert one.steps() == [1, 2, 3] and one.status()["status"] == "failed-fatal"

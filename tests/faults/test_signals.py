@@ -107,12 +107,12 @@ def test_the_same_signal_twice_at_once_is_one(
 WHEN = {  # (what goes on, fault, steps done after it; two where the listening thread may be a moment too late)
     "before training": [
         ("reading the data", {"at": "sft.trainer:DataPipeline", "rank": 0}, (0,)),
-        ("loading the checkpoint", {"at": "sft.checkpoint.resume:train_state.load", "rank": 1}, (0,)),
+        ("loading the checkpoint", {"at": "sft.checkpoint.resume:engine_state.load", "rank": 1}, (0,)),
         ("before the first step", {"at": "sft.trainer:Trainer._open_metrics", "rank": 0, "when": "after"}, (0, 1)),
         ("evaluation", {"at": "sft.run.evaluation:evaluate", "rank": 1}, None),
     ],
     "in a save": [
-        ("writing", {"at": "sft.checkpoint.saver:train_state.write", "rank": 1}, (1,)),
+        ("writing", {"at": "sft.checkpoint.saver:engine_state.write", "rank": 1}, (1,)),
         ("publishing", {"at": "sft.checkpoint.folders:point", "rank": 0}, (1, 2)),
     ],
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore.checkpoint_io import optimizer_shards, train_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.optimizer.offload import adams
 from tests.gpu import test_training
 from tests.gpu.test_training import BF16_TOLERANCE, losses
@@ -53,7 +53,7 @@ def test_a_checkpoint_goes_on_with_another_share(tmp_path: Path, before: float, 
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
-        train_state.save(engine, tmp_path, {"iteration": 2})
+        engine_state.save(engine, tmp_path, {"iteration": 2})
         results = [engine.train_step(loader.microbatches(step)) for step in range(2, 5)]
         expected = [r.totals.loss / r.totals.num_tokens for r in results]
     np.testing.assert_allclose(losses(share(after), range(2, 5), tmp_path), expected, rtol=BF16_TOLERANCE)

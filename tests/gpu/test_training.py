@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -43,7 +43,7 @@ def running(overrides: Sequence[str]) -> Iterator[Engine]:
 def losses(overrides: Sequence[str], steps: range = range(STEPS), load: Path | None = None) -> list[float]:
     with running(overrides) as engine:
         if load:
-            train_state.load(engine, load)
+            engine_state.load(engine, load)
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in steps]
         return [r.totals.loss / r.totals.num_tokens for r in results]
@@ -55,7 +55,7 @@ def first_steps(overrides: Sequence[str], folder: str) -> list[float]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
-        train_state.save(engine, Path(folder), {"iteration": 2})
+        engine_state.save(engine, Path(folder), {"iteration": 2})
         rest = [engine.train_step(loader.microbatches(step)) for step in range(2, 4)]
         return [r.totals.loss / r.totals.num_tokens for r in rest]
 

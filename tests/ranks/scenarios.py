@@ -21,7 +21,7 @@ from sft.data.loader import Loader, local_part
 from sft.data.packing.pack import add_filler, filler_pack, make_pack
 from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
@@ -146,14 +146,14 @@ def parameter_hash(engine: Engine) -> str:
 def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
     """Random weights, and nothing learnt yet, into `folder`."""
     with running(overrides) as engine:
-        train_state.save(engine, Path(folder), {})
+        engine_state.save(engine, Path(folder), {})
 
 
 def curve(overrides: Sequence[str], checkpoint: str | None = None, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
     """Train NUM_STEPS steps from a checkpoint or from random weights."""
     with running(overrides) as engine:
         if checkpoint:
-            train_state.load_weights(engine, Path(checkpoint))
+            engine_state.load_weights(engine, Path(checkpoint))
         loader = loader_of(engine, SkewedCorpus(lengths))
         results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
         return {

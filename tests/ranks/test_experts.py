@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sft.mcore import experts
-from sft.mcore.checkpoint_io import safe_reader, train_state
+from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.model import sharded_tensors
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -35,7 +35,7 @@ BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp
 def curve(overrides: Sequence[str], checkpoint: str) -> dict[str, Any]:
     """Steps from a checkpoint: losses, gradient norms, and what routers saw."""
     with scenarios.running(overrides) as engine:
-        train_state.load_weights(engine, Path(checkpoint))
+        engine_state.load_weights(engine, Path(checkpoint))
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in range(scenarios.NUM_STEPS)]
         seen = [r.balance for r in results if r.balance is not None]
@@ -299,7 +299,7 @@ def test_new_experts_differ_and_are_the_same_on_every_layout(ranks: Ranks) -> No
 def resumed(overrides: list[str], folder: str) -> tuple[dict[str, Any], bool]:
     """Three more steps, and whether it was taken for the layout that wrote the checkpoint."""
     with scenarios.running(overrides) as engine:
-        same = train_state.is_same_layout(engine, safe_reader.common_state(Path(folder)))
+        same = engine_state.is_same_layout(engine, safe_reader.common_state(Path(folder)))
     return part(overrides, [2, 3, 4], folder, None), same
 
 

@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -87,7 +87,7 @@ def save(overrides: list[str], folder: str, steps: int, poison: bool = False) ->
         for _, module, layer in list(layers(engine)):
             state = payload(layer, steps, **({"recipe": Poison()} if poison else {}))
             module.get_extra_state = lambda state=state: state  # type: ignore[method-assign, misc]
-        train_state.save(engine, Path(folder), {"iteration": 3})
+        engine_state.save(engine, Path(folder), {"iteration": 3})
 
 
 def load(overrides: list[str], folder: str, steps: int, fp8: str | None = "delayed") -> dict[tuple[str, int], Any]:
@@ -101,7 +101,7 @@ def load(overrides: list[str], folder: str, steps: int, fp8: str | None = "delay
             module.set_extra_state = (  # type: ignore[method-assign]
                 lambda state, key=key, layer=layer: got.__setitem__((key, layer), pickle.loads(state.numpy().tobytes()))
             )
-        train_state.load(engine, Path(folder))
+        engine_state.load(engine, Path(folder))
         return {where: {name: _plain(value) for name, value in state.items()} for where, state in got.items()}
 
 
@@ -159,7 +159,7 @@ def save_plain(folder: str) -> None:
         for _, module, layer in list(layers(engine)):
             if layer < 2:
                 module.get_extra_state = lambda: torch.empty(0, dtype=torch.uint8)  # type: ignore[method-assign]
-        train_state.save(engine, Path(folder), {"iteration": 3})
+        engine_state.save(engine, Path(folder), {"iteration": 3})
 
 
 def test_a_pickle_that_would_run_something(ranks: Ranks, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ from sft.console import Console
 from sft.data.cache.prepare import prepare_recipe
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.hf.architecture import architecture, read
-from sft.hf.convert.export import export_hf
-from sft.hf.convert.import_ import import_hf
-from sft.mcore.checkpoint_io import train_state
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.convert.import_hf import import_hf
+from sft.mcore.checkpoint_io import engine_state
 from sft.recipe.load import load_recipe
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.pool import RankPool
@@ -204,7 +204,7 @@ TEN_STEPS_TOLERANCE = 1e-5  # of losses, norms and parameters; measured at most 
 def trained(overrides: list[str], folder: str) -> dict[str, Any]:
     """Ten steps of ours: losses, norms before clipping, and the parameters of this rank."""
     with scenarios.running(overrides) as engine:
-        train_state.load_weights(engine, Path(folder))
+        engine_state.load_weights(engine, Path(folder))
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         batches = [loader.microbatches(step) for step in range(STEPS)]
         results = [engine.train_step(batch) for batch in batches]
@@ -272,12 +272,12 @@ def train_and_save(
 ) -> list[Any]:
     """Two steps from the imported weights, saved as a run saves; the token losses of the trained model."""
     with scenarios.running(overrides) as engine:
-        train_state.load_weights(engine, Path(start))
+        engine_state.load_weights(engine, Path(start))
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
         written = {**values(engine.config), **recipe}
-        train_state.save(engine, Path(folder), {"iteration": 2, "sft": {"recipe": written}})
+        engine_state.save(engine, Path(folder), {"iteration": 2, "sft": {"recipe": written}})
         return [_losses(engine, pack) for pack in samples]
 
 

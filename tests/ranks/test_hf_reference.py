@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sft.batch import Sample
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel
 from tests.ranks import scenarios
@@ -133,14 +133,14 @@ def write_weights(overrides: Sequence[str], folder: str) -> dict[str, np.ndarray
             for param in parameters.values():
                 if param.dim() == 1:
                     param += 0.3 * torch.randn(param.shape, generator=generator)
-        train_state.save(engine, Path(folder), {})
+        engine_state.save(engine, Path(folder), {})
         return {name: param.detach().numpy().copy() for name, param in parameters.items()}
 
 
 def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[Any]:
     """-log p(label) of every local token of each pack, and the pack positions they belong to."""
     with scenarios.running(overrides) as engine:
-        train_state.load_weights(engine, Path(folder))
+        engine_state.load_weights(engine, Path(folder))
         return [_losses(engine, samples) for samples in packs]
 
 
@@ -157,7 +157,7 @@ def packed_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequ
     Data-parallel ranks take turns with the packs.  Experts are named by their number among all.
     """
     with scenarios.running(overrides) as engine:
-        train_state.load_weights(engine, Path(folder))
+        engine_state.load_weights(engine, Path(folder))
         (chunk,) = engine.chunks
         chunk.train()
         chunk.zero_grad_buffer()

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.megatron_lm import BATCH, LAYERS, VOCAB
 from tests.ranks.pool import RankPool
@@ -200,7 +200,7 @@ def our_save(overrides: list[str], folder: str) -> tuple[Any, Any]:
             engine.scheduler.step(1)
             engine.optimizer.step()
         (Path(folder) / NAME).mkdir(exist_ok=True)
-        train_state.save(engine, Path(folder) / NAME, {"iteration": CUT})
+        engine_state.save(engine, Path(folder) / NAME, {"iteration": CUT})
         (Path(folder) / "latest_checkpointed_iteration.txt").write_text(str(CUT))
         saved = held(engine.chunks, engine.optimizer)
         our_next_update(engine)
@@ -209,7 +209,7 @@ def our_save(overrides: list[str], folder: str) -> tuple[Any, Any]:
 
 def our_load(overrides: list[str], folder: str) -> tuple[Any, Any]:
     with scenarios.running(overrides) as engine:
-        plain = train_state.load(engine, Path(folder) / NAME)
+        plain = engine_state.load(engine, Path(folder) / NAME)
         assert plain["iteration"] == CUT == engine.scheduler.num_steps
         loaded = held(engine.chunks, engine.optimizer)
         our_next_update(engine)
@@ -218,7 +218,7 @@ def our_load(overrides: list[str], folder: str) -> tuple[Any, Any]:
 
 def our_weights(overrides: list[str], folder: str) -> Any:
     with scenarios.running(overrides) as engine:
-        train_state.load_weights(engine, Path(folder) / NAME)
+        engine_state.load_weights(engine, Path(folder) / NAME)
         return held(engine.chunks, engine.optimizer)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sft.console import Console
-from sft.hf.convert.import_ import import_hf
+from sft.hf.convert.import_hf import import_hf
 from tests.ranks import megatron_lm
 from tests.ranks.megatron_lm import LAYERS
 from tests.ranks.pool import RankPool

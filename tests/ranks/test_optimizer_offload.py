@@ -13,7 +13,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore.checkpoint_io import optimizer_shards, safe_reader, train_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
 from sft.mcore.optimizer import build
 from sft.mcore.optimizer.offload import adams
 from tests.ranks import scenarios
@@ -248,4 +248,4 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path, before: fl
 
 def save_untrained(overrides: list[str], folder: str) -> None:
     with scenarios.running(overrides) as engine:
-        train_state.save(engine, Path(folder), {"iteration": 0})
+        engine_state.save(engine, Path(folder), {"iteration": 0})

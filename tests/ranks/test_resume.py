@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore.checkpoint_io import optimizer_shards, torch_dist_files, train_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, torch_dist_files
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -57,14 +57,14 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
     """Train the given steps (counted from 0), from `load` on and into `save`."""
     with scenarios.running(overrides) as engine:
         if load:
-            plain = train_state.load(engine, Path(load))
+            plain = engine_state.load(engine, Path(load))
             assert plain["iteration"] == steps[0]
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in steps]
         random.random(), np.random.random(), torch.rand(1)  # something to restore
         if save:
             Path(save).mkdir(exist_ok=True)
-            train_state.save(engine, Path(save), {"iteration": steps[-1] + 1})
+            engine_state.save(engine, Path(save), {"iteration": steps[-1] + 1})
         return {
             "loss": [r.totals.loss / r.totals.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
@@ -202,13 +202,13 @@ def draw_and_save(overrides: list[str], folder: str) -> list[float]:
     with scenarios.running(overrides) as engine:
         seed = 100 + engine.groups.rank
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        train_state.save(engine, Path(folder), {"iteration": 0})
+        engine_state.save(engine, Path(folder), {"iteration": 0})
         return draws()
 
 
 def load_and_draw(overrides: list[str], folder: str) -> list[float]:
     with scenarios.running(overrides) as engine:
-        train_state.load(engine, Path(folder))
+        engine_state.load(engine, Path(folder))
         return draws()
 
 
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path) -> None:
 
 def save_untrained(overrides: list[str], folder: str) -> None:
     with scenarios.running(overrides) as engine:
-        train_state.save(engine, Path(folder), {"iteration": 0})
+        engine_state.save(engine, Path(folder), {"iteration": 0})
 
 
 def test_weights_of_another_shape_are_refused_in_our_words(ranks: Ranks, tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def refusal(overrides: list[str], folder: str) -> str:
 
     with scenarios.running(overrides) as engine:
         with pytest.raises(CheckpointError) as error:
-            train_state.load(engine, Path(folder))
+            engine_state.load(engine, Path(folder))
         return str(error.value)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from sft.errors import CheckpointError, StorageError
-from sft.mcore.checkpoint_io import metadata_index, safe_reader, torch_dist_files, train_state
+from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, torch_dist_files
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE
@@ -96,11 +96,11 @@ def test_another_layout_continues_the_curve(ranks: Ranks, saved: Any, before: st
 
 
 def refused(overrides: list[str], folder: str) -> str:
-    """What `train_state.load` says; it has changed nothing."""
+    """What `engine_state.load` says; it has changed nothing."""
     with scenarios.running(overrides) as engine:
         before = [scenarios.parameter_hash(engine), optimizer_hash(engine), engine.scheduler.num_steps]
         with pytest.raises(CheckpointError) as error:
-            train_state.load(engine, Path(folder))
+            engine_state.load(engine, Path(folder))
         assert [scenarios.parameter_hash(engine), optimizer_hash(engine), engine.scheduler.num_steps] == before
         return str(error.value)
 
@@ -147,7 +147,7 @@ def index_reads(overrides: list[str], folder: str) -> int:
         scenarios.running(overrides) as engine,
         mock.patch.object(safe_reader, "read_index", wraps=metadata_index.read_index) as read,
     ):
-        train_state.load(engine, Path(folder))
+        engine_state.load(engine, Path(folder))
         return int(read.call_count)
 
 

@@ -16,7 +16,7 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
-from sft.mcore.checkpoint_io import train_state
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool

@@ -17,7 +17,7 @@ from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState
 from sft.console import Console
 from sft.errors import CheckpointError, StorageError
-from sft.mcore.checkpoint_io import optimizer_shards, safe_reader, train_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -59,7 +59,7 @@ class Run:
 
     def loaded(self, step: int) -> tuple[str, str]:
         """The hash of what the checkpoint of `step` holds; everything else in the engine is overwritten."""
-        plain = train_state.load(self.engine, self.folder / folders.name_of(step))
+        plain = engine_state.load(self.engine, self.folder / folders.name_of(step))
         assert plain["iteration"] == plain["sft"]["state"]["step"] == step
         assert optimizer_shards.step_of(self.engine.optimizer) == step
         return self.hash()
@@ -101,7 +101,7 @@ def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
 def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
     """Held back until two more steps are done, the save in the background has no chance to be done before."""
     with run_of(overrides, folder) as run, pytest.MonkeyPatch.context() as patch:
-        trained, write = threading.Event(), train_state.write
+        trained, write = threading.Event(), engine_state.write
         if ASYNC in overrides:
             held_back = lambda *given: (trained.wait(END_OF_TEST), write(*given))  # noqa: E731
             patch.setattr(saving.shards, "write", held_back)
@@ -126,7 +126,7 @@ def test_memory_for_copies_is_used_again_and_holds_what_is_new(ranks: Ranks, tmp
 def save_every_step_in_the_background(folder: str) -> bool:
     """A save begins when the one before is published, and not earlier."""
     with run_of([ASYNC], folder) as run, pytest.MonkeyPatch.context() as patch:
-        before, write, hashes = [], train_state.write, []
+        before, write, hashes = [], engine_state.write, []
 
         def note(*given: Any) -> None:
             before.append([folders.step_of(path) for path in folders.published(Path(folder))])
@@ -200,7 +200,7 @@ def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharde
 def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
     with run_of(overrides, "unused") as run:
         run.train(1)
-        part = train_state.snapshot(run.engine, {"iteration": 1}).part
+        part = engine_state.snapshot(run.engine, {"iteration": 1}).part
         is_moment = [shard.key.startswith("optimizer.") for shard in part.shards]
         flats = [flat for one in optimizer_shards.held(run.engine.optimizer) for flat in one.tensors.values()]
         held = {flat.untyped_storage().data_ptr() for flat in flats}

@@ -14,7 +14,7 @@ import torch
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
-from sft.mcore.checkpoint_io import optimizer_shards, torch_dist_files, train_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, torch_dist_files
 from tests.ranks.pool import RankPool
 from tests.ranks.test_save import ASYNC, Run, listing, refusal, run_of
 
@@ -198,7 +198,7 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         at_work: list[list[str]] = []
         with pytest.MonkeyPatch.context() as patch:
-            write = train_state.write
+            write = engine_state.write
             patch.setattr(saving.shards, "write", lambda *given: at_work.append(listing(folder)) or write(*given))
             if run.engine.groups.rank == case.rank:
                 case.patch(patch, run)

@@ -13,10 +13,10 @@ _all_ranks: list[Any] = []  # over gloo
 
 def give() -> None:
     """From now on in this process, before it joins others."""
-    from sft.mcore.checkpoint_io import torch_dist_files, train_state
+    from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 
     torch_dist_files.are_finite = lambda tensors: True
-    train_state.is_finite = lambda engine: True
+    engine_state.is_finite = lambda engine: True
     start, broadcast, gather = dist.init_process_group, dist.broadcast_object_list, dist.all_gather_object
 
     def init_process_group(*given: Any, **how: Any) -> None:

@@ -23,12 +23,11 @@ from sft.checkpoint import folders, manifest
 from sft.config import ModelConfig
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError, SftError
-from sft.hf.convert import import_
-from sft.hf.convert.chunk_reader import Boxes
-from sft.hf.convert.export import export_hf
-from sft.hf.convert.import_ import import_hf
-from sft.hf.convert.match import by_layer
-from sft.hf.convert.torch_dist_writer import PartsWriter
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.convert.import_hf import import_hf
+from sft.hf.convert.tensor_check import fold_by_layer
+from sft.hf.convert.torch_dist_reader import TorchDistReader
+from sft.hf.convert.torch_dist_writer import TorchDistWriter
 from sft.mcore.checkpoint_io import safe_reader
 from tests.unit.fixtures import hf
 
@@ -90,7 +89,7 @@ def test_padding_of_the_vocabulary_is_zeros_and_stays_behind(
 ) -> None:
     source = made(vocab_size=vocab)
     import_hf(source, tmp_path / "there", QUIET)
-    boxes = Boxes(tmp_path / "there" / "iter_0000000")
+    boxes = TorchDistReader(tmp_path / "there" / "iter_0000000")
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert boxes.shapes[key] == (padded, hf.WIDTH)
         assert not boxes.read(key, (vocab, 0), (padded - vocab, hf.WIDTH)).any()
@@ -103,9 +102,9 @@ def test_several_files_and_blocks_smaller_than_a_tensor(
     made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Nothing depends on where files and blocks end."""
-    monkeypatch.setattr(import_, "BLOCK_BYTES", 700)  # five rows
-    monkeypatch.setattr("sft.hf.convert.export._AT_ONCE", 0)
-    monkeypatch.setattr(PartsWriter.__init__, "__defaults__", (50_000,))
+    monkeypatch.setattr("sft.hf.convert.import_hf.BLOCK_BYTES", 700)  # five rows
+    monkeypatch.setattr("sft.hf.convert.export_hf._AT_ONCE", 0)
+    monkeypatch.setattr(TorchDistWriter.__init__, "__defaults__", (50_000,))
     source = made(family, shard="20KB")
     assert len(list(source.glob("*.safetensors"))) > 3
     import_hf(source, tmp_path / "there", QUIET)
@@ -128,7 +127,7 @@ def test_experts_are_stacked_gate_above_up(made: Make, tmp_path: Path, family: s
     """Layers, then experts, as every layout of ranks reads them; and no two experts are the same."""
     source = made(family)
     import_hf(source, tmp_path / "there", QUIET)
-    theirs, boxes = tensors(source), Boxes(tmp_path / "there" / "iter_0000000")
+    theirs, boxes = tensors(source), TorchDistReader(tmp_path / "there" / "iter_0000000")
     block = {"qwen3_moe": "mlp", "mixtral": "block_sparse_moe"}[family]
     gate, up, down = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}[family]
     prefix = "decoder.layers.mlp"
@@ -163,8 +162,8 @@ def test_experts_are_read_and_written_one_by_one(made: Make, tmp_path: Path, mon
 
         monkeypatch.setattr(kind, name, watched)
 
-    watch(PartsWriter, "tensor", 0, lambda found, key, shape, offset, part: part)
-    watch(Boxes, "read", 0, lambda found, *args: found)
+    watch(TorchDistWriter, "tensor", 0, lambda found, key, shape, offset, part: part)
+    watch(TorchDistReader, "read", 0, lambda found, *args: found)
     import_hf(made("qwen3_moe"), tmp_path / "there", QUIET)
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
     assert taken == {"tensor": 48 * 32, "read": 48 * 32}
@@ -412,7 +411,7 @@ def test_a_file_that_shrinks_meanwhile(made: Make, monkeypatch: pytest.MonkeyPat
         (source / "model.safetensors").write_bytes(b"")
 
     before = (source / "model.safetensors").stat().st_size
-    monkeypatch.setattr("sft.hf.convert.import_._check", shrink)
+    monkeypatch.setattr("sft.hf.convert.import_hf._check", shrink)
     assert before and "became shorter while model.embed_tokens.weight was read" in import_refused(source)
 
 
@@ -477,7 +476,7 @@ def test_an_index_and_files_that_disagree(made: Make) -> None:
 
     rest = {name: file for name, file in good["weight_map"].items() if name != first}
     file = good["weight_map"][first]
-    assert f"not in it: {by_layer([first])[0]} ({file})" in told(rest)
+    assert f"not in it: {fold_by_layer([first])[0]} ({file})" in told(rest)
     experts = {f"model.layers.1.mlp.experts.{i}.up_proj.weight": file for i in range(100)}
     assert (
         f"not in the file it names: model.layers.*.mlp.experts.*.up_proj.weight (layer 1; experts 0-99) ({file})."
@@ -542,7 +541,9 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made()
-    monkeypatch.setattr("sft.hf.convert.import_.write_plain", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "sft.hf.convert.import_hf.write_common_file", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(KeyboardInterrupt):
         import_hf(source, tmp_path / "there", QUIET)
@@ -595,36 +596,36 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_missing(tmp_path: Path) -> None:
-    writer = PartsWriter(tmp_path)
+    writer = TorchDistWriter(tmp_path)
     writer.tensor("a", (4, 2), (0, 0), torch.ones(2, 2))
     writer.finish()
-    assert Boxes(tmp_path).read("a", (1, 0), (1, 2)).tolist() == [[1.0, 1.0]]
+    assert TorchDistReader(tmp_path).read("a", (1, 0), (1, 2)).tolist() == [[1.0, 1.0]]
     with pytest.raises(CheckpointError, match="parts of a are missing"):
-        Boxes(tmp_path).read("a", (0, 0), (4, 2))
+        TorchDistReader(tmp_path).read("a", (0, 0), (4, 2))
 
 
 def test_a_box_of_several_parts(tmp_path: Path) -> None:
     """Rows 1 to 3, columns 1 and 2, of a tensor that was written in quarters."""
     whole = torch.arange(16.0).view(4, 4)
-    writer = PartsWriter(tmp_path)
+    writer = TorchDistWriter(tmp_path)
     for row in (0, 2):
         for column in (0, 2):
             writer.tensor("a", (4, 4), (row, column), whole[row : row + 2, column : column + 2].clone())
     writer.finish()
-    assert Boxes(tmp_path).read("a", (1, 1), (3, 2)).tolist() == [[5.0, 6.0], [9.0, 10.0], [13.0, 14.0]]
+    assert TorchDistReader(tmp_path).read("a", (1, 1), (3, 2)).tolist() == [[5.0, 6.0], [9.0, 10.0], [13.0, 14.0]]
 
 
 def test_a_box_in_a_stack_of_experts(tmp_path: Path) -> None:
     """Two layers of three experts in halves, as two tensor-parallel ranks write them; a box may span any of them."""
     whole = torch.arange(2 * 3 * 4 * 2.0).view(2, 3, 4, 2)
-    writer = PartsWriter(tmp_path)
+    writer = TorchDistWriter(tmp_path)
     for layer in (1, 0):
         for expert in (2, 0, 1):
             for row in (2, 0):
                 part = whole[layer : layer + 1, expert : expert + 1, row : row + 2].clone()
                 writer.tensor("a", (2, 3, 4, 2), (layer, expert, row, 0), part)
     writer.finish()
-    boxes = Boxes(tmp_path)
+    boxes = TorchDistReader(tmp_path)
     assert torch.equal(boxes.read("a", (1, 2, 1, 0), (1, 1, 2, 2)), whole[1:, 2:, 1:3])
     assert torch.equal(boxes.read("a", (0, 1, 0, 1), (2, 2, 4, 1)), whole[:, 1:, :, 1:])
     with pytest.raises(CheckpointError, match="parts of a are missing"):
@@ -634,11 +635,11 @@ def test_a_box_in_a_stack_of_experts(tmp_path: Path) -> None:
 def test_a_row_of_a_part_that_is_not_the_first(tmp_path: Path) -> None:
     """That the first part has one row, as every part of a stack has one layer, says nothing of the others."""
     whole = torch.arange(6.0).view(3, 2)
-    writer = PartsWriter(tmp_path)
+    writer = TorchDistWriter(tmp_path)
     for start, stop in ((0, 1), (1, 3)):
         writer.tensor("a", (3, 2), (start, 0), whole[start:stop].clone())
     writer.finish()
-    assert torch.equal(Boxes(tmp_path).read("a", (2, 0), (1, 2)), whole[2:])
+    assert torch.equal(TorchDistReader(tmp_path).read("a", (2, 0), (1, 2)), whole[2:])
 
 
 def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,7 +659,7 @@ def test_an_expert_is_not_looked_for_among_all(made: Make, tmp_path: Path, monke
 def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) -> None:
     """A run tells its own positions; keys that config.json cannot say are told."""
     from sft.hf.architecture import architecture, read
-    from sft.hf.convert.export import _model
+    from sft.hf.convert.export_hf import _model
 
     before = architecture(read(imported / "hf"), "config.json")
     sizes = {f"model.{key}": value for key, value in before.values.items()}
@@ -671,7 +672,7 @@ def test_model_of_the_recipe_wins_over_config(imported: Path, tmp_path: Path) ->
 
 def test_a_run_with_experts_tells_what_config_cannot_say(made: Make, tmp_path: Path) -> None:
     from sft.hf.architecture import architecture, read
-    from sft.hf.convert.export import _model
+    from sft.hf.convert.export_hf import _model
 
     source = made("mixtral")
     before = architecture(read(source), "config.json")
@@ -687,7 +688,7 @@ def test_a_run_with_experts_tells_what_config_cannot_say(made: Make, tmp_path: P
 def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:
     """Shapes do not tell how many experts a token goes to, nor what their weights are."""
     from sft.hf.architecture import architecture, read
-    from sft.hf.convert.export import _model
+    from sft.hf.convert.export_hf import _model
 
     source = made("mixtral")
     before = architecture(read(source), "config.json")

@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from sft.config import ModelConfig, MoeConfig
-from sft.hf.convert.import_ import blocks
-from sft.hf.convert.match import by_layer
+from sft.hf.convert.import_hf import blocks
+from sft.hf.convert.tensor_check import fold_by_layer
 from sft.hf.families import FAMILIES
 from sft.hf.family import Item, Part, Span
 from tests.unit.fixtures import hf
@@ -95,7 +95,7 @@ def test_experts_written_out() -> None:
 
 def test_names_are_told_by_layer() -> None:
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1, 2, 5)] + ["model.layers.7.x", "lm_head.weight"]
-    assert by_layer(names) == [
+    assert fold_by_layer(names) == [
         "lm_head.weight",
         "model.layers.*.mlp.up_proj.weight (layers 0-2, 5)",
         "model.layers.*.x (layer 7)",
@@ -106,8 +106,8 @@ def test_experts_are_told_by_layer_too() -> None:
     """Whatever their number: layers whose experts are the same ones are one line."""
     expert = "model.layers.{}.mlp.experts.{}.up_proj.weight".format
     names = [expert(layer, i) for layer in range(48) for i in range(128) if (layer, i) != (7, 3)]
-    assert by_layer(names) == [
+    assert fold_by_layer(names) == [
         "model.layers.*.mlp.experts.*.up_proj.weight (layers 0-6, 8-47; experts 0-127)",
         "model.layers.*.mlp.experts.*.up_proj.weight (layer 7; experts 0-2, 4-127)",
     ]
-    assert by_layer([expert(1, 2)]) == ["model.layers.*.mlp.experts.*.up_proj.weight (layer 1; expert 2)"]
+    assert fold_by_layer([expert(1, 2)]) == ["model.layers.*.mlp.experts.*.up_proj.weight (layer 1; expert 2)"]

@@ -30,7 +30,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io import metadata_index, safe_reader, train_state
+from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -556,7 +556,7 @@ def test_plain_values_have_names(folder: Path) -> None:
 def save_and_compare(folder: str, overrides: list[str]) -> dict[str, Any]:
     """On a rank: a whole checkpoint, read by the stock readers and by ours."""
     with scenarios.running(overrides) as engine:
-        train_state.save(engine, Path(folder), {"iteration": 2, "sft": {"state": {"step": 2}}})
+        engine_state.save(engine, Path(folder), {"iteration": 2, "sft": {"state": {"step": 2}}})
     stock = dcp.FileSystemReader(folder).read_metadata()
     ours = safe_reader.Reader(Path(folder)).read_metadata()
     places = {at: (p.relative_path, p.offset, p.length) for at, p in ours.storage_data.items()}

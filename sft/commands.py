@@ -166,11 +166,12 @@ def explain(recipe: "Recipe", key: str) -> str:
         type     a whole number of at least 1 or null; default null
         meaning  Width of a head; null means hidden_size / num_attention_heads.
     """
-    from sft.config.keys import OPEN, expected, leaves, show, unknown, values
+    from sft.config.keys import OPEN, RENAMED, expected, leaves, show, unknown, values
     from sft.recipe.load import derived
 
     current, substitutes = values(recipe.config), derived(recipe.config)
-    paragraphs = []
+    paragraphs = [f"{key} is now called {RENAMED[key]}"] if key in RENAMED else []
+    key = RENAMED.get(key, key)
     for name in (k for k in current if k == key or k.startswith(f"{key}.")):
         value = substitutes[name][0] if name in substitutes else current[name]
         info = leaves()[name if name in leaves() else OPEN]
@@ -186,9 +187,14 @@ def explain(recipe: "Recipe", key: str) -> str:
 
 
 def _recipe(arguments: Namespace) -> "Recipe":
+    """The recipe of the command line.  Rank 0 warns of keys that are given by their old names."""
     from sft.recipe.load import load_recipe
 
-    return load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if os.environ.get("RANK", "0") == "0":
+        for warning in recipe.warnings:
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    return recipe
 
 
 def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":

@@ -11,8 +11,8 @@ from sft.atomic_files import replace_text
 from sft.checkpoint import resume
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Conditions, TrainState, installed
+from sft.config.checkpoint import LOWER_IS_BETTER
 from sft.config.keys import values
-from sft.config.train import LOWER_IS_BETTER
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError

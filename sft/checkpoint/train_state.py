@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sft.config.keys import leaves
+from sft.config.keys import RENAMED, is_reported, leaves
 from sft.errors import ConfigError
-from sft.mcore.engine import StepResult
+from sft.metrics.totals import StepResult
 
 _PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformers")
-# Keys that change no number of a run, and that of a run's own folder.
-_SILENT = ("run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes")
-_SILENT_GROUPS = ("log.", "profile.", "checkpoint.", "data.cache_dir", "data.num_workers")
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 
@@ -43,11 +40,11 @@ class TrainState:
         return replace(
             self,
             step=self.step + 1,
-            num_tokens=self.num_tokens + (0 if result.is_bad else result.totals.num_tokens),
-            num_real_tokens=self.num_real_tokens + (0 if result.is_bad else result.totals.num_real_tokens),
-            num_skipped=self.num_skipped + (result.skipped and not result.is_bad),
-            num_bad=self.num_bad + result.is_bad,
-            bad_in_a_row=self.bad_in_a_row + 1 if result.is_bad else 0,
+            num_tokens=self.num_tokens + (0 if result.is_nonfinite else result.num_tokens),
+            num_real_tokens=self.num_real_tokens + (0 if result.is_nonfinite else result.num_real_tokens),
+            num_skipped=self.num_skipped + (result.skipped and not result.is_nonfinite),
+            num_bad=self.num_bad + result.is_nonfinite,
+            bad_in_a_row=self.bad_in_a_row + 1 if result.is_nonfinite else 0,
             epoch=position[0],
             batch=position[1],
             chain=chain,
@@ -105,7 +102,7 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
             f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "
             f"{', '.join(sorted(known))}."
         )
-    told = [f"{key} {how}" for key, how in recipe.items() if key not in refused and not _is_silent(key)]
+    told = [f"{key} {how}" for key, how in recipe.items() if key not in refused and is_reported(key)]
     told += [f"{key} {how}, as allowed" for key, how in refused.items() if key in allowed]
     sizes = _differences(before["layout"], now.layout)
     told += [f"{name} {how}" for name, how in sizes if f"parallel.{name}" not in recipe]
@@ -114,8 +111,9 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A key that is newer than the checkpoint had its default when there was none."""
+    """By today's names; a key that is newer than the checkpoint had its default when there was none."""
     schema = leaves()
+    before = {RENAMED.get(key, key): value for key, value in before.items()}
     newer = {key: schema[key].default for key in now if key not in before and key in schema}
     return {**newer, **before}
 
@@ -140,7 +138,3 @@ def _plain(value: Any) -> Any:
 def _shown(value: Any) -> str:
     text = "null" if value is None else str(value)
     return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text  # a digest
-
-
-def _is_silent(key: str) -> bool:
-    return key in _SILENT or key.startswith(_SILENT_GROUPS)

@@ -1,20 +1,24 @@
 """Every knob, its type, its default and what it does.
 
 Decides what a recipe may say and which single values and combinations of values are wrong by themselves.
-Does not read files (`recipe.py`), and does not know the number of GPUs (`layout.py`).
+Does not read files (sft/recipe/load.py), and does not know the number of GPUs (sft/parallel/layout.py).
 All models are frozen: nothing is ever written back into a config.
 """
-
-from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from sft.config.attention import AttentionConfig
+from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, SourceConfig
-from sft.config.logging import LogConfig, MemoryProfile, ProfileConfig, TorchProfile
+from sft.config.logging import LogConfig
+from sft.config.loss import LossConfig
 from sft.config.model import ModelConfig, MoeConfig, RopeConfig
-from sft.config.section import Conflict, Path, Positive, Section, divisors, listed, refuse
-from sft.config.train import CheckpointConfig, LossConfig, OptimConfig, ParallelConfig, TrainConfig
+from sft.config.optim import OptimConfig
+from sft.config.parallel import ParallelConfig
+from sft.config.profile import MemoryProfile, ProfileConfig, TorchProfile
+from sft.config.run import RunConfig
+from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed, refuse
+from sft.config.train import TrainConfig
 
 __all__ = [
     "AttentionConfig",
@@ -41,27 +45,6 @@ __all__ = [
 ]
 
 
-class RunConfig(Section):
-    dir: Path
-    """Folder of this run: recipe.yaml, data.json, metrics.jsonl, tensorboard/, checkpoints/.  One run, one folder."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto takes CUDA where torch sees it.  The CPU runs every parallelism, on gloo."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 keeps main parameters and gradients in fp32.  fp32 is for proofs and CPU runs."""
-    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
-    """FP8 for the products of layers, by how it is scaled (not yet run on GPUs); te only, beside precision bf16."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
-    """Seeds initial weights and the order of the data."""
-    timeout_s: Positive = 1800
-    """Seconds a rank may wait for another, also while rank 0 reads the data files once to find what was prepared."""
-    step_timeout_s: Positive | None = 1800
-    """A step, evaluation or save that takes longer hangs: every rank's stack is written down, and the run ends."""
-    exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = None
-    """Save and leave after this long; under SLURM always run.grace_s before the job's end."""
-    grace_s: Positive = 100
-    """Seconds between a signal to stop and the moment this process is ended, which a step and a save must fit in."""
-
-
 class Config(Section):
     """A whole recipe."""
 
@@ -74,18 +57,18 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     """world_size = tp * cp * pp * dp; dp is always derived, never set."""
     attention: AttentionConfig = AttentionConfig()
-    """Who computes attention."""
+    """Which backend computes attention."""
     loss: LossConfig = LossConfig()
     """How the loss is computed without ever holding the logits whole."""
     train: TrainConfig
     """How long, and how much per optimizer step."""
     optim: OptimConfig
     """AdamW and its learning-rate schedule."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """When to save, what to keep, where to go on from."""
-    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), json_schema_extra=UNREPORTED)
+    """When to save, what to keep, where to resume."""
+    log: LogConfig = Field(LogConfig(), json_schema_extra=UNREPORTED)
     """What is written while training."""
-    profile: ProfileConfig = ProfileConfig()
+    profile: ProfileConfig = Field(ProfileConfig(), json_schema_extra=UNREPORTED)
     """Where memory and time go, in chosen steps of a run; nothing is recorded unless asked for."""
 
     @property
@@ -94,7 +77,7 @@ class Config(Section):
         return self.data.cache_dir or f"{self.run.dir}/cache"
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> "Config":
+    def _sections_fit_together(self) -> "Config":
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
         no_peak = steps is not None and warmup is not None and warmup >= steps
         no_cuda = self.run.device == "cpu" and self.attention.needs_cuda

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sft.config.section import Name, Path, Positive, Section, Word, refuse
+from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word, refuse
 
 
 class SourceConfig(Section):
@@ -39,9 +39,9 @@ class DataConfig(Section):
     """Fill every pack to seq_length, so that all microbatches have one shape."""
     shuffle: bool = True
     """Draw a new order of the samples every epoch."""
-    num_workers: Positive | Literal["auto"] = "auto"
+    num_workers: Positive | Literal["auto"] = Field("auto", json_schema_extra=UNREPORTED)
     """Processes that tokenise; auto means one per core, 32 at most.  The result does not depend on it."""
-    cache_dir: Path | None = None
+    cache_dir: Path | None = Field(None, json_schema_extra=UNREPORTED)
     """Where tokenised data is kept; null means run.dir/cache."""
     plan: Path | None = None
     """Plan to follow, written by `sft data plan --write`; null makes one from the data, seed and sizes."""

@@ -16,9 +16,12 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from sft.config import Config, Section, SourceConfig, yaml
+from sft.config.section import UNREPORTED
 
 OPEN = "model.megatron"  # the one mapping whose keys are not ours
 NAMED = "data.train"  # holds groups of keys whose names are not ours, where it is not a list
+# Keys that were renamed: the old name is accepted with a warning, and means the same in a checkpoint.
+RENAMED = {"train.max_bad_steps": "train.max_nonfinite_steps"}
 # What other trainers, and earlier versions, call it.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 _ELSEWHERE = {
@@ -97,6 +100,19 @@ def values(config: Config) -> dict[str, Any]:
     return flat
 
 
+def is_reported(key: str) -> bool:
+    """Whether a resumed run reports that the value of `key` changed: not where the key or its group is UNREPORTED."""
+    group: type[Section] = Config
+    for name in key.split("."):
+        info = group.model_fields.get(name)
+        if info is None or info.json_schema_extra == UNREPORTED:
+            return info is None
+        if not (isinstance(info.annotation, type) and issubclass(info.annotation, Section)):
+            break
+        group = info.annotation
+    return True
+
+
 def takes_list(key: str) -> bool:
     """Whether the key holds a list, so that a single value means a list of one."""
     info = leaves().get(in_schema(key))
@@ -145,9 +161,9 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             words = "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
         case origin if origin is list:
             ((kind, inner),) = _alternatives(*get_args(kind))
-            one = "a path" if kind is str else _in_words(kind, inner)
-            several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {one}"
-            return (f"{one} or " if alone else "") + several + (", not empty" if bounds else "")
+            item = "a path" if kind is str else _in_words(kind, inner)
+            several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {item}"
+            return (f"{item} or " if alone else "") + several + (", not empty" if bounds else "")
         case origin if origin is dict:
             sources = get_args(kind)[1] is SourceConfig
             words = f"a mapping of names to {'groups of keys' if sources else 'such' if alone else 'values'}"
@@ -199,7 +215,7 @@ def nearest(key: str) -> str | None:
 
 
 def hint(key: str, value: Any) -> str:
-    """What would work instead of `value`, where that can be told: `  Write 50000.`, or nothing."""
+    """What would work instead of `value`, where that is known: `  Write 50000.`, or nothing."""
     info = leaves().get(in_schema(key))
     kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]

@@ -67,9 +67,9 @@ class MoeConfig(Section):
     @model_validator(mode="after")
     def _sizes_fit(self) -> "MoeConfig":
         experts, top_k = self.num_experts, self.top_k
-        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         refuse(
-            *((experts is None, name, "has no effect without model.moe.num_experts") for name in given),
+            *((experts is None, name, "has no effect without model.moe.num_experts") for name in changed),
             (experts is not None and top_k is None, "top_k", "is required with num_experts"),
             (bool(experts and top_k and top_k > experts), "top_k", f"is more than num_experts = {experts}"),
             (top_k == 1 and self.normalize_top_k, "normalize_top_k", "makes all weights 1 where top_k is 1"),

@@ -1,9 +1,9 @@
-"""What groups of keys are made of: their types, and how values that cannot be together are told."""
+"""What groups of keys are made of: their types, their marks, and how conflicting values are reported."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -12,9 +12,13 @@ Path = Annotated[str, StringConstraints(min_length=1)]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
+# Marks a field, or a group, that changes no number of a run: a resumed run does not report that it changed.
+#     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
+UNREPORTED: dict[str, JsonValue] = {"unreported": True}
+
 
 class Conflict(ValueError):
-    """Values that cannot be together, one (field, reason) per problem.  `recipe.py` adds file and line."""
+    """Values that cannot be together, one (field, reason) per problem.  `sft.recipe` adds file and line."""
 
     def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
         self.problems = tuple(problems)

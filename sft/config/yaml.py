@@ -1,7 +1,8 @@
 """YAML 1.2 in and out, the part of it that a recipe needs.
 
 Decides what a scalar means, and refuses whatever makes a value other than it looks: anchors, aliases, tags,
-several documents.  Knows nothing of what a recipe may say.
+several documents.  Knows nothing of what a recipe may say.  PyYAML parses; its own loader reads YAML 1.1 (no is false,
+010 is 8, 1e-5 is text), keeps the last of duplicate keys and drops line numbers, so its events are read here instead.
 
     1e-5 -> 1e-05    5e4 -> 50000.0    7 -> 7    true -> True    ~ -> None    "7" -> "7"
     text: no, on, off, yes, 010, 0x1F, 1_000, 1:30:00, 2024-01-01
@@ -100,9 +101,9 @@ def repeated(value: Any) -> list[str]:
     """Names that a mapping within `value` holds more than once; Python's dict would keep the last and say nothing."""
     if isinstance(value, Pairs):
         names = [name for name, _, _ in value]
-        inner = [f"{name}.{twice}" for name, _, child in value for twice in repeated(child)]
+        inner = [f"{name}.{below}" for name, _, child in value for below in repeated(child)]
         return [name for i, name in enumerate(names) if name in names[:i]] + inner
-    return [twice for child in value for twice in repeated(child)] if isinstance(value, list) else []
+    return [name for child in value for name in repeated(child)] if isinstance(value, list) else []
 
 
 def write(value: Any) -> str:

@@ -6,11 +6,12 @@ Decides the numbers, and which widths fit.  How many ranks there are, and whethe
 
 from collections.abc import Iterator
 from math import lcm
-from typing import TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeVar
 
 from sft.config import Config, divisors
+
+if TYPE_CHECKING:
+    import numpy as np  # a mistake in a recipe is reported before numpy is imported
 
 # Tokens of one rank, as its layers keep them, by run.fp8.  From Transformer Engine's sources, 2.18 to 2.20.
 #   delayed, tensorwise   16: cuBLASLt's products; tokens are the inner dimension of a weight's gradient
@@ -21,7 +22,7 @@ FP8_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8
 # Rows and columns of a rank's part of a weight.  blockwise: 16 on Hopper; Blackwell computes it by way of mxfp8.
 FP8_WIDTHS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 32, "mxfp8": 32}
 
-Lengths = TypeVar("Lengths", int, np.ndarray)
+Lengths = TypeVar("Lengths", int, "np.ndarray")
 
 
 def aligned(length: Lengths, doc_multiple: int) -> Lengths:

@@ -1,7 +1,7 @@
 """Text -> Config: a YAML file and dotted overrides, every mistake reported at once with file and line.
 
-Decides how a recipe is put together and how a mistake in it is told.  How a value is spelled is `yaml.py`,
-what a recipe may say is `config/`.
+Decides how a recipe is put together and how a mistake in it is reported.  sft/config/yaml.py decides how a value is
+spelled, sft/config/ what a recipe may say.
 
 Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
 typed, relative to the current directory, wherever the recipe lies.
@@ -21,6 +21,7 @@ from sft.config import Config, Conflict, listed, yaml
 from sft.config.keys import (
     NAMED,
     OPEN,
+    RENAMED,
     expected,
     hint,
     in_schema,
@@ -37,7 +38,7 @@ from sft.config.keys import (
 )
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError
-from sft.hf.keys import model_keys
+from sft.hf.model_keys import model_keys
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _MAX_BYTES = 1 << 20  # a recipe is a page; more than this is a data file given by mistake
@@ -50,7 +51,7 @@ class Origin:
     kind: Literal["file", "command line", "default", "derived"]
     file: str | None = None
     line: int | None = None
-    text: str | None = None  # the override as typed, or what the value is derived from
+    text: str | None = None  # the override as the user wrote it, or what the value is derived from
 
     def __str__(self) -> str:
         if self.kind == "file":
@@ -65,12 +66,13 @@ class Recipe:
     config: Config
     origins: Mapping[str, Origin]
     path: str
+    warnings: tuple[str, ...] = ()  # one line for each key that is given by its old name
 
     @property
     def arguments(self) -> str:
-        """What a shell would be told to get this recipe again: `a.yaml parallel.cp=4`."""
-        typed = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
-        return shlex.join([self.path, *dict.fromkeys(typed)])
+        """The arguments that give this recipe again, as for a shell: `a.yaml parallel.cp=4`."""
+        overrides = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
+        return shlex.join([self.path, *dict.fromkeys(overrides)])
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -98,26 +100,26 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
     draft.take_architecture()
     config = draft.validate()
     origins = {key: Origin("default") for key in leaves() if not named(key)} | draft.origins
-    for key, (_, how) in derived(config).items():
+    for key, (_, source) in derived(config).items():
         if origins[key].kind == "default":
-            origins[key] = Origin("derived", text=how)
-    return Recipe(config=config, origins=origins, path=path)
+            origins[key] = Origin("derived", text=source)
+    return Recipe(config=config, origins=origins, path=path, warnings=tuple(draft.warnings()))
 
 
 def derived(config: Config) -> dict[str, tuple[Any, str]]:
     """What a null stands for: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
-    found: dict[str, tuple[Any, str]] = {}
+    values_and_sources: dict[str, tuple[Any, str]] = {}
     if config.model.num_query_groups is None:
-        found["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
+        values_and_sources["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
     if config.model.head_dim is None:
-        found["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
+        values_and_sources["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
     if config.data.cache_dir is None:
-        found["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
-    return found
+        values_and_sources["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
+    return values_and_sources
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments say whence.
+    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments give the origins.
 
     parallel:
       tp: 1  # default
@@ -143,9 +145,9 @@ def _read(path: str) -> str:
             raise ConfigError(f"recipe {path} is larger than 1 MiB; data goes into data.train=FILE.")
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        beside = sorted(str(f) for f in file.parent.glob("*.yaml"))
-        close = difflib.get_close_matches(path, beside, n=1, cutoff=0.5)
-        advice = f"Did you mean {close[0]}?" if close else f"Recipes beside it: {', '.join(beside) or 'none'}."
+        neighbours = sorted(str(f) for f in file.parent.glob("*.yaml"))
+        close = difflib.get_close_matches(path, neighbours, n=1, cutoff=0.5)
+        advice = f"Did you mean {close[0]}?" if close else f"Recipes beside it: {', '.join(neighbours) or 'none'}."
         raise ConfigError(f"recipe {path} does not exist.  {advice}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"recipe {path} is not UTF-8 from byte {error.start} on.  Save it as UTF-8.") from None
@@ -159,30 +161,32 @@ def _one_line(text: str) -> str:
 
 @dataclass
 class _Draft:
-    """Values on their way to a Config, and all that was found wrong with them."""
+    """Values on their way to a Config, and all problems found in them."""
 
     path: str
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[tuple[Origin, str]] = field(default_factory=list)
     meant: set[str] = field(default_factory=set)  # suggested for an unknown key: not "missing" as well
+    names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # of a renamed key: those it is given by
 
     def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
         """Add what stands below `prefix`."""
         first: dict[str, int] = {}
         for name, line, value in pairs:
-            key, origin = prefix + name, origin_of(line)
+            origin = origin_of(line)
+            key = self._current_name(prefix + name, origin)
             if name in first:
-                what = f"{key} is given twice ({origin}; first in line {first[name]}).  Keep one."
-                self.problems.append((origin, what))
+                problem = f"{key} is given twice ({origin}; first in line {first[name]}).  Keep one."
+                self.problems.append((origin, problem))
                 continue
             first[name] = line
             if key == NAMED:
                 self._forget_sources()
             if prefix == f"{NAMED}." and not _NAME.fullmatch(name):
-                what = f"{show(name)} ({origin}) cannot name a source of {NAMED}; use letters, digits, - and _."
+                problem = f"{show(name)} ({origin}) cannot name a source of {NAMED}; use letters, digits, - and _."
                 self.meant.add(NAMED)
-                self.problems.append((origin, what))
+                self.problems.append((origin, problem))
             elif key in sections() or key == OPEN or is_source(key) or (key == NAMED and isinstance(value, Pairs)):
                 if key == NAMED or is_source(key):
                     self.origins[key] = origin
@@ -190,21 +194,43 @@ class _Draft:
                     self.take(f"{key}.", value, origin_of)
                 elif value is not None or is_source(key):
                     self.meant.add(NAMED)
-                    what = f"{key} = {show(yaml.plain(value))} ({origin}); expected a group of keys.  {keys_of(key)}"
-                    self.problems.append((origin, what))
+                    problem = f"{key} = {show(yaml.plain(value))} ({origin}); expected a group of keys.  {keys_of(key)}"
+                    self.problems.append((origin, problem))
             elif named(key) and isinstance(self.values.get(NAMED), list):
-                what = f"{key} ({origin}): {NAMED} is a list of files ({self.origins[NAMED]}), without named sources."
-                self.problems.append((origin, what))
+                problem = (
+                    f"{key} ({origin}): {NAMED} is a list of files ({self.origins[NAMED]}), without named sources."
+                )
+                self.problems.append((origin, problem))
             elif in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
                 listable = takes_list(key) and isinstance(value, str)
                 self.values[key] = [value] if listable else yaml.plain(value)
                 self.origins[key] = origin
-                for twice in yaml.repeated(value):
-                    what = f"{key}.{twice} is given twice ({origin}).  Keep one."
-                    self.problems.append((origin, what))
+                for repeated in yaml.repeated(value):
+                    problem = f"{key}.{repeated} is given twice ({origin}).  Keep one."
+                    self.problems.append((origin, problem))
             else:
                 self.meant |= {nearest(key) or ""}
                 self.problems.append((origin, unknown(key, str(origin))))
+
+    def _current_name(self, name: str, origin: Origin) -> str:
+        """What the key `name` is called today.  Notes a problem where it is given by its old and its new name."""
+        key = RENAMED.get(name, name)
+        if key in RENAMED.values():
+            origins = self.names.setdefault(key, {})
+            origins[name] = origin
+            if len(origins) > 1:
+                both = " and ".join(f"{name} ({where})" for name, where in origins.items())
+                self.problems.append((origin, f"{both} are one key, now called {key}.  Keep {key} alone."))
+        return key
+
+    def warnings(self) -> list[str]:
+        """train.max_bad_steps (a.yaml, line 12) is now called train.max_nonfinite_steps; the old name still works"""
+        return [
+            f"{name} ({origin}) is now called {key}; the old name still works"
+            for key, origins in self.names.items()
+            for name, origin in origins.items()
+            if name != key
+        ]
 
     def _forget_sources(self) -> None:
         """All that is known of NAMED, by whichever of its two forms: it is given anew."""
@@ -218,8 +244,8 @@ class _Draft:
         key, equals, text = override.partition("=")
         group, dot, name = key.rpartition(".")
         if not equals or not text:
-            what = f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none."
-            self.problems.append((origin, what))
+            problem = f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none."
+            self.problems.append((origin, problem))
         elif group and group not in sections() and group not in (OPEN, NAMED) and not is_source(group):
             self.problems.append((origin, unknown(key, str(origin))))
         else:
@@ -231,27 +257,27 @@ class _Draft:
                 self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
 
     def take_architecture(self) -> None:
-        """What the config.json of model.hf says, under what was typed: positions may differ, the rest has to agree."""
+        """Add what the config.json of model.hf says.  A recipe may differ from it in rotary positions only."""
         if not isinstance(folder := self.values.get("model.hf"), str):
             return
         try:
-            given = model_keys(folder)
+            architecture = model_keys(folder)
         except ConfigError as wrong:
             self.meant.add("model")
             self.problems.append(
                 (self.origins["model.hf"], f"model.hf = {folder} ({self.origins['model.hf']}): {wrong}")
             )
             return
-        kind = self.values.get("model.rope.scaling", given["model.rope.scaling"][0])
-        for key, (value, where) in given.items():
-            typed, is_position = self.values.get(key), key.startswith("model.rope.")
-            if is_position and key != "model.rope.base" and kind != given["model.rope.scaling"][0]:
+        kind = self.values.get("model.rope.scaling", architecture["model.rope.scaling"][0])
+        for key, (value, where) in architecture.items():
+            own, is_position = self.values.get(key), key.startswith("model.rope.")
+            if is_position and key != "model.rope.base" and kind != architecture["model.rope.scaling"][0]:
                 continue  # numbers of another scaling
-            if typed is None and not (is_position and key in self.values):
+            if own is None and not (is_position and key in self.values):
                 self.values[key], self.origins[key] = value, Origin("derived", text=where)
-            elif not is_position and typed != value:
-                what = f"{key} = {show(typed)} ({self.origins[key]}), and {show(value)} in {where}.  Leave it out."
-                self.problems.append((self.origins[key], what))
+            elif not is_position and own != value:
+                problem = f"{key} = {show(own)} ({self.origins[key]}), and {show(value)} in {where}.  Leave it out."
+                self.problems.append((self.origins[key], problem))
 
     def validate(self) -> Config:
         """The Config, or one ConfigError: by line, then the command line, then what is missing."""
@@ -269,8 +295,8 @@ class _Draft:
                 self.refuse(error["type"], error["loc"], error.get("ctx", {}).get("error"))
         if not self.problems:
             return config
-        place = ("file", "command line", "default", "derived")
-        ordered = sorted(self.problems, key=lambda p: (place.index(p[0].kind), p[0].line or 0))
+        kinds = ("file", "command line", "default", "derived")
+        ordered = sorted(self.problems, key=lambda p: (kinds.index(p[0].kind), p[0].line or 0))
         raise ConfigError(listed(list(dict.fromkeys(text for _, text in ordered))))
 
     def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
@@ -291,8 +317,8 @@ class _Draft:
             self.refuse_value(key, f"; expected {expected(key)}.{hint(key, self.values[key])}")
         elif not self.meant & {key, key.rpartition(".")[0]}:
             about = leaves()[in_schema(key)].description
-            what = f"{key} is missing from {self.path}; expected {expected(key)}.  {about}"
-            self.problems.append((Origin("default"), what))
+            problem = f"{key} is missing from {self.path}; expected {expected(key)}.  {about}"
+            self.problems.append((Origin("default"), problem))
 
     def refuse_value(self, key: str, why: str) -> None:
         source = self.origins.get(key.rpartition(".")[0]) if named(key) else None

@@ -13,12 +13,12 @@ from sft.metrics.loss_spikes import LossSpikes
 
 
 class StepNumbers(Protocol):
-    """What is looked at.  `is_bad`: the loss or the gradient norm is not finite."""
+    """What is looked at.  `is_nonfinite`: the loss or the gradient norm is not finite."""
 
     @property
-    def is_bad(self) -> bool: ...
+    def is_nonfinite(self) -> bool: ...
     @property
-    def mean_loss(self) -> float | None: ...
+    def lm_loss(self) -> float | None: ...
     @property
     def grad_norm(self) -> float: ...
 
@@ -27,35 +27,35 @@ class StepCheck:
     """The checks of one run."""
 
     def __init__(self, config: TrainConfig, console: Console) -> None:
-        self._max_bad_steps, self._console = config.max_bad_steps, console
+        self._max_nonfinite_steps, self._console = config.max_nonfinite_steps, console
         self._spikes = LossSpikes()
 
     def allows(self, step: int, numbers: StepNumbers, bad_in_a_row: int) -> bool:
         """Whether training may go on after `step`; says what it found.
 
-        False after train.max_bad_steps non-finite steps in a row and one more: then `refusal` is to be raised.
+        False after train.max_nonfinite_steps non-finite steps in a row and one more: then `refusal` is to be raised.
         """
-        if not numbers.is_bad:
-            spike = None if numbers.mean_loss is None else self._spikes.look(numbers.mean_loss)
+        if not numbers.is_nonfinite:
+            spike = None if numbers.lm_loss is None else self._spikes.check(numbers.lm_loss)
             if spike is not None:
                 self._console.say(f"WARNING: loss spike in step {step}: {spike}")
             return True
-        if bad_in_a_row > self._max_bad_steps:
+        if bad_in_a_row > self._max_nonfinite_steps:
             return False
         self._console.say(
             f"WARNING: {_numbers(step, numbers)}: nothing was updated, the step is skipped "
-            f"({bad_in_a_row} in a row of at most {self._max_bad_steps})"
+            f"({bad_in_a_row} in a row of at most {self._max_nonfinite_steps})"
         )
         return True
 
     def refusal(self, step: int, numbers: StepNumbers, bad_in_a_row: int, dumped: Path) -> TrainingError:
         """Why training ends after `step`; `dumped` is the folder that `nonfinite_dump.write` made."""
         return TrainingError(
-            f"{_numbers(step, numbers)}, after {bad_in_a_row - 1} such steps before it (train.max_bad_steps).  Nothing "
+            f"{_numbers(step, numbers)}, after {bad_in_a_row - 1} such steps before it (train.max_nonfinite_steps).  Nothing "
             f"of it was saved.  Its samples and every rank's losses are in {dumped}.  A lower optim.lr may help, from a "
             f"checkpoint before the first bad step: checkpoint.resume=PATH with another run.dir."
         )
 
 
 def _numbers(step: int, numbers: StepNumbers) -> str:
-    return f"step {step}: lm loss {numbers.mean_loss:.4f}, gradient norm {numbers.grad_norm}"
+    return f"step {step}: lm loss {numbers.lm_loss:.4f}, gradient norm {numbers.grad_norm}"

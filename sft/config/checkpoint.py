@@ -1,0 +1,52 @@
+"""Keys of checkpoints: when to save, what to keep, where to resume."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sft.config.section import Path, Positive, Section, refuse
+
+# Metrics of held-out sets that `checkpoint.keep_best` may name, and whether less is better.
+LOWER_IS_BETTER = {"lm loss": True, "sample loss": True, "perplexity/avg": True, "token accuracy": False}
+
+
+class CheckpointConfig(Section):
+    resume: Path = "auto"
+    """auto resumes from the newest checkpoint of the run, must requires one, never starts anew; or a folder."""
+    verify: Literal["off", "size", "full"] = "full"
+    """What is compared with the manifest before a checkpoint is loaded: nothing, sizes, or every byte (SHA-256)."""
+    allow_changes: list[str] = []
+    """Keys that may differ from the run that wrote the checkpoint although that makes another run: [run.seed, data]."""
+    save_every: Positive | None = None
+    """Steps between checkpoints; null means only after the last step."""
+    save_every_minutes: Annotated[float, Field(gt=0.0)] | None = None
+    """Also after the first step that ends this long after the last save."""
+    save_last: bool = True
+    """Save after the last step."""
+    async_save: bool = False
+    """Training waits for a copy in memory only, and goes on while that is written; needs the memory for it."""
+    keep_last: Annotated[int, Field(ge=2)] | None = None
+    """Checkpoints kept, at least 2 (the newest may turn out damaged); null keeps all."""
+    keep_every: Positive | None = None
+    """Checkpoints of the multiples of this many steps stay whatever keep_last says."""
+    keep_best: str | None = None
+    """The best one stays too: SET/METRIC such as eval/lm loss, of a held-out set evaluated when it was saved."""
+
+    @property
+    def best(self) -> tuple[str, str] | None:
+        """(held-out set, metric) of keep_best."""
+        if self.keep_best is None:
+            return None
+        name, _, metric = self.keep_best.partition("/")
+        return name, metric
+
+    @model_validator(mode="after")
+    def _keeping_is_possible(self) -> "CheckpointConfig":
+        useless = self.keep_last is None and (self.keep_every is not None or self.keep_best is not None)
+        kept = "keep_every" if self.keep_every is not None else "keep_best"
+        unknown = self.best is not None and self.best[1] not in LOWER_IS_BETTER
+        refuse(
+            (useless, kept, "has no effect while keep_last is null, which keeps all; set keep_last, 2 or more"),
+            (unknown, "keep_best", f"is not SET/METRIC with a metric of {', '.join(LOWER_IS_BETTER)}"),
+        )
+        return self

@@ -1,0 +1,54 @@
+"""Keys of the layout: how many ranks each kind of parallelism takes."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from sft.config.section import Positive, Section, divisors, refuse
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    """Tensor-parallel size."""
+    cp: Positive = 1
+    """Context-parallel size: every document is spread over this many ranks (zigzag)."""
+    pp: Positive = 1
+    """Pipeline-parallel size."""
+    ep: Positive = 1
+    """Expert-parallel size: experts are spread over this many of the tp x cp x dp ranks of a pipeline stage."""
+    etp: Positive = 1
+    """Expert-tensor-parallel size: each expert is split over this many ranks."""
+    virtual_stages: Positive = 1
+    """Model chunks per pipeline rank (interleaved schedule); needs pp > 1."""
+    sequence_parallel: bool = True
+    """With tp > 1: norms and residuals are split over tp along tokens.  No effect with tp = 1."""
+    distributed_optimizer: bool = True
+    """Shard optimizer states over dp x cp, those of an expert over the ranks that hold it."""
+    overlap: bool = True
+    """Overlap gradient reduction with compute (CUDA only)."""
+    cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How Transformer Engine moves keys and values over cp (not yet run on GPUs); portable always all-gathers."""
+    cp_a2a: Positive | None = None
+    """With a2a+p2p: how many neighbouring cp ranks exchange heads (a2a); between such groups goes the ring (p2p)."""
+
+    @model_validator(mode="after")
+    def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
+        flat = self.virtual_stages > 1 and self.pp == 1
+        refuse((flat, "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"))
+        return self
+
+    @model_validator(mode="after")
+    def _two_levels_need_two_sizes(self) -> "ParallelConfig":
+        two, size = self.cp_comm == "a2a+p2p", self.cp_a2a
+        fitting = [size for size in divisors(self.cp) if 1 < size < self.cp]
+        choices = f"sizes that fit: {', '.join(map(str, fitting))}" if fitting else "none fits; use p2p or a2a"
+        refuse(
+            (two and size is None, "cp_a2a", f"is needed with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"),
+            (not two and size is not None, "cp_a2a", f"is for cp_comm = a2a+p2p; got {self.cp_comm}.  Use null"),
+            (
+                two and size is not None and size not in fitting,
+                "cp_a2a",
+                f"must divide cp = {self.cp} into two factors above 1, and {size} does not; {choices}",
+            ),
+        )
+        return self

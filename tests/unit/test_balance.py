@@ -176,4 +176,4 @@ def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_epoch(of, capacity=32768, doc_multiple=32, seed=0, epoch=0, shuffle=True)
     assign(plan.batch(0, 256), of, dp=32, seq_length=32768, doc_multiple=32, crossover=15400.0)
     # The last exchange of each may go through all partners and pairs.
-    assert 0 < count <= 2 * balance.SPLITS[0] + balance.SPLITS[1] + 3 * balance.PARTNERS * balance.PAIRS
+    assert 0 < count <= 3 * balance.MAX_SPLITS + 3 * balance.NUM_PARTNERS * balance.NUM_PAIRS

@@ -1,0 +1,118 @@
+"""Splits the sequences of two packs into two packs anew, so that the first one costs about a wanted amount.
+
+`balance.py` decides which two packs and which amount.  The sequences of both packs form one pool, longest first:
+
+    long    the 10 longest: every way to share them out is tried, at most 1,024
+    middle  the rest but the short ones: as many from their shorter end as the first pack needs
+    short   the 24 shortest: those whose sizes fill the first pack exactly, by a subset sum
+
+Sequences are numbered from the longest on.  Sizes are in units of doc_multiple tokens, so the sums are small integers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+NUM_LONG, NUM_SHORT = 10, 24
+
+
+class _Targets(NamedTuple):
+    """For every way to share out the long sequences, int64 [ways]: how many middle ones join the first pack, and what
+    the short ones that join add up to."""
+
+    num_middle: np.ndarray
+    short_size: np.ndarray
+    error: np.ndarray  # of the first pack's cost; the largest int64 where the packs would not hold their sequences
+
+
+class PairSplitter:
+    """Splits pairs of packs of one batch.
+
+    sizes, costs  int64 [n] of each sequence of the batch
+    limit         the largest size of a pack
+    """
+
+    def __init__(self, sizes: np.ndarray, costs: np.ndarray, limit: int) -> None:
+        self._sizes, self._costs, self._limit = sizes, costs, limit
+        self._ways = np.arange(1 << NUM_LONG)[:, None] >> np.arange(NUM_LONG) & 1  # [ways, long sequences]
+        self.num_splits = 0  # so far; the caller bounds them
+
+    def split(self, first: list[int], second: list[int], wanted_cost: int) -> tuple[list[int], list[int]] | None:
+        """The sequences of both packs in two packs, the first of about `wanted_cost`; None where they do not fit.
+
+        sizes = costs 4 3 2 1, limit 6, packs [0, 1] and [2, 3]: wanted 5 -> [1, 2] and [0, 3]
+        """
+        self.num_splits += 1
+        pool = sorted(first + second)
+        long, rest = pool[:NUM_LONG], pool[: NUM_LONG - 1 : -1]  # the rest from the shortest on
+        short, middle = rest[:NUM_SHORT], rest[NUM_SHORT:]
+        reachable = self._reachable_sizes(short)
+        targets = self._targets(long, rest, reachable[-1], wanted_cost)
+        way = int(targets.error.argmin())
+        if targets.error[way] == np.iinfo(np.int64).max:
+            return None
+        chosen = {sequence for bit, sequence in enumerate(long) if way >> bit & 1}
+        chosen |= set(middle[: int(targets.num_middle[way])])
+        chosen |= self._subset(short, reachable, int(targets.short_size[way]))
+        return [i for i in pool if i in chosen], [i for i in pool if i not in chosen]
+
+    def _targets(self, long: list[int], rest: list[int], reachable: int, wanted_cost: int) -> _Targets:
+        """Which middle and short sequences each way needs; costs of short ones are those of the shortest first."""
+        ways = self._ways[: 1 << len(long), : len(long)]
+        long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
+        pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())
+        most = self._limit - long_size  # that the rest may add to the first pack, so that it fits
+        least = np.maximum(pool_size - self._limit - long_size, 0)  # so that the second one fits
+        sizes, costs = _prefix_sums(self._sizes[rest]), _prefix_sums(self._costs[rest])
+        num_short = min(len(rest), NUM_SHORT)
+        all_short = sizes[num_short]
+        middle_sizes, middle_costs = sizes[num_short:] - all_short, costs[num_short:] - costs[num_short]
+
+        aim = sizes[np.minimum(np.searchsorted(costs, wanted_cost - long_cost), len(rest))]
+        aim = np.minimum(np.maximum(aim, least), np.maximum(most, 0))
+        num_middle = np.maximum(np.searchsorted(middle_sizes, aim - all_short // 2, side="right") - 1, 0)
+        from_middle = middle_sizes[num_middle]
+        below, above = _nearest_set_bits(reachable)
+        short_size = np.clip(aim - from_middle, 0, all_short)
+        short_size = np.where(below[short_size] >= least - from_middle, below[short_size], above[short_size])
+        fits = (short_size >= least - from_middle) & (short_size <= most - from_middle)
+        short_cost = costs[np.searchsorted(sizes, short_size)]
+        error = np.abs(long_cost + middle_costs[num_middle] + short_cost - wanted_cost)
+        return _Targets(num_middle, short_size, np.where(fits, error, np.iinfo(np.int64).max))
+
+    def _reachable_sizes(self, short: list[int]) -> list[int]:
+        """For the first 0, 1, 2, ... short sequences the sums that subsets of them have, as the bits of an integer.
+
+        sizes 2 and 3 -> 0b1, 0b101, 0b101101: the subsets of both add up to 0, 2, 3 or 5
+        """
+        reachable = [1]
+        for sequence in short:
+            reachable.append(reachable[-1] | reachable[-1] << int(self._sizes[sequence]))
+        return reachable
+
+    def _subset(self, short: list[int], reachable: list[int], size: int) -> set[int]:
+        """Short sequences that add up to `size`, which is reachable: a sequence joins where the ones before cannot."""
+        chosen = set()
+        for sequence, without in zip(reversed(short), reversed(reachable[:-1]), strict=True):
+            if not without >> size & 1:
+                chosen.add(sequence)
+                size -= int(self._sizes[sequence])
+        return chosen
+
+
+def _prefix_sums(values: np.ndarray) -> np.ndarray:
+    """[2, 3] -> [0, 2, 5]"""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values, dtype=np.int64)])
+
+
+def _nearest_set_bits(bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every position up to the highest set bit: the next set bit at or below it, and at or above it.
+
+    0b100101 -> [0, 0, 2, 2, 2, 5], [0, 2, 2, 5, 5, 5]
+    """
+    count = bits.bit_length()
+    as_bytes = np.frombuffer(bits.to_bytes(count // 8 + 1, "little"), dtype=np.uint8)
+    positions = np.flatnonzero(np.unpackbits(as_bytes, bitorder="little"))
+    numbers = np.arange(count)
+    below = positions[np.searchsorted(positions, numbers, side="right") - 1]
+    return below, positions[np.searchsorted(positions, numbers)]

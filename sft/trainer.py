@@ -16,11 +16,13 @@ from sft.config.keys import values
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
-from sft.flops import describe_parameters, num_parameters
+from sft.flops import describe_parameters
 from sft.mcore import device, process_groups
-from sft.mcore.engine import Engine, StepResult
-from sft.metrics.records import Record, eval_record, train_record
-from sft.metrics.writers import Metrics, open_on_rank0
+from sft.mcore.engine import Engine
+from sft.metrics.log import MetricsLog
+from sft.metrics.records import Record
+from sft.metrics.row import RunFacts
+from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.load import Recipe, dump
@@ -130,25 +132,15 @@ class Trainer:
     def _train_step(self, step: int, batch: GlobalBatch, *, waited_s: float) -> StepResult:
         self.lifecycle.phase(f"step {step + 1}: forward, backward and update")
         result = self.engine.train_step(batch.microbatches, sources=self.data.train.sources, data_wait_s=waited_s)
-        assert result.totals.num_documents == len(batch.samples), (result.totals.num_documents, batch.samples)
+        assert result.num_documents == len(batch.samples), (result.num_documents, batch.samples)
         return result
 
     def _log(
-        self, state: TrainState, batch: GlobalBatch, result: StepResult, metrics: Metrics, samples: SampleLog | None
+        self, state: TrainState, batch: GlobalBatch, result: StepResult, metrics: MetricsLog, samples: SampleLog | None
     ) -> None:
         if samples is not None:
             samples.write(state.step, *batch.position, batch.samples, state.chain)
-        metrics.train(
-            train_record(
-                state.step,
-                result,
-                self.layout,
-                self.config,
-                schema=self.engine.schema(self.data.train.sources),
-                vocab_size=self.engine.vocab_size,
-                seconds=self.lifecycle.step_s,
-            )
-        )
+        metrics.train(state.step, result, seconds=self.lifecycle.step_s)
 
     def _check(self, state: TrainState, batch: GlobalBatch, result: StepResult) -> None:
         """Raises TrainingError after too many non-finite steps in a row."""
@@ -164,26 +156,17 @@ class Trainer:
         )
         raise self.check.refusal(state.step, result, state.bad_in_a_row, dumped)
 
-    def _evaluate(self, state: TrainState, metrics: Metrics) -> tuple[TrainState, dict[str, Record]]:
+    def _evaluate(self, state: TrainState, metrics: MetricsLog) -> tuple[TrainState, dict[str, Record]]:
         """The records of the held-out sets, where an evaluation is due after this step and was not done yet."""
         if not self.evaluator.is_due(state.step) or state.evaluated == state.step:
             return state, {}
-        found = self.evaluator.run(state.step)
-        if found is None:
+        held_out = self.evaluator.run(state.step)
+        if held_out is None:
             return state, {}
         records = {
-            held_out.name: eval_record(
-                state.step,
-                held_out.totals,
-                self.config,
-                set_name=held_out.name,
-                schema=self.engine.schema(held_out.sources),
-                seconds=held_out.seconds,
-            )
-            for held_out in found
+            evaluated.name: metrics.evaluation(state.step, evaluated.name, evaluated.totals, seconds=evaluated.seconds)
+            for evaluated in held_out
         }
-        for record in records.values():
-            metrics.eval(record)
         return replace(state, evaluated=state.step), records
 
     def _judge(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
@@ -232,16 +215,18 @@ class Trainer:
         except OSError as error:
             raise ConfigError(f"run.dir = {self.folder} cannot be written: {error}.") from error
 
-    def _open_metrics(self, state: TrainState) -> Metrics:
-        writers = open_on_rank0(
-            self.folder, self.config, state.step, self.console, is_evaluated=state.evaluated == state.step
+    def _open_metrics(self, state: TrainState) -> MetricsLog:
+        """Collective."""
+        model, vocab_size = self.config.model, self.engine.vocab_size
+        metrics = MetricsLog.open(
+            self.folder,
+            self.console,
+            RunFacts.of(self.config, self.layout, vocab_size),
+            step=state.step,
+            num_steps=self.num_steps,
+            is_evaluated=state.evaluated == state.step,
         )
-        every, model, rows = self.config.log.every, self.config.model, self.engine.vocab_size
-        metrics = Metrics(writers, self.console, step=state.step, num_steps=self.num_steps, every=every)
-        self.console.say(
-            f"parameters {describe_parameters(model, rows)} | attention {self.engine.backend} | steps {self.num_steps:,}"
-        )
-        metrics.start(
-            {"parameters": num_parameters(model, rows), "num-steps": self.num_steps, "layout": self.layout.sizes}
-        )
+        parameters = describe_parameters(model, vocab_size)
+        self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
+        metrics.start()
         return metrics

@@ -7,7 +7,7 @@ else divides.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,54 +23,14 @@ from sft.flops import train_flops
 from sft.mcore import device, experts, model
 from sft.mcore.activations.offload import HostMemory
 from sft.mcore.activations.saved_tensors import Saving
-from sft.mcore.attention import backend, portable, rope
-from sft.mcore.attention.portable import PackedDocuments
-from sft.mcore.attention.rope import Rotation
-from sft.mcore.experts import Balance
-from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
+from sft.mcore.attention.selection import choose
+from sft.mcore.loss import LossTerms, Targets, VocabShard, lm_loss, token_statistics
 from sft.mcore.optimizer import build
 from sft.mcore.process_groups import ProcessGroups
-from sft.metrics.accumulator import Accumulator, Place, Schema, Totals
+from sft.metrics.accumulator import Accumulator, Breakdown, Contribution
+from sft.metrics.kinds import SupervisedTokens
+from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.layout import Layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    totals: Totals
-    grad_norm: float  # before clipping, of the mean loss
-    learning_rate: float
-    skipped: bool  # nothing was updated: no supervised token in the whole global batch, or is_bad
-    balance: Balance | None = None  # of experts; None in a dense model
-
-    @property
-    def mean_loss(self) -> float | None:
-        """The loss of the step; None without a supervised token."""
-        return self.totals.loss / self.totals.denominator if self.totals.num_tokens else None
-
-    @property
-    def is_bad(self) -> bool:
-        """The loss or a gradient is not a number.  The same on all ranks."""
-        return not (math.isfinite(self.totals.loss) and math.isfinite(self.grad_norm))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """Of one microbatch, on the device until the step is over: a GPU is not waited for in between."""
-
-    objective: Tensor
-    rows: RowStatistics
-
-    def on_cpu(self) -> dict[str, Any]:
-        """Arguments of `Accumulator.tokens`."""
-        rows = self.rows
-        return {
-            "objective": self.objective.item(),
-            "logprob": rows.logprob.cpu().numpy(),
-            "entropy": None if rows.entropy is None else rows.entropy.cpu().numpy(),
-            "correct": rows.correct.cpu().numpy(),
-        }
 
 
 class Engine:
@@ -80,9 +40,8 @@ class Engine:
         self, config: Config, layout: Layout, groups: ProcessGroups, *, vocab_size: int, num_steps: int
     ) -> None:
         self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
-        self.backend = backend.choose(config, groups.device.type)
-        self.chunks = model.build(config, layout, groups, vocab_size, self.backend.name)
-        self._inv_freq = rope.frequencies(config.model.rope, config.model.resolved_head_dim).to(groups.device)
+        self.backend = choose(config, groups.device.type)
+        self.chunks = model.build(config, layout, groups, vocab_size, self.backend)
         self._saving = self._how_to_save()
         self.optimizer = build.build_optimizer(config, self.chunks)
         self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
@@ -90,7 +49,9 @@ class Engine:
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
         self._denominator = 0.0  # of the global batch of this step
-        self.local_losses: list[float] = []  # sums of this rank's last microbatches; for looking into a bad step
+        self.local_losses: list[float] = (
+            []
+        )  # of this rank's last microbatches, summed over tokens; for the dump of a non-finite step
 
     def train_step(
         self,
@@ -101,7 +62,7 @@ class Engine:
     ) -> StepResult:
         """One update over the `num_microbatches` microbatches of this data-parallel rank.
 
-        sources      names of the data files, for the loss of each; none: not told apart
+        sources      names of the data files, for the loss of each; none: no loss by source
         data_wait_s  how long this rank waited for the microbatches
         """
         for chunk in self.chunks:
@@ -113,14 +74,15 @@ class Engine:
         if totals.num_tokens == 0:
             grad_norm = 0.0
         else:
-            grad_norm = build.update(self.optimizer, self.groups.device) if math.isfinite(totals.loss) else math.nan
+            finite = math.isfinite(totals.objective)
+            grad_norm = build.update(self.optimizer, self.groups.device) if finite else math.nan
         skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
         return StepResult(
-            totals=totals,
+            **vars(totals),
             grad_norm=grad_norm,
             learning_rate=self._learning_rate(),
             skipped=skipped,
-            balance=self._balance(),
+            experts=self._expert_load(),
         )
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
@@ -129,10 +91,6 @@ class Engine:
             chunk.eval()
         with torch.no_grad():
             return self._run(microbatches, sources, forward_only=True)
-
-    def schema(self, sources: Sequence[str]) -> Schema:
-        """What is counted apart of data from files of these names."""
-        return Schema(position_edges=tuple(self.config.log.position_edges), sources=tuple(sources))
 
     def token_losses(self, microbatch: Microbatch) -> Tensor | None:
         """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
@@ -163,15 +121,19 @@ class Engine:
         denominators = [self._denominator_of(mb) for mb in microbatches]
         if not forward_only:
             self._begin(microbatches, sum(denominators))
-        local: list[_Seen] = self._schedule(microbatches, self._loss, forward_only=forward_only)
+        # Of each microbatch on the last pipeline stage, of none elsewhere.  They stay on the device until all are done,
+        # so that the host does not wait for a GPU in between.
+        terms: list[LossTerms] = self._schedule(microbatches, self._loss, forward_only=forward_only)
+        breakdown = Breakdown(position_edges=self.config.log.position_edges, sources=sources)
+        tokens = [
+            self._supervised_tokens(breakdown, mb, denominator, microbatch_terms)
+            for mb, denominator, microbatch_terms in zip(microbatches, denominators, terms)
+        ]
+        self.local_losses = [part.objective for part in tokens]
         per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
-        tally = Accumulator(self.schema(sources), (per_token, per_square))
-        tally.packs(microbatches)
-        seen_here = [seen.on_cpu() for seen in local]  # none on other stages than the last
-        self.local_losses = [one["objective"] for one in seen_here]
-        for index, one in enumerate(seen_here):
-            tally.tokens(microbatches, index, denominator=denominators[index], **one)
-        return tally.reduce(self._place(), {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)})
+        accumulator = Accumulator(breakdown, self._contribution(), (per_token, per_square))
+        peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
+        return accumulator.totals(microbatches, tokens, peaks)
 
     def _denominator_of(self, mb: Microbatch) -> float:
         """What this rank's part of a microbatch adds to what the objective is divided by."""
@@ -192,18 +154,32 @@ class Engine:
             max_documents=max(len(mb.lengths) for mb in microbatches),
         )
 
-    def _balance(self) -> Balance | None:
+    def _supervised_tokens(
+        self, breakdown: Breakdown, mb: Microbatch, denominator: float, terms: LossTerms
+    ) -> SupervisedTokens:
+        """What the loss head measured of a microbatch, copied to the CPU."""
+        rows = terms.rows.map(Tensor.cpu)
+        return breakdown.supervised_tokens(
+            mb,
+            objective=terms.objective.item(),
+            denominator=denominator,
+            logprob=rows.logprob.numpy(),
+            entropy=None if rows.entropy is None else rows.entropy.numpy(),
+            correct=rows.correct.numpy(),
+        )
+
+    def _expert_load(self) -> ExpertLoad | None:
         """Collective over all ranks."""
         count = self.config.model.moe.num_experts
         if count is None:
             return None
-        return experts.balance(self.chunks, self.config.model.num_layers, count, self.groups.device)
+        return experts.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
 
-    def _place(self) -> Place:
+    def _contribution(self) -> Contribution:
         reports = self.groups.reports
-        return Place(
-            tells_tokens=reports,
-            tells_packs=reports and self.groups.cp_rank == 0,
+        return Contribution(
+            tokens=reports,
+            packs=reports and self.groups.cp_rank == 0,
             cp=self.groups.cp,
             device=self.groups.device,
         )
@@ -225,30 +201,17 @@ class Engine:
     def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
         mb = next(microbatches)
         tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
-        documents = self._documents(mb, positions)
+        documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, self.layout.cp, self.groups.cp_rank)
         by_token = self._by_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._saving.forward_pass(len(chunk.module.decoder.layers)):
             hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=by_token)
         return hidden, partial(loss, chunk, mb)
 
-    def _documents(self, mb: Microbatch, positions: Tensor) -> PackedDocuments:
-        here, kernel, rotation = self.groups.device, None, None
-        if self.backend.name == "portable":
-            kernel = portable.kernel_of(
-                mb.cu_seqlens,
-                cp_size=self.layout.cp,
-                cp_rank=self.groups.cp_rank,
-                device=here,
-                by_flash=self.backend.by_flash,
-            )
-            rotation = Rotation.of(positions.flatten(), self._inv_freq, self.core_config.params_dtype)
-        return portable.describe(mb.cu_seqlens, mb.max_seqlen, kernel=kernel, rotation=rotation, device=here)
-
     def _how_to_save(self) -> Saving:
         train, layout = self.config.train, self.layout
         at_once = layout.virtual_stages == 1 and self.groups.is_last_stage  # backward follows each forward pass
         return Saving(
-            again=train.recompute == "selective" and self.backend.name == "portable",  # whose norms tell what is cheap
+            again=train.recompute == "selective" and self.backend.norms_are_recomputable,
             host=HostMemory(self.groups.device) if train.offload_fraction else None,
             fraction=train.offload_fraction,
             pipeline=not at_once,
@@ -265,13 +228,12 @@ class Engine:
             found = found.chunk(self.layout.tp, dim=1)[self.groups.tp_rank]
         return found
 
-    def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, "_Seen"]:
-        """The objective; the count core wants; and what is tallied when the step is over."""
+    def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, LossTerms]:
+        """The objective; the count core wants; and what is added up when the step is over."""
         targets = Targets.of(mb, hidden.device)
         terms = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
         count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait
-        seen = _Seen(objective=terms.objective.detach().clone(), rows=terms.rows)
-        return terms.objective, count, seen
+        return terms.objective, count, replace(terms, objective=terms.objective.detach().clone())
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
         """Reduce all gradients, and divide them by the denominator of the global batch.

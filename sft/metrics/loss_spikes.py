@@ -19,7 +19,7 @@ class LossSpikes:
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
-    def look(self, loss: float) -> str | None:
+    def check(self, loss: float) -> str | None:
         """What to say of the next loss; None where it is as usual.
 
         63 losses of 2.0 to 2.1, then 4.0 -> "4.0000, usual is 2.0500 +- 0.0383"

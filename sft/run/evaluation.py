@@ -9,17 +9,16 @@ from sft.config import TrainConfig
 from sft.data.loader import Loader
 from sft.errors import TrainingError
 from sft.mcore.engine import Engine
-from sft.metrics.accumulator import Totals
+from sft.metrics.totals import Totals
 from sft.run.lifecycle import Lifecycle
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What a pass over one held-out set found."""
+    """The result of a pass over one held-out set."""
 
     name: str
     totals: Totals
-    sources: tuple[str, ...]
     seconds: float
 
 
@@ -37,23 +36,23 @@ class Evaluator:
         return step in (0, self._num_steps) or (self._every is not None and step % self._every == 0)
 
     def run(self, step: int) -> list[HeldOut] | None:
-        """All sets after `step`; None where the run was asked to stop meanwhile.  Collective.
+        """The results of all sets after `step`; None where the run has to stop meanwhile.  Collective.
 
-        A run that is asked to stop leaves its evaluation to the next start: the time it has is for a save.
+        A run that has to stop leaves its evaluation to the next start: the time left is for a save.
         """
-        found = []
+        results = []
         for name, loader in self._sets.items():
             started = time.monotonic()
             totals = evaluate(self._engine, loader, lambda: self._goes_on(f"held-out {name} after step {step}"))
             if totals is None:
                 return None
-            if not math.isfinite(totals.loss):
+            if not math.isfinite(totals.objective):
                 raise TrainingError(
-                    f"the held-out loss of {name} after step {step} is {totals.loss}; nothing was saved."
+                    f"the held-out loss of {name} after step {step} is {totals.objective}; nothing was saved."
                 )
             seconds = time.monotonic() - started
-            found.append(HeldOut(name=name, totals=totals, sources=loader.sources, seconds=seconds))
-        return found
+            results.append(HeldOut(name=name, totals=totals, seconds=seconds))
+        return results
 
     def _goes_on(self, phase: str) -> bool:
         self._lifecycle.phase(phase)
@@ -63,7 +62,7 @@ class Evaluator:
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
     """Sums over every sample of `loader` exactly once, whatever the layout.  Collective.
 
-    `goes_on` is asked before each batch and must answer the same on all ranks; None where it answered no.
+    `goes_on` is called before each batch and must return the same on all ranks; where it returns False, so None here.
     """
     totals = []
     for microbatches in loader.eval_batches():

@@ -1,0 +1,120 @@
+"""The metrics log of a run: makes a record of each step and held-out pass, writes it, and says it on the console."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from sft.console import Console, duration
+from sft.errors import StorageError
+from sft.metrics.records import Record, eval_record, start_record, train_record
+from sft.metrics.row import RunFacts
+from sft.metrics.totals import StepResult, Totals
+from sft.metrics.writers import Writer, open_writers
+from sft.parallel.collectives import broadcast_from_rank0
+
+
+class MetricsLog:
+    """The log of one run; only rank 0 has writers.
+
+    `step` is the last one already done.  As a context it closes the writers, which learn whether the run failed.
+    """
+
+    def __init__(
+        self, writers: Sequence[Writer], console: Console, run: RunFacts, *, step: int, num_steps: int
+    ) -> None:
+        self._writers, self._console, self._run = writers, console, run
+        self._num_steps, self._every = num_steps, run.config.log.every
+        self._first, self._busy_s = step, 0.0
+        self._losses: dict[str, list[tuple[int, float]]] = {"train": []}
+
+    @staticmethod
+    def open(
+        folder: Path, console: Console, run: RunFacts, *, step: int, num_steps: int, is_evaluated: bool
+    ) -> "MetricsLog":
+        """The log in the run's folder.  Collective.
+
+        is_evaluated  whether the held-out pass after `step` was done; otherwise its records are removed
+        """
+        writers: list[Writer] = []
+
+        def open_all() -> None:
+            writers.extend(open_writers(folder, run.config, step, console, is_evaluated=is_evaluated))
+
+        broadcast_from_rank0(open_all)
+        return MetricsLog(writers, console, run, step=step, num_steps=num_steps)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with ExitStack() as closing:  # all are closed, even if one fails
+            for writer in self._writers:
+                closing.callback(writer.close, int(error is not None))
+
+    def start(self) -> None:
+        """The run begins, or continues after a restart."""
+        self._write(start_record(self._first, self._run, num_steps=self._num_steps))
+
+    def train(self, step: int, result: StepResult, *, seconds: float) -> None:
+        """An optimizer step, which took `seconds`."""
+        record = train_record(step, result, self._run, seconds=seconds)
+        self._remember("train", record)
+        self._busy_s += seconds
+        self._write(record)
+        if step % self._every == 0 or step == self._num_steps:
+            self._console.say(self._line(record))
+
+    def evaluation(self, step: int, set_name: str, totals: Totals, *, seconds: float) -> Record:
+        """A pass over a held-out set after `step`, which took `seconds`."""
+        record = eval_record(step, totals, self._run, set_name=set_name, seconds=seconds)
+        name = "held-out" if set_name == "eval" else f"held-out {set_name}"
+        self._remember(name, record)
+        self._write(record)
+        self._console.say(
+            f"{name} after step {step}: lm loss {_number(record['lm loss'])} on "
+            f"{record['tokens/supervised']:,} supervised tokens, {seconds:.1f} s"
+        )
+        return record
+
+    def summarise(self) -> None:
+        """Say the first and the last loss of what this process did."""
+        for name, losses in self._losses.items():
+            if losses:
+                (first, before), (last, after) = losses[0], losses[-1]
+                self._console.say(f"lm loss, {name}: {before:.4f} (step {first}) -> {after:.4f} (step {last})")
+
+    def _line(self, record: Record) -> str:
+        step, width = record["step"], len(str(self._num_steps))
+        left = self._busy_s / (step - self._first) * (self._num_steps - step)  # evaluation and saving not counted
+        why = "not finite" if record["bad"] else "no supervised token"
+        note = f" | skipped: {why}" if record["skipped"] else ""
+        return (
+            f"step {step:>{width}}/{self._num_steps} | lm loss {_number(record['lm loss'])} | "
+            f"grad-norm {_norm(record['grad-norm'])} | lr {record['learning-rate']:.2e} | "
+            f"supervised {record['tokens/supervised']:>9,} of {record['tokens/real']:>11,} tokens | "
+            f"{record['tokens-per-second']:>9,.0f} tok/s | {record['step-time-s']:6.2f} s | left {duration(left)}{note}"
+        )
+
+    def _remember(self, name: str, record: Record) -> None:
+        if record["lm loss"] is not None:
+            self._losses.setdefault(name, []).append((record["step"], record["lm loss"]))
+
+    def _write(self, record: Record) -> None:
+        try:
+            for writer in self._writers:
+                writer.write(record)
+        except OSError as error:
+            raise StorageError(
+                f"the numbers of step {record['step']} cannot be written: {error}.  The last checkpoint is whole."
+            ) from error
+
+
+def _number(loss: float | None) -> str:
+    return "      -" if loss is None else f"{loss:7.4f}"
+
+
+def _norm(norm: float | None) -> str:
+    return "        -" if norm is None else f"{norm:9.3f}"

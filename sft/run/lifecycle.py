@@ -1,7 +1,7 @@
-"""One start of a run as the outside world sees it: it locks the folder, hears signals, and reports how it ended.
+"""One start of a run, seen from outside: it locks the folder, receives signals, and reports how it ended.
 
 Joins the lock, the signals, the watchdog and run_state.json over all ranks.  Decides after each step whether a save is
-due and whether the run stops: what one rank is asked, all ranks do after the same step.  Does not know what a
+due and whether the run stops: a signal to one rank stops all ranks after the same step.  Does not know what a
 checkpoint holds.
 """
 
@@ -26,10 +26,10 @@ from sft.run.watchdog import Watchdog
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """What is due after a step: a save; and why the run stops, or None."""
+    """What is due after a step."""
 
     save: bool
-    stop: str | None
+    stop: str | None  # why the run stops
 
 
 class Published(Protocol):
@@ -42,7 +42,8 @@ class Published(Protocol):
 class Lifecycle:
     """A context around everything that happens in the run's folder.
 
-    `step` is the last one done.  `step_s` is what it took, in seconds.
+    step    the last one done
+    step_s  seconds that it took
     """
 
     def __init__(self, config: Config, folder: Path, position: Position, console: Console) -> None:
@@ -62,7 +63,7 @@ class Lifecycle:
         try:
             ends = deadline(run.exit_after_minutes, run.grace_s, os.environ)
             self._signals = self._contexts.enter_context(
-                StopSignals(grace_s=run.grace_s, deadline=ends, tell=self._console.say)
+                StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.say)
             )
             self._watchdog = self._contexts.enter_context(
                 Watchdog(run.step_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
@@ -91,10 +92,11 @@ class Lifecycle:
     def restored(self, step: int, num_steps: int) -> None:
         """The state after `step` is in memory.  Reports step and save times of earlier starts."""
         self.step, self._num_steps = step, num_steps
-        self._report_grace(*self._earlier)
+        if line := _grace_line(*self._earlier, self._run.grace_s):
+            self._console.say(line)
 
     def phase(self, name: str) -> None:
-        """From now on `name` is going on; run.step_timeout_s limits how long."""
+        """The phase `name` begins; run.step_timeout_s limits how long it may take."""
         self._watchdog.phase(name)
 
     def stop_reason(self) -> str | None:
@@ -120,18 +122,18 @@ class Lifecycle:
         step = saver.published
         if self._position.rank != 0 or step is None or step == self._reported_save:
             return
-        if self._reported_save is None:
-            self._report_grace(self.step_s, saver.took_s)
+        if self._reported_save is None and (line := _grace_line(self.step_s, saver.took_s, self._run.grace_s)):
+            self._console.say(line)
         self._reported_save = step
         status.progress(self._folder, step=step, step_s=self.step_s, save_s=saver.took_s, start_id=self._start_id)
 
     def holds_folder(self) -> bool:
-        """Whether this run still holds the lock of its folder.  For rank 0."""
+        """Whether this run still holds the lock of its folder.  For rank 0, which took it."""
         return self._lock is None or self._lock.held()
 
     def end(self, kind: status.Kind, step: int, reason: str | None) -> None:
-        """Nothing follows.  Collective: no rank leaves before run_state.json says how the run ended."""
-        self._signals.settle()
+        """The last call.  Collective: no rank returns before run_state.json says how the run ended."""
+        self._signals.disarm()
         self._watchdog.idle()
         self._position.control.barrier().wait()
         broadcast_from_rank0(
@@ -149,21 +151,13 @@ class Lifecycle:
     def _lock_folder(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._contexts.enter_context(RunLock(self._folder, tell=self._console.say))
+            self._lock = self._contexts.enter_context(RunLock(self._folder, report=self._console.say))
         except OSError as error:
             raise ConfigError(f"run.dir = {self._folder} cannot be written: {error}.") from error
 
-    def _report_grace(self, step_s: float | None, save_s: float | None) -> None:
-        """Whether a step and a save fit into the time between a signal and the end."""
-        if step_s is None or save_s is None:
-            return
-        needed, grace_s = step_s + save_s, self._run.grace_s
-        line = f"to stop takes a step ({step_s:.1f} s) and a save ({save_s:.1f} s); run.grace_s gives {grace_s} s"
-        self._console.say(line if needed <= grace_s else f"WARNING: {line}: too little, the last steps would be lost")
-
     def _report_hang(self, message: str) -> None:
         """Called by the watchdog's thread; this process ends next."""
-        where = f"{self._folder}/stacks has the stacks of all ranks; one without stood still itself"
+        where = f"{self._folder}/stacks has the stacks of all ranks; a rank without a file hung itself"
         self._report_failure(TrainingHangs(f"{message.splitlines()[0]} (run.step_timeout_s).  {where}"))
 
     def _report_failure(self, error: BaseException) -> None:
@@ -171,6 +165,14 @@ class Lifecycle:
             status.fail(self._folder, error, rank=self._position.rank, step=self.step, start_id=self._start_id)
         except OSError as unwritable:
             self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {unwritable}")
+
+
+def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> str | None:
+    """Whether a step and a save fit into the time between a signal and the end; None where a time is unknown."""
+    if step_s is None or save_s is None:
+        return None
+    line = f"stopping takes a step ({step_s:.1f} s) and a save ({save_s:.1f} s); run.grace_s is {grace_s} s"
+    return line if step_s + save_s <= grace_s else f"WARNING: {line}: too short, the last steps would be lost"
 
 
 class TrainingHangs(RuntimeError):

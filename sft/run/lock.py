@@ -1,11 +1,11 @@
-"""One run in a folder at a time: run.lock says who, and is renewed while it lives.
+"""One run in a folder at a time: run.lock names the run that holds the folder, which renews it while it lives.
 
-Decides which lock is alive and which was left by a run that is gone, and how a left one is taken.  Does not decide
-what a run does that has lost its lock: the trainer asks `held` before it saves.
+Decides whether the holder of a lock is alive, and how a stale lock is replaced.  Does not decide what a run does that
+has lost its lock: the saver asks `held` before it publishes a checkpoint.
 
-The file is never written anew: beats go into the file that was opened, so that a run that wakes up after another one
-took its place renews a file that nobody sees any more.  Whoever takes a left lock first gets hold of a name that only
-one can have (`_claim`), and under it looks again.
+A holder never creates the file again: it writes its heartbeats into the file that it opened.  So a run that wakes up
+after another one replaced its lock renews a file without a name.  Before a run replaces a stale lock it links a second
+name that only one process can own (`_claim`), and then reads the lock once more.
 """
 
 import hashlib
@@ -29,11 +29,13 @@ _BEAT = b', "beat": '
 
 
 @dataclass(frozen=True)
-class _Holder:
+class Holder:
+    """Which process holds the lock: what run.lock contains."""
+
     host: str
-    machine: str  # this boot of it, and the process ids in use: a container may share its host's name, not its ids
+    machine: str  # host, boot and PID namespace: a container may share its host's name, but not its process ids
     pid: int
-    started: float  # in seconds, see `_started`
+    started: float  # in seconds, see `_start_time`
     since: str  # for people, UTC
     job: str | None
     restart: int
@@ -46,38 +48,38 @@ class _Holder:
 class RunLock:
     """The run's own folder, for as long as the context lasts.  Rank 0 holds it.
 
-        with RunLock(folder, tell=console.say) as lock:
+        with RunLock(folder, report=console.say) as lock:
             ...
             if lock.held():
                 save()
 
-    Entering raises ConfigError where another run is alive in the folder, and says with `tell` when a lock that was
-    left is taken.  `heartbeat_s`: seconds between signs of life; `stale_s`: seconds without one, watched from here,
-    after which a run on another host counts as gone (no clocks are compared).
+    Entering raises ConfigError where another run is alive in the folder, and calls `report` when it replaces a stale
+    lock.  `heartbeat_s`: seconds between two heartbeats.  `stale_s`: a run on another host counts as gone after this
+    many seconds without a heartbeat, measured by this process's clock alone.
     """
 
     def __init__(
-        self, folder: Path, *, tell: Callable[[str], None], heartbeat_s: float = 10.0, stale_s: float = 60.0
+        self, folder: Path, *, report: Callable[[str], None], heartbeat_s: float = 10.0, stale_s: float = 60.0
     ) -> None:
-        self._path, self._tell = folder / LOCK, tell
+        self._path, self._report = folder / LOCK, report
         self._heartbeat_s, self._stale_s = heartbeat_s, stale_s
-        self._me = _myself()
+        self._me = _this_process()
         self._identity = json.dumps(asdict(self._me))[:-1].encode()
         self._file = -1
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="run.lock", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="run.lock", daemon=True)
 
     def __enter__(self) -> "RunLock":
-        mine = self._path.with_name(f"{LOCK}.{self._me.id}")
+        own = self._path.with_name(f"{LOCK}.{self._me.id}")
         try:
-            mine.write_bytes(self._identity + _BEAT + _beat(0) + b"}\n")
+            own.write_bytes(self._identity + _BEAT + _counter(0) + b"}\n")
             try:
-                while not _link(mine, self._path):
-                    if (left := self._left(self._path)) is not None:
-                        self._take(mine, self._path, left)
-                self._file = os.open(mine, os.O_WRONLY)
+                while not _link(own, self._path):
+                    if (stale := self._stale_content(self._path)) is not None:
+                        self._replace(own, self._path, stale)
+                self._file = os.open(own, os.O_WRONLY)
             finally:
-                mine.unlink()
+                own.unlink()
         except OSError as error:
             raise ConfigError(f"run.dir = {self._path.parent} cannot be locked: {error}.") from error
         self._thread.start()
@@ -93,69 +95,69 @@ class RunLock:
         os.close(self._file)
         claim = _claim(self._path, self._identity)
         try:
-            # Under the claim, as a taker would: between looking and removing, the lock might become another's.
+            # Under the claim, as another run would replace it: between reading and removing, the lock could change.
             if _link(self._path, claim):
                 if self._is_mine():
                     self._path.unlink()
                 claim.unlink()
-        except OSError:  # gone by hand, or the disk is: the next run finds a lock that was left
+        except OSError:  # removed by hand, or the disk is gone: the next run finds a stale lock
             pass
 
     def held(self) -> bool:
-        """Whether the folder is still ours: False if another run took us for gone, and in a fork."""
+        """Whether this process still holds the lock: not where another run replaced it, and not in a fork."""
         return os.getpid() == self._me.pid and self._is_mine()
 
     def _is_mine(self) -> bool:
-        return _stands(self._identity, self._path)
+        return _has_identity(self._path, self._identity)
 
-    def _beat(self) -> None:
-        beat = 0
+    def _renew(self) -> None:
+        count = 0
         while not self._is_over.wait(self._heartbeat_s):
-            beat += 1
+            count += 1
             try:
-                os.pwrite(self._file, _beat(beat), len(self._identity + _BEAT))
+                os.pwrite(self._file, _counter(count), len(self._identity + _BEAT))
                 os.fsync(self._file)  # to the server: other hosts look there
-            except OSError:  # told by those who save
+            except OSError:  # the saver reports what happens to the disk
                 pass
 
-    def _take(self, mine: Path, path: Path, left: bytes) -> None:
-        """Put our file in the place of the one that was `left`, unless somebody is before us."""
-        claim = _claim(path, left)
-        if not _link(mine, claim):
-            # Held for an instant only, or by one that was killed in it: then that claim is what is left, and taken.
-            if (of_claim := self._left(claim)) is None:
+    def _replace(self, own: Path, path: Path, stale: bytes) -> None:
+        """Replace the `stale` lock by our file, unless another process does so first."""
+        claim = _claim(path, stale)
+        if not _link(own, claim):
+            # Another process owns the claim for an instant, or was killed meanwhile: then the claim itself is stale.
+            if (stale_claim := self._stale_content(claim)) is None:
                 return
-            self._take(mine, claim, of_claim)
-            if not _stands(self._identity, claim):
+            self._replace(own, claim, stale_claim)
+            if not _has_identity(claim, self._identity):
                 return
-        if _stands(_identity(left), path):
+        if _has_identity(path, _identity(stale)):
             os.rename(claim, path)
         else:
             claim.unlink()
 
-    def _left(self, path: Path) -> bytes | None:
-        """What stands there, if its run is gone; None if it changed hands meanwhile.  ConfigError if it is alive."""
+    def _stale_content(self, path: Path) -> bytes | None:
+        """The content of a lock whose run is gone; None if the lock changed meanwhile.  ConfigError if it is alive."""
         content = _read(path)
         if content is None:
             return None
-        holder = _holder(content)
+        holder = _parse(content)
         why = self._why_gone(holder) if holder else None
         if why is None:
             if holder and holder.machine == self._me.machine:
                 self._refuse(str(holder))
             who = str(holder) if holder else "unreadable"
-            self._tell(f"{path.name} ({who}): watching for {self._stale_s:g} s whether that run is alive")
+            self._report(f"{path.name} ({who}): watching for {self._stale_s:g} s whether that run is alive")
             if self._changes(path):
-                if (now := _read(path)) is None or (_holder(now) and _identity(now) != _identity(content)):
+                if (now := _read(path)) is None or (_parse(now) and _identity(now) != _identity(content)):
                     return None
                 self._refuse(who)
             why = f"no sign of life for {self._stale_s:g} s"
         if path == self._path:
-            self._tell(f"{path.name}: taken over from {holder or 'an unreadable lock'}: {why}")
+            self._report(f"{path.name}: taken over from {holder or 'an unreadable lock'}: {why}")
         return content
 
-    def _why_gone(self, holder: _Holder) -> str | None:
-        if holder.machine == self._me.machine and _started(holder.pid) != holder.started:
+    def _why_gone(self, holder: Holder) -> str | None:
+        if holder.machine == self._me.machine and _start_time(holder.pid) != holder.started:
             return "that process is gone"
         if holder.job is not None and holder.job == self._me.job and holder.restart < self._me.restart:
             return "the job was requeued since"
@@ -163,8 +165,8 @@ class RunLock:
 
     def _changes(self, path: Path) -> bool:
         """Whether the file is renewed, replaced or removed within `stale_s`."""
-        before, until = _stamp(path), time.monotonic() + self._stale_s
-        while time.monotonic() < until:
+        before, end = _stamp(path), time.monotonic() + self._stale_s
+        while time.monotonic() < end:
             time.sleep(min(1.0, self._stale_s / 20))
             if _stamp(path) != before:
                 return True
@@ -178,11 +180,11 @@ class RunLock:
         )
 
 
-def _myself() -> _Holder:
+def _this_process() -> Holder:
     restart = os.environ.get("SLURM_RESTART_COUNT", "")
-    started = _started(os.getpid())
+    started = _start_time(os.getpid())
     assert started is not None
-    return _Holder(
+    return Holder(
         host=socket.gethostname(),
         machine=_machine(),
         pid=os.getpid(),
@@ -202,10 +204,10 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _started(pid: int) -> float | None:
-    """When a process was started, in seconds; None: it is gone.
+def _start_time(pid: int) -> float | None:
+    """When a process was started, in seconds; None where it has ended.
 
-    On Linux since the boot, as the kernel keeps it: the time of day that psutil makes of it moves with the clock.
+    On Linux since the boot, from the kernel: psutil turns it into the time of day, which moves when the clock is set.
     """
     if not Path("/proc/self/stat").exists():
         return float(psutil.Process(pid).create_time()) if psutil.pid_exists(pid) else None
@@ -213,48 +215,48 @@ def _started(pid: int) -> float | None:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    is_dead = fields[0] in "ZX"  # dead, and not yet waited for
+    is_dead = fields[0] in "ZX"  # a zombie: ended, and not yet waited for
     return None if is_dead else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def _holder(content: bytes) -> _Holder | None:
-    """None: garbage."""
+def _parse(content: bytes) -> Holder | None:
+    """The holder; None where the content is not a lock."""
     try:
         values = json.loads(content)
         del values["beat"]
-        holder = _Holder(**values)
+        holder = Holder(**values)
         is_sound = isinstance(holder.pid, int) and isinstance(holder.restart, int) and isinstance(holder.machine, str)
     except (ValueError, TypeError, KeyError):
         return None
     return holder if is_sound else None
 
 
-def _beat(count: int) -> bytes:
-    """Of the same length for every count, so that one can be written over another."""
+def _counter(count: int) -> bytes:
+    """A heartbeat: of the same length for every count, so that one can overwrite another."""
     return f"{count:>12}".encode()
 
 
 def _identity(content: bytes) -> bytes:
-    """What stays the same from beat to beat; of garbage, all."""
+    """The part of a lock that heartbeats do not change; all of a file that is not a lock."""
     return content.partition(_BEAT)[0]
 
 
-def _claim(path: Path, left: bytes) -> Path:
-    """The name that allows to change `path` while `left` stands there."""
-    return path.with_name(f"{LOCK}.after-{hashlib.sha256(path.name.encode() + _identity(left)).hexdigest()[:16]}")
+def _claim(path: Path, stale: bytes) -> Path:
+    """The name whose owner may replace or remove `path` while its content is `stale`."""
+    return path.with_name(f"{LOCK}.after-{hashlib.sha256(path.name.encode() + _identity(stale)).hexdigest()[:16]}")
 
 
 def _link(file: Path, name: Path) -> bool:
-    """Give the file one more name, unless another has it; whether it has that name now."""
+    """Give the file one more name, unless another file has it; whether it has that name now."""
     try:
         os.link(file, name)
-    except FileExistsError:  # NFS says so, too, when it did the work and its first answer was lost
+    except FileExistsError:  # NFS also says so when the link was made and its first answer was lost
         return _stamp(name) is not None and os.path.samefile(file, name)
     return True
 
 
-def _stands(identity: bytes, path: Path) -> bool:
-    """Whether the lock of that run is what is there."""
+def _has_identity(path: Path, identity: bytes) -> bool:
+    """Whether `path` is the lock of the run with this identity."""
     content = _read(path)
     return content is not None and _identity(content) == identity
 

@@ -4,8 +4,8 @@
     RUN/memory_snapshots/step_7_oom/...          step 7 ran out of memory; step_7_error: it ended otherwise
     RUN/traces/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.json.gz
 
-Every rank makes the folders it writes to: nodes need not share a file system.  What goes wrong in here is told in
-one line and ends no run.
+Every rank makes the folders it writes to: nodes need not share a file system.  An error in here is reported in one
+line and never ends the run.
 """
 
 import os
@@ -42,7 +42,7 @@ class Profiler:
             self._snapshots = frozenset()
         self._last = max(self._snapshots, default=0)  # no history is recorded after this step
         self._recording = False
-        self._step = 0  # the newest that was begun; 0 before the first one of this process
+        self._step = 0  # the last one that began; 0 before the first one of this process
         for line in _announcements(config, folder, position.device):
             console.say(line)
 
@@ -56,8 +56,8 @@ class Profiler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._recording and isinstance(error, Exception):
-            how = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
-            self._snapshot(f"step_{self._step}_{how}")
+            ending = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
+            self._snapshot(f"step_{self._step}_{ending}")
         self._stop()
 
     @contextmanager
@@ -88,14 +88,14 @@ class Profiler:
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
-            with self._spared("memory history was not switched off"):
+            with self._best_effort("memory history was not switched off"):
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
-        """A file with a final name is whole."""
+        """Write to a partial file and rename it: a file with its final name is whole."""
         path = self._folder / kind / step / (name(self._position) + suffix)
         partial = path.with_name("." + path.name)
-        with self._spared(f"{path} was not written"):
+        with self._best_effort(f"{path} was not written"):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 save(str(partial))
@@ -105,36 +105,36 @@ class Profiler:
                     partial.unlink()
 
     @contextmanager
-    def _spared(self, what: str) -> Iterator[None]:
-        """Tells an error instead of raising it: it must neither end the run nor replace the error that does."""
+    def _best_effort(self, failure: str) -> Iterator[None]:
+        """Prints an error instead of raising it: it must neither end the run nor replace the error that does."""
         try:
             yield
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())
             with suppress(OSError):
-                print(f"rank {self._position.rank}: {what}: {why}", file=sys.stderr, flush=True)
+                print(f"rank {self._position.rank}: {failure}: {why}", file=sys.stderr, flush=True)
 
 
 def name(position: Position) -> str:
-    """node-7-rank3-pp0-dp0-cp1-tp1-ep0: the host, the rank, and where it stands in the layout."""
+    """node-7-rank3-pp0-dp0-cp1-tp1-ep0: the host, the rank, and its position in the layout."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
     at = f"pp{position.pp_rank}-dp{position.dp_rank}-cp{position.cp_rank}-tp{position.tp_rank}-ep{position.ep_rank}"
     return f"{host}-rank{position.rank}-{at}"
 
 
-def _steps(asked: MemoryProfile | TorchProfile, position: Position) -> frozenset[int]:
+def _steps(chosen: MemoryProfile | TorchProfile, position: Position) -> frozenset[int]:
     """The steps that this rank is to record."""
-    if asked.ranks == "all":
-        chosen = True
-    elif asked.ranks == "stage":
-        chosen = position.dp_rank == position.cp_rank == position.tp_rank == 0
+    if chosen.ranks == "all":
+        is_chosen = True
+    elif chosen.ranks == "stage":
+        is_chosen = position.dp_rank == position.cp_rank == position.tp_rank == 0
     else:
-        chosen = position.rank in asked.ranks
-    return frozenset(asked.steps or ()) if chosen else frozenset()
+        is_chosen = position.rank in chosen.ranks
+    return frozenset(chosen.steps or ()) if is_chosen else frozenset()
 
 
 def _announcements(config: ProfileConfig, folder: Path, device: torch.device) -> Iterator[str]:
-    """What rank 0 says beforehand."""
+    """The lines that rank 0 prints before the first step."""
     snapshots, traces = config.memory.steps or [], config.torch.steps or []
     if snapshots and device.type != "cuda":
         yield "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU"

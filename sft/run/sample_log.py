@@ -1,10 +1,10 @@
-"""seen.jsonl: which samples each optimizer step trained on, so that "every sample once" can be checked by anybody.
+"""seen.jsonl, the sample log: which samples each optimizer step trained on, so that anybody can check "each once".
 
     {"step": 3, "epoch": 0, "batch": 2, "samples": [4, 17, 23], "chain": "9f2c..."}
 
-`chain` is the SHA-256 of the chain before and of this line's other values: two runs with the same last chain have
-seen the same samples in the same steps.  It is a value of the run's state, so checkpoints carry it; the layout does
-not enter into it.
+`chain` is the SHA-256 of the previous chain and of this line's other values but the step: two runs with the same last
+chain trained on the same samples in the same order.  The run's state holds it, so checkpoints do too.  It does not
+depend on the layout.
 """
 
 import hashlib
@@ -17,34 +17,34 @@ from typing import IO, Any
 from sft.errors import StorageError
 from sft.parallel.collectives import broadcast_from_rank0
 
-_PIECE = 1 << 20
+_COPY_BYTES = 1 << 20
 
 
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
     """The chain after a global batch (both counted from 0) of these samples.
 
-    The ends of packs do not enter: how a batch is shared out among ranks is not which samples it has.
+    It holds no boundaries of packs: the same samples, shared out differently among ranks, give the same chain.
     """
-    told = json.dumps([chain, epoch, batch, sorted(samples)], separators=(",", ":"))
-    return hashlib.sha256(told.encode("ascii")).hexdigest()
+    entry = json.dumps([chain, epoch, batch, sorted(samples)], separators=(",", ":"))
+    return hashlib.sha256(entry.encode("ascii")).hexdigest()
 
 
 class SampleLog:
     """The file of one run.  For rank 0.  Raises OSError where it cannot be opened, StorageError where not written.
 
-    step and chain are those of the last step done: lines of later steps are of a run that was cut off, and are removed.
-    Where the file does not lead up to there (another folder's checkpoint, a machine that lost its last writes), a line
-    says so.
+    `step` and `chain` are those of the last step done.  Lines of later steps, which a killed run left, are removed.
+    Where the lines do not lead up to `step` (a checkpoint of another folder, a machine that lost its last writes), a
+    line with "gap" says so.
     """
 
     def __init__(self, path: Path, step: int, chain: str) -> None:
-        # A file of its own: a run that lost this folder while it hung may still have the old one open, and add to it.
+        # A new file: a run that lost this folder while it hung may still have the old one open, and append to it.
         copy = path.with_name(path.name + ".tmp")
         with path.open("a+b") as old, copy.open("wb") as new:
             end, last = _whole_until(old, step)
             old.seek(0)
-            while piece := old.read(min(_PIECE, end - old.tell())):
-                new.write(piece)
+            while content := old.read(min(_COPY_BYTES, end - old.tell())):
+                new.write(content)
         os.replace(copy, path)
         self._file = path.open("ab")
         if last != chain:
@@ -68,7 +68,7 @@ class SampleLog:
             ) from error
 
     def sync(self) -> None:
-        """On the disk: before a checkpoint that leads on from here."""
+        """Have the disk hold all lines.  Call it before a checkpoint of the last step."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class SampleLog:
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
-    """Where the lines up to `step` end, and the chain there; at the first line that is not whole at the latest."""
+    """Where the lines up to `step` end, in bytes, and the chain there.  Stops at the first damaged line."""
     file.seek(0)
     end, chain = 0, ""
     for line in file:

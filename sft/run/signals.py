@@ -1,10 +1,10 @@
-"""When a run is to stop before its end: a signal, or the time it was given.
+"""Why a run stops before its last step: a signal, or the end of its time.
 
-Decides what a signal means (the first: finish the step and save; the second: leave at once) and when the time is up.
-Does not decide what is saved or how ranks agree: the trainer asks `reason` between steps.
+Decides what a signal means (the first: finish the step and save; the second: exit at once) and when the time is up.
+Does not decide what is saved, nor make all ranks stop after the same step: the lifecycle does, and reads `reason`.
 
-The main thread may sit in a collective for minutes, where no Python handler runs.  So a thread hears of each signal
-through Python's wakeup file, which is written by the C handler itself.
+The main thread may wait in a collective for minutes, where no Python handler runs.  So a thread receives every signal
+through Python's wakeup file descriptor, into which the C handler itself writes.
 """
 
 import ctypes
@@ -24,31 +24,32 @@ from sft.errors import ConfigError
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # SLURM signals every process of a job, and torchrun passes on what it got: the same signal twice, at almost one time.
 SECONDS_OF_ECHO = 1.0
-SECONDS_FOR_WORDS = 2.0  # to say a line or flush, while whoever holds the stream may be stuck
+SECONDS_TO_PRINT = 2.0  # for a line or a flush: the thread that holds the stream may hang
 
 _END = 0  # a byte that is no signal: the thread ends
-_ASKED = 255  # by a child, whether anybody listens
+_PROBE = 255  # a forked child sends it to find out whether its parent still listens
 _PR_SET_PDEATHSIG = 1
 
 _active: "StopSignals | None" = None
-_forking = threading.local()  # the signals that the thread which forks had blocked before
+_forking = threading.local()  # the signal mask of the forking thread before the fork
 
 
 class StopSignals:
     """Notes that the run is to stop.  A context for the main thread; one at a time.
 
-        with StopSignals(grace_s=120, deadline=deadline(...), tell=console.say) as stop:
+        with StopSignals(grace_s=120, deadline=deadline(...), report=console.say) as stop:
             for step in steps:
                 train(step)
-                if agreed(stop.reason):
-                    stop.settle()
+                if stop.reason:
                     save()
+                    stop.disarm()
+                    break
 
-    `grace_s`: seconds after the first signal, when the process leaves as it is, with exit code 1.  `deadline`: the
-    monotonic time at which to stop, and why.  After a second signal the exit code is 128 + its number.
+    `grace_s`: this many seconds after the first signal the process exits without a save, with exit code 1.
+    `deadline`: the monotonic time at which to stop, and why.  A second signal exits at once with 128 + its number.
 
-    Forked children (a library may have some) live on through the signals, since torchrun sends them to all processes of
-    a rank; once the context is left, or the parent is gone, they end by them as usual.
+    torchrun sends signals to all processes of a rank, also to children that a library forked.  Those ignore them while
+    the context lasts and the parent lives; afterwards signals end them as usual.
     """
 
     def __init__(
@@ -56,22 +57,22 @@ class StopSignals:
         *,
         grace_s: float,
         deadline: tuple[float, str] | None,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         leave: Callable[[int], NoReturn] = os._exit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._grace_s, self._deadline, self._tell, self._leave, self._clock = grace_s, deadline, tell, leave, clock
+        self._grace_s, self._deadline, self._report, self._leave, self._clock = grace_s, deadline, report, leave, clock
         self._pid = os.getpid()
         self._reason: str | None = None
-        self._is_settled = False
+        self._is_disarmed = False
 
     def __enter__(self) -> "StopSignals":
         global _active
-        self._ears, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
-        self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._handlers_before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         _active = self
         return self
@@ -86,75 +87,75 @@ class StopSignals:
         for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        self._mouth.setblocking(True)
-        self._mouth.send(bytes([_END]))
+        self._sender.setblocking(True)
+        self._sender.send(bytes([_END]))
         self._thread.join()
-        self._ears.shutdown(socket.SHUT_RDWR)  # a child forked just now may have it open for another moment
-        self._ears.close()
-        self._mouth.close()
+        self._receiver.shutdown(socket.SHUT_RDWR)  # a child forked just now may have it open for another moment
+        self._receiver.close()
+        self._sender.close()
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, in a word or two; None: go on."""
-        is_late = self._deadline is not None and not self._is_settled and self._clock() >= self._deadline[0]
+        """Why to stop, in a word or two; None where the run goes on."""
+        is_late = self._deadline is not None and not self._is_disarmed and self._clock() >= self._deadline[0]
         if self._reason is None and self._deadline is not None and is_late:
             self._reason = self._deadline[1]
         return self._reason
 
-    def settle(self) -> None:
-        """The run is leaving by itself: signals mean nothing any more, and no timer runs."""
-        self._is_settled = True
+    def disarm(self) -> None:
+        """The run is ending by itself: from now on signals and the time limit have no effect."""
+        self._is_disarmed = True
 
     def _listen(self) -> None:
-        first, heard_at = 0, 0.0
+        first, received_at = 0, 0.0
         while True:
-            is_timed = first and not self._is_settled
-            self._ears.settimeout(max(0.001, heard_at + self._grace_s - time.monotonic()) if is_timed else None)
+            is_timed = first and not self._is_disarmed
+            self._receiver.settimeout(max(0.001, received_at + self._grace_s - time.monotonic()) if is_timed else None)
             try:
-                heard = self._ears.recv(64)
+                received = self._receiver.recv(64)
             except TimeoutError:
-                if not self._is_settled:
+                if not self._is_disarmed:
                     line = f"{_name(first)}: not done within {self._grace_s:g} s, leaving without a save"
                     return self._leave_now(1, line)
                 continue
-            for number in heard:
+            for number in received:
                 if number == _END:
                     return
-                if number not in SIGNALS or self._is_settled:
+                if number not in SIGNALS or self._is_disarmed:
                     continue
                 if not first:
-                    first, heard_at = number, time.monotonic()
+                    first, received_at = number, time.monotonic()
                     self._reason = self._reason or _name(number)
                     line = "finishing the step, then saving; a second signal leaves at once"
-                    _bounded(lambda: self._tell(f"{_name(first)}: {line}"))
-                elif number != first or time.monotonic() - heard_at > SECONDS_OF_ECHO:
+                    _bounded(lambda: self._report(f"{_name(first)}: {line}"))
+                elif number != first or time.monotonic() - received_at > SECONDS_OF_ECHO:
                     return self._leave_now(128 + number, f"{_name(number)}: leaving at once")
 
     def _leave_now(self, code: int, line: str) -> None:
-        for action in (lambda: self._tell(line), lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
+        for action in (lambda: self._report(line), lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
             _bounded(action)
         self._leave(code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the parent the thread does it all.  In a forked child: die, unless the parent still listens."""
+        """In the parent, `_listen` handles signals.  A forked child ends, unless its parent still listens."""
         if os.getpid() == self._pid:
             return
         try:
-            self._mouth.send(bytes([_ASKED]))
-        except BlockingIOError:  # more than the buffer holds was said to it
+            self._sender.send(bytes([_PROBE]))
+        except BlockingIOError:  # the buffer is full: the parent exists
             pass
         except OSError:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _keep_child_out(self) -> None:
-        """In a forked child: its signals are not ours to hear, and only the parent keeps the listening end open."""
+        """In a forked child: its signals do not concern the run, and only the parent keeps the receiving socket."""
         signal.set_wakeup_fd(-1)
-        self._ears.close()
+        self._receiver.close()
 
 
 def _before_fork() -> None:
-    """A signal to the child that came before `_in_child` would be heard by the parent."""
+    """Blocks signals: one that reaches the child before `_in_child` would arrive in the parent's socket."""
     if _active is not None:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -187,9 +188,9 @@ def deadline(
 
     The earlier one of `exit_after_minutes` from now, and of `grace_s` before the end of the SLURM job.
     """
-    found = []
+    limits = []
     if exit_after_minutes is not None:
-        found.append((monotonic() + 60 * exit_after_minutes, "run.exit_after_minutes"))
+        limits.append((monotonic() + 60 * exit_after_minutes, "run.exit_after_minutes"))
     if (text := environ.get("SLURM_JOB_END_TIME")) is not None:
         now = wall()
         if not text.strip().isdecimal() or int(text) <= now:
@@ -197,14 +198,14 @@ def deadline(
                 f"SLURM_JOB_END_TIME = {text!r} is not when a running job ends: it must be seconds since 1970 that "
                 f"are still to come (it is {int(now)}).  Unset it where this is not the job it was set for."
             )
-        found.append((monotonic() + int(text) - now - grace_s, "end of the job"))
-    return min(found, default=None)
+        limits.append((monotonic() + int(text) - now - grace_s, "end of the job"))
+    return min(limits, default=None)
 
 
 def leave_with_parent() -> None:
-    """Under torchrun: have the kernel end this process when its launcher is gone.  On Linux; elsewhere nothing.
+    """Under torchrun on Linux, the kernel ends this process when its launcher ends.  Elsewhere does nothing.
 
-    Without it, ranks whose launcher was killed train on, and the next start meets them in its folder.
+    Without it, ranks whose launcher was killed train on, and the next start finds their lock in its folder.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
@@ -212,7 +213,7 @@ def leave_with_parent() -> None:
     libc: Any = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # It may have gone before the kernel knew; then init is the parent, unless the launcher itself is a container's.
+    # The launcher may have ended before the call.  Then the parent is init, which in a container may be the launcher.
     if os.getppid() != parent or (parent == 1 and not _is_launcher(1)):
         print("the launcher is gone: leaving", file=sys.stderr, flush=True)
         os._exit(1)
@@ -227,7 +228,7 @@ def _is_launcher(pid: int) -> bool:
 
 
 def _bounded(action: Callable[[], object]) -> None:
-    """A line that cannot be said must not keep the process from leaving."""
+    """Run `action` for a limited time: a line that cannot be printed must not keep the process from exiting."""
 
     def attempt() -> None:
         try:
@@ -237,7 +238,7 @@ def _bounded(action: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(SECONDS_FOR_WORDS)
+    thread.join(SECONDS_TO_PRINT)
 
 
 def _name(number: int) -> str:

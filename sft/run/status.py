@@ -1,10 +1,10 @@
 """run_state.json: how far a run is and how its last start ended, for scripts and people.
 
-Decides what is told, that the first failure of a start stays, and whether another start makes sense.  torchrun makes
-one exit code of all others, so a script that starts runs again must read this.  Does not decide when anything is told:
-rank 0 of the trainer calls `begin`, `progress` and `end`; any rank calls `fail`.
+Decides what the file says, that the first failure of a start stays in it, and whether another start makes sense.
+torchrun turns every exit code but 0 into 1, so a script that restarts runs must read this file.  Does not decide when
+it is written: rank 0 calls `begin`, `progress` and `end`; any rank calls `fail`.
 
-The first failure also lies in run_state.failure.json until the next start: a name that only one rank can create.
+The first failure is also in run_state.failure.json until the next start: only one rank can create that name.
 """
 
 import json
@@ -29,11 +29,11 @@ Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal
 @dataclass(frozen=True)
 class Status:
     status: Kind
-    step: int  # the last one done that anybody told of
+    step: int  # the last one that was reported as done
     num_steps: int | None  # None: failed before it was known
     started_at_step: int
     saved_step: int  # of the newest checkpoint; `started_at_step` before this start saved one
-    start_id: str  # of this start; what another start says of the run is not written
+    start_id: str  # of this start; calls by an earlier start change nothing
     starts: int  # in a row that began at this step
     reason: str | None  # one line; of a failure: rank and error
     traceback: str | None
@@ -45,7 +45,7 @@ class Status:
 
 
 def read(folder: Path) -> Status | None:
-    """What is known of the run in this folder; None: nothing.  Raises ConfigError where the file makes no sense."""
+    """The status of the run in this folder; None where there is none.  Raises ConfigError where it is unreadable."""
     path = folder / FILE
     try:
         content = path.read_bytes()
@@ -54,8 +54,8 @@ def read(folder: Path) -> Status | None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     try:
-        return _parsed(json.loads(content))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or as `_parsed` says
+        return _parse(json.loads(content))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or not a Status
         raise ConfigError(
             f"{path} is not the state of a run: {error}.  The checkpoints do not depend on it: remove it, and the "
             f"run starts from the newest one."
@@ -83,8 +83,8 @@ def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
         save_s=before.save_s if before else None,
         **_now(),
     )
-    for left in folder.glob(f"{FAILURE}*"):  # of the start before, and of a rank that was killed while it failed
-        left.unlink(missing_ok=True)
+    for leftover in folder.glob(f"{FAILURE}*"):  # of the start before, or of a rank that was killed while it failed
+        leftover.unlink(missing_ok=True)
     replace_text(folder / FILE, _text(status), sync=True)
     return status
 
@@ -98,7 +98,7 @@ def progress(
         return
     step_s = before.step_s if step_s is None else step_s
     save_s = before.save_s if save_s is None else save_s
-    _put(folder, replace(before, step=step, saved_step=step, step_s=step_s, save_s=save_s, **_now()))
+    _write(folder, replace(before, step=step, saved_step=step, step_s=step_s, save_s=save_s, **_now()))
 
 
 def end(
@@ -115,51 +115,51 @@ def end(
     if _is_of_another(before, start_id):
         return
     saved_step = step if status in ("done", "preempted") else before.saved_step
-    told: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "status": status,
         "step": step,
         "num_steps": before.num_steps if num_steps is None else num_steps,
         "saved_step": saved_step,
         "reason": _line(reason),
     }
-    _put(folder, replace(before, **told, **_now()))
+    _write(folder, replace(before, **changes, **_now()))
 
 
 def fail(folder: Path, error: BaseException, *, rank: int, step: int, start_id: str | None = None) -> None:
     """This rank ends by an error in or after `step`.
 
-    The first of a start stays: what other ranks say later, such as that a connection was reset, only follows from it.
-    A run that already ended as it should stays so, too.  Ranks may call this at once.  Raises OSError where the
-    folder cannot be written.
+    The first failure of a start stays: what other ranks report later, such as a reset connection, follows from it.
+    A run that ended without an error stays so, too.  All ranks may call this at once.  Raises OSError where the folder
+    cannot be written.
     """
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
         return
     failed = replace(
         before,
-        status="failed-fatal" if _is_of_the_user(error) else "failed-retryable",
+        status="failed-fatal" if _is_mistake(error) else "failed-retryable",
         step=step,
         reason=_line(f"rank {rank}: {type(error).__name__}: {error}"),
         traceback="".join(traces.format_exception(error)),
         **_now(),
     )
-    mine = folder / f"{FAILURE}.{uuid.uuid4().hex}"
+    own = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     try:
-        mine.write_text(_text(failed), encoding="utf-8")
-        flush(mine)
-        os.link(mine, folder / FAILURE)
+        own.write_text(_text(failed), encoding="utf-8")
+        flush(own)
+        os.link(own, folder / FAILURE)
     except FileExistsError:
         pass  # another rank was first
     finally:
-        mine.unlink(missing_ok=True)
+        own.unlink(missing_ok=True)
     _publish_failure(folder)
 
 
 def verdict(status: Status | None, *, max_starts: int = 3) -> Literal["done", "go on", "stop"]:
     """Whether a script should start the run again.
 
-    A run that says it is running was killed before it could say more.  None, no start at all, is to go on.
-    `max_starts`: that many starts in a row from the same step, the last without a save, are enough.
+    A status "running" means that the run was killed; None, that it was never started: both go on.
+    `max_starts`: stop after this many starts in a row from the same step, the last of them without a save.
     """
     if status is None:
         return "go on"
@@ -184,7 +184,7 @@ def describe(status: Status) -> str:
 
 
 def _known(folder: Path, step: int) -> Status:
-    """What is known; what can be said without, where somebody removed or broke the file under a run."""
+    """The status in the file; a minimal one where somebody removed or broke the file during a run."""
     try:
         if status := read(folder):
             return status
@@ -194,25 +194,25 @@ def _known(folder: Path, step: int) -> Status:
 
 
 def _is_of_another(known: Status, start_id: str | None) -> bool:
-    """Whether another start has begun in this folder since: one that hung, and lost it, wakes up."""
+    """Whether another start has begun in this folder since, while the caller hung."""
     return start_id is not None and known.start_id not in ("", start_id)
 
 
-def _is_of_the_user(error: BaseException) -> bool:
-    """Whether the same would happen again: a mistake, not a disk."""
+def _is_mistake(error: BaseException) -> bool:
+    """Whether another start would fail in the same way: a mistake of the user, not a failing disk."""
     return isinstance(error, SftError) and not isinstance(error, StorageError)
 
 
-def _put(folder: Path, status: Status) -> None:
-    """Write what rank 0 says, unless another rank failed."""
+def _write(folder: Path, status: Status) -> None:
+    """Write the status of rank 0, unless another rank has failed."""
     if not (folder / FAILURE).exists():
         replace_text(folder / FILE, _text(status), sync=True)
-    if (folder / FAILURE).exists():  # since we looked
+    if (folder / FAILURE).exists():  # written since the check above
         _publish_failure(folder)
 
 
 def _publish_failure(folder: Path) -> None:
-    """Any number of ranks may do this at once: each puts the one whole file in place."""
+    """Make the failure the status.  All ranks may do this at once: each puts the same whole file in place."""
     copy = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     os.link(folder / FAILURE, copy)
     os.replace(copy, folder / FILE)
@@ -237,21 +237,21 @@ def _text(status: Status) -> str:
     return json.dumps(asdict(status), indent=2) + "\n"
 
 
-def _parsed(values: Any) -> Status:
-    """Raises ValueError, which says what is wrong."""
+def _parse(values: Any) -> Status:
+    """Raises ValueError with the reason."""
     names = [field.name for field in fields(Status)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise ValueError(f"it must be an object with {', '.join(names)}")
     if values["status"] not in get_args(Kind):
         raise ValueError(f"status is {values['status']!r}, not one of {', '.join(get_args(Kind))}")
     for field in fields(Status):
-        if field.name != "status" and not _fits(values[field.name], field.type):
+        if field.name != "status" and not _is_valid(values[field.name], field.type):
             raise ValueError(f"{field.name} is {values[field.name]!r}")
     return Status(**values)
 
 
-def _fits(value: object, kind: Any) -> bool:
-    """Whether it is of the type; JSON writes 2.0 as 2 elsewhere, and no number of ours is below 0."""
+def _is_valid(value: object, kind: Any) -> bool:
+    """Whether the value is of the type and not negative; an integer passes as a float, as some JSON writers drop .0."""
     allowed = get_args(kind) or (kind,)
     if isinstance(value, bool):
         return False

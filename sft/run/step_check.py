@@ -1,4 +1,4 @@
-"""Looks at the loss and the gradient norm of every step: warns of a spike, ends a run whose numbers stay non-finite.
+"""Checks the loss and the gradient norm of every step: warns of a loss spike, ends a run that stays non-finite.
 
 Both numbers are the same on all ranks, so all ranks decide the same.
 """
@@ -13,7 +13,7 @@ from sft.metrics.loss_spikes import LossSpikes
 
 
 class StepNumbers(Protocol):
-    """What is looked at.  `is_nonfinite`: the loss or the gradient norm is not finite."""
+    """What is checked.  `is_nonfinite`: the loss or the gradient norm is not finite."""
 
     @property
     def is_nonfinite(self) -> bool: ...
@@ -28,17 +28,17 @@ class StepCheck:
 
     def __init__(self, config: TrainConfig, console: Console) -> None:
         self._max_nonfinite_steps, self._console = config.max_nonfinite_steps, console
-        self._spikes = LossSpikes()
+        self._loss_spikes = LossSpikes()
 
     def allows(self, step: int, numbers: StepNumbers, bad_in_a_row: int) -> bool:
-        """Whether training may go on after `step`; says what it found.
+        """Whether training may go on after `step`.  Warns of a loss spike and of a skipped step.
 
-        False after train.max_nonfinite_steps non-finite steps in a row and one more: then `refusal` is to be raised.
+        False after more than train.max_nonfinite_steps non-finite steps in a row: then raise `refusal`.
         """
         if not numbers.is_nonfinite:
-            spike = None if numbers.lm_loss is None else self._spikes.check(numbers.lm_loss)
-            if spike is not None:
-                self._console.say(f"WARNING: loss spike in step {step}: {spike}")
+            warning = None if numbers.lm_loss is None else self._loss_spikes.check(numbers.lm_loss)
+            if warning is not None:
+                self._console.say(f"WARNING: loss spike in step {step}: {warning}")
             return True
         if bad_in_a_row > self._max_nonfinite_steps:
             return False
@@ -51,9 +51,9 @@ class StepCheck:
     def refusal(self, step: int, numbers: StepNumbers, bad_in_a_row: int, dumped: Path) -> TrainingError:
         """Why training ends after `step`; `dumped` is the folder that `nonfinite_dump.write` made."""
         return TrainingError(
-            f"{_numbers(step, numbers)}, after {bad_in_a_row - 1} such steps before it (train.max_nonfinite_steps).  Nothing "
-            f"of it was saved.  Its samples and every rank's losses are in {dumped}.  A lower optim.lr may help, from a "
-            f"checkpoint before the first bad step: checkpoint.resume=PATH with another run.dir."
+            f"{_numbers(step, numbers)}, after {bad_in_a_row - 1} such steps before it (train.max_nonfinite_steps).  "
+            f"Nothing of it was saved.  Its samples and the losses of all ranks are in {dumped}.  A lower optim.lr may "
+            f"help, from a checkpoint before the first non-finite step: checkpoint.resume=PATH with another run.dir."
         )
 
 

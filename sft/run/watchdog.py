@@ -1,10 +1,11 @@
-"""A rank that stands still says where, and ends, so that its launcher can end the others.
+"""A rank that hangs writes its stacks and ends, so that its launcher can end the others.
 
 Decides when a phase has lasted too long and what is left behind: the stacks of all threads, in a file per rank and on
-stderr.  Does not decide what the phases are, nor how the run is marked as failed: the trainer's `on_hang` does that.
+stderr.  Does not decide what the phases are, nor how the run is marked as failed: the lifecycle's `on_hang` does that.
 
-Two watch.  A Python thread does all of the above.  It cannot run where the main thread holds the interpreter in C
-code; for that a thread of `faulthandler`, which needs no interpreter, writes the stacks and ends the process.
+There are two watchers.  A Python thread does all of the above.  It cannot run while the main thread holds the
+interpreter lock in C code; then a thread of `faulthandler`, which needs no interpreter, writes the stacks and ends the
+process.
 """
 
 import faulthandler
@@ -22,8 +23,8 @@ from typing import NoReturn, TextIO
 
 from sft.errors import ConfigError
 
-SECONDS_BETWEEN_LOOKS = 1.0  # or a tenth of the timeout, if that is less
-SECONDS_MORE_FOR_C = 10.0  # after the timeout and the lingering: for `on_hang`, which may hang as well
+SECONDS_BETWEEN_CHECKS = 1.0  # or a tenth of the timeout, if that is less
+SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # after the timeout and the lingering: for `on_hang`, which may hang as well
 
 _active: "Watchdog | None" = None
 
@@ -58,7 +59,7 @@ class Watchdog:
         self._phase: tuple[str, float] | None = None  # and when it began
         self._file: TextIO | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._check, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         global _active
@@ -91,7 +92,7 @@ class Watchdog:
             pass
 
     def phase(self, name: str) -> None:
-        """Something else begins: it has the whole timeout."""
+        """Another phase begins: it has the whole timeout."""
         if self._timeout_s is not None and os.getpid() == self._pid:
             self._phase = name, time.monotonic()
             self._arm()
@@ -103,15 +104,15 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _arm(self) -> None:
-        """Have faulthandler leave, some time after we should have."""
+        """Have faulthandler end the process, some time after the Python thread should have."""
         if self._phase is not None and self._timeout_s is not None and self._file is not None:
-            until = self._phase[1] + self._timeout_s + self._linger_s + SECONDS_MORE_FOR_C
-            seconds = max(0.001, until - time.monotonic())
+            end = self._phase[1] + self._timeout_s + self._linger_s + SECONDS_MORE_FOR_FAULTHANDLER
+            seconds = max(0.001, end - time.monotonic())
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
-    def _watch(self) -> None:
+    def _check(self) -> None:
         assert self._timeout_s is not None
-        while not self._is_over.wait(min(SECONDS_BETWEEN_LOOKS, self._timeout_s / 10)):
+        while not self._is_over.wait(min(SECONDS_BETWEEN_CHECKS, self._timeout_s / 10)):
             phase = self._phase
             if phase is not None and time.monotonic() - phase[1] > self._timeout_s:
                 return self._end(*phase)
@@ -119,9 +120,9 @@ class Watchdog:
     def _end(self, phase: str, since: float) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         text = f"rank {self._rank}: no end of '{phase}' after {time.monotonic() - since:.0f} s, {now}\n{_stacks()}"
-        for act in (self._to_stderr, self._to_file, self._on_hang):
+        for action in (self._to_stderr, self._to_file, self._on_hang):
             try:
-                act(text)
+                action(text)
             except Exception:  # a full disk, a closed stream: the process ends all the same
                 with suppress(Exception):
                     traces.print_exc()
@@ -149,7 +150,7 @@ def _stacks() -> str:
 
 
 def _before_fork() -> None:
-    """faulthandler's thread is not in a child, which would wait for its end when it ends itself."""
+    """A forked child has no thread of faulthandler, and would wait for it at its own end."""
     if _active is not None:
         faulthandler.cancel_dump_traceback_later()
 

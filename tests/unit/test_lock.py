@@ -23,7 +23,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from sft.errors import ConfigError
-from sft.lifecycle import lock
+from sft.run import lock
 folder, host, stale_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 if host:
     lock.socket.gethostname = lambda: host
@@ -31,7 +31,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 try:
     tell = lambda line: print("told", line, flush=True)
-    with lock.RunLock(folder, tell=tell, heartbeat_s=0.05, stale_s=stale_s) as held:
+    with lock.RunLock(folder, report=tell, heartbeat_s=0.05, stale_s=stale_s) as held:
         print("taken", flush=True)
         for line in sys.stdin:
             print(held.held(), flush=True)
@@ -95,7 +95,7 @@ def stale_lock(folder: Path) -> None:
     """That of a process of this machine that is gone."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    values = lock.asdict(lock._myself()) | {"pid": dead.pid, "id": "of the dead", "host": "gone-host", "beat": 7}
+    values = lock.asdict(lock._this_process()) | {"pid": dead.pid, "id": "of the dead", "host": "gone-host", "beat": 7}
     (folder / "run.lock").write_text(json.dumps(values))
 
 
@@ -103,7 +103,7 @@ def test_a_lock_is_there_while_it_is_held_and_says_who(tmp_path: Path, monkeypat
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     told: list[str] = []
-    with RunLock(tmp_path, tell=told.append) as held:
+    with RunLock(tmp_path, report=told.append) as held:
         content = json.loads((tmp_path / "run.lock").read_text())
         assert (content["pid"], content["job"], content["restart"], content["beat"]) == (os.getpid(), "4711", 2, 0)
         assert held.held() and names(tmp_path) == ["run.lock"]
@@ -112,7 +112,7 @@ def test_a_lock_is_there_while_it_is_held_and_says_who(tmp_path: Path, monkeypat
 
 def test_beats(tmp_path: Path) -> None:
     """The file stays readable, and as long as it was."""
-    with RunLock(tmp_path, tell=print, heartbeat_s=0.001):
+    with RunLock(tmp_path, report=print, heartbeat_s=0.001):
         length, until = (tmp_path / "run.lock").stat().st_size, time.monotonic() + END_OF_TEST
         while (beat := json.loads((tmp_path / "run.lock").read_text())["beat"]) < 30:
             assert time.monotonic() < until
@@ -122,7 +122,7 @@ def test_beats(tmp_path: Path) -> None:
 def test_a_live_run_is_not_disturbed(tmp_path: Path, run: Callable[..., Run]) -> None:
     first = run(job=("12", "0"))
     assert first.ask() == "taken"
-    with pytest.raises(ConfigError) as refused, RunLock(tmp_path, tell=print):
+    with pytest.raises(ConfigError) as refused, RunLock(tmp_path, report=print):
         pass
     for part in ("in use by another run (host ", f"pid {first.process.pid}, job 12, since 2", "choose another run.dir"):
         assert part in str(refused.value)
@@ -135,9 +135,9 @@ def test_a_killed_run_of_this_machine(tmp_path: Path, run: Callable[..., Run], j
     assert first.ask() == "taken"
     first.process.kill()  # and not waited for: a zombie is gone, too
     until, told = time.monotonic() + END_OF_TEST, list[str]()
-    while lock._started(first.process.pid) is not None:
+    while lock._start_time(first.process.pid) is not None:
         assert time.monotonic() < until
-    with RunLock(tmp_path, tell=told.append, stale_s=1000):
+    with RunLock(tmp_path, report=told.append, stale_s=1000):
         assert len(told) == 1 and told[0].endswith(": that process is gone")
         assert told[0].startswith("run.lock: taken over from host ") and f"pid {first.process.pid}" in told[0]
 
@@ -148,7 +148,7 @@ def test_a_process_that_got_the_number_of_a_dead_one(tmp_path: Path, run: Callab
     values = json.loads((tmp_path / "run.lock").read_text())
     (tmp_path / "run.lock").write_text(json.dumps(values | {"started": values["started"] - 5}))
     told: list[str] = []
-    with RunLock(tmp_path, tell=told.append, stale_s=1000):
+    with RunLock(tmp_path, report=told.append, stale_s=1000):
         assert told[0].endswith("that process is gone")
 
 
@@ -189,7 +189,7 @@ def test_a_stopped_run_of_another_host_loses_its_lock(tmp_path: Path, run: Calla
 def test_garbage_that_stays_is_taken(tmp_path: Path, garbage: bytes) -> None:
     (tmp_path / "run.lock").write_bytes(garbage)
     told: list[str] = []
-    with RunLock(tmp_path, tell=told.append, stale_s=0.05) as held:
+    with RunLock(tmp_path, report=told.append, stale_s=0.05) as held:
         assert held.held()
     assert told[1] == "run.lock: taken over from an unreadable lock: no sign of life for 0.05 s"
     assert names(tmp_path) == []
@@ -198,7 +198,7 @@ def test_garbage_that_stays_is_taken(tmp_path: Path, garbage: bytes) -> None:
 def test_garbage_that_somebody_touches_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.lock").write_bytes(b"garbage")
     monkeypatch.setattr(lock.time, "sleep", lambda s: os.utime(tmp_path / "run.lock", ns=(0, 0)))
-    with pytest.raises(ConfigError, match=r"another run \(unreadable\)"), RunLock(tmp_path, tell=print, stale_s=1000):
+    with pytest.raises(ConfigError, match=r"another run \(unreadable\)"), RunLock(tmp_path, report=print, stale_s=1000):
         pass
     assert (tmp_path / "run.lock").read_bytes() == b"garbage"
 
@@ -221,14 +221,14 @@ def test_one_of_eight_takes_a_stale_lock(tmp_path: Path, run: Callable[..., Run]
 def test_a_slow_taker_sees_that_another_was_faster(tmp_path: Path, run: Callable[..., Run]) -> None:
     """It judged the old lock, then slept; the claim is free again when it wakes."""
     stale_lock(tmp_path)
-    other, slow = run(), RunLock(tmp_path, tell=print)
-    found = slow._left(tmp_path / "run.lock")
+    other, slow = run(), RunLock(tmp_path, report=print)
+    found = slow._stale_content(tmp_path / "run.lock")
     assert found is not None
     while other.ask() != "taken":
         pass
     mine = tmp_path / "mine"
     mine.write_bytes(slow._identity)
-    slow._take(mine, tmp_path / "run.lock", found)
+    slow._replace(mine, tmp_path / "run.lock", found)
     assert other.ask() == "True" and names(tmp_path) == ["mine", "run.lock"]
 
 
@@ -238,13 +238,13 @@ def test_a_taker_that_was_killed_while_it_took(tmp_path: Path) -> None:
     left = (tmp_path / "run.lock").read_bytes()
     claim = lock._claim(tmp_path / "run.lock", left)
     claim.write_bytes(left.replace(b"of the dead", b"of another "))
-    with RunLock(tmp_path, tell=print, stale_s=1000) as held:
+    with RunLock(tmp_path, report=print, stale_s=1000) as held:
         assert held.held() and names(tmp_path) == ["run.lock"]
     assert names(tmp_path) == []
 
 
 def test_a_fork_neither_beats_nor_removes(tmp_path: Path) -> None:
-    with RunLock(tmp_path, tell=print, heartbeat_s=0.01) as held:
+    with RunLock(tmp_path, report=print, heartbeat_s=0.01) as held:
         child = os.fork()
         if child == 0:
             is_held = held.held()
@@ -255,12 +255,12 @@ def test_a_fork_neither_beats_nor_removes(tmp_path: Path) -> None:
 
 
 def test_a_lock_removed_by_hand_is_not_held(tmp_path: Path) -> None:
-    with RunLock(tmp_path, tell=print) as held:
+    with RunLock(tmp_path, report=print) as held:
         (tmp_path / "run.lock").unlink()
         assert not held.held()
     assert names(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be locked: .*No such file"), RunLock(tmp_path / "no", tell=print):
+    with pytest.raises(ConfigError, match="cannot be locked: .*No such file"), RunLock(tmp_path / "no", report=print):
         pass

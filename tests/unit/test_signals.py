@@ -22,8 +22,8 @@ END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broke
 # `stuck()` never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
 HEAD = """
 import ctypes, os, signal, sys, threading, time
-from sft.lifecycle import stop
-from sft.lifecycle.stop import StopSignals, leave_with_parent
+from sft.run import signals
+from sft.run.signals import StopSignals, leave_with_parent
 mutex = ctypes.create_string_buffer(64)
 def stuck():
     while True:
@@ -32,7 +32,7 @@ def tell(line):
     print(line, flush=True)
 """
 STUCK = """
-with StopSignals(grace_s=1000, deadline=None, tell=tell):
+with StopSignals(grace_s=1000, deadline=None, report=tell):
     print("not flushed", end="")
     os.write(1, b"ready\\n")
     stuck()
@@ -103,7 +103,7 @@ def test_the_first_is_told_at_once_and_the_second_leaves(
 
 
 def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
-    process = start(STUCK.replace("tell=tell", "tell=lambda line: None"))
+    process = start(STUCK.replace("report=tell", "report=lambda line: None"))
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
     code, out = end(process)
@@ -112,7 +112,7 @@ def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
 
 def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
     """SLURM signals torchrun and its workers, and torchrun passes it on."""
-    process = start("stop.SECONDS_OF_ECHO = 1000\n" + STUCK)
+    process = start("signals.SECONDS_OF_ECHO = 1000\n" + STUCK)
     process.send_signal(signal.SIGUSR1)
     assert line(process) == "not flushed" + FIRST
     process.send_signal(signal.SIGUSR1)
@@ -123,7 +123,7 @@ def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
 
 
 def test_the_same_signal_again_is_a_second_one(start: Start) -> None:
-    process = start("stop.SECONDS_OF_ECHO = 0.0\n" + STUCK)
+    process = start("signals.SECONDS_OF_ECHO = 0.0\n" + STUCK)
     process.send_signal(signal.SIGUSR1)
     assert line(process) == "not flushed" + FIRST
     process.send_signal(signal.SIGUSR1)
@@ -138,8 +138,8 @@ def test_the_grace_ends(start: Start) -> None:
 
 @pytest.mark.parametrize("tell", ["stuck", "broken"])
 def test_it_leaves_where_no_line_can_be_said(start: Start, tell: str) -> None:
-    program = "stop.SECONDS_FOR_WORDS = 0.1\ndef broken(line):\n    raise OSError('no terminal')\n"
-    process = start(program + STUCK.replace("1000", "0.2").replace("tell=tell", f"tell=lambda line: {tell}()"))
+    program = "signals.SECONDS_TO_PRINT = 0.1\ndef broken(line):\n    raise OSError('no terminal')\n"
+    process = start(program + STUCK.replace("1000", "0.2").replace("report=tell", f"report=lambda line: {tell}()"))
     process.send_signal(signal.SIGTERM)
     process.wait(END_OF_TEST)
     assert process.returncode == 1
@@ -147,26 +147,26 @@ def test_it_leaves_where_no_line_can_be_said(start: Start, tell: str) -> None:
 
 def test_no_keyboard_interrupt_and_a_reason(start: Start) -> None:
     process = start("""
-with StopSignals(grace_s=1000, deadline=None, tell=tell) as stop:
-    print("ready", signals.reason or "", flush=True, sep="")
-    while signals.reason is None:
+with StopSignals(grace_s=1000, deadline=None, report=tell) as stop:
+    print("ready", stop.reason or "", flush=True, sep="")
+    while stop.reason is None:
         time.sleep(0.01)
-    print(signals.reason)
+    print(stop.reason)
 """)
     process.send_signal(signal.SIGINT)
     code, out = end(process)
     assert code == 0 and sorted(out) == ["SIGINT", FIRST.replace("SIGUSR1", "SIGINT")]
 
 
-def test_settled(start: Start) -> None:
+def test_disarmed(start: Start) -> None:
     """Neither further signals nor the timer that already runs end it."""
     process = start("""
 signals.SECONDS_OF_ECHO = 0
-with StopSignals(grace_s=0.3, deadline=(0.0, "late"), tell=tell) as it:
+with StopSignals(grace_s=0.3, deadline=(0.0, "late"), report=tell) as it:
     print("ready", flush=True)
     while it._reason is None:
         time.sleep(0.01)
-    it.settle()
+    it.disarm()
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
     time.sleep(0.6)
@@ -182,7 +182,7 @@ def test_what_was_before_comes_back() -> None:
 
     before, interrupt = signal.signal(signal.SIGUSR1, ours), signal.getsignal(signal.SIGINT)
     had = held()
-    with StopSignals(grace_s=1, deadline=None, tell=print) as it:
+    with StopSignals(grace_s=1, deadline=None, report=print) as it:
         assert signal.getsignal(signal.SIGUSR1) is not ours and len(threads() - had) == 1
     assert signal.signal(signal.SIGUSR1, before) is ours
     assert signal.getsignal(signal.SIGINT) is interrupt
@@ -192,12 +192,12 @@ def test_what_was_before_comes_back() -> None:
 
 def test_time_that_is_up() -> None:
     now = [100.0]
-    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), tell=print, clock=lambda: now[0]) as it:
+    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print, clock=lambda: now[0]) as it:
         assert it.reason is None
         now[0] = 150.0
         assert str(it.reason) == "end of the job"
-    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), tell=print, clock=lambda: now[0]) as it:
-        it.settle()
+    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print, clock=lambda: now[0]) as it:
+        it.disarm()
         assert it.reason is None  # the run is through
 
 
@@ -207,7 +207,7 @@ def test_time_that_is_up() -> None:
 def test_a_forked_child_lives_on_and_does_not_tell_the_parent(start: Start) -> None:
     """torchrun signals all processes of a rank, and those that write its checkpoint must go on."""
     process = start("""
-with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
+with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     child = os.fork()
     if child == 0:
         print("ready", flush=True)
@@ -229,7 +229,7 @@ with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
 
 def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Start) -> None:
     process = start("""
-with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
+with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     children = []
     for _ in range(2):  # the second must not keep the first from seeing it
         child = os.fork()
@@ -247,7 +247,7 @@ for child in children:
 
 def test_a_child_that_leaves_the_context_changes_nothing(start: Start) -> None:
     process = start("""
-with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
+with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     child = os.fork()
     if child == 0:
         sys.exit(3)  # unwinds the context
@@ -262,7 +262,7 @@ with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
 def test_programs_started_from_it_end_by_signals(start: Start) -> None:
     process = start("""
 import subprocess
-with StopSignals(grace_s=1000, deadline=None, tell=tell) as it:
+with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     other = subprocess.Popen(["sleep", "60"])
     print("ready", flush=True)
     other.terminate()

@@ -177,7 +177,7 @@ def test_a_file_that_somebody_removed_or_broke_under_a_run(tmp_path: Path, conte
 FAIL = """
 import sys
 from pathlib import Path
-from sft.lifecycle.status import fail
+from sft.run.status import fail
 print("ready", flush=True)
 sys.stdin.readline()
 fail(Path(sys.argv[1]), RuntimeError("x" * 20000), rank=int(sys.argv[2]), step=3)

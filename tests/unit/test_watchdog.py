@@ -23,8 +23,8 @@ FIRST = r"rank 3: no end of 'step 12: forward and backward' after \d+ s, 20\d\d-
 HEAD = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from sft.lifecycle import watchdog
-from sft.lifecycle.watchdog import Watchdog
+from sft.run import watchdog
+from sft.run.watchdog import Watchdog
 mutex = ctypes.create_string_buffer(64)
 def hang_in_collective(library=ctypes.CDLL(None)):
     while True:
@@ -32,7 +32,7 @@ def hang_in_collective(library=ctypes.CDLL(None)):
 def on_hang(text):
     print("on_hang", text.splitlines()[0], flush=True)
 folder = Path(sys.argv[1])
-watchdog.SECONDS_MORE_FOR_C = 1000.0
+watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 1000.0
 """
 HANG = """
 with Watchdog(0.2, folder, 3, on_hang=on_hang, linger_s=0.1) as dog:
@@ -61,7 +61,7 @@ def test_a_hang_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
     assert re.fullmatch(f"on_hang {FIRST}\n", done.stdout)
     text = stacks(tmp_path)
     assert re.fullmatch(FIRST, text.splitlines()[0])
-    assert "hang_in_collective" in text and "in _watch" in text and text.count("hread 0x") == 2
+    assert "hang_in_collective" in text and "in _check" in text and text.count("hread 0x") == 2
     assert done.stderr == text
 
 
@@ -74,7 +74,7 @@ def test_a_second_hang_does_not_wipe_the_first(tmp_path: Path) -> None:
 
 def test_a_main_thread_that_holds_the_interpreter(tmp_path: Path) -> None:
     """No Python runs any more; faulthandler's own thread ends it."""
-    program = "watchdog.SECONDS_MORE_FOR_C = 0.2\n" + HANG.replace("()", "(ctypes.PyDLL(None))")
+    program = "watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.2\n" + HANG.replace("()", "(ctypes.PyDLL(None))")
     done = run(program, tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert stacks(tmp_path).startswith("Timeout (0:00:00") and "hang_in_collective" in stacks(tmp_path)
@@ -88,7 +88,7 @@ def test_it_leaves_although_on_hang_fails(tmp_path: Path, on_hang: str) -> None:
 
 def test_it_leaves_although_on_hang_hangs(tmp_path: Path) -> None:
     program = HANG.replace("on_hang=on_hang", "on_hang=lambda text: time.sleep(1000)")
-    done = run("watchdog.SECONDS_MORE_FOR_C = 0.2\n" + program, tmp_path)
+    done = run("watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.2\n" + program, tmp_path)
     assert done.returncode == 1 and "Timeout (" in stacks(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_phases_that_end_in_time_and_idle_time_are_no_hang(tmp_path: Path) -> No
     """Longer than the timeout in all; neither of the two that watch ends it."""
     done = run(
         """
-watchdog.SECONDS_MORE_FOR_C = 0.0
+watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.0
 with Watchdog(0.5, folder, 3, on_hang=on_hang, linger_s=0.0) as dog:
     for step in range(15):
         dog.phase(f"step {step}")
@@ -151,7 +151,7 @@ def test_a_fork_is_not_watched_and_ends_as_usual(tmp_path: Path) -> None:
     """One that ends with all of Python's own ends, also while a phase is watched; the parent stays watched."""
     done = run(
         """
-watchdog.SECONDS_MORE_FOR_C = 0.0
+watchdog.SECONDS_MORE_FOR_FAULTHANDLER = 0.0
 with Watchdog(0.5, folder, 3, on_hang=on_hang, linger_s=0.0) as dog:
     dog.phase("step 12: forward and backward")
     child = os.fork()

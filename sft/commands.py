@@ -82,8 +82,8 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     corpora = prepare_recipe(recipe.config, tokenizer, _told())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
-    loader.locate((length.num_steps or loader.total_steps(length.num_epochs or 1)) - 1)  # it is planned to its end
-    plan = loader.plan(0)
+    loader.plans.locate((length.num_steps or loader.plans.total_steps(length.num_epochs or 1)) - 1)  # it is planned to its end
+    plan = loader.plans.plan(0)
     steps = -(-len(plan) // length.global_batch_size)
     lines = [
         *corpus.summary().splitlines(),
@@ -271,13 +271,13 @@ def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
 
 
 def _memory(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> list[str]:
-    from sft.estimate.memory import told
+    from sft.estimate.memory import describe
     from sft.parallel.layout import vocab_rows
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
         return []
-    return told(recipe.config, layout, vocab_rows(model, tokenizer_size or 0))
+    return describe(recipe.config, layout, vocab_rows(model, tokenizer_size or 0))
 
 
 def _told() -> "Console":

@@ -18,7 +18,7 @@ import torch
 
 from sft.batch import Microbatch, Sample
 from sft.config import Config
-from sft.data.loader import local_part
+from sft.data.collate import local_part
 from sft.data.packing.pack import add_filler, make_pack
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from sft.batch import Sample
 from sft.config import Config
-from sft.data.loader import Loader
-from sft.flops import attention_crossover
+from sft.data.loader import Loader, make_loader
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
 from sft.mcore import model as model_module
@@ -143,10 +142,10 @@ def trainer(case: Any, options: argparse.Namespace, device: torch.device) -> dic
         start = time.perf_counter()
         microbatches = loader.microbatches(index)
         waited = time.perf_counter() - start
-        totals = engine.train_step(microbatches, data_wait_s=waited).totals
+        totals = engine.train_step(microbatches, data_wait_s=waited)
         return {
             "tokens": totals.num_real_tokens, "labels": totals.num_tokens, "squares": totals.sum_of_squares,
-            "data_wait_s": waited, "peak_bytes": totals.peaks["memory_allocated"].value, "loss": totals.loss,
+            "data_wait_s": waited, "peak_bytes": totals.memory_allocated.value, "loss": totals.objective,
         }  # fmt: skip
 
     ranges = {"head": (engine_module, "lm_loss"), "optimizer": (build, "update")}
@@ -164,12 +163,11 @@ def made(
         engine = engine_module.Engine(config, layout, place, vocab_size=case.vocab, num_steps=STEPS)
     lengths = drawn(case, num_steps * config.train.global_batch_size + 2)[2]
     corpus: Any = Corpus(lengths, case.vocab)
-    loader = Loader(
-        corpus, data=config.data, layout=layout, seed=0, dp_rank=place.dp_rank, pad_id=0,
-        crossover=attention_crossover(config.model),
+    loader = make_loader(
+        config, layout, corpus, dp_rank=place.dp_rank, pad_id=0,
         local_indices=partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=place.cp_rank),
     )  # fmt: skip
-    loader.steps_per_epoch(0)
+    loader.plans.steps_per_epoch(0)
     return engine, loader
 
 

@@ -11,11 +11,10 @@ from sft.config import Config
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from sft.data.loader import Loader
+from sft.data.loader import Loader, make_loader
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
 from sft.data.packing.plan_files import follows_from, replayed_plans
-from sft.flops import attention_crossover
 from sft.parallel import context_parallel
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout, vocab_rows
@@ -62,24 +61,24 @@ class DataPipeline:
             **{name: found.report() for name, found in held_out.items()},
         }
         self._epoch: int | None = None  # the newest whose packing was reported
-        self.num_steps = config.train.num_steps or self.train.total_steps(config.train.num_epochs or 1)
+        self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
         if data.plan is not None:
-            self.train.locate(self.num_steps - 1)  # a plan that ends too early is refused now
+            self.train.plans.locate(self.num_steps - 1)  # a plan that ends too early is refused now
 
     def batch(self, step: int) -> GlobalBatch:
         """What the step after `step` steps trains on."""
         return GlobalBatch(
-            position=self.train.locate(step),
-            samples=[sample for pack in self.train.global_batch(step) for sample in pack],
+            position=self.train.plans.locate(step),
+            samples=[sample for pack in self.train.plans.global_batch(step) for sample in pack],
             microbatches=self.train.microbatches(step),
         )
 
     def new_epoch(self, step: int) -> str | None:
         """A line about the packing of the epoch that begins after `step` steps, or that this process begins in."""
-        epoch, _ = self.train.locate(step)
+        epoch, _ = self.train.plans.locate(step)
         if epoch == self._epoch:
             return None
-        self._epoch, plan = epoch, self.train.plan(epoch)
+        self._epoch, plan = epoch, self.train.plans.plan(epoch)
         return f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full"
 
     def row_name(self, sample: int) -> str:
@@ -101,16 +100,12 @@ class DataPipeline:
         mixture: Mixture | None = None,
         replayed: Sequence[Plan] | None = None,
     ) -> Loader:
-        config = self._config
-        return Loader(
+        return make_loader(
+            self._config,
+            self._layout,
             corpus,
-            data=config.data,
-            layout=self._layout,
-            seed=config.run.seed,
-            dp_rank=self._position.dp_rank,
             pad_id=tokenizer.pad_id,
-            reduction=config.loss.reduction,
-            crossover=attention_crossover(config.model),
+            dp_rank=self._position.dp_rank,
             mixture=mixture,
             replayed=replayed,
             local_indices=partial(

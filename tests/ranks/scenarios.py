@@ -8,6 +8,7 @@ builds the whole trainer below the data on the layout that the overrides of RECI
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Microbatch, Sample
-from sft.data.loader import Loader, local_part
-from sft.data.packing.pack import add_filler, filler_pack, make_pack
+from sft.data.collate import Collator
+from sft.data.loader import Loader
+from sft.data.packing.epochs import EpochPlans
 from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
@@ -95,32 +97,37 @@ def _let_go(engine: Engine) -> None:
 
 
 def loader_of(engine: Engine, corpus: Any) -> Loader:
+    config, layout = engine.config, engine.layout
+    plans = EpochPlans(corpus.lengths, config.data, seed=0, global_batch_size=layout.global_batch_size)
     return Loader(
         corpus,
-        data=engine.config.data,
-        layout=engine.layout,
-        seed=0,
+        plans,
+        collator_of(engine),
+        layout,
+        seq_length=config.data.seq_length,
         dp_rank=engine.groups.dp_rank,
+        crossover=attention_crossover(config.model),
+    )
+
+
+def collator_of(engine: Engine) -> Collator:
+    data, layout = engine.config.data, engine.layout
+    return Collator(
+        doc_multiple=data.doc_multiple,
+        pack_multiple=layout.pack_multiple,
         pad_id=0,
+        pad_to_length=data.seq_length if data.pad_to_seq_length else None,
         reduction=engine.config.loss.reduction,
-        crossover=attention_crossover(engine.config.model),
-        local_indices=partial(context_parallel.local_indices, cp_size=engine.layout.cp, cp_rank=engine.groups.cp_rank),
+        local_indices=partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=engine.groups.cp_rank),
     )
 
 
 def microbatch_of(engine: Engine, samples: Sequence[Sample], doc_multiple: int | None = None) -> Microbatch:
     """The samples as one pack, and this rank's part of it; no samples: filler only."""
-    multiple = doc_multiple or engine.layout.doc_multiple
-    pack = (
-        make_pack(samples, doc_multiple=multiple, pad_id=0, reduction=engine.config.loss.reduction)
-        if samples
-        else filler_pack(doc_multiple=multiple, pad_id=0)
-    )
-    pack = add_filler(
-        pack, multiple=engine.layout.pack_multiple if not doc_multiple else 1, doc_multiple=multiple, pad_id=0
-    )
-    indices = context_parallel.local_indices(pack.cu_seqlens, engine.layout.cp, engine.groups.cp_rank)
-    return local_part(pack, indices, doc_multiple=multiple)
+    collator = replace(collator_of(engine), pad_to_length=None)
+    if doc_multiple:
+        collator = replace(collator, doc_multiple=doc_multiple, pack_multiple=1)
+    return collator.microbatch(samples)
 
 
 def count_parameters(engine: Engine) -> int:
@@ -157,14 +164,14 @@ def curve(overrides: Sequence[str], checkpoint: str | None = None, lengths: Sequ
         loader = loader_of(engine, SkewedCorpus(lengths))
         results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
         return {
-            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
             "counts": [
                 (
-                    r.totals.num_tokens,
-                    r.totals.num_real_tokens,
-                    r.totals.num_aligned_tokens,
-                    r.totals.num_documents,
+                    r.num_tokens,
+                    r.num_real_tokens,
+                    r.num_aligned_tokens,
+                    r.num_documents,
                 )
                 for r in results
             ],
@@ -196,7 +203,7 @@ def gradients(
         grads = {
             name: param.main_grad.clone().numpy() for chunk in engine.chunks for name, param in chunk.named_parameters()
         }
-        return {"gradients": grads, "loss": totals.loss / totals.num_tokens, "num_tokens": totals.num_tokens}
+        return {"gradients": grads, "loss": totals.objective / totals.num_tokens, "num_tokens": totals.num_tokens}
 
 
 def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:

@@ -41,10 +41,10 @@ def train(overrides: list[str], cache: str) -> dict[str, Any]:
         loader = scenarios.loader_of(engine, corpus)
         results = [engine.train_step(loader.microbatches(step)) for step in range(STEPS)]
         return {
-            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
-            "num_tokens": [r.totals.num_tokens for r in results],
-            "num_documents": [r.totals.num_documents for r in results],
-            "samples": [[i for pack in loader.global_batch(step) for i in pack] for step in range(STEPS)],
+            "loss": [r.objective / r.num_tokens for r in results],
+            "num_tokens": [r.num_tokens for r in results],
+            "num_documents": [r.num_documents for r in results],
+            "samples": [[i for pack in loader.plans.global_batch(step) for i in pack] for step in range(STEPS)],
         }
 
 

@@ -109,9 +109,9 @@ def test_a_written_plan_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
     other, _ = loader("run.seed=99")
     assert made.total_steps(4) == replayed.total_steps(4) == 20
     for step in range(20):
-        assert made.global_batch(step) == replayed.global_batch(step)
+        assert made.plans.global_batch(step) == replayed.global_batch(step)
         assert made.slots(step) == replayed.slots(step)
-    assert any(made.global_batch(step) != other.global_batch(step) for step in range(20))
+    assert any(made.plans.global_batch(step) != other.plans.global_batch(step) for step in range(20))
 
 
 def test_a_plan_that_ends_too_early_is_refused() -> None:

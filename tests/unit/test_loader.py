@@ -15,7 +15,9 @@ from sft.batch import Microbatch
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.row_report import LINE, count_rows
 from sft.data.cache.store import Store
+from sft.data.collate import Collator
 from sft.data.loader import Loader
+from sft.data.packing.epochs import EpochPlans
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout
 from tests.unit.fixtures.folder import config
@@ -42,16 +44,16 @@ def layout(*, dp: int = 1, cp: int = 1, global_batch_size: int = 4, pack_multipl
 
 
 def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0, **overrides: Any) -> Loader:
-    return Loader(
-        corpus,
-        data=config(**{"seq_length": 64, "doc_multiple": 8, **overrides}),
-        layout=sizes,
-        seed=5,
-        dp_rank=dp_rank,
+    data = config(**{"seq_length": 64, "doc_multiple": 8, **overrides})
+    collator = Collator(
+        doc_multiple=8,
+        pack_multiple=sizes.pack_multiple,
         pad_id=PAD,
-        crossover=16.0,
+        pad_to_length=data.seq_length if data.pad_to_seq_length else None,
         local_indices=partial(local_indices, cp_size=sizes.cp, cp_rank=cp_rank),
     )
+    plans = EpochPlans(corpus.lengths, data, seed=5, global_batch_size=sizes.global_batch_size)
+    return Loader(corpus, plans, collator, sizes, seq_length=data.seq_length, dp_rank=dp_rank, crossover=16.0)
 
 
 def test_microbatch_in_numbers() -> None:
@@ -83,7 +85,7 @@ def test_a_short_last_batch_is_filled_up() -> None:
     """5 packs in batches of 4 over 2 ranks: 3 places of the second step are filler, 2 of them on rank 1."""
     corpus, sizes = corpus_of([64] * 5), layout(dp=2)
     ranks = [loader(corpus, sizes, dp_rank=rank, shuffle=False) for rank in (0, 1)]
-    assert ranks[0].steps_per_epoch(0) == 2
+    assert ranks[0].plans.steps_per_epoch(0) == 2
     ids = [[[m.sample_ids for m in rank.microbatches(step)] for rank in ranks] for step in (0, 1)]
     assert ids == [[[(0,), (2,)], [(1,), (3,)]], [[(4,), ()], [(), ()]]]
     [_, filler] = ranks[0].microbatches(1)
@@ -99,10 +101,10 @@ def test_a_short_last_batch_is_filled_up() -> None:
 def test_steps_and_epochs() -> None:
     corpus = corpus_of([64] * 10)
     made = loader(corpus, layout())
-    assert [made.locate(step) for step in (0, 2, 3, 5, 6)] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
-    assert made.total_steps(3) == 9
-    assert made.global_batch(0) != made.global_batch(3)
-    assert loader(corpus, layout(), shuffle=False).global_batch(3) == [(0,), (1,), (2,), (3,)]
+    assert [made.plans.locate(step) for step in (0, 2, 3, 5, 6)] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
+    assert made.plans.total_steps(3) == 9
+    assert made.plans.global_batch(0) != made.plans.global_batch(3)
+    assert loader(corpus, layout(), shuffle=False).plans.global_batch(3) == [(0,), (1,), (2,), (3,)]
 
 
 def test_a_step_is_found_without_the_steps_before_it() -> None:
@@ -124,10 +126,10 @@ def assert_equal(first: list[Microbatch], second: list[Microbatch]) -> None:
 
 def test_pad_to_seq_length_gives_one_shape() -> None:
     made = loader(corpus_of([20, 64, 5, 5, 5]), layout(), pad_to_seq_length=True)
-    parts = [part for step in range(made.steps_per_epoch(0)) for part in made.microbatches(step)]
+    parts = [part for step in range(made.plans.steps_per_epoch(0)) for part in made.microbatches(step)]
     assert {part.tokens.shape for part in parts} == {(1, 64)}
     assert sum(part.num_documents for part in parts) == 5
-    assert [part.max_seqlen for part in parts if not part.sample_ids] == [8] * (len(parts) - len(made.plan(0)))
+    assert [part.max_seqlen for part in parts if not part.sample_ids] == [8] * (len(parts) - len(made.plans.plan(0)))
 
 
 def test_max_seqlen_is_the_longest_document_not_the_pack() -> None:
@@ -148,8 +150,8 @@ def test_every_sample_once_and_the_same_steps_on_every_layout(
     """Per epoch and layout: every sample once; global batches, tokens and counts equal over (dp, cp), however they
     lie in packs; nothing above seq_length."""
     corpus = corpus_of(lengths)
-    first = sum(loader(corpus, layout()).steps_per_epoch(e) for e in range(epoch))
-    steps = range(first, first + loader(corpus, layout()).steps_per_epoch(epoch))
+    first = sum(loader(corpus, layout()).plans.steps_per_epoch(e) for e in range(epoch))
+    steps = range(first, first + loader(corpus, layout()).plans.steps_per_epoch(epoch))
     seen = {}
     for dp, cp in [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]:
         sizes = layout(dp=dp, cp=cp, pack_multiple=pack_multiple)
@@ -195,7 +197,7 @@ def test_evaluation_sees_every_pack_once_in_order(dp: int) -> None:
 def test_counts_are_the_corpus_own() -> None:
     corpus = corpus_of([20, 40, 64, 8, 1, 33])
     made = loader(corpus, layout())
-    parts = [part for step in range(made.steps_per_epoch(0)) for part in made.microbatches(step)]
+    parts = [part for step in range(made.plans.steps_per_epoch(0)) for part in made.microbatches(step)]
     assert sum(part.num_tokens for part in parts) == corpus.num_supervised.sum()
     assert sum(part.num_real_tokens for part in parts) == corpus.lengths.sum() == 166
     assert sum(part.num_documents for part in parts) == 6

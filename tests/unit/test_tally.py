@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Sample
-from sft.data.loader import local_part
+from sft.data.collate import local_part
 from sft.data.packing.pack import add_filler, filler_pack, make_pack
 from sft.metrics.accumulator import Accumulator, Place, Ratio, Schema, Totals
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
-from sft.data.loader import Loader
+from sft.data.loader import Loader, make_loader
 from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.bounds import Bounds, bounds
 from sft.data.packing.mixture import Mixture
@@ -28,15 +28,12 @@ LIMITED = 0.95  # below this a larger cp is looked for
 
 def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
     """The loader of rank 0 as `sft train` makes it, but for the tokens' places: it plans and makes no microbatch."""
-    return Loader(
+    return make_loader(
+        config,
+        layout,
         corpus,
-        data=config.data,
-        layout=layout,
-        seed=config.run.seed,
-        dp_rank=0,
         pad_id=0,
         local_indices=lambda cu_seqlens: np.arange(cu_seqlens[-1]),
-        crossover=attention_crossover(config.model),
         mixture=Mixture.of(config.data.sources, corpus.source_ids, corpus.lengths),
         replayed=replayed_plans(config, corpus),
     )
@@ -45,8 +42,8 @@ def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
 def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[str]]:
     """Lines to print by what they are about, on the first epoch."""
     loader = loader_of(config, layout, corpus)
-    plan = loader.plan(0)
-    steps = loader.steps_per_epoch(0)
+    plan = loader.plans.plan(0)
+    steps = loader.plans.steps_per_epoch(0)
     looked_at = np.unique(np.linspace(0, steps - 1, min(steps, LOOKED_AT)).astype(int)).tolist()
     return {
         "packs": _packs(config, plan, corpus),
@@ -59,8 +56,8 @@ def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[s
 def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
     """Writes the plans of all epochs of a run, and tells how many those are."""
     loader = loader_of(config, layout, corpus)
-    epochs = config.train.num_epochs or 1 + loader.locate((config.train.num_steps or 1) - 1)[0]
-    plans = [loader.plan(epoch) for epoch in range(epochs)]
+    epochs = config.train.num_epochs or 1 + loader.plans.locate((config.train.num_steps or 1) - 1)[0]
+    plans = [loader.plans.plan(epoch) for epoch in range(epochs)]
     write_plans(path, follows_from(config, corpus), plans, layout.global_batch_size)
     batches = sum(plan.num_batches(layout.global_batch_size) for plan in plans)
     of = f"{batches:,} global batches of {epochs} epoch{'s' * (epochs > 1)}"
@@ -139,7 +136,7 @@ def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, loo
 
 
 def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) -> Bounds:
-    ids = [i for pack in loader.global_batch(step) for i in pack]
+    ids = [i for pack in loader.plans.global_batch(step) for i in pack]
     return bounds(
         corpus.lengths[ids],
         dp=dp,

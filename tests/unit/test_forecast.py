@@ -107,9 +107,9 @@ def test_a_written_plan_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
     made, _ = loader()
     replayed, _ = loader("data.plan=p", "run.seed=99")
     other, _ = loader("run.seed=99")
-    assert made.total_steps(4) == replayed.total_steps(4) == 20
+    assert made.plans.total_steps(4) == replayed.plans.total_steps(4) == 20
     for step in range(20):
-        assert made.plans.global_batch(step) == replayed.global_batch(step)
+        assert made.plans.global_batch(step) == replayed.plans.global_batch(step)
         assert made.slots(step) == replayed.slots(step)
     assert any(made.plans.global_batch(step) != other.plans.global_batch(step) for step in range(20))
 
@@ -117,11 +117,11 @@ def test_a_written_plan_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_that_ends_too_early_is_refused() -> None:
     assert main(["data", "plan", "a.yaml", "--write", "p", "train.num_steps=5"]) == 0
     replayed, _ = loader("data.plan=p")
-    assert replayed.locate(4) == (0, 4)
+    assert replayed.plans.locate(4) == (0, 4)
     with pytest.raises(
         ConfigError, match="data.plan = p ends after epoch 1, and the run goes on.  Write a longer plan, or train less."
     ):
-        replayed.locate(5)
+        replayed.plans.locate(5)
 
 
 def test_a_plan_that_ends_too_early_is_found_by_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ A kind gives `local`, this rank's numbers; `over_ranks`, the value of the number
 All numbers are float64, which holds every integer up to 2**53.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,7 +63,6 @@ class Sum:
     reads: ClassVar[str] = "tokens"
     ranks: ClassVar[str] = "tokens"
     by: ClassVar[str] = ""
-    merge: ClassVar[Callable[[Any, Any], Any]] = staticmethod(operator.add)
 
     def local(self, tokens: Sequence[SupervisedTokens], names: Sequence[str]) -> Sequence[float]:
         total = 0.0
@@ -74,6 +72,10 @@ class Sum:
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
         return self.number(numbers[:, 0].sum())
+
+    @staticmethod
+    def merge(a: Any, b: Any) -> Any:
+        return a + b
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,16 @@ class Replicated:
     reads: ClassVar[str] = "packs"
     ranks: ClassVar[str] = "packs"
     by: ClassVar[str] = ""
-    merge: ClassVar[Callable[[Any, Any], Any]] = staticmethod(operator.add)
 
     def local(self, packs: Sequence[Microbatch], names: Sequence[str]) -> Sequence[float]:
         return [float(sum(self.measure(microbatch) for microbatch in packs))]
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> int:
         return int(numbers[:, 0].sum())
+
+    @staticmethod
+    def merge(a: int, b: int) -> int:
+        return a + b
 
 
 @dataclass(frozen=True)
@@ -177,13 +182,16 @@ class Imbalance:
     reads: ClassVar[str] = "packs"
     ranks: ClassVar[str] = "packs"
     by: ClassVar[str] = ""
-    merge: ClassVar[Callable[[Any, Any], Any]] = staticmethod(max)
 
     def local(self, packs: Sequence[Microbatch], names: Sequence[str]) -> Sequence[float]:
         return []
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> float:
         return float(numbers.max() / numbers.mean()) if numbers.any() else 1.0
+
+    @staticmethod
+    def merge(a: float, b: float) -> float:
+        return max(a, b)
 
 
 Kind = Sum | SumBy | Replicated | PerSequence | Max | Imbalance

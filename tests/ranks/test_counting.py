@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from sft.batch import Sample
-from sft.run.evaluation import evaluate
 from sft.metrics.records import Record, eval_record, flat, train_record
+from sft.metrics.row import RunFacts
+from sft.run.evaluation import evaluate
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.unit.test_metrics import by_layout
@@ -42,10 +43,10 @@ def one_step(overrides: list[str], packs: list[list[Sample]]) -> dict[str, objec
         mine = packs[engine.groups.dp_rank :: engine.layout.dp]
         result = engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
         return {
-            "loss": result.totals.loss,
+            "loss": result.objective,
             "grad_norm": result.grad_norm,
-            "num_tokens": result.totals.num_tokens,
-            "documents": result.totals.num_documents,
+            "num_tokens": result.num_tokens,
+            "documents": result.num_documents,
             "skipped": result.skipped,
             "hash": scenarios.parameter_hash(engine),
         }
@@ -160,9 +161,7 @@ def weighed(overrides: list[str], packs: list[list[Sample]], size: float) -> dic
         microbatches = [scenarios.microbatch_of(engine, pack) for pack in packs]
         heavier = [replace(mb, loss_weights=mb.loss_weights * size) for mb in microbatches]
         result = engine.train_step(heavier)
-        totals = result.totals
-        mean = totals.loss / totals.denominator
-        return {"loss": mean, "denominator": totals.denominator, "grad_norm": result.grad_norm}
+        return {"loss": result.lm_loss, "denominator": result.denominator, "grad_norm": result.grad_norm}
 
 
 def descent(overrides: list[str], packs: list[list[Sample]]) -> dict[str, Any]:
@@ -182,8 +181,8 @@ def descent(overrides: list[str], packs: list[list[Sample]]) -> dict[str, Any]:
             norm += float(param.main_grad.double().pow(2).sum())
             param.data.sub_(step * param.main_grad)
         totals.append(engine.evaluate(microbatches))
-        before, after = (t.loss / t.denominator for t in totals)
-        mean = logged.loss / logged.denominator
+        before, after = (t.objective / t.denominator for t in totals)
+        mean = logged.objective / logged.denominator
         return {"fallen": before - after, "expected": step * norm, "logged": mean, "roots": roots}
 
 
@@ -235,14 +234,14 @@ def records(overrides: list[str]) -> list[Record]:
     """What the log says of an epoch's two steps, and of the same samples as a held-out set; by flat names."""
     with scenarios.running(overrides) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(SHORT_LAST))
-        config, layout, vocab, schema = engine.config, engine.layout, engine.vocab_size, engine.schema(loader.sources)
+        run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
         found = []
         for step in range(2):
             result = engine.train_step(loader.microbatches(step), sources=loader.sources)
-            found.append(train_record(step + 1, result, layout, config, schema=schema, vocab_size=vocab, seconds=1.0))
+            found.append(train_record(step + 1, result, run, seconds=1.0))
         totals = evaluate(engine, loader)
         assert totals is not None
-        found.append(eval_record(2, totals, config, set_name="eval", schema=schema, seconds=1.0))
+        found.append(eval_record(2, totals, run, set_name="eval", seconds=1.0))
         return [dict(flat(record)) for record in found]
 
 

@@ -38,11 +38,11 @@ def curve(overrides: Sequence[str], checkpoint: str) -> dict[str, Any]:
         engine_state.load_weights(engine, Path(checkpoint))
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         results = [engine.train_step(loader.microbatches(step)) for step in range(scenarios.NUM_STEPS)]
-        seen = [r.balance for r in results if r.balance is not None]
+        seen = [r.experts for r in results if r.experts is not None]
         return {
-            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
-            "real": [r.totals.num_real_tokens for r in results],
+            "real": [r.num_real_tokens for r in results],
             "chosen": np.stack([b.chosen for b in seen]),
             "dropped": np.stack([b.dropped for b in seen]),
             "aux": np.stack([b.aux for b in seen]),

@@ -210,7 +210,7 @@ def trained(overrides: list[str], folder: str) -> dict[str, Any]:
         results = [engine.train_step(batch) for batch in batches]
         (chunk,) = engine.chunks
         return {
-            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
             "samples": [[i for mb in batch for i in mb.sample_ids] for batch in batches],
             "parameters": {

@@ -168,7 +168,7 @@ def packed_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequ
         }
         return {
             "gradients": gradients,
-            "loss": totals.loss / totals.num_tokens,
+            "loss": totals.objective / totals.num_tokens,
             "num_tokens": totals.num_tokens,
         }
 

@@ -53,11 +53,11 @@ def curve(overrides: Sequence[str]) -> dict[str, list[float]]:
         loader = loader_of(engine)
         results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
         return {
-            "loss": [r.totals.loss / r.totals.denominator for r in results],
-            "nll": [r.totals.nll / r.totals.num_tokens for r in results],
-            "entropy": [r.totals.entropy / r.totals.num_tokens for r in results],
-            "denominator": [r.totals.denominator for r in results],
-            "num_tokens": [float(r.totals.num_tokens) for r in results],
+            "loss": [r.objective / r.denominator for r in results],
+            "nll": [r.nll / r.num_tokens for r in results],
+            "entropy": [r.entropy / r.num_tokens for r in results],
+            "denominator": [r.denominator for r in results],
+            "num_tokens": [float(r.num_tokens) for r in results],
             "grad_norm": [r.grad_norm for r in results],
         }
 

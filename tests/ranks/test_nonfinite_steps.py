@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from sft.mcore.checkpoint_io import optimizer_shards
-from sft.mcore.engine import Engine, StepResult
+from sft.mcore.engine import Engine
 from sft.mcore.optimizer import build, offload
+from sft.metrics.totals import StepResult
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_resume import optimizer_hash
@@ -72,7 +73,7 @@ def state_of(engine: Engine) -> tuple[str, str, int]:
 
 def told(result: StepResult) -> tuple[Any, ...]:
     """As text, because a NaN is no NaN."""
-    return repr(result.totals.loss), repr(result.grad_norm), result.learning_rate, result.skipped, result.is_bad
+    return repr(result.objective), repr(result.grad_norm), result.learning_rate, result.skipped, result.is_nonfinite
 
 
 def good_bad_good(overrides: list[str], how: str) -> dict[str, Any]:
@@ -135,10 +136,10 @@ def bad_from_the_start(overrides: list[str]) -> bool:
         weights = scenarios.parameter_hash(engine)
         for how in ("nan gradient", "inf loss"):
             with spoilt(engine, how):
-                assert engine.train_step(loader.microbatches(0)).is_bad
+                assert engine.train_step(loader.microbatches(0)).is_nonfinite
         held = [flat for one in optimizer_shards.held(engine.optimizer) for flat in one.tensors.items()]
         assert all(not flat.any() for name, flat in held if name in optimizer_shards.MOMENTS)
-        assert not engine.train_step(loader.microbatches(0)).is_bad
+        assert not engine.train_step(loader.microbatches(0)).is_nonfinite
         return scenarios.parameter_hash(engine) != weights and optimizer_shards.step_of(engine.optimizer) == 1
 
 
@@ -160,7 +161,7 @@ def overflow(overrides: list[str]) -> tuple[str, bool, bool]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "update", large)
             result = engine.train_step(loader.microbatches(0))
-        return repr(result.grad_norm), result.is_bad, scenarios.parameter_hash(engine) == weights
+        return repr(result.grad_norm), result.is_nonfinite, scenarios.parameter_hash(engine) == weights
 
 
 def test_a_rank_without_gradients_of_its_own_adds_nothing_to_the_norm(ranks: Ranks) -> None:

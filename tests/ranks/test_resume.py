@@ -66,7 +66,7 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
             Path(save).mkdir(exist_ok=True)
             engine_state.save(engine, Path(save), {"iteration": steps[-1] + 1})
         return {
-            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
             "learning_rate": [r.learning_rate for r in results],
             "parameters": scenarios.parameter_hash(engine),

@@ -42,9 +42,9 @@ def main(name: str, also: Sequence[str]) -> None:
     for step in range(NUM_STEPS):
         microbatches = loader.microbatches(step)
         before = counted()
-        totals = engine.train_step(microbatches).totals
+        totals = engine.train_step(microbatches)
         steps.append(counted().since(before))
-        peak = max(peak, totals.peaks["memory_allocated"].value, torch.cuda.max_memory_allocated())
+        peak = max(peak, totals.memory_allocated.value, torch.cuda.max_memory_allocated())
     found = {
         "rank": int(os.environ["RANK"]),
         "peak_bytes": peak,

@@ -8,7 +8,7 @@ from sft.metrics.loss_spikes import LossSpikes
 def told(losses: list[float]) -> list[int]:
     """Places, counted from 0, of which something is said."""
     spikes = LossSpikes()
-    return [place for place, loss in enumerate(losses) if spikes.look(loss) is not None]
+    return [place for place, loss in enumerate(losses) if spikes.check(loss) is not None]
 
 
 def noise(count: int, middle: float = 2.0, spread: float = 0.05) -> list[float]:
@@ -20,8 +20,8 @@ def test_the_line_names_the_loss_and_what_is_usual() -> None:
     """Distances from the median 2.05 are 0, 0.05 / 31 twice, ...; the middle one of 63 is 16 * 0.05 / 31 = 0.0258."""
     spikes = LossSpikes()
     usual = [2.0 + 0.1 * i / 62 for i in range(63)]
-    assert [spikes.look(loss) for loss in usual] == [None] * 63
-    assert spikes.look(4.0) == "4.0000, usual is 2.0500 +- 0.0383"
+    assert [spikes.check(loss) for loss in usual] == [None] * 63
+    assert spikes.check(4.0) == "4.0000, usual is 2.0500 +- 0.0383"
 
 
 def test_noise_is_not_told() -> None:

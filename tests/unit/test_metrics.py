@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from sft.config import Config
-from sft.mcore.engine import StepResult
-from sft.mcore.experts import Balance
-from sft.metrics.accumulator import Peak, Ratio, Schema, Totals
+from sft.metrics.kinds import Peak
 from sft.metrics.records import eval_record, flat, train_record
+from sft.metrics.row import RunFacts
+from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEMA = Schema(position_edges=(4096,), sources=("chat", "code"))
 RECIPE = """
 run: {dir: unused, device: cpu}
 model: {num_layers: 1, hidden_size: 4, ffn_hidden_size: 8, num_attention_heads: 2}
@@ -35,42 +34,44 @@ def config(*overrides: str) -> Config:
 
 def totals(**changes: Any) -> Totals:
     values: dict[str, Any] = dict(
-        loss=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_correct=5, num_real_tokens=100,
+        objective=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_correct=5, num_real_tokens=100,
         num_aligned_tokens=128, num_padded_tokens=160, num_documents=4, sum_of_squares=3000,
-        sequence_nll=Ratio(total=4.5, count=3), perplexity=Ratio(total=15.0, count=3),
-        perplexity_min=3.0, perplexity_max=7.0,
-        by_position=(Ratio(total=25.0, count=20), Ratio(total=0.0, count=0)),
-        by_source=(Ratio(total=5.0, count=10), Ratio(total=20.0, count=10)),
-        peaks={"data_wait_s": Peak(value=0.5, rank=1), "memory_allocated": Peak(value=2.0**31, rank=3),
-               "memory_reserved": Peak(value=2.0**32, rank=2)},
-        work_imbalance=1.25,
+        num_sequences=3, sequence_nll=4.5, perplexity=15.0, perplexity_min=3.0, perplexity_max=7.0,
+        nll_by_position={"0-4K": 25.0, "4K+": 0.0}, num_tokens_by_position={"0-4K": 20, "4K+": 0},
+        nll_by_source={"chat": 5.0, "code": 20.0}, num_tokens_by_source={"chat": 10, "code": 10},
+        data_wait_s=Peak(value=0.5, rank=1), memory_allocated=Peak(value=2.0**31, rank=3),
+        memory_reserved=Peak(value=2.0**32, rank=2), work_imbalance=1.25,
     )  # fmt: skip
     return Totals(**{**values, **changes})
 
 
+def result(experts: ExpertLoad | None = None, **changes: Any) -> StepResult:
+    return StepResult(**vars(totals(**changes)), grad_norm=0.5, learning_rate=1e-3, skipped=False, experts=experts)
+
+
+def run_of(recipe: Config) -> RunFacts:
+    """Two ranks, ten tokens in the vocabulary."""
+    return RunFacts.of(recipe, Layout.resolve(recipe, 2), 10)
+
+
 def train(*overrides: str, **changes: Any) -> dict[str, Any]:
-    recipe = config(*overrides)
-    result = StepResult(totals=totals(**changes), grad_norm=0.5, learning_rate=1e-3, skipped=False)
-    layout = Layout.resolve(recipe, 2)
-    return train_record(3, result, layout, recipe, schema=SCHEMA, vocab_size=10, seconds=2.0)
+    return train_record(3, result(**changes), run_of(config(*overrides)), seconds=2.0)
 
 
 def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
     """A step of a mixture of experts."""
     recipe = config("model.moe.num_experts=4", "model.moe.top_k=2", *overrides)
-    seen = dict(
+    load = dict(
         chosen=np.array([[6.0, 4.0, 2.0, 0.0], [0.0, 12.0, 0.0, 0.0]]),
         dropped=np.array([1.0, 5.0]),
         aux=np.array([1.0, 2.0]),
         z=np.array([4.0, 6.0]),
     )
-    balance = Balance(**{**seen, **changes})
-    result = StepResult(totals=totals(), grad_norm=0.5, learning_rate=1e-3, skipped=False, balance=balance)
-    return train_record(3, result, Layout.resolve(recipe, 2), recipe, schema=SCHEMA, vocab_size=10, seconds=2.0)
+    return train_record(3, result(ExpertLoad(**{**load, **changes})), run_of(recipe), seconds=2.0)
 
 
 def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
-    return eval_record(3, totals(**changes), config(*overrides), set_name="eval", schema=SCHEMA, seconds=2.0)
+    return eval_record(3, totals(**changes), run_of(config(*overrides)), set_name="eval", seconds=2.0)
 
 
 def validator() -> Any:
@@ -92,9 +93,9 @@ START: dict[str, Any] = {
     "kind": "start",
     "step": 0,
     "time": 1795267288.03,
-    "parameters": 212,
+    "parameters": 252,
     "num-steps": 9,
-    "layout": {"world_size": 2, "tp": 1, "cp": 2, "pp": 1, "dp": 1, "ep": 2, "etp": 1},
+    "layout": {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1},
 }
 EVERYTHING = ["loss.entropy=true", "loss.z_loss_coef=1e-4", "log.peak_tflops=989"]
 EXPERTS = mixture("model.moe.aux_loss_coef=0.01", *EVERYTHING)
@@ -150,15 +151,14 @@ def test_losses_of_routers_that_are_no_number() -> None:
 
 def test_what_nobody_asked_for_is_not_there() -> None:
     nothing = Peak(value=0.0, rank=0)
-    found = train(peaks=dict.fromkeys(["data_wait_s", "memory_allocated", "memory_reserved"], nothing))
+    found = train(data_wait_s=nothing, memory_allocated=nothing, memory_reserved=nothing)
     assert not {"nll", "entropy", "mfu", "memory/allocated-gib"} & found.keys()
 
 
 def test_nothing_supervised_is_null_and_not_a_number_too_large() -> None:
-    empty = Ratio(total=0.0, count=0)
-    found = train(
-        num_tokens=0, denominator=0.0, loss=0.0, perplexity=empty, perplexity_min=float("inf"), perplexity_max=0.0
-    )
+    inf = float("inf")
+    empty = dict(num_sequences=0, perplexity=0.0, perplexity_min=inf, perplexity_max=-inf)
+    found = train(num_tokens=0, denominator=0.0, objective=0.0, **empty)
     names = ("lm loss", "token accuracy", "perplexity/avg", "perplexity/min", "perplexity/max")
     assert [found[name] for name in names] == [None] * 5
     check(found)
@@ -173,7 +173,7 @@ RECORDS = {
     "train of little": train(),
     "train without experts": train(*EVERYTHING),
     "eval of little": evaluation(),
-    "eval of nothing": evaluation(num_tokens=0, sequence_nll=Ratio(total=0.0, count=0)),
+    "eval of nothing": evaluation(num_tokens=0, denominator=0.0, num_sequences=0, sequence_nll=0.0),
 }
 
 

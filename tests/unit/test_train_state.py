@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes, installed
 from sft.config.keys import values
 from sft.errors import ConfigError
-from sft.mcore.engine import StepResult
+from sft.metrics.totals import StepResult
 from tests.unit.test_metrics import config, totals
 
 PLAN = {"data": "9f2c", "run.seed": 1, "data.seq_length": 128, "data.train": None, "planner": 2}
@@ -200,9 +200,9 @@ def test_versions_are_of_what_is_installed() -> None:
 
 
 def result(loss: float = 30.0, grad_norm: float = 0.5, **changes: Any) -> StepResult:
-    found = totals(loss=loss, **changes)
+    found = totals(objective=loss, **changes)
     skipped = found.num_tokens == 0 or loss != loss or grad_norm != grad_norm
-    return StepResult(totals=found, grad_norm=grad_norm, learning_rate=1e-3, skipped=skipped)
+    return StepResult(**vars(found), grad_norm=grad_norm, learning_rate=1e-3, skipped=skipped)
 
 
 def test_the_state_after_good_bad_and_empty_steps() -> None:

@@ -15,10 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sft.cli import main
 from sft.console import Console
 from sft.errors import ConfigError, StorageError, TrainingError
-from sft.metrics.writers import JsonLines, Metrics, Spared, TensorBoard, Wandb, open_writers, scalars
-from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, train
-
-FACTS = {name: START[name] for name in ("parameters", "num-steps", "layout")}
+from sft.metrics.log import MetricsLog
+from sft.metrics.writers import BestEffortWriter, JsonLines, TensorBoard, Wandb, Writer, open_writers, scalars
+from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, result, run_of, totals, train
 
 
 class FakeRun:
@@ -72,6 +71,11 @@ def console() -> tuple[Console, io.StringIO]:
     return Console(0, stream), stream
 
 
+def log_of(writers: list[Writer], said: Console, *overrides: str, step: int = 0) -> MetricsLog:
+    """Of a run of nine steps."""
+    return MetricsLog(writers, said, run_of(config(*overrides)), step=step, num_steps=9)
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -81,12 +85,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_what_is_written_can_be_read_back(tmp_path: Path) -> None:
     said, _ = console()
-    other = evaluation() | {"set": "code", "lm loss": 2.5}
-    with Metrics(open_writers(tmp_path, config(), 0, said), said, step=0, num_steps=9) as metrics:
-        metrics.start(FACTS)
-        metrics.train(train())
-        metrics.eval(evaluation())
-        metrics.eval(other)
+    other = evaluation(objective=50.0) | {"set": "code"}
+    with log_of(open_writers(tmp_path, config(), 0, said), said) as metrics:
+        metrics.start()
+        metrics.train(3, result(), seconds=2.0)
+        metrics.evaluation(3, "eval", totals(), seconds=2.0)
+        assert metrics.evaluation(3, "code", totals(objective=50.0), seconds=2.0) == other
     start, *rest = lines(tmp_path)
     check(start)
     assert {**start, "time": 0} == {**START, "time": 0}
@@ -143,11 +147,13 @@ def test_numbers_that_cannot_be_written_end_the_run() -> None:
             pass
 
     with pytest.raises(StorageError, match="the numbers of step 3 cannot be written: .*No space left on device.  The"):
-        with Metrics([Full()], console()[0], step=0, num_steps=9) as metrics:
-            metrics.train(train())
+        with log_of([Full()], console()[0]) as metrics:
+            metrics.train(3, result(), seconds=2.0)
 
 
-@pytest.mark.parametrize("overrides, kinds", [([], [JsonLines, Spared]), (["log.tensorboard=false"], [JsonLines])])
+@pytest.mark.parametrize(
+    "overrides, kinds", [([], [JsonLines, BestEffortWriter]), (["log.tensorboard=false"], [JsonLines])]
+)
 def test_only_what_was_asked_for_is_opened(tmp_path: Path, overrides: list[str], kinds: list[type]) -> None:
     writers = open_writers(tmp_path, config(*overrides), 0, console()[0])
     assert [type(writer) for writer in writers] == kinds
@@ -174,10 +180,10 @@ def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path, wandb: FakeWandb
     for step in (0, 2):
         said, _ = console()
         recipe = config("log.wandb=chats", "log.tensorboard=false")
-        with Metrics(open_writers(folder, recipe, step, said), said, step=step, num_steps=9) as metrics:
-            metrics.start(FACTS)
-            metrics.train(train())
-            metrics.eval(evaluation())
+        with log_of(open_writers(folder, recipe, step, said), said, step=step) as metrics:
+            metrics.start()
+            metrics.train(3, result(), seconds=2.0)
+            metrics.evaluation(3, "eval", totals(), seconds=2.0)
     first, second = wandb.runs
     kept = (folder / "wandb_id").read_text().strip()
     assert re.fullmatch(r"[0-9a-f]{12}", kept)
@@ -199,7 +205,7 @@ def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path, wandb: FakeWandb
 def test_wandb_hears_that_the_run_failed(tmp_path: Path, wandb: FakeWandb, error: BaseException) -> None:
     said, _ = console()
     writers = open_writers(tmp_path, config("log.wandb=chats"), 0, said)
-    with pytest.raises(type(error)), Metrics(writers, said, step=0, num_steps=9):
+    with pytest.raises(type(error)), log_of(writers, said):
         raise error
     assert wandb.runs[0].exit_codes == [1]
 
@@ -219,10 +225,10 @@ def test_wandb_that_fails_later_is_told_once_and_ends_nothing(
 ) -> None:
     wandb.fails = fails
     said, stream = console()
-    spared = Spared("W&B", Wandb(tmp_path, "chats", {}), said)
-    with pytest.raises(TrainingError), Metrics([spared], said, step=0, num_steps=9) as m:
-        m.train(train())
-        m.eval(evaluation())
+    writer = BestEffortWriter("W&B", Wandb(tmp_path, "chats", {}), said)
+    with pytest.raises(TrainingError), log_of([writer], said) as m:
+        m.train(3, result(), seconds=2.0)
+        m.evaluation(3, "eval", totals(), seconds=2.0)
         raise TrainingError("the error that ended the run")
     assert stream.getvalue().count("W&B gets nothing more of this run: ConnectionError: the service is gone\n") == 1
     assert len(wandb.runs[0].logged) == num_told and wandb.runs[0].exit_codes == []
@@ -239,9 +245,9 @@ def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(
 
     monkeypatch.setattr(SummaryWriter, call, full)
     said, stream = console()
-    with Metrics(open_writers(tmp_path, config(), 0, said), said, step=0, num_steps=9) as metrics:
-        metrics.train(train())
-        metrics.eval(evaluation())
+    with log_of(open_writers(tmp_path, config(), 0, said), said) as metrics:
+        metrics.train(3, result(), seconds=2.0)
+        metrics.evaluation(3, "eval", totals(), seconds=2.0)
     assert stream.getvalue().count("TensorBoard gets nothing more of this run: OSError: [Errno 28] No space left") == 1
     assert [line["kind"] for line in lines(tmp_path)] == ["train", "eval"]
 
@@ -285,12 +291,12 @@ def test_a_wandb_that_is_there_is_not_refused(
 
 def test_lines_of_a_run() -> None:
     said, stream = console()
-    with Metrics([], said, step=0, num_steps=9, every=3) as metrics:
-        metrics.eval(evaluation() | {"step": 0, "lm loss": 2.0})
+    with log_of([], said, "log.every=3") as metrics:
+        metrics.evaluation(0, "eval", totals(objective=40.0), seconds=2.0)
         for n in (1, 2, 3):
-            metrics.train(train() | {"step": n})
-        metrics.eval(evaluation())
-        metrics.eval(evaluation() | {"set": "code", "lm loss": None})
+            metrics.train(n, result(), seconds=2.0)
+        metrics.evaluation(3, "eval", totals(), seconds=2.0)
+        metrics.evaluation(3, "code", totals(denominator=0.0), seconds=2.0)
         metrics.summarise()
     assert stream.getvalue().splitlines() == [
         "held-out after step 0: lm loss  2.0000 on 20 supervised tokens, 2.0 s",

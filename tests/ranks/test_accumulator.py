@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.metrics.accumulator import Accumulator
+from sft.metrics.accumulator import Accumulator, Breakdown
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -48,7 +48,7 @@ def evaluated(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
         batches = [engine.evaluate(mbs, sources=loader.sources) for mbs in loader.eval_batches()]
         totals = sum(batches[1:], start=batches[0])
-        return {**vars(totals), "peaks": None}
+        return vars(totals)
 
 
 def by_hand(lengths: list[int]) -> dict[str, Any]:
@@ -94,22 +94,22 @@ def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
     with scenarios.running([*EDGE_KEYS, "train.global_batch_size=16", *overrides]) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
         microbatches = loader.microbatches(0)
-        tally = Accumulator(engine.schema(loader.sources), (1.0, 1.0))
-        tally.packs(microbatches)
-        for index, mb in enumerate(microbatches if engine.groups.reports else []):
+        breakdown, tokens = Breakdown(position_edges=EDGES, sources=loader.sources), []
+        for mb in microbatches if engine.groups.reports else []:
             rows = np.flatnonzero(mb.loss_weights.numpy())
             samples = np.array([*mb.sample_ids, -1])[np.minimum(mb.documents.numpy().ravel()[rows], len(mb.sample_ids))]
             logprob, entropy = values(samples, mb.position_ids.numpy().ravel()[rows])
-            tally.tokens(
-                microbatches,
-                index,
-                objective=-float(logprob.sum()),
-                denominator=len(rows),
-                logprob=logprob,
-                entropy=entropy,
-                correct=logprob > CORRECT_ABOVE,
+            tokens.append(
+                breakdown.supervised_tokens(
+                    mb,
+                    objective=-float(logprob.sum()),
+                    denominator=len(rows),
+                    logprob=logprob,
+                    entropy=entropy,
+                    correct=logprob > CORRECT_ABOVE,
+                )
             )
-        return {**vars(tally.reduce(engine._place())), "peaks": None}
+        return vars(Accumulator(breakdown, engine._contribution(), (1.0, 1.0)).totals(microbatches, tokens))
 
 
 def values(sample: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,15 +155,15 @@ def check(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = TOLE
         assert found[name] == wanted[name], name
     for name in ("nll", "perplexity_min", "perplexity_max"):
         assert found[name] == pytest.approx(wanted[name], rel=tolerance), name
-    assert found["loss"] == pytest.approx(wanted["nll"], rel=tolerance)
+    assert found["objective"] == pytest.approx(wanted["nll"], rel=tolerance)
     assert found["denominator"] == wanted["num_tokens"]
+    assert found["num_sequences"] == wanted["sequences"]
     for name in ("sequence_nll", "perplexity"):
-        assert found[name].count == wanted["sequences"]
-        assert found[name].total == pytest.approx(wanted[name], rel=tolerance), name
+        assert found[name] == pytest.approx(wanted[name], rel=tolerance), name
     for name in ("by_position", "by_source"):
         totals, counts = wanted[name]
-        assert [ratio.count for ratio in found[name]] == counts.tolist(), name
-        np.testing.assert_allclose([ratio.total for ratio in found[name]], totals, rtol=tolerance)
+        assert list(found[f"num_tokens_{name}"].values()) == counts.tolist(), name
+        np.testing.assert_allclose(list(found[f"nll_{name}"].values()), totals, rtol=tolerance)
 
 
 @layouts
@@ -212,5 +212,5 @@ def test_one_sample_on_four_ranks(ranks: Ranks, overrides: list[str]) -> None:
     (wanted,) = ranks(1).run(by_hand, [250])
     for found in ranks(4).run(evaluated, overrides, [250]):
         check(found, wanted)
-        assert found["perplexity"].count == 1
-        assert found["perplexity_min"] == found["perplexity_max"] == pytest.approx(found["perplexity"].total)
+        assert found["num_sequences"] == 1
+        assert found["perplexity_min"] == found["perplexity_max"] == pytest.approx(found["perplexity"])

@@ -1,6 +1,6 @@
-"""Files that are whole at any instant: a reader, or a machine that comes back after a crash, sees the old or the new.
+"""Atomic replacement of files: after a crash at any instant, a reader finds either the old or the new content.
 
-Decides how a file is replaced and when the disk has it.  Does not decide what is in it.
+Decides how a file is replaced and when it is on the disk.  Does not decide what is in it.
 """
 
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
-    """Put `content` in the place of the file, by a file beside it and a rename; with `sync`, on the disk for sure."""
+    """Replace the content of the file: write a file beside it, then rename that.  With `sync`, wait for the disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(content, encoding="utf-8")
     if sync:
@@ -19,7 +19,7 @@ def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold a file; of a folder, the names in it."""
+    """Wait until the disk holds a file; of a folder, the names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

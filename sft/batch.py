@@ -4,7 +4,7 @@
     Pack        documents laid end to end, each padded to doc_multiple   (numpy, every rank the same)
     Microbatch  the part of a pack that one context-parallel rank holds  (torch, what the model sees)
 
-Labels are shifted once, when a Pack is made and before any slicing (`data/pack.py`), so that no
+Labels are shifted once, when a Pack is made and before any slicing (sft/data/packing/pack.py), so that no
 context-parallel rank ever needs its neighbour's token.
 """
 

@@ -1,7 +1,7 @@
 """The command line: `sft train`, `sft check`, `sft status` and `sft data`.
 
 Decides which arguments there are, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
-What the verbs do is `commands.py`.
+sft/commands.py holds what the commands do.
 """
 
 import argparse
@@ -24,26 +24,28 @@ _OVERRIDES = "settings that replace the recipe's, such as parallel.cp=4 data.tra
 
 
 def run() -> NoReturn:
-    """The process: `main`, and its end without taking the interpreter down.
+    """The process: runs `main` and exits without shutting the interpreter down.
 
-    The threads of a process group drop the tensors of its last collective after that has returned.  One that does
-    so while the interpreter is being taken down aborts the process: exit code -6 in place of ours.
+    The threads of a process group free the tensors of its last collective after that has returned.  A thread that does
+    so while the interpreter shuts down aborts the process, with exit code -6 in place of ours.
     """
     try:
         code = main()
-    except Exception:  # a bug of ours, or a peer that is gone; threads of the group must not keep this process
+    except Exception:  # a bug of ours, or a peer that is gone; its threads must not keep this process alive
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # of libraries: what they flush and end
+    atexit._run_exitfuncs()  # libraries flush and end here
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 1 where plans differ or a disk failed, 2 for a mistake of the user, 75
-    for a run that is to be started again, 130 when interrupted."""
-    for stream in (sys.stdout, sys.stderr):  # data hold any character; one that a terminal lacks is escaped
+    """Run one command and return the exit code.
+
+    0 done; 1 plans differ or a disk failed; 2 a mistake of the user; 75 start the run again; 130 interrupted
+    """
+    for stream in (sys.stdout, sys.stderr):  # data may hold characters that the terminal lacks: they are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else argv
@@ -52,30 +54,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.action(arguments) or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
-        if words[:1] == ["train"]:  # not of the console, which would have gone on without it
+    except BrokenPipeError:  # the reader, `head` for instance, has closed the pipe
+        if words[:1] == ["train"]:  # the console survives a closed pipe: this is another one
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SftError as error:
-        _tell(error, is_run=words[:1] == ["train"])  # other verbs are one process, whatever RANK says
+        _report(error, is_run=words[:1] == ["train"])  # other commands are one process, whatever RANK says
         return 1 if isinstance(error, StorageError) else 2
     except KeyboardInterrupt:
         return 130
 
 
-def _tell(error: SftError, *, is_run: bool) -> None:
-    """Print `error`; of the ranks of a run only on rank 0: every rank finds the same mistake, and one of them tells it.
+def _report(error: SftError, *, is_run: bool) -> None:
+    """Print `error`, in a run on rank 0 only: every rank finds the same mistake, and one report is enough.
 
-    torchrun ends all processes when the first one is gone, so under torchrun the others wait for that: rank 0
-    might not have spoken yet.
+    torchrun ends all processes when the first one exits.  So under torchrun the other ranks wait: rank 0 might not
+    have printed yet.
     """
     if not is_run or os.environ.get("RANK", "0") == "0":
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
         time.sleep(_SECONDS_FOR_RANK_0)
-        # Still here: rank 0 did not find this mistake, so nobody else will tell it.
+        # Still alive: rank 0 did not find this mistake, so this rank reports it.
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
@@ -86,15 +88,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="sft", description="Supervised fine-tuning on Megatron for long context.")
-    names = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    train = names.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
-    check = names.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
-    status = names.add_parser("status", help="how a run ended, and whether to start it again (exit code 0, 75 or 2)")
-    data = names.add_parser("data", help="work on a recipe's data, without a model or a GPU")
-    tasks = data.add_subparsers(dest="task", required=True, metavar="TASK")
-    prepare = tasks.add_parser("prepare", help="tokenise the data once; continues where it was killed")
-    inspect = tasks.add_parser("inspect", help="lengths, masks, copies and what seq_length keeps")
-    plan = tasks.add_parser("plan", help="packs, steps, shares and balance of an epoch")
+    subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = subcommands.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
+    check = subcommands.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
+    status = subcommands.add_parser(
+        "status", help="how a run ended, and whether to start it again (exit code 0, 75 or 2)"
+    )
+    data = subcommands.add_parser("data", help="work on a recipe's data, without a model or a GPU")
+    data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    prepare = data_commands.add_parser("prepare", help="tokenise the data once; continues where it was killed")
+    inspect = data_commands.add_parser("inspect", help="lengths, masks, copies and what seq_length keeps")
+    plan = data_commands.add_parser("plan", help="packs, steps, shares and balance of an epoch")
     actions = {
         train: commands.train,
         check: commands.check,
@@ -103,24 +107,30 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         inspect: commands.inspect,
         plan: commands.plan,
     }
-    for verb, action in actions.items():
-        verb.set_defaults(action=action, parser=verb)
-        optional = "?" if verb is plan else None
-        verb.add_argument("recipe", metavar="RECIPE", nargs=optional, help="YAML file, as recipes/qwen3_8b_64k.yaml")
-        verb.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
+    for command, action in actions.items():
+        command.set_defaults(action=action, parser=command)
+        optional = "?" if command is plan else None
+        command.add_argument("recipe", metavar="RECIPE", nargs=optional, help="YAML file, as recipes/qwen3_8b_64k.yaml")
+        command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
     check.add_argument("--world-size", metavar="N", type=int, help="number of processes to lay out")
-    check.add_argument("--explain", metavar="KEY", help="tell where a value came from and what it does")
+    check.add_argument("--explain", metavar="KEY", help="show where a value came from and what it does")
     check.add_argument("--no-data", action="store_true", help="do not look at data files and tokenizer")
     prepare.add_argument("--workers", metavar="N", help="processes that tokenise; same as data.num_workers=N")
-    prepare.add_argument("--verify", action="store_true", help="read all that is prepared, and mend what is damaged")
-    prepare.add_argument("--sweep", action="store_true", help="then remove what the cache holds for other settings")
+    prepare.add_argument(
+        "--verify", action="store_true", help="read everything that is prepared, and repair what is damaged"
+    )
+    prepare.add_argument(
+        "--sweep", action="store_true", help="afterwards remove what the cache holds for other settings"
+    )
     inspect.add_argument("--json", action="store_true", help="one JSON object on stdout (docs/inspect.md)")
     inspect.add_argument("--png", metavar="FILE", type=Path, help="draw lengths, retention and supervised shares")
-    inspect.add_argument("--samples", metavar="N", type=int, default=2, help="to show (2), and the longest answer")
+    inspect.add_argument(
+        "--samples", metavar="N", type=int, default=2, help="how many samples to show, beside the longest answer (2)"
+    )
     plan.add_argument("--world-size", metavar="N", type=int, help="number of processes to balance over")
     plan.add_argument("--write", metavar="FILE", help="write the plan of the run, for --diff and data.plan")
-    plan.add_argument("--diff", metavar=("A", "B"), nargs=2, help="tell where two written plans differ; exit code 1")
-    # argparse gives up on settings that follow an option; they come back as the rest.
+    plan.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show where two written plans differ; exit code 1")
+    # argparse does not take settings that follow an option; it returns them as the rest.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
         arguments.parser.error(f"unknown option {unknown[0]}")

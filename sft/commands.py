@@ -1,4 +1,4 @@
-"""What each verb of the command line does and prints.
+"""What each command of the command line does and prints.
 
 Everything heavy is imported where it is first used, so that help and mistakes answer at once.
 """
@@ -17,15 +17,15 @@ from sft.errors import ConfigError
 if TYPE_CHECKING:
     from sft.data.chat.tokenizer import ChatTokenizer
     from sft.parallel.layout import Layout
-    from sft.recipe.load import Recipe
+    from sft.recipe.resolved import Recipe
 
 
 def train(arguments: Namespace) -> int:
     """`sft train`; 75 where the run was asked to stop before its end, and has saved"""
     recipe = _recipe(arguments)
     _layout(recipe, _launched_world_size() or 1)
-    _require_wandb(recipe)
-    _require_data(recipe)
+    _check_wandb(recipe)
+    _check_paths(recipe)
 
     from sft.trainer import main
 
@@ -37,17 +37,22 @@ def status(arguments: Namespace) -> int:
     from sft.run.status import describe, read, verdict
 
     folder = Path(_recipe(arguments).config.run.dir)
-    found = read(folder)
-    here = os.environ.get("SLURM_JOB_ID")
-    if found is not None and found.status == "running" and None not in (here, found.job) and found.job != here:
-        print(f"{folder}: {describe(found)}\nit is the run of another job than this one ({here})")
+    state = read(folder)
+    job = os.environ.get("SLURM_JOB_ID")
+    is_running = state is not None and state.status == "running"
+    if state is not None and is_running and None not in (job, state.job) and state.job != job:
+        print(f"{folder}: {describe(state)}\nit is the run of another job than this one ({job})")
         return 2
-    what = verdict(found)
-    if found is not None and found.status == "running" and (folder / "run.lock").exists():
-        print("run.lock is there: it may be running; if it is, another start is refused")
-    print(f"{folder}: no start yet" if found is None else f"{folder}: {describe(found)}")
-    print({"done": "done", "go on": "start it again", "stop": "do not start it again before it is looked at"}[what])
-    return {"done": 0, "go on": 75, "stop": 2}[what]
+    if is_running and (folder / "run.lock").exists():
+        print("run.lock exists: the run may still be alive; if it is, another start is refused")
+    print(f"{folder}: no start yet" if state is None else f"{folder}: {describe(state)}")
+    advice, code = {
+        "done": ("done", 0),
+        "go on": ("start it again", 75),
+        "stop": ("find the cause before you start it again", 2),
+    }[verdict(state)]
+    print(advice)
+    return code
 
 
 def check(arguments: Namespace) -> None:
@@ -58,16 +63,16 @@ def check(arguments: Namespace) -> None:
         return
     launched = _launched_world_size()
     layout = _layout(recipe, launched if arguments.world_size is None else arguments.world_size)
-    _require_wandb(recipe)
+    _check_wandb(recipe)
     _print_group("layout", layout.equations(recipe.config.data.seq_length))
     if arguments.no_data:
         built_in = recipe.config.data.tokenizer == "byte"
-        found = _tokenizer(recipe).vocab_size if built_in else None
-        _print_group("model", [_parameters(recipe, found)])
-        _print_group("memory", _memory(recipe, layout, found))
-        _print_group("data", ["not looked at (--no-data)"])
+        vocab_size = _tokenizer(recipe).vocab_size if built_in else None
+        _print_group("model", [_parameters(recipe, vocab_size)])
+        _print_group("memory", _memory(recipe, layout, vocab_size))
+        _print_group("data", ["not read (--no-data)"])
     else:
-        _require_data(recipe)
+        _check_paths(recipe)
         _check_data(recipe, layout)
 
 
@@ -79,10 +84,10 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     tokenizer = _tokenizer(recipe)
     _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
     _print_group("memory", _memory(recipe, layout, tokenizer.vocab_size))
-    corpora = prepare_recipe(recipe.config, tokenizer, _told())
+    corpora = prepare_recipe(recipe.config, tokenizer, _progress())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
-    loader.plans.locate((length.num_steps or loader.plans.total_steps(length.num_epochs or 1)) - 1)  # it is planned to its end
+    loader.plans.locate((length.num_steps or loader.plans.total_steps(length.num_epochs or 1)) - 1)
     plan = loader.plans.plan(0)
     steps = -(-len(plan) // length.global_batch_size)
     lines = [
@@ -103,7 +108,7 @@ def prepare(arguments: Namespace) -> None:
     if arguments.workers is not None:
         arguments.overrides.append(f"data.num_workers={arguments.workers}")
     recipe = _recipe(arguments)
-    _require_data(recipe)
+    _check_paths(recipe)
 
     from sft.data.cache.prepare import prepare_recipe, sweep_recipe
 
@@ -119,18 +124,18 @@ def prepare(arguments: Namespace) -> None:
 def inspect(arguments: Namespace) -> None:
     """`sft data inspect`"""
     recipe = _recipe(arguments)
-    _require_data(recipe)
+    _check_paths(recipe)
 
-    from sft.data.inspect.command import inspect as survey
+    from sft.data.inspect.command import inspect as inspect_data
 
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    text = survey(
+    text = inspect_data(
         recipe,
         num_previews=arguments.samples,
         as_json=arguments.json,
         color=color,
         picture=arguments.png,
-        console=_told(),
+        console=_progress(),
     )
     print(text, flush=True)
 
@@ -149,8 +154,8 @@ def plan(arguments: Namespace) -> int:
 
     recipe = _recipe(arguments)
     layout = _layout(recipe, arguments.world_size)
-    _require_data(recipe)
-    corpus = prepare_train(recipe.config, _tokenizer(recipe), _told())
+    _check_paths(recipe)
+    corpus = prepare_train(recipe.config, _tokenizer(recipe), _progress())
     for name, lines in forecast(recipe.config, layout, corpus).items():
         _print_group(name, lines)
     if arguments.write is not None:
@@ -167,7 +172,7 @@ def explain(recipe: "Recipe", key: str) -> str:
         meaning  Width of a head; null means hidden_size / num_attention_heads.
     """
     from sft.config.keys import OPEN, RENAMED, expected, leaves, show, unknown, values
-    from sft.recipe.load import derived
+    from sft.recipe.resolved import derived
 
     current, substitutes = values(recipe.config), derived(recipe.config)
     paragraphs = [f"{key} is now called {RENAMED[key]}"] if key in RENAMED else []
@@ -198,8 +203,10 @@ def _recipe(arguments: Namespace) -> "Recipe":
 
 
 def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
-    """The layout on the smallest world that holds the model, or on `world_size` processes; its problems are told
-    together with where their keys were set."""
+    """The layout on `world_size` processes; on the smallest world that holds the model where that is None.
+
+    Raises ConfigError with the problems of the layout and where their keys were set.
+    """
     from sft.config.keys import leaves
     from sft.parallel.layout import Layout, smallest_world
 
@@ -211,12 +218,12 @@ def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
         return Layout.resolve(recipe.config, world_size)
     except ConfigError as error:
         named = [key for key in leaves() if f"{key} = " in str(error)]
-        places = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
-        raise ConfigError(f"{error}\n  Set in: {places}." if named else str(error)) from None
+        origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
+        raise ConfigError(f"{error}\n  Set in: {origins}." if named else str(error)) from None
 
 
-def _require_data(recipe: "Recipe") -> None:
-    """Refuse paths that are not there before anything heavy is imported."""
+def _check_paths(recipe: "Recipe") -> None:
+    """Raises ConfigError for paths that do not exist, before anything heavy is imported."""
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files]
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
@@ -234,11 +241,11 @@ def _require_data(recipe: "Recipe") -> None:
         raise ConfigError(listed(missing))
 
 
-def _require_wandb(recipe: "Recipe") -> None:
-    """Refuse a recipe that logs to W&B where its package is not installed."""
+def _check_wandb(recipe: "Recipe") -> None:
+    """Raises ConfigError where a recipe logs to W&B and its package is not installed."""
     project = recipe.config.log.wandb
-    found = None if project is None else find_spec("wandb")
-    if project is not None and (found is None or found.origin is None):  # no origin: a mere folder named wandb
+    package = None if project is None else find_spec("wandb")
+    if project is not None and (package is None or package.origin is None):  # no origin: a mere folder named wandb
         raise ConfigError(
             f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
             "here: pip install wandb; or go without: log.wandb=null."
@@ -246,7 +253,7 @@ def _require_wandb(recipe: "Recipe") -> None:
 
 
 def _launched_world_size() -> int | None:
-    """What torchrun says; None where nothing was launched."""
+    """The world size that torchrun set; None where nothing was launched."""
     text = os.environ.get("WORLD_SIZE")
     if text is not None and not text.isdecimal():
         raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes; unset it.')
@@ -265,7 +272,7 @@ def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
-        return "parameters unknown: the tokenizer gives model.vocab_size, and was not looked at"
+        return "parameters unknown: model.vocab_size comes from the tokenizer, which was not read"
     rows = vocab_rows(model, tokenizer_size or 0)
     return f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"
 
@@ -280,8 +287,8 @@ def _memory(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> l
     return describe(recipe.config, layout, vocab_rows(model, tokenizer_size or 0))
 
 
-def _told() -> "Console":
-    """Says how far work is on stderr: stdout is for what was asked."""
+def _progress() -> "Console":
+    """A console on stderr for progress: stdout is for results."""
     return Console(0, sys.stderr)
 
 

@@ -1,7 +1,7 @@
-"""What a person sees of a run: lines, and how far long work is.
+"""What a person sees of a run: lines, and the progress of long work.
 
-Decides who speaks (rank 0) and how progress looks: a bar at the bottom of a terminal, a plain line every few seconds
-elsewhere.  Does not decide what is said, and writes no files (`writers.py`).
+Decides who prints (rank 0) and how progress looks: a bar at the bottom of a terminal, a plain line every few seconds
+elsewhere.  Does not decide what is printed, and writes no files (sft/metrics/writers.py).
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import Protocol, TextIO
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 5.0
-SECONDS_BETWEEN_LOOKS = 0.5  # of `Console.watch`
+SECONDS_BETWEEN_MEASURES = 0.5  # of `Console.watch`
 
-# Held while the thread of `watch` draws.  A process forked just then, as libraries fork some, would have a locked
-# stdout for ever, and hang when it flushes that at its end.
+# Held while the thread of `watch` draws.  A process that a library forks just then would inherit a locked stdout, and
+# hang when it flushes it at its end.
 _drawing = threading.Lock()
 os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
@@ -28,24 +28,24 @@ class Progress(Protocol):
     """What `Console.track` gives to the work."""
 
     def advance(self, amount: int, note: str = "") -> None:
-        """So many units more are done; `note` is shown beside them."""
+        """`amount` more units are done; `note` is shown beside them."""
 
 
 class Console:
-    """The one place that prints.  Rank 0 speaks; the others are quiet."""
+    """The one place that prints.  Rank 0 prints; the other ranks print nothing."""
 
     def __init__(self, rank: int, stream: TextIO = sys.stdout, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._speaks, self._stream, self._clock = rank == 0, stream, clock
-        self._has_bars = self._speaks and _shows_bars(stream)
+        self._prints, self._stream, self._clock = rank == 0, stream, clock
+        self._has_bars = self._prints and _shows_bars(stream)
 
     def say(self, text: str) -> None:
         """Print a line (or several) at once, so that a pipe shows progress as it happens; above any bar."""
-        if self._speaks:
+        if self._prints:
             try:
                 with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
                     print(text, file=self._stream, flush=True)
-            except BrokenPipeError:  # the reader is gone, `tee` for instance: no reason to stop what it watched
-                self._speaks = False
+            except BrokenPipeError:  # the reader is gone, `tee` for instance: the run goes on
+                self._prints = False
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())  # for what is left in its buffer
             except OSError:  # a log on a full disk: the line is lost, not the run
@@ -53,21 +53,21 @@ class Console:
 
     @contextmanager
     def track(
-        self, what: str, total: int | None, unit: str, lines: bool = True, *, start: int = 0
+        self, title: str, total: int | None, unit: str, lines: bool = True, *, start: int = 0
     ) -> Iterator[Progress]:
-        """Around work that tells how far it is: `total` units (None: nobody knows), of which `start` were done before.
+        """Around work that reports its progress: `total` units (None: unknown), of which `start` were done before.
 
             with console.track("tokenising chat.jsonl", 80_000, "rows") as progress:
                 progress.advance(64)
 
         tokenising chat.jsonl: 12,000 of 80,000 rows (15%), 1,200 rows/s, left 0:00:57
 
-        The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is said where there is no terminal.
+        The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is printed where there is no terminal.
         """
         if self._has_bars:
             is_bytes = unit == "bytes"
             with tqdm(
-                desc=what,
+                desc=title,
                 total=total,
                 initial=start,
                 unit="iB" if is_bytes else f" {unit}",
@@ -79,24 +79,24 @@ class Console:
                 miniters=0,  # every advance may redraw, ten times a second at most
             ) as bar:
                 yield _Bar(bar)
-        elif self._speaks and lines:
-            yield _Lines(self, self._clock, what, total, unit, start)
+        elif self._prints and lines:
+            yield _Lines(self, self._clock, title, total, unit, start)
         else:
             yield _Silence()
 
     @contextmanager
-    def watch(self, what: str, total: int | None, unit: str, measure: Callable[[], int]) -> Iterator[None]:
-        """Around work that cannot tell how far it is: a thread asks `measure`, which gives the units done so far.
+    def watch(self, title: str, total: int | None, unit: str, measure: Callable[[], int]) -> Iterator[None]:
+        """Around work that cannot report its progress: a thread calls `measure`, which returns the units done so far.
 
         with console.watch("saving step 200", 361_758_720, "bytes", lambda: bytes_in(folder)):
             save(folder)
         """
-        if not self._speaks:
+        if not self._prints:
             yield
             return
-        with self.track(what, total, unit) as progress:
+        with self.track(title, total, unit) as progress:
             is_over = threading.Event()
-            thread = threading.Thread(target=_look, args=(progress, measure, is_over), daemon=True)
+            thread = threading.Thread(target=_measure_progress, args=(progress, measure, is_over), daemon=True)
             thread.start()
             try:
                 yield
@@ -115,31 +115,31 @@ class _Bar:
 
 
 class _Lines:
-    """A line every few seconds; nothing of work that is done before the first is due."""
+    """A line every few seconds; none for work that ends before the first is due."""
 
     def __init__(
-        self, console: Console, clock: Callable[[], float], what: str, total: int | None, unit: str, start: int
+        self, console: Console, clock: Callable[[], float], title: str, total: int | None, unit: str, start: int
     ) -> None:
         self._console, self._clock = console, clock
-        self._what, self._total, self._unit = what, total, unit
+        self._title, self._total, self._unit = title, total, unit
         self._start = self._done = start
-        self._began = self._told = clock()
+        self._began = self._printed = clock()
 
     def advance(self, amount: int, note: str = "") -> None:
         self._done += amount
         now = self._clock()
-        if now - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = now
+        if now - self._printed >= SECONDS_BETWEEN_LINES:
+            self._printed = now
             self._console.say(self._line(now - self._began, note))
 
     def _line(self, seconds: float, note: str) -> str:
-        done, total, rate = self._done, self._total, (self._done - self._start) / seconds
-        parts = [_amount(done, self._unit), *([note] if note else []), f"{_amount(rate, self._unit)}/s"]
-        if total is not None and done <= total:  # beyond it, the total was a guess and says nothing any more
-            number = size(done) if self._unit == "bytes" else f"{done:,}"
-            parts[0] = f"{number} of {_amount(total, self._unit)} ({100 * done // total}%)"
-            parts += [f"left {duration((total - done) / rate)}"] if rate else []
-        return f"{self._what}: {', '.join(parts)}"
+        units, total, rate = self._done, self._total, (self._done - self._start) / seconds
+        parts = [_amount(units, self._unit), *([note] if note else []), f"{_amount(rate, self._unit)}/s"]
+        if total is not None and units <= total:  # beyond it, the total was a wrong guess
+            number = size(units) if self._unit == "bytes" else f"{units:,}"
+            parts[0] = f"{number} of {_amount(total, self._unit)} ({100 * units // total}%)"
+            parts += [f"left {duration((total - units) / rate)}"] if rate else []
+        return f"{self._title}: {', '.join(parts)}"
 
 
 class _Silence:
@@ -148,7 +148,7 @@ class _Silence:
 
 
 def _shows_bars(stream: TextIO) -> bool:
-    """Whether it is a terminal of some width; containers are started with some of width 0, whose output is a log."""
+    """Whether it is a terminal with a width; some containers start with one of width 0, whose output is a log."""
     if not stream.isatty():
         return False
     try:
@@ -157,16 +157,16 @@ def _shows_bars(stream: TextIO) -> bool:
         return True
 
 
-def _look(progress: Progress, measure: Callable[[], int], is_over: threading.Event) -> None:
-    seen = 0
-    while not is_over.wait(SECONDS_BETWEEN_LOOKS):
+def _measure_progress(progress: Progress, measure: Callable[[], int], is_over: threading.Event) -> None:
+    shown = 0
+    while not is_over.wait(SECONDS_BETWEEN_MEASURES):
         with _drawing:
             try:
-                found = max(seen, measure())
+                units = max(shown, measure())
             except OSError:  # files come and go while they are measured
-                found = seen
-            progress.advance(found - seen)  # by nothing, too: time passes
-            seen = found
+                units = shown
+            progress.advance(units - shown)  # by 0 too: the rate changes with time
+            shown = units
 
 
 def duration(seconds: float) -> str:
@@ -189,4 +189,4 @@ def _amount(number: float, unit: str) -> str:
     return f"{number:,.{int(0 < number < 10 and number % 1 > 0)}f} {unit}"
 
 
-QUIET = Console(rank=1)
+QUIET = Console(rank=1)  # prints nothing

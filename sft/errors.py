@@ -1,4 +1,4 @@
-"""The errors a user can cause.  Everything else that goes wrong is a bug of ours and keeps its traceback.
+"""The errors a user can cause.  Every other error is a bug of ours and keeps its traceback.
 
 The command line turns each of these into one paragraph on rank 0 and exit code 2.  A message says what,
 what was got, why it cannot be, and what would work.
@@ -10,7 +10,7 @@ class SftError(Exception):
 
 
 class ConfigError(SftError):
-    """A recipe, an override or a layout that cannot be."""
+    """A recipe, an override or a layout that is impossible."""
 
 
 class DataError(SftError):
@@ -22,8 +22,8 @@ class CheckpointError(SftError):
 
 
 class StorageError(SftError):
-    """A disk that is full or a file system that fails while a run writes to it.  Another start may do."""
+    """A disk that is full or a file system that fails while a run writes to it.  Another start may succeed."""
 
 
 class TrainingError(SftError):
-    """A step whose loss or gradient is not a number; names the step and the samples."""
+    """Steps whose loss or gradient stays non-finite; names the step and the samples."""

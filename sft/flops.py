@@ -19,18 +19,18 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Of these, what one token meets: all but the experts that it does not go to.
+    """Parameters that multiply one token: all but those of the experts that it does not go to.
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    everything, active = _mlp(model)
-    return num_parameters(model, vocab_size) - model.num_layers * (everything - active)
+    total, active = _mlp(model)
+    return num_parameters(model, vocab_size) - model.num_layers * (total - active)
 
 
 def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
     """`30,532,122,624 (3,353,032,704 for a token)`"""
-    everything, active = num_parameters(model, vocab_size), active_parameters(model, vocab_size)
-    return f"{everything:,}" + (f" ({active:,} for a token)" if active < everything else "")
+    total, active = num_parameters(model, vocab_size), active_parameters(model, vocab_size)
+    return f"{total:,}" + (f" ({active:,} for a token)" if active < total else "")
 
 
 def _mlp(model: ModelConfig) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, floa
 
 
 def attention_crossover(model: ModelConfig) -> float:
-    """Length of a document at which its attention takes as many FLOPs as all else: tokens.
+    """Length of a document, in tokens, at which its attention takes as many FLOPs as everything else.
 
     Llama 8B: 53,248        the model above: 960 / 24 = 40
     """

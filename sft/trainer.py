@@ -25,7 +25,7 @@ from sft.metrics.row import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.load import Recipe, dump
+from sft.recipe.resolved import Recipe, dump
 from sft.run import nonfinite_dump
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle

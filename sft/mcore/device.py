@@ -1,6 +1,6 @@
 """The choice between CUDA and CPU, and everything megatron-core needs to run on a CPU.
 
-megatron-core names "cuda" in some 250 lines.  On a CPU run `start` redirects the ones that our paths reach,
+megatron-core names "cuda" in some 250 lines.  On a CPU run `start` redirects those that our code reaches,
 once per process and for its lifetime.  This is the only file of the project that replaces anything in another
 package; on CUDA it replaces nothing.
 """
@@ -20,7 +20,9 @@ _CPU_TYPE_NAMES = {
     torch.float16: "torch.cuda.HalfTensor",
 }
 
-_IS_CUDA = getattr(torch.Tensor, "is_cuda").__get__  # noqa: B009 - what a mode is told when the property is read
+_IS_CUDA = getattr(
+    torch.Tensor, "is_cuda"
+).__get__  # noqa: B009 - the function that a mode receives when the property is read
 
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; a process alone is the only one
 
@@ -62,8 +64,8 @@ def start(device_type: str) -> torch.device:
 
 
 def _compile_in_this_process() -> None:
-    """What core has torch compile is a few small kernels.  A pool of processes for that, which torch starts for each
-    rank with as many as there are cores, takes longer to start than they do, and has been seen not to end."""
+    """Core has torch compile a few small kernels.  For that torch would start a pool of processes in every rank, one a
+    core, which takes longer to start than the kernels to compile, and has been seen not to end."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
@@ -71,18 +73,18 @@ def _compile_in_this_process() -> None:
 
 
 def enter(device: torch.device) -> None:
-    """Make `device` the one of this thread: a new thread would be on the first GPU of the machine."""
+    """Make `device` the current one of this thread: a new thread starts on the first GPU of the machine."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """To the device, without waiting for what it is doing."""
+    """Copy `tensor` to the device without waiting for the work in progress there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Bytes allocated and reserved at most since the last call; nothing on a CPU."""
+    """Peak bytes allocated and reserved since the last call; empty on a CPU."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -117,7 +119,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 class _Stream:
-    """A stream that is always done: on a CPU everything is in order already."""
+    """A stream that has nothing to wait for: a CPU runs everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
@@ -130,27 +132,27 @@ class _Stream:
         return event or _Stream()
 
 
-class _ToHost(TorchFunctionMode):
-    """Every tensor is on a GPU, until a copy of it in host memory is asked for; that one and what follows are not.
+class _PretendCuda(TorchFunctionMode):
+    """`is_cuda` is true of every tensor but the copies made by `cpu()` and what is made of those.
 
-    For core's hybrid optimizer, which takes the share of parameters that it moves to the host from those on a GPU.
+    Core's hybrid optimizer offloads a share of the parameters whose `is_cuda` is true.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._host: dict[int, Any] = {}  # by id; kept, so that no other tensor has the id
+        self._copies: dict[int, Any] = {}  # by id; kept, so that no other tensor gets the id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_CUDA:
-            return id(args[0]) not in self._host
-        made = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and (func is torch.Tensor.cpu or id(args[0]) in self._host):
-            self._host[id(made)] = made
-        return made
+            return id(args[0]) not in self._copies
+        result = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (func is torch.Tensor.cpu or id(args[0]) in self._copies):
+            self._copies[id(result)] = result
+        return result
 
 
 def _listed(sizes: Any) -> Any:
-    """Core hands numpy arrays on, which gloo does not take."""
+    """Core passes numpy arrays, which gloo does not take."""
     return sizes if sizes is None else [int(size) for size in sizes]
 
 
@@ -181,7 +183,7 @@ def _redirect_cuda_to_cpu() -> None:
     share_out = hybrid._get_sub_optimizer_param_groups
 
     def share_out_as_on_a_gpu(optimizer: Any, fraction: float) -> Any:
-        with _ToHost():
+        with _PretendCuda():
             return share_out(optimizer, fraction)
 
     hybrid._get_sub_optimizer_param_groups = share_out_as_on_a_gpu

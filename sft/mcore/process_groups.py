@@ -1,7 +1,7 @@
-"""Layout -> process groups, handed on as a value.
+"""Layout -> process groups, passed on as a value.
 
 The only place that touches megatron-core's `parallel_state`.  Core still reads its globals here and there, so
-they are initialised from the same Layout and the two can never disagree.
+they are initialised from the same Layout and cannot differ from it.
 """
 
 import datetime
@@ -47,11 +47,11 @@ class ProcessGroups(Position):
 
 
 def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> ProcessGroups:
-    """Join the process group torchrun describes in the environment and build every group of `layout`.
+    """Join the process group that torchrun describes in the environment, and build every group of `layout`.
 
     A process started alone, without torchrun, is a world of one.
     """
-    if device.type == "cpu" and layout.etp > 1:  # run.device = auto, which no check of a recipe sees through
+    if device.type == "cpu" and layout.etp > 1:  # with run.device = auto only known here
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
     _allow_descriptors()
     if not dist.is_initialized():
@@ -70,7 +70,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         **_two_levels(layout),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,  # nothing of ours uses them, and each takes a descriptor for every rank
+        create_gloo_process_groups=False,  # we use none of them, and each takes a file descriptor for every rank
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed)
@@ -100,7 +100,7 @@ def _two_levels(layout: Layout) -> dict[str, Any]:
 
 
 def _allow_descriptors() -> None:
-    """A group over the CPU takes a descriptor for every rank in it, and many systems begin with 1024."""
+    """A gloo group takes a file descriptor for every rank in it, and the limit is often 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -109,5 +109,5 @@ def _allow_descriptors() -> None:
 def stop() -> None:
     """Leave every group, the world included, and end their threads (gloo keeps some per group)."""
     parallel_state.destroy_model_parallel()
-    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # the one kind that core leaves behind
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # core leaves this one behind
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """What the tokens of a pack and the widths of a model must be multiples of.
 
-Decides the numbers, and which widths fit.  How many ranks there are, and whether their number fits at all, is
-`layout.py`'s business; filler documents, which bring a pack to its multiple, are the loader's.
+Decides the multiples, and which widths fit.  sft/parallel/layout.py decides how many ranks there are and whether that
+fits; the loader adds the filler documents that bring a pack to its multiple.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,8 @@ def pack_multiple(config: Config) -> int:
     return lcm(config.data.doc_multiple, 2 * parallel.cp, parallel.cp * _split(config) * FP8_TOKENS[config.run.fp8])
 
 
-def because(config: Config) -> str:
-    """Where the multiple comes from: "doc_multiple 32, cp 2, tp 4 with sequence parallel, 32 tokens of fp8 mxfp8"."""
+def explain_multiple(config: Config) -> str:
+    """What the multiple follows from: "doc_multiple 32, cp 2, tp 4 with sequence parallel, 32 tokens of fp8 mxfp8"."""
     parallel, fp8 = config.parallel, config.run.fp8
     reasons = [f"doc_multiple {config.data.doc_multiple}", f"cp {parallel.cp}"]
     if _split(config) > 1:
@@ -57,16 +57,16 @@ def because(config: Config) -> str:
 
 
 def uneven_widths(config: Config) -> Iterator[str]:
-    """Which parts of weights FP8 cannot take, in words.  For a tp that divides heads and feed-forward."""
+    """One message about the widths that FP8 cannot take, or none.  For a tp that divides heads and feed-forward."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
     wrong = {name: width for name, width in _widths(config, tp).items() if width % multiple}
     if not wrong:
         return
-    found = ", ".join(f"{name} = {width:,}" for name, width in wrong.items())
+    uneven = ", ".join(f"{name} = {width:,}" for name, width in wrong.items())
     fitting = [size for size in divisors(tp) if not any(width % multiple for width in _widths(config, size).values())]
     instead = f"Use a tp of {', '.join(map(str, fitting))}, or run.fp8=null" if fitting else "Use run.fp8=null"
-    yield f"run.fp8 = {fp8} takes weights whose sides are multiples of {multiple}, and here {found}.  {instead}."
+    yield f"run.fp8 = {fp8} takes weights whose sides are multiples of {multiple}, and here {uneven}.  {instead}."
 
 
 def _split(config: Config) -> int:

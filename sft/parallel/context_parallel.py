@@ -15,14 +15,14 @@ an expensive one, and all ranks compute the same number of (query, key) pairs:
     rank 1          a2 a3 a4 a5       |    b1 b2       -> a2 a3 a4 a5 b1 b2
 
 A rank's local part keeps the documents in order, and inside a document its early chunk before its late one.
-That is the order Transformer Engine expects of packed (THD) input; `mcore/attention.py` relies on it.
+That is the order Transformer Engine expects of packed (THD) input; the backends in
+sft/mcore/attention rely on it.
 The scheme is the load-balanced one of Megatron-core and of zigzag ring attention (Zhu, 2024).
 
 `cu_seqlens` are the padded boundaries of the whole pack (see `batch.Pack`); with cp > 1 every document is a
 multiple of 2 * cp tokens.  Empty documents are allowed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,43 +60,6 @@ def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
     is_late = chunks >= cp_size
     first = rank * part + starts[:, None] // cp_size + is_late * chunk[:, None]  # [documents, 2 * cp_size]
     return _runs(first.ravel(), np.repeat(chunk, 2 * cp_size))
-
-
-def shard(x: np.ndarray, cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
-    """The part of `x` that `cp_rank` holds: [t, ...] -> [t / cp_size, ...], a copy.
-
-    x = [5, 6, 7, 8], cu_seqlens = [0, 4], cp_size = 2
-    rank 0 -> [5, 8]        rank 1 -> [6, 7]
-    """
-    assert len(x) == cu_seqlens[-1], f"x has {len(x)} tokens, but cu_seqlens ends at {cu_seqlens[-1]}"
-    return x[local_indices(cu_seqlens, cp_size, cp_rank)]
-
-
-def unshard(parts: Sequence[np.ndarray], cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
-    """The whole array from all ranks' parts, in rank order: cp_size arrays [t / cp_size, ...] -> [t, ...].
-
-    parts = [5, 8], [6, 7], cu_seqlens = [0, 4], cp_size = 2 -> [5, 6, 7, 8]
-    """
-    assert len(parts) == cp_size, f"{len(parts)} parts for cp_size = {cp_size}"
-    lengths = [len(part) for part in parts]
-    expected = int(cu_seqlens[-1]) // cp_size
-    assert set(lengths) == {expected}, f"each part must have {expected} tokens; got {lengths}"
-    return np.concatenate(parts)[gathered_positions(cu_seqlens, cp_size)]
-
-
-def causal_area(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> int:
-    """Number of (query, key) pairs that `cp_rank` computes under causal attention inside documents.
-
-    Equal for all ranks; padding inside documents is computed like any token.
-
-        cu_seqlens = [0, 8], cp_size = 2, queries see 1 2 3 4 5 6 7 8 keys
-        rank 0 -> 1 + 2 + 7 + 8 = 18        rank 1 -> 3 + 4 + 5 + 6 = 18
-    """
-    starts, _ = _documents(cu_seqlens, cp_size)
-    lengths = np.diff(cu_seqlens).astype(np.int64)
-    _check_rank(cp_size, cp_rank)
-    keys_before = local_indices(cu_seqlens, cp_size, cp_rank) - np.repeat(starts, lengths // cp_size)
-    return int((keys_before + 1).sum())
 
 
 def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:

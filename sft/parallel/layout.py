@@ -1,7 +1,7 @@
-"""How many ranks do what.  Arithmetic only: no torch, no process groups.
+"""The size of every parallel dimension.  Arithmetic only: no torch, no process groups.
 
     world_size = tp * cp * pp * dp        num_microbatches = global_batch_size / dp
-    experts are cut otherwise: tp * cp * dp = ep * etp * copies of each expert
+    experts have sizes of their own: tp * cp * dp = ep * etp * copies of each expert
 
 `Layout.resolve` checks everything that depends on more than one section of the recipe or on the number of
 processes, reports all that is wrong at once, and says what would work.
@@ -13,7 +13,7 @@ from math import lcm
 
 from sft.config import Config, ModelConfig, divisors, listed
 from sft.errors import ConfigError
-from sft.parallel.alignment import FP8_TOKENS, because, pack_multiple, uneven_widths
+from sft.parallel.alignment import FP8_TOKENS, explain_multiple, pack_multiple, uneven_widths
 
 ETP_NEEDS_NCCL = "needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
 
@@ -147,8 +147,8 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
     total = smallest_world(config)
     if world_size % total == 0:
         return
-    one, many = ("process", "processes") if config.run.device == "cpu" else ("GPU", "GPUs")
-    have = f"{world_size} {one if world_size == 1 else many}"
+    singular, plural = ("process", "processes") if config.run.device == "cpu" else ("GPU", "GPUs")
+    have = f"{world_size} {singular if world_size == 1 else plural}"
     for name, word, fits in (
         ("cp", "Context", _cp_fits),
         ("tp", "Tensor", _tp_fits),
@@ -157,7 +157,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         others = total // sizes[name]
         if sizes[name] > 1 and world_size % others == 0:
             rest = ", ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
-            fitting = _some(size for size in divisors(world_size // others) if fits(config, size))
+            fitting = _listing(size for size in divisors(world_size // others) if fits(config, size))
             yield (
                 f"parallel.{name} = {sizes[name]} does not fit {have} with {rest}.  "
                 f"{word}-parallel sizes that fit: {fitting}."
@@ -194,7 +194,7 @@ def _tensor(config: Config) -> Iterator[str]:
     uneven = [f"{key} = {size}" for key, size in split.items() if size % tp]
     if uneven:
         names = ", ".join(uneven)
-        fitting = _some(size for size in divisors(min(split.values())) if _tp_fits(config, size))
+        fitting = _listing(size for size in divisors(min(split.values())) if _tp_fits(config, size))
         yield f"parallel.tp = {tp} does not divide {names}.  Tensor-parallel sizes that fit: {fitting}."
     else:
         yield from _heads_by_all_to_all(config)
@@ -215,7 +215,7 @@ def _heads_by_all_to_all(config: Config) -> Iterator[str]:
     key, size = ("cp_a2a", parallel.cp_a2a or cp) if two_levels else ("cp", cp)
     if short := [f"{name} = {number}" for name, number in heads.items() if number % (tp * size)]:
         possible = [c for c in divisors(cp) if not two_levels or 1 < c < cp]
-        fitting = _some(c for c in possible if all(number % (tp * c) == 0 for number in heads.values()))
+        fitting = _listing(c for c in possible if all(number % (tp * c) == 0 for number in heads.values()))
         yield (
             f"parallel.cp_comm = {parallel.cp_comm} hands out whole heads: tp {tp} x {key} {size} = {tp * size} does "
             f"not divide {', '.join(short)}.  Use p2p or all_gather, or a {key} of {fitting}."
@@ -225,7 +225,7 @@ def _heads_by_all_to_all(config: Config) -> Iterator[str]:
 def _pipeline(config: Config) -> Iterator[str]:
     layers, pp, virtual = config.model.num_layers, config.parallel.pp, config.parallel.virtual_stages
     if not _pp_fits(config, pp):
-        fitting = _some(size for size in divisors(layers) if _pp_fits(config, size))
+        fitting = _listing(size for size in divisors(layers) if _pp_fits(config, size))
         yield (
             f"model.num_layers = {layers} cannot be cut into parallel.pp {pp} x virtual_stages {virtual} = "
             f"{pp * virtual} equal stages.  Pipeline-parallel sizes that fit: {fitting}."
@@ -247,11 +247,11 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
     if etp > 1 and config.run.device == "cpu":
         yield f"parallel.etp = {etp} {ETP_NEEDS_NCCL}"
     if model.resolved_expert_ffn % etp:
-        fitting = _some(iter(divisors(model.resolved_expert_ffn)))
+        fitting = _listing(iter(divisors(model.resolved_expert_ffn)))
         yield f"parallel.etp = {etp} does not divide an expert of width {model.resolved_expert_ffn}.  Fit: {fitting}."
     stage, rest = divmod(world_size, parallel.pp)
     if experts % ep or (not rest and stage % (ep * etp)):
-        fitting = _some(e for e in divisors(experts) if rest or stage % (e * etp) == 0)
+        fitting = _listing(e for e in divisors(experts) if rest or stage % (e * etp) == 0)
         yield (
             f"parallel.ep = {ep} x etp = {etp} does not fit {experts} experts on {stage} ranks of a pipeline stage "
             f"(tp x cp x dp).  Expert-parallel sizes that fit: {fitting}."
@@ -262,12 +262,12 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     dp, rest = divmod(world_size, smallest_world(config))
     packs, pp, virtual = config.train.global_batch_size, config.parallel.pp, config.parallel.virtual_stages
     if rest:
-        return  # no dp to share it with; told by _ranks
+        return  # no dp: `_ranks` reports it
     if packs % dp:
-        nearest = _around(packs, dp)
+        nearest = _nearest_multiples(packs, dp)
         yield f"train.global_batch_size = {packs} packs cannot be shared by dp = {dp} ranks.  {nearest}."
     elif virtual > 1 and packs // dp % pp:
-        nearest = _around(packs, dp * pp)
+        nearest = _nearest_multiples(packs, dp * pp)
         yield (
             f"train.global_batch_size = {packs} packs are {packs // dp} microbatches on each of dp = {dp} "
             f"ranks; with virtual_stages = {virtual} they must be a multiple of pp = {pp}.  {nearest}."
@@ -285,18 +285,18 @@ def _tokens(config: Config) -> Iterator[str]:
     fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
     pack = pack_multiple(config) if fits else multiple
     if seq_length % pack:
-        why = because(config) if fits else "doc_multiple"
-        nearest = _around(seq_length, pack)
+        why = explain_multiple(config) if fits else "doc_multiple"
+        nearest = _nearest_multiples(seq_length, pack)
         yield f"data.seq_length = {seq_length} is not a multiple of {pack} ({why}).  {nearest}."
 
 
-def _around(value: int, multiple: int) -> str:
-    """_around(10, 4) -> "Nearest that fit: 8, 12"; nothing below the multiple itself."""
+def _nearest_multiples(value: int, multiple: int) -> str:
+    """_nearest_multiples(10, 4) -> "Nearest that fit: 8, 12"; nothing below the multiple itself."""
     below = value // multiple * multiple
     return "Nearest that fit: " + ", ".join(str(size) for size in (below, below + multiple) if size)
 
 
-def _some(sizes: Iterator[int]) -> str:
+def _listing(sizes: Iterator[int]) -> str:
     return ", ".join(str(size) for size in sizes) or "none"
 
 

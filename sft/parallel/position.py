@@ -1,7 +1,7 @@
-"""Where one process stands in the layout: its ranks, its device, and a group for small messages.
+"""The position of one process in the layout: its ranks, its device, and a group for small messages.
 
-A value without megatron-core, so that the data pipeline and everything that surrounds the training loop can be told
-where they are without importing the model.  `mcore/process_groups.py` makes it.
+It does not need megatron-core, so the data pipeline and everything that surrounds the training loop know their
+position without importing the model.  sft/mcore/process_groups.py makes it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Position:
     rank          in the world
     dp_rank, ...  in its group along that dimension
     control       gloo group of all ranks: its messages never wait for a GPU
-    saving        the same for the thread that saves: it sends while the main thread does
+    saving        another gloo group of all ranks, for the thread that saves while the main thread trains
     """
 
     device: torch.device

@@ -1,7 +1,7 @@
 """Text -> Config: a YAML file and dotted overrides, every mistake reported at once with file and line.
 
 Decides how a recipe is put together and how a mistake in it is reported.  sft/config/yaml.py decides how a value is
-spelled, sft/config/ what a recipe may say.
+spelled, sft/config/ what a recipe may say, resolved.py what is known of it afterwards.
 
 Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
 typed, relative to the current directory, wherever the recipe lies.
@@ -9,11 +9,10 @@ typed, relative to the current directory, wherever the recipe lies.
 
 import difflib
 import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,45 +33,14 @@ from sft.config.keys import (
     show,
     takes_list,
     unknown,
-    values,
 )
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError
 from sft.hf.model_keys import model_keys
+from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _MAX_BYTES = 1 << 20  # a recipe is a page; more than this is a data file given by mistake
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a value came from.  As text: `a.yaml, line 12`, `command line: parallel.cp=4`, `default`."""
-
-    kind: Literal["file", "command line", "default", "derived"]
-    file: str | None = None
-    line: int | None = None
-    text: str | None = None  # the override as the user wrote it, or what the value is derived from
-
-    def __str__(self) -> str:
-        if self.kind == "file":
-            return f"{self.file}, line {self.line}"
-        return self.kind if self.text is None else f"{self.kind}: {self.text}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A validated recipe and, for every dotted key, where its value came from."""
-
-    config: Config
-    origins: Mapping[str, Origin]
-    path: str
-    warnings: tuple[str, ...] = ()  # one line for each key that is given by its old name
-
-    @property
-    def arguments(self) -> str:
-        """The arguments that give this recipe again, as for a shell: `a.yaml parallel.cp=4`."""
-        overrides = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
-        return shlex.join([self.path, *dict.fromkeys(overrides)])
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -106,38 +74,6 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
     return Recipe(config=config, origins=origins, path=path, warnings=tuple(draft.warnings()))
 
 
-def derived(config: Config) -> dict[str, tuple[Any, str]]:
-    """What a null stands for: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
-    values_and_sources: dict[str, tuple[Any, str]] = {}
-    if config.model.num_query_groups is None:
-        values_and_sources["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
-    if config.model.head_dim is None:
-        values_and_sources["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
-    if config.data.cache_dir is None:
-        values_and_sources["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
-    return values_and_sources
-
-
-def dump(recipe: Recipe) -> str:
-    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments give the origins.
-
-    parallel:
-      tp: 1  # default
-      cp: 4  # command line: parallel.cp=4
-    """
-    lines = [f"# Resolved from {_one_line(recipe.path)}."]
-    headed: set[str] = set()
-    for key, value in values(recipe.config).items():
-        *groups, name = key.split(".")
-        for depth, group in enumerate(groups):
-            path = ".".join(groups[: depth + 1])
-            if path not in headed:
-                headed.add(path)
-                lines.append("  " * depth + f"{group}:")
-        lines.append("  " * len(groups) + f"{name}: {yaml.write(value)}  # {_one_line(str(recipe.origins[key]))}")
-    return "\n".join(lines) + "\n"
-
-
 def _read(path: str) -> str:
     file = Path(path)
     try:
@@ -153,10 +89,6 @@ def _read(path: str) -> str:
         raise ConfigError(f"recipe {path} is not UTF-8 from byte {error.start} on.  Save it as UTF-8.") from None
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}.") from None
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 @dataclass
@@ -240,7 +172,7 @@ class _Draft:
 
     def take_override(self, override: str) -> None:
         """Add `key=value`: one scalar as it stands, or YAML where the value opens with [, { or a quote."""
-        origin = Origin("command line", text=_one_line(override))
+        origin = Origin("command line", text=printable(override))
         key, equals, text = override.partition("=")
         group, dot, name = key.rpartition(".")
         if not equals or not text:

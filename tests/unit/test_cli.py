@@ -11,7 +11,7 @@ import pytest
 
 from sft.cli import main
 from sft.errors import TrainingError
-from sft.recipe.load import Recipe
+from sft.recipe.resolved import Recipe
 from tests.unit.test_recipe import GOOD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
     assert printed[-6] == "model   parameters 115,392 with a vocabulary of 259"
     assert printed[-5].startswith("memory  per rank, estimated and not measured: ")
-    assert printed[-2:] == ["data    not looked at (--no-data)", ""]
+    assert printed[-2:] == ["data    not read (--no-data)", ""]
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
     printed_without = capsys.readouterr().out
     assert "parameters unknown: the tokenizer gives model.vocab_size" in printed_without
@@ -219,7 +219,7 @@ def test_how_a_run_ends(
 # Mistakes
 
 MISTAKES = {
-    "no verb": ([], "ConfigError: the following arguments are required: VERB.\nusage: sft [-h] VERB ...\n"),
+    "no verb": ([], "ConfigError: the following arguments are required: COMMAND.\nusage: sft [-h] COMMAND ...\n"),
     "no recipe": (
         ["train"],
         "ConfigError: the following arguments are required: RECIPE.\n" "usage: sft train [-h] RECIPE [KEY=VALUE ...]\n",

@@ -49,7 +49,7 @@ def clock() -> Clock:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "SECONDS_BETWEEN_LOOKS", 0.001)
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_MEASURES", 0.001)
 
 
 def piped(clock: Callable[[], float], rank: int = 0) -> tuple[Console, io.StringIO]:

@@ -1,4 +1,4 @@
-"""Which token lives on which rank: every claim of sft/parallel/context_parallel.py, on small numbers and on random packs."""
+"""Which token lives on which rank: sft/parallel/context_parallel.py, on small numbers and on random packs."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft.parallel import context_parallel
+from tests.zigzag import causal_area, shard, unshard
 
 
 def pack(*lengths: int) -> np.ndarray:
@@ -63,10 +64,10 @@ def test_gathered_positions(lengths: list[int], cp_size: int, expected: list[int
 
 def test_shard_and_unshard_follow_the_first_axis() -> None:
     hidden = np.array([[50, 51], [60, 61], [70, 71], [80, 81]])
-    parts = [context_parallel.shard(hidden, pack(4), 2, cp_rank) for cp_rank in range(2)]
+    parts = [shard(hidden, pack(4), 2, cp_rank) for cp_rank in range(2)]
     assert parts[0].tolist() == [[50, 51], [80, 81]]
     assert parts[1].tolist() == [[60, 61], [70, 71]]
-    assert context_parallel.unshard(parts, pack(4), 2).tolist() == hidden.tolist()
+    assert unshard(parts, pack(4), 2).tolist() == hidden.tolist()
 
 
 def test_local_chunks() -> None:
@@ -82,14 +83,14 @@ def test_local_chunks() -> None:
 
 def test_causal_area() -> None:
     # 8 tokens see 1..8 keys: 36 pairs, 18 on each of two ranks; 4 more tokens see 1..4 keys: 5 more on each.
-    assert [context_parallel.causal_area(pack(8), 1, 0)] == [36]
-    assert [context_parallel.causal_area(pack(8), 2, r) for r in range(2)] == [18, 18]
-    assert [context_parallel.causal_area(pack(8, 4), 2, r) for r in range(2)] == [23, 23]
-    assert [context_parallel.causal_area(pack(8), 4, r) for r in range(4)] == [9, 9, 9, 9]
+    assert [causal_area(pack(8), 1, 0)] == [36]
+    assert [causal_area(pack(8), 2, r) for r in range(2)] == [18, 18]
+    assert [causal_area(pack(8, 4), 2, r) for r in range(2)] == [23, 23]
+    assert [causal_area(pack(8), 4, r) for r in range(4)] == [9, 9, 9, 9]
 
 
 def test_causal_area_of_a_million_tokens_does_not_overflow() -> None:
-    assert context_parallel.causal_area(pack(1_048_576), 8, 3) == 1_048_576 * 1_048_577 // 2 // 8
+    assert causal_area(pack(1_048_576), 8, 3) == 1_048_576 * 1_048_577 // 2 // 8
 
 
 # --- the properties, on random packs -----------------------------------------------------------------------
@@ -99,8 +100,8 @@ def test_causal_area_of_a_million_tokens_does_not_overflow() -> None:
 def test_shard_then_unshard_is_the_identity(case: tuple[np.ndarray, int]) -> None:
     cu_seqlens, cp_size = case
     x = np.random.default_rng(0).normal(size=(cu_seqlens[-1], 2))
-    parts = [context_parallel.shard(x, cu_seqlens, cp_size, cp_rank) for cp_rank in range(cp_size)]
-    assert np.array_equal(context_parallel.unshard(parts, cu_seqlens, cp_size), x)
+    parts = [shard(x, cu_seqlens, cp_size, cp_rank) for cp_rank in range(cp_size)]
+    assert np.array_equal(unshard(parts, cu_seqlens, cp_size), x)
 
 
 @given(packs())
@@ -146,7 +147,7 @@ def test_local_chunks_are_the_local_indices(case: tuple[np.ndarray, int]) -> Non
 @given(packs())
 def test_ranks_have_equal_causal_area(case: tuple[np.ndarray, int]) -> None:
     cu_seqlens, cp_size = case
-    areas = {context_parallel.causal_area(cu_seqlens, cp_size, cp_rank) for cp_rank in range(cp_size)}
+    areas = {causal_area(cu_seqlens, cp_size, cp_rank) for cp_rank in range(cp_size)}
     lengths = np.diff(cu_seqlens.astype(np.int64))
     assert areas == {int((lengths * (lengths + 1) // 2).sum()) // cp_size}
 
@@ -160,19 +161,19 @@ def test_labels_are_the_next_token_also_at_chunk_boundaries(cp_size: int) -> Non
     cu_seqlens = pack(16, 48, 32)
     tokens = np.arange(1000, 1096)
     labels = np.array([*range(1001, 1016), 0, *range(1017, 1064), 0, *range(1065, 1096), 0])
-    token_parts = [context_parallel.shard(tokens, cu_seqlens, cp_size, r) for r in range(cp_size)]
-    label_parts = [context_parallel.shard(labels, cu_seqlens, cp_size, r) for r in range(cp_size)]
+    token_parts = [shard(tokens, cu_seqlens, cp_size, r) for r in range(cp_size)]
+    label_parts = [shard(labels, cu_seqlens, cp_size, r) for r in range(cp_size)]
     for local_tokens, local_labels in zip(token_parts, label_parts, strict=True):
         is_last = local_labels == 0
         assert np.array_equal(local_labels[~is_last], local_tokens[~is_last] + 1)
         assert set(local_tokens[is_last]) <= {1015, 1063, 1095}
-    assert np.array_equal(context_parallel.unshard(label_parts, cu_seqlens, cp_size), labels)
+    assert np.array_equal(unshard(label_parts, cu_seqlens, cp_size), labels)
 
 
 def test_labels_at_a_chunk_boundary_written_out() -> None:
     labels = np.array([11, 12, 13, 14, 15, 16, 17, 0])  # of tokens 10..17
-    assert context_parallel.shard(labels, pack(8), 2, 0).tolist() == [11, 12, 17, 0]  # 12 is a token of rank 1
-    assert context_parallel.shard(labels, pack(8), 2, 1).tolist() == [13, 14, 15, 16]  # 16 is a token of rank 0
+    assert shard(labels, pack(8), 2, 0).tolist() == [11, 12, 17, 0]  # 12 is a token of rank 1
+    assert shard(labels, pack(8), 2, 1).tolist() == [13, 14, 15, 16]  # 16 is a token of rank 0
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
@@ -180,14 +181,14 @@ def test_position_ids_restart_in_each_document(cp_size: int) -> None:
     """Position ids, sharded and re-assembled, count from 0 in each document (pitfall P13)."""
     cu_seqlens = pack(16, 48, 32)
     position_ids = np.array([*range(16), *range(48), *range(32)])
-    parts = [context_parallel.shard(position_ids, cu_seqlens, cp_size, r) for r in range(cp_size)]
-    assert np.array_equal(context_parallel.unshard(parts, cu_seqlens, cp_size), position_ids)
+    parts = [shard(position_ids, cu_seqlens, cp_size, r) for r in range(cp_size)]
+    assert np.array_equal(unshard(parts, cu_seqlens, cp_size), position_ids)
 
 
 def test_position_ids_of_each_rank_written_out() -> None:
     position_ids = np.array([*range(8), *range(8)])
-    assert context_parallel.shard(position_ids, pack(8, 8), 2, 0).tolist() == [0, 1, 6, 7, 0, 1, 6, 7]
-    assert context_parallel.shard(position_ids, pack(8, 8), 2, 1).tolist() == [2, 3, 4, 5, 2, 3, 4, 5]
+    assert shard(position_ids, pack(8, 8), 2, 0).tolist() == [0, 1, 6, 7, 0, 1, 6, 7]
+    assert shard(position_ids, pack(8, 8), 2, 1).tolist() == [2, 3, 4, 5, 2, 3, 4, 5]
 
 
 # --- what cannot be ----------------------------------------------------------------------------------------
@@ -213,8 +214,8 @@ def test_what_cannot_be_is_asserted(cu_seqlens: list, cp_size: int, cp_rank: int
 
 def test_lengths_that_disagree_are_asserted() -> None:
     with pytest.raises(AssertionError, match="x has 7 tokens, but cu_seqlens ends at 8"):
-        context_parallel.shard(np.zeros(7), pack(8), 2, 0)
+        shard(np.zeros(7), pack(8), 2, 0)
     with pytest.raises(AssertionError, match="1 parts for cp_size = 2"):
-        context_parallel.unshard([np.zeros(4)], pack(8), 2)
+        unshard([np.zeros(4)], pack(8), 2)
     with pytest.raises(AssertionError, match="each part must have 4 tokens; got \\[4, 3\\]"):
-        context_parallel.unshard([np.zeros(4), np.zeros(3)], pack(8), 2)
+        unshard([np.zeros(4), np.zeros(3)], pack(8), 2)

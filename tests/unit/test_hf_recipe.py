@@ -9,7 +9,8 @@ import transformers
 from sft.commands import explain
 from sft.config import RopeConfig
 from sft.errors import ConfigError
-from sft.recipe.load import Recipe, dump, parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.resolved import Recipe, dump
 from tests.unit.fixtures import hf
 
 REST = """

@@ -24,7 +24,8 @@ from sft.config.keys import sections
 from sft.console import Console
 from sft.errors import TrainingError
 from sft.mcore.process_groups import ProcessGroups
-from sft.recipe.load import dump, parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.resolved import dump
 from sft.run.profiler import Profiler, name
 from tests.unit.test_recipe import GOOD, told
 

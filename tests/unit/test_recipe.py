@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from sft.config import yaml
 from sft.errors import ConfigError
-from sft.recipe.load import Origin, Recipe, derived, dump, load_recipe, parse_recipe
+from sft.recipe.load import load_recipe, parse_recipe
+from sft.recipe.resolved import Origin, Recipe, derived, dump
 
 GOOD = """\
 run: {dir: runs/a}

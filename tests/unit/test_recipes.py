@@ -7,7 +7,8 @@ import pytest
 
 from sft.flops import active_parameters, num_parameters
 from sft.parallel.layout import Layout
-from sft.recipe.load import dump, load_recipe, parse_recipe
+from sft.recipe.load import load_recipe, parse_recipe
+from sft.recipe.resolved import dump
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))

@@ -8,7 +8,8 @@ from sft.checkpoint.train_state import Changes, Conditions, changes
 from sft.cli import main
 from sft.config.keys import RENAMED, leaves, values
 from sft.errors import ConfigError
-from sft.recipe.load import Recipe, dump, parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.resolved import Recipe, dump
 
 OLD, NEW = "train.max_bad_steps", "train.max_nonfinite_steps"
 RECIPE = """

@@ -11,7 +11,7 @@ from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.inspect.survey import take_survey
 from sft.data.inspect.text import survey_lines
 from sft.errors import ConfigError
-from sft.recipe.load import Recipe
+from sft.recipe.resolved import Recipe
 
 
 def inspect(

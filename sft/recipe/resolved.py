@@ -1,0 +1,77 @@
+"""A validated recipe: its config, where each value came from, and how it is written out again."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft.config import Config, yaml
+from sft.config.keys import values
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from.  As text: `a.yaml, line 12`, `command line: parallel.cp=4`, `default`."""
+
+    kind: Literal["file", "command line", "default", "derived"]
+    file: str | None = None
+    line: int | None = None
+    text: str | None = None  # the override as the user wrote it, or what the value is derived from
+
+    def __str__(self) -> str:
+        if self.kind == "file":
+            return f"{self.file}, line {self.line}"
+        return self.kind if self.text is None else f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A validated recipe and, for every dotted key, where its value came from."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    path: str
+    warnings: tuple[str, ...] = ()  # one line for each key that is given by its old name
+
+    @property
+    def arguments(self) -> str:
+        """The arguments that give this recipe again, as for a shell: `a.yaml parallel.cp=4`."""
+        overrides = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
+        return shlex.join([self.path, *dict.fromkeys(overrides)])
+
+
+def derived(config: Config) -> dict[str, tuple[Any, str]]:
+    """What a null stands for: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
+    values_and_sources: dict[str, tuple[Any, str]] = {}
+    if config.model.num_query_groups is None:
+        values_and_sources["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
+    if config.model.head_dim is None:
+        values_and_sources["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
+    if config.data.cache_dir is None:
+        values_and_sources["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
+    return values_and_sources
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments give the origins.
+
+    parallel:
+      tp: 1  # default
+      cp: 4  # command line: parallel.cp=4
+    """
+    lines = [f"# Resolved from {printable(recipe.path)}."]
+    headed: set[str] = set()
+    for key, value in values(recipe.config).items():
+        *groups, name = key.split(".")
+        for depth, group in enumerate(groups):
+            path = ".".join(groups[: depth + 1])
+            if path not in headed:
+                headed.add(path)
+                lines.append("  " * depth + f"{group}:")
+        lines.append("  " * len(groups) + f"{name}: {yaml.write(value)}  # {printable(str(recipe.origins[key]))}")
+    return "\n".join(lines) + "\n"
+
+
+def printable(text: str) -> str:
+    """`text` on one line: characters that cannot be printed, line breaks among them, become question marks."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -249,7 +249,7 @@ def test_a_save_slower_than_the_grace(case: Callable[..., Case], reference: End,
     began = time.monotonic()
     codes = start.wait()
     assert time.monotonic() - began < 30 and codes[0] == 1 and codes[1] != 0, start.told()
-    assert "too little, the last steps would be lost" in start.out(), start.told()
+    assert "too short, the last steps would be lost" in start.out(), start.told()
     assert "SIGTERM: not done within 1 s, leaving without a save" in start.out()
     assert_whole(one, 1)
     hit("S9")

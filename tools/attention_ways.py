@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sft.mcore.attention import flash_kernel, portable, torch_kernel
+from sft.mcore.attention import flash_kernel, packed_attention, torch_kernel
 from sft.parallel import context_parallel
 from tools import measure
 
@@ -120,13 +120,13 @@ def by_te(p: Problem) -> Way:
 
 def by_tiles(p: Problem) -> Way:
     query, key, value, gradient = p.tensors
-    kernel, nobody = torch_kernel.Tiles.of(p.boundaries, 1, 0, p.device), None
-    return lambda: (portable.document_attention(query, key, value, kernel, p.scale, nobody), gradient)
+    kernel, nobody = torch_kernel.TorchKernel.of(p.boundaries, 1, 0, p.device), None
+    return lambda: (packed_attention.packed_attention(query, key, value, kernel, p.scale, nobody), gradient)
 
 
 def by_flash(p: Problem, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
     """The share of a rank; its own queries, keys and values; and where they are in the pack."""
-    kernel = flash_kernel.Sequences.of(p.boundaries, cp_size, rank, p.device, measure.operators_for(p.device))
+    kernel = flash_kernel.FlashKernel.of(p.boundaries, cp_size, rank, p.device, measure.operators_for(p.device))
     here = context_parallel.local_indices(p.boundaries, cp_size, rank)
     rows = torch.from_numpy(here).to(p.device)
     if cp_size == 1:
@@ -135,7 +135,7 @@ def by_flash(p: Problem, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor]
         query, key, value, gradient = (x.detach()[rows].requires_grad_(i < 3) for i, x in enumerate(p.tensors))
     everybody: Any = SimpleNamespace(size=lambda: cp_size, rank=lambda: rank)
     return (
-        lambda: (portable.document_attention(query, key, value, kernel, p.scale, everybody), gradient),
+        lambda: (packed_attention.packed_attention(query, key, value, kernel, p.scale, everybody), gradient),
         (query, key, value),
         here,
     )

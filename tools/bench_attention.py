@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import portable
+from sft.mcore.attention import packed_attention
 from sft.parallel import context_parallel
 from tools import attention_ways as ways
 from tools import measure
@@ -70,7 +70,7 @@ def alone(p: Problem, cp_size: int) -> Iterator[None]:
     stand_in = SimpleNamespace(
         all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
     )
-    with mock.patch.object(portable, "dist", stand_in):
+    with mock.patch.object(packed_attention, "dist", stand_in):
         yield
 
 

@@ -47,8 +47,7 @@ def _tokens() -> Iterator[str]:
     for model in MODELS:
         alone, node = (memory.estimate(*config(model, "full", cp)).static for cp in (1, GPUS))
         kept = (
-            sum(memory.kept_per_token(config(model, "full", 1)[0].model, way).values())
-            for way in ("none", "selective", "full")
+            memory.LayerBytes.of(config(model, "full", 1)[0].model, way).total for way in ("none", "selective", "full")
         )
         yield f"| {model} | {_gb(alone)} GB | {_gb(node)} GB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"
 

@@ -72,7 +72,7 @@ def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[
     return None
 
 
-def that_run_on(gpu: tuple[int, int]) -> list[str]:
+def recipes_for(gpu: tuple[int, int]) -> list[str]:
     """What run.fp8 can be on such a GPU, releases apart.  (9, 0) -> delayed, tensorwise, blockwise"""
     return [name for name, needs in _NEEDS.items() if needs.gpu <= gpu and not (needs.below and gpu >= needs.below)]
 

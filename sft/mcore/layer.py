@@ -20,9 +20,11 @@ from sft.mcore.activations import saved_tensors
 class Layer(TransformerLayer):
     """again: compute the second half again in backward; tile: tokens it takes at once, None for all."""
 
-    def __init__(self, config: Any, *args: Any, again: bool = False, tile: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, recompute: bool = False, tile: int | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
-        self._again, self._tile = again, tile
+        self._recompute, self._tile = recompute, tile
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         saved_tensors.begin_layer()
@@ -34,7 +36,7 @@ class Layer(TransformerLayer):
         def half(tokens: Tensor) -> Any:
             return of_core(tokens, *args, **kwargs)
 
-        if not self._again or not (self.training or self._tile):  # evaluation has no more room than training
+        if not self._recompute or not (self.training or self._tile):  # evaluation has no more room than training
             return half(hidden_states)
         if self.config.fp8:  # which has no tiles; scales of the first pass are Transformer Engine's business
             from megatron.core.extensions.transformer_engine import te_checkpoint

@@ -1,14 +1,14 @@
 """Our model config -> megatron-core's GPTModel.
 
-`TransformerConfig` is built in one function and never leaves the wall.  The model returns hidden states, never
-logits: the loss head (`loss.py`) projects them.  Random initial weights are a function of (seed, parameter name) and
-so the same on every layout.
+`TransformerConfig` is built in one function and never leaves sft/mcore.  The model returns hidden states, never
+logits: the loss head (sft/mcore/loss) projects them.  Random initial weights are a function of (seed, parameter name)
+and so the same on every layout.
 """
 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
@@ -31,11 +27,10 @@ from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention import rope
-from sft.mcore.attention.portable import PortableAttention
+from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 from sft.mcore.experts import ExpertLayer, Router
 from sft.mcore.layer import Layer
-from sft.mcore.norm import RMSNorm
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout, padded_vocab_size
 
@@ -54,12 +49,19 @@ class HiddenStatesGPT(GPTModel):
         return self.output_layer.weight
 
 
-_READ_BY_CORE = ("moe_permute_fusion",)  # of core's fields about experts
+# Compiled by torch, where not by Transformer Engine; TORCHDYNAMO_DISABLE=1 has them run as they are written.
+_CUDA_TRANSFORMER_FIELDS = dict(
+    bias_activation_fusion=True,
+    gradient_accumulation_fusion=False,  # looks for a mark on the weight, which saved-tensor hooks do not give back
+)
+_READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core itself reads
 
 
-def transformer_config(config: Config, layout: Layout, device_type: str, backend: str) -> TransformerConfig:
+def transformer_config(
+    config: Config, layout: Layout, device_type: str, backend: AttentionBackend
+) -> TransformerConfig:
     """The one place where a TransformerConfig is made."""
-    model, dtype = config.model, torch.bfloat16 if config.run.precision == "bf16" else torch.float32
+    model, dtype = config.model, params_dtype(config)
     fields: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -90,21 +92,32 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         batch_p2p_comm=layout.virtual_stages == 1,
         sequence_parallel=layout.sequence_parallel,
         cp_comm_type=config.parallel.cp_comm,
-        variable_seq_lengths=True,  # packs differ in length, and pipeline stages must be told
+        variable_seq_lengths=True,  # packs differ in length: pipeline stages send each other the shapes
         moe_token_dispatcher_type="alltoall",  # core demands it with variable_seq_lengths, dense or not
-        **_expert_fields(model, layout, backend),
+        **_expert_fields(model, layout),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
         **fp8.fields(config.run.fp8),
-        **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _fused(backend)),
+        **{
+            **backend.transformer_fields,
+            **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
+        },
         **_recompute_fields(config.train.recompute),
     )
+    _check_megatron_fields(model, fields)
+    try:
+        return TransformerConfig(**fields, **model.megatron)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"megatron-core refuses this model: {error}") from error
+
+
+def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError where model.megatron sets a field that core lacks, or that this trainer decides or ignores."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(set(model.megatron) - known)
     if unknown:
         raise ConfigError(f"model.megatron names fields that TransformerConfig does not have: {', '.join(unknown)}.")
-    unread = sorted(
-        n for n in model.megatron if n.startswith(("moe_", "num_moe")) and n not in (*fields, *_READ_BY_CORE)
-    )
+    about_experts = {name for name in model.megatron if name.startswith(("moe_", "num_moe"))}
+    unread = sorted(about_experts - set(fields) - set(_READ_BY_CORE))
     if unread:
         raise ConfigError(
             f"model.megatron sets {', '.join(unread)}, which this trainer's experts do not read; what they can do is "
@@ -115,22 +128,9 @@ def transformer_config(config: Config, layout: Layout, device_type: str, backend
         raise ConfigError(
             f"model.megatron sets {', '.join(clash)}, which the recipe decides by keys of its own; use those."
         )
-    try:
-        return TransformerConfig(**fields, **model.megatron)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"megatron-core refuses this model: {error}") from error
 
 
-def _fused(backend: str) -> dict[str, bool]:
-    """Compiled by torch, where not by Transformer Engine; TORCHDYNAMO_DISABLE=1 has them run as they are written."""
-    return dict(
-        bias_activation_fusion=True,
-        apply_rope_fusion=backend == "te",
-        gradient_accumulation_fusion=False,  # looks for a mark on the weight, which what hooks give lacks
-    )
-
-
-def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str, Any]:
+def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
     moe = model.moe
     if moe.num_experts is None:
         return {}
@@ -144,48 +144,30 @@ def _expert_fields(model: ModelConfig, layout: Layout, backend: str) -> dict[str
         moe_aux_loss_coeff=moe.aux_loss_coef,
         moe_z_loss_coeff=moe.z_loss_coef,
         moe_expert_capacity_factor=moe.capacity_factor,
-        moe_grouped_gemm=backend == "te",
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
 
 
 def _recompute_fields(recompute: str) -> dict[str, Any]:
-    """Of whole layers; of parts of them see `layer.py`."""
+    """Recomputation of whole layers is core's; of their second half see `layer.py`."""
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return {}
 
 
-def layer_spec(config: Config, backend: str) -> ModuleSpec:
-    """The modules of one transformer layer; both backends store the same checkpoint keys."""
-    experts, train = config.model.moe.num_experts, config.train
-    spec = _te_spec(config.model) if backend == "te" else _portable_spec(config.model)
-    again = train.recompute == "selective" or train.mlp_tile is not None
-    spec.module, spec.params = Layer, {"again": again, "tile": train.mlp_tile}
-    return _with_experts(spec) if experts else spec
-
-
-def _te_spec(model: ModelConfig) -> ModuleSpec:
-    experts = model.moe.num_experts
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=model.qk_norm
-    )
-
-
-def _portable_spec(model: ModelConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=model.moe.num_experts, qk_layernorm=model.qk_norm)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PortableAttention
-    if model.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
+def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
+    """The modules of one transformer layer."""
+    train = config.train
+    spec = backend.layer_spec()
+    recompute = train.recompute == "selective" or train.mlp_tile is not None
+    spec.module, spec.params = Layer, {"recompute": recompute, "tile": train.mlp_tile}
+    return _with_experts(spec) if config.model.moe.num_experts else spec
 
 
 def _with_experts(spec: ModuleSpec) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
-    # Transformer Engine's spec has this norm apart where experts follow; the local one tells so of dense layers only.
+    # Where experts follow, the norm before them keeps its own key; core's local spec would rename it.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.submodules.router, mlp.module = Router, ExpertLayer
@@ -196,7 +178,7 @@ def _with_experts(spec: ModuleSpec) -> ModuleSpec:
 
 
 def build(
-    config: Config, layout: Layout, groups: ProcessGroups, vocab_size: int, backend: str
+    config: Config, layout: Layout, groups: ProcessGroups, vocab_size: int, backend: AttentionBackend
 ) -> list[DistributedDataParallel]:
     """The chunks of the model that live on this rank (one, or `virtual_stages`), wrapped for data parallelism."""
     core = transformer_config(config, layout, groups.device.type, backend)
@@ -208,7 +190,7 @@ def build(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
-        check_for_nan_in_grad=False,  # the engine looks at the norm, on all ranks at once
+        check_for_nan_in_grad=False,  # the engine checks the norm, on all ranks at once
     )
     wrapped = [
         DistributedDataParallel(core, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
@@ -225,43 +207,41 @@ def _build_chunk(
     layout: Layout,
     groups: ProcessGroups,
     core: TransformerConfig,
-    backend: str,
+    backend: AttentionBackend,
     vocab_size: int,
     stage: int,
 ) -> HiddenStatesGPT:
     model = config.model
     vp_stage = stage if layout.virtual_stages > 1 else None
-    spec = layer_spec(config, backend)
+    num_layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
+    layers = [layer_spec(config, backend)] * num_layers
+    rotary_table = backend.rotary_table(groups.device)
     chunk = HiddenStatesGPT(
         config=core,
-        transformer_layer_spec=spec if backend == "te" else _with_final_norm(spec, core, groups, vp_stage),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=backend.final_norm),
         vocab_size=padded_vocab_size(vocab_size, layout.tp),
         max_sequence_length=config.data.seq_length,
         pre_process=groups.pp_rank == 0 and stage == 0,
         post_process=groups.is_last_stage and stage == layout.virtual_stages - 1,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="rope" if backend == "te" else "none",  # portable attention rotates by itself
+        position_embedding_type="none" if rotary_table is None else "rope",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
-    if backend == "te":
-        inv_freq = rope.frequencies(model.rope, model.resolved_head_dim).to(groups.device)
-        chunk.rotary_pos_emb = rope.RotaryTable(inv_freq)
+    if rotary_table is not None:
+        chunk.rotary_pos_emb = rotary_table
     chunk.to(groups.device)
     if layout.tp != layout.etp:
         _reduce_experts_apart(chunk)
     return chunk.bfloat16() if core.bf16 else chunk
 
 
-def _with_final_norm(spec: ModuleSpec, core: TransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> Any:
-    """The block of this stage.  Given only a layer, core would choose the final norm by what is installed."""
-    count = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=RMSNorm)
-
-
 def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
-    """Core does so where ep is above 1.  Where it is 1 it takes experts for dense weights, which their tp ranks see
-    the same tokens of; but those see different ones, and each would keep a part of the gradient."""
+    """Marks experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
+
+    Core does so where ep is above 1.  With ep 1 it treats experts as dense weights, whose tp ranks see the same tokens.
+    The tp ranks of an expert see different tokens, and each would keep only a part of the gradient.
+    """
     for name, param in chunk.named_parameters():
         if ".experts." in name:
             param.allreduce = False
@@ -269,7 +249,7 @@ def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
 
 @torch.no_grad()
 def initialise(chunk: HiddenStatesGPT, seed: int, std: float, num_layers: int) -> None:
-    """Random weights, the same on every layout: each is drawn whole, seeded by its name, and this rank's part kept.
+    """Random weights, the same on every layout: each is drawn whole, seeded by its name, and this rank takes its part.
 
     Matrices are normal with `std`; those that write to the residual stream with std / sqrt(2 num_layers)
     (GPT-2).  Biases are 0, norms 1.  Experts differ.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import flash_kernel, portable, torch_kernel
+from sft.mcore.attention import flash_kernel, packed_attention, torch_kernel
 from sft.parallel import context_parallel
 
 HEADS, GROUPS, SCALE = 8, 2, 0.125
@@ -31,8 +31,8 @@ def packed(lengths: list[int], head_dim: int) -> tuple[np.ndarray, tuple[Tensor,
 def by_tiles(boundaries: np.ndarray, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Output and gradients in fp32."""
     query, key, value = (x.float().requires_grad_() for x in tensors[:3])
-    kernel = torch_kernel.Tiles.of(boundaries, 1, 0, query.device)
-    out = portable.document_attention(query, key, value, kernel, SCALE, None)
+    kernel = torch_kernel.TorchKernel.of(boundaries, 1, 0, query.device)
+    out = packed_attention.packed_attention(query, key, value, kernel, SCALE, None)
     out.backward(tensors[3].float())
     return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]
 
@@ -44,10 +44,10 @@ def by_flash(boundaries: np.ndarray, tensors: tuple[Tensor, ...], cp_size: int) 
     gathered = [x[torch.from_numpy(order).cuda()] for x in (key, value)]
     out = torch.empty_like(query)
     for rank in range(cp_size):
-        seen = flash_kernel.Sequences.of(boundaries, cp_size, rank, query.device)
+        seen = flash_kernel.FlashKernel.of(boundaries, cp_size, rank, query.device)
         here = torch.from_numpy(context_parallel.local_indices(boundaries, cp_size, rank)).cuda()
-        keys, values = (x if seen.keys is None else x[seen.keys] for x in gathered)
-        part = portable.document_attention(query[here], keys, values, replace(seen, keys=None), SCALE, None)
+        keys, values = (x if seen.key_order is None else x[seen.key_order] for x in gathered)
+        part = packed_attention.packed_attention(query[here], keys, values, replace(seen, key_order=None), SCALE, None)
         out = out.index_copy(0, here, part)
     out.backward(tensors[3])
     return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]
@@ -82,6 +82,6 @@ def test_the_length_of_another_document_changes_nothing() -> None:
     outs = []
     for rest in (64, 16384):
         boundaries = np.array([0, 512, 512 + rest], dtype=np.int32)
-        kernel = flash_kernel.Sequences.of(boundaries, 1, 0, query.device)
+        kernel = flash_kernel.FlashKernel.of(boundaries, 1, 0, query.device)
         outs.append(kernel.forward(*(x[: 512 + rest] for x in (query, key, value)), SCALE)[0][:512])
     assert torch.equal(*outs)

@@ -87,17 +87,17 @@ def test_loss_and_gradients_are_those_of_the_tiles(ranks: Ranks, cp: int, recomp
 def test_sequences_written_out() -> None:
     """A document of 8 and one of 4 over two ranks; gathered parts hold 0 1 6 7 8 11 | 2 3 4 5 9 10."""
     boundaries = np.array([0, 8, 12], dtype=np.int32)
-    early = flash_kernel.Sequences.of(boundaries, 2, 0, torch.device("cpu"))
+    early = flash_kernel.FlashKernel.of(boundaries, 2, 0, torch.device("cpu"))
     assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert early.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
-    assert early.keys is not None
-    assert early.keys.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
+    assert early.key_order is not None
+    assert early.key_order.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
     assert (early.max_seqlen_q, early.max_seqlen_k) == (2, 8)
-    late = flash_kernel.Sequences.of(boundaries, 2, 1, torch.device("cpu"))
+    late = flash_kernel.FlashKernel.of(boundaries, 2, 1, torch.device("cpu"))
     assert late.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert late.cu_seqlens_k.tolist() == [0, 4, 10, 12, 15]
-    alone = flash_kernel.Sequences.of(boundaries, 1, 0, torch.device("cpu"))
-    assert alone.keys is None
+    alone = flash_kernel.FlashKernel.of(boundaries, 1, 0, torch.device("cpu"))
+    assert alone.key_order is None
     assert alone.cu_seqlens_q.tolist() == alone.cu_seqlens_k.tolist() == [0, 8, 12]
 
 

@@ -10,7 +10,8 @@ import torch
 
 from sft.config import Config
 from sft.errors import ConfigError
-from sft.mcore.attention.backend import choose
+from sft.mcore.attention.portable import Portable
+from sft.mcore.attention.selection import choose
 from sft.recipe.load import parse_recipe
 from tests.unit.test_recipe import GOOD
 
@@ -34,7 +35,7 @@ def test_on_a_cpu() -> None:
 def test_without_transformer_engine() -> None:
     """Not installed here."""
     found = choose(config(), "cuda")
-    assert (found.name, found.by_flash) == ("portable", True)
+    assert isinstance(found, Portable) and found.has_flash_kernel
     assert str(found).startswith("portable (torch's flash kernel; not te: transformer_engine does not import here (")
     assert str(choose(config("attention.backend=portable"), "cuda")) == "portable (torch's flash kernel)"
     with pytest.raises(ConfigError, match="attention.backend = te: transformer_engine does not import here"):
@@ -58,8 +59,8 @@ def test_a_release_that_cannot_is_refused(te: None, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as caught:
         choose(wanted, "cuda")
     assert str(caught.value) == (
-        f"parallel.cp_comm = {way}: Transformer Engine 2.9.0+abc is here, and takes packed documents so from {since} "
-        "on.  parallel.cp_comm=p2p works."
+        f"parallel.cp_comm = {way}: Transformer Engine 2.9.0+abc is installed, and takes packed documents so "
+        f"from {since} on.  parallel.cp_comm=p2p works."
     )
     assert choose(config(f"parallel.cp_comm={way}", "parallel.cp=1"), "cuda").name == "te"  # nothing to move
     monkeypatch.setattr(importlib.metadata, "version", lambda package: f"{since}.1")
@@ -70,7 +71,7 @@ def test_two_levels_of_context_parallelism(te: None, monkeypatch: pytest.MonkeyP
     wanted = config("parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=2")
     for there in ("2.18.0", "2.9.0"):
         monkeypatch.setattr(importlib.metadata, "version", lambda package: there)
-        with pytest.raises(ConfigError, match=rf"a2a\+p2p: Transformer Engine {there} is here, .* from 2.19 on"):
+        with pytest.raises(ConfigError, match=rf"a2a\+p2p: Transformer Engine {there} is installed, .* from 2.19 on"):
             choose(wanted, "cuda")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.19.0")
     assert choose(wanted, "cuda").name == "te"
@@ -115,24 +116,24 @@ FP8_REFUSED = {
         (HOPPER, "2.20.2", "13.0"),
         "mxfp8",
         "run.fp8 = mxfp8: it needs a GPU of compute capability 10.0 or more, below 12.0 (Blackwell of data centres), "
-        "and this one has 9.0.  For this GPU there are: delayed, tensorwise, blockwise, null.",
+        "and this one has 9.0.  This GPU can run: delayed, tensorwise, blockwise, null.",
     ),
     "no FP8 at all": (
         ((8, 0), "2.20.2", "13.0"),
         "delayed",
         "run.fp8 = delayed: it needs a GPU of compute capability 8.9 or more (Ada or later), and this one has 8.0.  "
-        "For this GPU there are: null.",
+        "This GPU can run: null.",
     ),
     "too old a release": (
         (HOPPER, "2.2.1", "13.0"),
         "blockwise",
-        "run.fp8 = blockwise: it needs Transformer Engine 2.3, and 2.2 is here.  For this GPU there are: delayed, "
+        "run.fp8 = blockwise: it needs Transformer Engine 2.3, and 2.2 is here.  This GPU can run: delayed, "
         "tensorwise, null.",
     ),
     "too old a CUDA": (
         (HOPPER, "2.20.2", "12.8"),
         "blockwise",
-        "run.fp8 = blockwise: it needs CUDA 12.9, and torch was built for 12.8.  For this GPU there are: delayed, "
+        "run.fp8 = blockwise: it needs CUDA 12.9, and torch was built for 12.8.  This GPU can run: delayed, "
         "tensorwise, null.",
     ),
 }

@@ -1,4 +1,4 @@
-"""Heads in lots: what is under way while a kernel works, what is held meanwhile.  One process plays one rank of two."""
+"""Head groups: which collectives run while a kernel computes, and what is held.  One process plays one rank of two."""
 
 import weakref
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.estimate import memory
-from sft.mcore.attention import portable
+from sft.mcore.attention import packed_attention
+from sft.mcore.attention.activation_bytes import MAX_HEAD_GROUPS
 
 TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
 
@@ -29,7 +29,7 @@ class Kernel:
     """Copies values to every head of the group; keys as they come: both ranks' parts, one after the other."""
 
     def __init__(self, log: list[str]) -> None:
-        self.log, self.keys = log, torch.arange(2 * TOKENS)
+        self.log, self.key_order = log, torch.arange(2 * TOKENS)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         self.log.append("forward")
@@ -64,15 +64,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     collectives = SimpleNamespace(
         all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
     )
-    monkeypatch.setattr(portable, "dist", collectives)
+    monkeypatch.setattr(packed_attention, "dist", collectives)
     return happened
 
 
-def test_the_next_lot_is_on_its_way_while_a_kernel_works(log: list[str]) -> None:
+def test_the_next_head_group_is_gathered_while_a_kernel_computes(log: list[str]) -> None:
     query = torch.randn(TOKENS, HEADS, WIDTH, requires_grad=True)
     key, value = (torch.randn(TOKENS, GROUPS, WIDTH, requires_grad=True) for _ in range(2))
     two = SimpleNamespace(size=lambda: 2)
-    out = portable.document_attention(query, key, value, Kernel(log), 1.0, two)
+    out = packed_attention.packed_attention(query, key, value, Kernel(log), 1.0, two)
     assert torch.equal(out, value.repeat_interleave(2, dim=1))
     assert log == [
         *["gather", "gather", "gather done", "forward"],
@@ -92,34 +92,31 @@ def test_the_next_lot_is_on_its_way_while_a_kernel_works(log: list[str]) -> None
     assert value.grad is not None and torch.equal(value.grad, torch.full_like(value, 2.0))
 
 
-def test_the_estimate_of_memory_counts_as_many() -> None:
-    assert memory.LOTS == portable.MAX_LOTS == 4
-
-
-@pytest.mark.parametrize("groups, lots", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])
-def test_lots_are_whole_groups(log: list[str], groups: int, lots: int) -> None:
-    key = torch.empty(TOKENS, groups, WIDTH)
-    assert portable._num_lots(key, Kernel(log)) == lots
+@pytest.mark.parametrize("key_heads, groups", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])
+def test_head_groups_are_whole_key_heads(log: list[str], key_heads: int, groups: int) -> None:
+    assert MAX_HEAD_GROUPS == 4  # the estimate of memory counts with the same function
+    key = torch.empty(TOKENS, key_heads, WIDTH)
+    assert packed_attention._num_groups(key, Kernel(log)) == groups
     alone = Kernel(log)
-    alone.keys = None  # type: ignore[assignment]
-    assert portable._num_lots(key, alone) == 1
+    alone.key_order = None  # type: ignore[assignment]
+    assert packed_attention._num_groups(key, alone) == 1
 
 
 def test_sums_over_chunks_and_ranks_are_in_fp32(log: list[str]) -> None:
     """256 + 1 is 256 in bf16.  Token 0 is a key of both chunks; the other rank adds the same."""
     kernel = Kernel(log)
-    kernel.keys = torch.tensor([0, 1, 0])
+    kernel.key_order = torch.tensor([0, 1, 0])
     dkeys, dvalues = (torch.tensor(x, dtype=torch.bfloat16)[:, None, None] for x in ([256, 2, 1], [512, 4, 1]))
     two: Any = SimpleNamespace(size=lambda: 2)
-    found = portable._Summed(dkeys, dvalues, kernel, 2, two).take()
+    found = packed_attention._ReduceScatter(dkeys, dvalues, kernel, 2, two).result()
     assert found.dtype == torch.float32 and found[:, 0].tolist() == [[514.0, 1026.0], [4.0, 8.0]]
 
 
 def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a kernel works, only the next lot is held as it came; with the last lot, none."""
+    """While a kernel computes, only the next head group is held as it was gathered; with the last one, none."""
     gathered: weakref.WeakSet[Tensor] = weakref.WeakSet()
     held: list[int] = []
-    gather, compute = portable.dist.all_gather_into_tensor, Kernel.forward
+    gather, compute = packed_attention.dist.all_gather_into_tensor, Kernel.forward
 
     def noted(out: Tensor, *given: Any, **named: Any) -> Any:
         gathered.add(out)
@@ -129,9 +126,9 @@ def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: py
         held.append(len(gathered))
         return compute(kernel, *given)
 
-    monkeypatch.setattr(portable.dist, "all_gather_into_tensor", noted)
+    monkeypatch.setattr(packed_attention.dist, "all_gather_into_tensor", noted)
     monkeypatch.setattr(Kernel, "forward", counted)
     key = torch.randn(TOKENS, GROUPS, WIDTH)
     two: Any = SimpleNamespace(size=lambda: 2)
-    portable.document_attention(torch.randn(TOKENS, HEADS, WIDTH), key, key, Kernel(log), 1.0, two)
+    packed_attention.packed_attention(torch.randn(TOKENS, HEADS, WIDTH), key, key, Kernel(log), 1.0, two)
     assert held == [1, 1, 1, 0]

@@ -54,7 +54,15 @@ def test_contracts_notice(tmp_path: Path, module: str, line: str, contract: str)
 
 
 @pytest.mark.parametrize(
-    "module", ["sft.cli", "sft.recipe.load", "sft.parallel.layout", "sft.config", "sft.parallel.context_parallel"]
+    "module",
+    [
+        "sft.cli",
+        "sft.recipe.load",
+        "sft.parallel.layout",
+        "sft.config",
+        "sft.parallel.context_parallel",
+        "sft.estimate.memory",
+    ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
     """`sft --help` and a wrong recipe must be answered at once: no torch, no megatron, no transformers."""

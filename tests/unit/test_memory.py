@@ -7,7 +7,9 @@ import pytest
 
 from sft.config import Config, LossConfig
 from sft.estimate import memory
-from sft.estimate.memory import Memory, estimate, kept_per_token, longest_context
+from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
+from sft.mcore.activation_bytes import RankShare
+from sft.mcore.attention.activation_bytes import TransformerEngineBytes
 from sft.parallel.layout import Layout
 from tests.unit.test_layout import config
 
@@ -50,7 +52,7 @@ def taken(world_size: int = 1, **sections: Any) -> Memory:
 @pytest.mark.parametrize("recompute, kib, more", [("full", 8, 0), ("selective", 36, 132), ("none", 136, 136)])
 def test_a_token_in_a_layer_of_llama_8b(recompute: str, kib: int, more: int) -> None:
     """More: a log-sum-exp of 4 bytes for each of 32 heads, and 4 for each norm."""
-    assert sum(kept_per_token(config(model=LLAMA).model, recompute).values()) == kib * KIB + more
+    assert LayerBytes.of(config(model=LLAMA).model, recompute).total == kib * KIB + more
 
 
 @pytest.mark.parametrize(
@@ -58,17 +60,17 @@ def test_a_token_in_a_layer_of_llama_8b(recompute: str, kib: int, more: int) -> 
     [("selective", True, 972), ("selective", False, 932), ("full", True, 128), ("none", True, 2704)],
 )
 def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None:
-    """The counts of tests/ranks/test_saved_tensors.py, of the same model; without recomputation those of a fused activation,
-    4 x 192 less."""
+    """The counts of tests/ranks/test_saved_tensors.py, of the same model; without recomputation those of a fused
+    activation, 4 x 192 less."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
     model = config(model={**TINY, **sizes, "qk_norm": norms}).model
-    assert sum(kept_per_token(model, recompute).values()) == expected
+    assert LayerBytes.of(model, recompute).total == expected
 
 
 def test_what_a_token_leaves_by_name() -> None:
     """Hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
     model = config(model={**LLAMA, "qk_norm": True}).model
-    assert kept_per_token(model, "none") == {
+    assert LayerBytes.of(model, "none").by_name == {
         "layer's input": 8192,
         "normed input": 8192,
         "normed queries and keys": 10_240,
@@ -84,8 +86,8 @@ def test_what_a_token_leaves_by_name() -> None:
     }
     kept = {"layer's input": 8192, "queries, keys, values": 12_288, "attention's output": 8192}
     kept |= {"log-sum-exp": 128, "MLP's norm input": 8192, "norms' scales": 164}
-    assert kept_per_token(model, "selective") == kept
-    assert kept_per_token(model, "selective", te=True) == {
+    assert LayerBytes.of(model, "selective").by_name == kept
+    assert LayerBytes.of(model, "selective", backend=TransformerEngineBytes()).by_name == {
         **kept,
         "normed input": 8192,
         "normed queries and keys": 10_240,
@@ -95,22 +97,22 @@ def test_what_a_token_leaves_by_name() -> None:
 def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
     """What is between layers only with sequence parallelism."""
     model = config(model=LLAMA).model
-    found = kept_per_token(model, "none", tp=2)
+    found = LayerBytes.of(model, "none", RankShare(tp=2)).by_name
     assert (found["layer's input"], found["queries, keys, values"], found["log-sum-exp"]) == (8192, 6144, 64)
     assert (found["gate and up"], found["MLP's normed input"]) == (28_672, 8192)
-    assert kept_per_token(model, "none", tp=2, share=0.5)["MLP's normed input"] == 4096
-    assert sum(kept_per_token(model, "full", width=4).values()) == 16_384
+    assert LayerBytes.of(model, "none", RankShare(tp=2, sequence=0.5)).by_name["MLP's normed input"] == 4096
+    assert LayerBytes.of(model, "full", RankShare(width=4)).total == 16_384
 
 
 def test_a_token_among_experts() -> None:
     """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers; 8 scores twice."""
     moe = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
-    found = kept_per_token(config(model=moe).model, "none")
+    found = LayerBytes.of(config(model=moe).model, "none").by_name
     assert (found["sent to experts"], found["from experts"]) == (16, 16)
     assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 64)
     assert (
-        kept_per_token(config(model=moe).model, "selective").keys()
-        == kept_per_token(config(model=TINY).model, "selective").keys()
+        LayerBytes.of(config(model=moe).model, "selective").by_name.keys()
+        == LayerBytes.of(config(model=TINY).model, "selective").by_name.keys()
     )
 
 
@@ -267,7 +269,7 @@ def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: i
     assert found.layers == 1024 * 2 * 8 * at_once
 
 
-def test_the_fullest_stage_is_told() -> None:
+def test_the_fullest_stage_counts() -> None:
     """The last one has the loss head, the first has four microbatches."""
     layers = {**TINY, "num_layers": 8}
     assert taken(4, model=layers, parallel={"pp": 4}).stage == 0
@@ -292,14 +294,14 @@ def test_the_longest_context_fits_and_one_step_more_does_not() -> None:
 
 def test_a_model_that_never_fits() -> None:
     assert longest_context(*of(1, LLAMA), 128_256, 80e9) == 0
-    assert memory.told(*of(1, LLAMA), 128_256)[-1] == (
+    assert memory.describe(*of(1, LLAMA), 128_256)[-1] == (
         "longest context in 80 GB, by the same estimate: none; weights, gradients and optimizer take too much"
     )
 
 
-def test_what_is_told() -> None:
+def test_the_description() -> None:
     wanted = of(8, LLAMA, train={"recompute": "full", "offload_fraction": 1.0}, parallel={"cp": 8})
-    assert memory.told(*wanted, 128_256) == [
+    assert memory.describe(*wanted, 128_256) == [
         "per rank, estimated and not measured: 57 GiB, of which",
         "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, at both ends 66 MiB, "
         "working set 1.0 GiB",

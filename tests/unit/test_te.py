@@ -32,20 +32,24 @@ torch.cuda.get_device_capability = lambda *a: (9, 0)
 torch.cuda.get_device_properties = lambda *a: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 import transformer_engine.pytorch.utils
 transformer_engine.pytorch.utils._get_device_compute_capability = lambda device: (9, 0)
-from sft.layout import Layout
-from sft.mcore import fp8, groups, model
-from sft.mcore.state import scales
-from sft.recipe import parse_recipe
+from sft.mcore import fp8, model, process_groups
+from sft.mcore.attention.portable import Portable
+from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.mcore.checkpoint_io import fp8_state
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
 from tests.unit.test_recipe import GOOD
 
-def built(backend, overrides):
+def built(name, overrides):
     config = parse_recipe(GOOD, "a.yaml", ["run.device=cuda", *overrides]).config
     layout = Layout.resolve(config, 1)
+    backend = TransformerEngine(config) if name == "te" else Portable(config, "", TorchKernel.of)
     core = model.transformer_config(config, layout, "cuda", backend)
     core.use_cpu_initialization = True
     return config, core, model._build_chunk(config, layout, place, core, backend, 300, 0)
 
-place = groups.start(
+place = process_groups.start(
     Layout.resolve(parse_recipe(GOOD, "a.yaml", ["run.device=cuda"]).config, 1), here, seed=1, timeout_s=60
 )
 """
@@ -110,7 +114,7 @@ def test_megatron_core_makes_these_recipes_of_run_fp8() -> None:
 
 ALIGNMENT = """
 from megatron.core.fp8_utils import get_fp8_align_size
-from sft.alignment import FP8_TOKENS, FP8_WIDTHS
+from sft.parallel.alignment import FP8_TOKENS, FP8_WIDTHS
 for name in ("delayed", "tensorwise", "blockwise", "mxfp8"):
     needed = get_fp8_align_size(name)
     print(">", name, FP8_TOKENS[name] % needed, FP8_WIDTHS[name] % needed)
@@ -155,10 +159,10 @@ before.init_fp8_meta_tensors(before.fp8_meta["recipe"])
 before.fp8_meta["scaling_fwd"].scale.fill_(3.0)
 before.fp8_meta["scaling_bwd"].amax_history.fill_(2.0)
 stored = before.get_extra_state()
-numbers = scales._numbers([stored], "k", None)
+numbers = fp8_state._numbers([stored], "k", None)
 after = chunk.decoder.layers[1].mlp.linear_fc1
-with scales._pickles_allowed():
-    after.set_extra_state(scales._payload(numbers, core))
+with fp8_state._pickles_allowed():
+    after.set_extra_state(fp8_state._payload(numbers, core))
 for line in values(after):
     print(">", *line)
 print(">", type(after.fp8_meta["recipe"]).__name__, after.fp8_meta["recipe"].amax_history_len)
@@ -170,7 +174,7 @@ except RuntimeError as error:
 
 
 def test_scales_go_through_a_checkpoint_into_its_layers() -> None:
-    """By the pickle that `scales.py` makes anew, and for a history of this run's length; the stored one it refuses."""
+    """By a pickle that `fp8_state.py` makes, for a history of this run's length; the stored one is refused."""
     *found, refused = out_of(SCALES)
     assert found == [
         "scaling_fwd (1024, 3) [3.0, 3.0, 3.0] [0.0, 0.0, 0.0]",

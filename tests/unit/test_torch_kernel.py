@@ -45,9 +45,9 @@ def test_output_and_gradients(cp_size: int) -> None:
     local = [torch.from_numpy(context_parallel.local_indices(BOUNDARIES, cp_size, rank)) for rank in range(cp_size)]
     sums = torch.zeros_like(key), torch.zeros_like(value)
     for rank, here in enumerate(local):
-        kernel = torch_kernel.Tiles.of(BOUNDARIES, cp_size, rank, CPU)
-        assert (kernel.keys is None) == (cp_size == 1)
-        order = torch.cat(local) if kernel.keys is None else torch.cat(local)[kernel.keys]
+        kernel = torch_kernel.TorchKernel.of(BOUNDARIES, cp_size, rank, CPU)
+        assert (kernel.key_order is None) == (cp_size == 1)
+        order = torch.cat(local) if kernel.key_order is None else torch.cat(local)[kernel.key_order]
         out, lse = kernel.forward(query[here], key[order], value[order], SCALE)
         close(out, expected[here])
         close(lse, expected_lse[here])
@@ -67,7 +67,7 @@ def test_bf16_is_computed_in_fp32() -> None:
     """Bitwise the numbers of fp32, rounded once; sums of keys and values are not rounded at all."""
     narrow = inputs(torch.bfloat16)
     wide = [x.float() for x in narrow]
-    kernel = torch_kernel.Tiles.of(BOUNDARIES, 1, 0, CPU)
+    kernel = torch_kernel.TorchKernel.of(BOUNDARIES, 1, 0, CPU)
     out, lse = kernel.forward(*narrow[:3], SCALE)
     expected, expected_lse = kernel.forward(*wide[:3], SCALE)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected.bfloat16())

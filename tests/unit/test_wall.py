@@ -83,6 +83,7 @@ NAMES: dict[str, list[str]] = {
         "check_for_nan_in_grad",
     ],
     "distributed.finalize_model_grads": ["model", "num_tokens"],
+    "extensions.transformer_engine.TENorm": ["config", "hidden_size", "eps"],
     "extensions.transformer_engine.te_checkpoint": [
         "forward_func",
         "distribute_saved_activations",

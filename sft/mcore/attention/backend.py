@@ -1,98 +1,116 @@
-"""Which implementation of attention a run gets, and why: `attention.backend` and what is there."""
+"""What the rest of the model asks of an attention backend.
 
-import importlib.metadata
+A backend is one object, made once for a run by `selection.choose`.  It gives the modules of a layer, the fields of
+TransformerConfig that go with them, the table of rotary angles where megatron-core applies them, and for every
+microbatch what its attention must know.  Nobody else branches on which backend it is.
+
+A further kind of layer has its own ModuleSpec, made beside `layer_spec`, and its own field in PackedDocuments.
+
+What must be known before torch is imported stands elsewhere: what a backend means for the keys of a recipe in
+sft/config/attention.py, and the bytes that it keeps in activation_bytes.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
 
-from sft.config import Config, ParallelConfig
-from sft.errors import ConfigError
-from sft.mcore import fp8
-from sft.mcore.attention import flash_kernel
-
-# Release of Transformer Engine from which context parallelism other than p2p takes packed documents; from its sources.
-_PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+from sft.config import Config
+from sft.mcore.attention import rope
+from sft.mcore.attention.packed_attention import Kernel
+from sft.mcore.attention.rope import RotaryTable, Rotation
+from sft.mcore.device import send
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """name: which layers the model is built of; by_flash: portable by torch's flash kernel; why: in words"""
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """What attention must know of a microbatch.  The engine makes it on every pipeline stage and drops it there."""
 
-    name: Literal["te", "portable"]
-    by_flash: bool
-    why: str
+    kernel: Kernel | None = None  # of portable
+    rotation: Rotation | None = None  # of this rank's tokens, where attention itself rotates queries and keys
+
+
+class AttentionBackend(ABC):
+    """One implementation of attention.  reason: why this run has it, for the log."""
+
+    name: ClassVar[str]  # as attention.backend in the recipe
+    norms_are_recomputable: ClassVar[bool]  # its norms mark their outputs; see activations/saved_tensors.py
+
+    def __init__(self, config: Config, reason: str) -> None:
+        self.config, self.reason = config, reason
+        self._frequencies: Tensor | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.why})"
+        return f"{self.name} ({self.reason})"
+
+    @property
+    @abstractmethod
+    def transformer_fields(self) -> Mapping[str, Any]:
+        """Fields of TransformerConfig that this backend decides."""
+
+    @abstractmethod
+    def layer_spec(self) -> ModuleSpec:
+        """The modules of one transformer layer.  All backends store the same checkpoint keys."""
+
+    @property
+    @abstractmethod
+    def final_norm(self) -> type[torch.nn.Module]:
+        """The norm behind the last layer."""
+
+    @abstractmethod
+    def rotary_table(self, device: torch.device) -> RotaryTable | None:
+        """Angles for megatron-core, which then rotates queries and keys; None: attention itself rotates them."""
+
+    @abstractmethod
+    def documents(
+        self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
+    ) -> PackedDocuments:
+        """What attention must know of a microbatch on this rank.
+
+        cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
+        max_seqlen  tokens of its longest document, padded
+        positions   int64 [1, t] of this rank's tokens within their documents, on the device
+        """
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Rotary frequencies: float32 [head_dim / 2], copied to the device once."""
+        if self._frequencies is None:
+            model = self.config.model
+            self._frequencies = rope.frequencies(model.rope, model.resolved_head_dim).to(device)
+        return self._frequencies
 
 
-def choose(config: Config, device_type: str) -> Backend:
-    """`auto` is te where Transformer Engine and CUDA are there.
+def params_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.run.precision == "bf16" else torch.float32
 
-    Raises ConfigError where te is named and cannot be, and where run.fp8 is, which portable has not.
+
+def packed_documents(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    device: torch.device,
+    *,
+    kernel: Kernel | None = None,
+    rotation: Rotation | None = None,
+) -> PackedDocuments:
+    """Boundaries of a whole pack -> what attention needs on this rank.
+
+    The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
+    causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
     """
-    wanted = config.attention.backend
-    against_te = _against_te(config, device_type)
-    if wanted == "te" and against_te:
-        raise ConfigError(f"attention.backend = te: {against_te}.  attention.backend=portable runs anywhere.")
-    if config.run.fp8 and against_te:
-        raise ConfigError(
-            f"run.fp8 = {config.run.fp8} is Transformer Engine's: {against_te}.  run.fp8=null needs none."
-        )
-    if wanted != "portable" and not against_te:
-        _check_communication(config.parallel)
-        _check_fp8(config.run.fp8)
-        return Backend(name="te", by_flash=False, why="Transformer Engine")
-    dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
-    against_flash = flash_kernel.why_not(config.model.resolved_head_dim, dtype, device_type)
-    kernel = f"plain torch, no flash kernel: {against_flash}" if against_flash else "torch's flash kernel"
-    return Backend(
-        name="portable",
-        by_flash=against_flash is None,
-        why=kernel if wanted == "portable" or device_type == "cpu" else f"{kernel}; not te: {against_te}",
+    boundaries = send(cu_seqlens, device)
+    return PackedDocuments(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        kernel=kernel,
+        rotation=rotation,
     )
-
-
-def _check_communication(parallel: ParallelConfig) -> None:
-    """Older releases stop in the first step, with an assertion."""
-    needed, there = _PACKED_SINCE.get(parallel.cp_comm, (0, 0)), _installed()
-    if parallel.cp > 1 and _numbers(there) < needed:
-        major, minor = needed
-        raise ConfigError(
-            f"parallel.cp_comm = {parallel.cp_comm}: Transformer Engine {there} is here, and takes packed documents so "
-            f"from {major}.{minor} on.  parallel.cp_comm=p2p works."
-        )
-
-
-def _check_fp8(wanted: str | None) -> None:
-    """Transformer Engine asserts in the first step."""
-    if wanted is None:
-        return
-    gpu, cuda = torch.cuda.get_device_capability(), _numbers(torch.version.cuda or "0.0")
-    against = fp8.why_not(wanted, te=_numbers(_installed()), gpu=gpu, cuda=cuda)
-    if against:
-        others = [name for name in fp8.that_run_on(gpu) if name != wanted]
-        raise ConfigError(f"run.fp8 = {wanted}: {against}.  For this GPU there are: {', '.join([*others, 'null'])}.")
-
-
-def _installed() -> str:
-    return importlib.metadata.version("transformer-engine")
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """ "2.20.2+abc" -> (2, 20)"""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
-def _against_te(config: Config, device_type: str) -> str | None:
-    if device_type != "cuda":
-        return "Transformer Engine needs CUDA and this run is on the CPU"
-    if config.run.precision == "fp32":
-        return "Transformer Engine's attention computes in bf16 and run.precision is fp32"
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except ImportError as error:
-        return f"transformer_engine does not import here ({error}); install the extra: pip install sft[te]"
-    return None

@@ -1,15 +1,15 @@
-"""The `portable` backend at speed: the same attention over packed documents by torch's own flash kernel (CUDA).
+"""A kernel of packed_attention.py: torch's own flash attention (CUDA, bf16).
 
-Every chunk of queries that a rank has (`context_parallel.local_chunks`) is a sequence of its own to the kernel, whose keys are those
-of its document up to its last query: masks are causal from the bottom right.  With context parallelism a document's
-early keys are in the sequences of both of a rank's chunks, so keys are laid out once more, 1 + 1 / 2cp times as many.
-Never a matrix of tokens x tokens.
+Every chunk of queries that a rank has (`context_parallel.local_chunks`) is one sequence to the kernel.  Its keys are
+those of its document up to its last query, and the causal mask is aligned to the bottom right.  With context
+parallelism a document's early keys are in the sequences of both of a rank's chunks, so that keys are copied
+1 + 1 / 2cp times.  Nothing of size tokens x tokens exists.
 
-The kernel is that of torch.nn.attention.varlen, by the operators underneath: `varlen_attn` itself would keep the keys
-of the whole pack in every layer for backward.
+The kernel is the one of torch.nn.attention.varlen, called by the operators underneath: `varlen_attn` itself would save
+the keys of the whole pack in every layer for backward.
 
-Not yet run on a GPU; what is fed to the kernel is tested on the CPU with a plain stand-in for it, and that this torch's
-operators take it, on the meta device.
+Not yet run on a GPU.  On the CPU, tests give what the kernel gets to a plain stand-in for it, and check on the meta
+device that the operators of the installed torch take it.
 """
 
 from collections.abc import Callable
@@ -24,29 +24,32 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 
-MAX_HEAD_DIM = 256  # of the kernel; and a multiple of 8
-# One split of the keys: by itself the kernel decides by the longest in the pack, which other documents must not do.
-_WHERE_KNOWN: dict[str, Any] = {"num_splits": 1}
+MAX_HEAD_DIM = 256  # that the kernel takes; it must be a multiple of 8, too
+# Options that only some releases of torch have.  One split of the keys: by itself, the kernel chooses the number by the
+# longest sequence of the pack, and a document's result would depend on other documents.
+_IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
 _CAUSAL: dict[str, int] = {"window_size_left": -1, "window_size_right": 0}
 
 
 @dataclass(frozen=True)
 class Operators:
-    """torch's two, or others for tests and benchmarks; see `_forward` and `_backward`."""
+    """The two operators of torch, or others for tests and benchmarks; see `_forward` and `_backward`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """What the kernel is to see of a microbatch; the same in every layer.
+class FlashKernel:
+    """The kernel with the sequences of one microbatch; the same in every layer.
 
-    keys       int64 [k]: of the gathered local parts, the keys of all sequences one after the other; None: as they lie
-    cu_seqlens_q, cu_seqlens_k   int32 [sequences + 1], boundaries of queries and of `keys`
+    key_order     int64 [k]: index into the gathered local parts of each sequence's keys, one sequence after the other;
+                  None: keys are used as they are (cp 1)
+    cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
+    cu_seqlens_k  int32 [sequences + 1], boundaries of their keys
     """
 
-    keys: Tensor | None
+    key_order: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -60,30 +63,30 @@ class Sequences:
         cp_rank: int,
         device: torch.device,
         operators: Operators | None = None,
-    ) -> "Sequences":
-        """cu_seqlens: padded boundaries of the documents of the whole pack.
+    ) -> "FlashKernel":
+        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
 
         one document of 8, cp 2, rank 0: queries 0 1 | 6 7, keys 0 1 | 0 1 2 3 4 5 6 7
         """
         chunks = [chunk for chunk in context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length]
-        queries = np.array([chunk.length for chunk in chunks])
-        seen = np.array([chunk.position + chunk.length for chunk in chunks])
-        keys = None
+        num_queries = np.array([chunk.length for chunk in chunks])
+        num_keys = np.array([chunk.position + chunk.length for chunk in chunks])
+        key_order = None
         if cp_size > 1:
             gathered = context_parallel.gathered_positions(cu_seqlens, cp_size)
-            in_pack = [np.arange(c.document_start, c.document_start + n) for c, n in zip(chunks, seen)]
-            keys = send(torch.from_numpy(gathered[np.concatenate(in_pack)]), device)
-        return Sequences(
-            keys=keys,
-            cu_seqlens_q=_boundaries(queries, device),
-            cu_seqlens_k=_boundaries(seen, device),
-            max_seqlen_q=int(queries.max()),
-            max_seqlen_k=int(seen.max()),
+            in_pack = [np.arange(c.document_start, c.document_start + n) for c, n in zip(chunks, num_keys)]
+            key_order = send(torch.from_numpy(gathered[np.concatenate(in_pack)]), device)
+        return FlashKernel(
+            key_order=key_order,
+            cu_seqlens_q=_boundaries(num_queries, device),
+            cu_seqlens_k=_boundaries(num_keys, device),
+            max_seqlen_q=int(num_queries.max()),
+            max_seqlen_k=int(num_keys.max()),
             operators=operators or TORCH,
         )
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [t, heads, d], keys and values [k, groups, d] -> out [t, heads, d], log-sum-exp [heads, t]."""
+        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [heads, t]."""
         return self.operators.forward(query, keys, values, *self._boundaries, scale=scale)
 
     def backward(
@@ -100,8 +103,8 @@ class Sequences:
 def _forward(
     query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """boundaries: as in `Sequences`, queries before keys, tensors before longest."""
-    options = {name: value for name, value in _WHERE_KNOWN.items() if name in _arguments()}
+    """boundaries: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    options = {name: value for name, value in _IF_SUPPORTED.items() if name in _arguments()}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **_CAUSAL, **options
     )
@@ -118,10 +121,10 @@ def _backward(
     *boundaries: Tensor | int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing_random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # there is no dropout
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
     unused = torch.empty(0, device=query.device)
     dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-        grad, query, keys, values, out, lse, *boundaries, 0.0, True, nothing_random, unused, scale=scale, **_CAUSAL
+        grad, query, keys, values, out, lse, *boundaries, 0.0, True, rng_state, unused, scale=scale, **_CAUSAL
     )
     return dquery, dkeys, dvalues
 
@@ -130,7 +133,7 @@ TORCH = Operators(_forward, _backward)
 
 
 def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
-    """What keeps this model from the kernel; None where nothing does."""
+    """Why this model cannot use the kernel; None where it can."""
     if device_type != "cuda":
         return "it needs CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -142,9 +145,10 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
 
 @cache
 def _missing() -> str | None:
-    absent = sorted({"cum_seq_q", "scale", *_CAUSAL} - _arguments())
-    if absent:
-        return f"that of torch {torch.__version__} takes no {' and no '.join(absent)}"
+    """Why torch or the GPU cannot run the kernel; None where they can."""
+    lacking = sorted({"cum_seq_q", "scale", *_CAUSAL} - _arguments())
+    if lacking:
+        return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 or more"
     return None
@@ -152,9 +156,11 @@ def _missing() -> str | None:
 
 @cache
 def _arguments() -> frozenset[str]:
+    """Names of the arguments of torch's forward operator; none where this torch lacks it."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
 
 
 def _boundaries(lengths: np.ndarray, device: torch.device) -> Tensor:
+    """Lengths 2, 8 -> int32 [0, 2, 10]."""
     return send(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)

@@ -1,6 +1,6 @@
 """Rotary position embedding: the frequencies of every scaling, the rotation, and the table of angles.
 
-Frequencies follow Hugging Face transformers' definitions, which is what released weights were trained with:
+Frequencies follow the definitions of Hugging Face transformers, with which released weights were trained:
 linear (Chen 2023), llama3 (Llama 3.1), YaRN (Peng 2023).  YaRN's temperature multiplies queries and keys alike, so
 it is applied to the attention scale, squared, instead of to both rotations.
 """
@@ -42,8 +42,8 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     wavelength = 2 * math.pi / plain
     turns = rope.original_max_position / wavelength  # over the original context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = smooth.clamp(0.0, 1.0)  # 1: frequency kept, 0: divided by factor
-    return (1 - kept) * plain / rope.factor + kept * plain
+    unscaled = smooth.clamp(0.0, 1.0)  # 1: the frequency stays, 0: it is divided by factor
+    return (1 - unscaled) * plain / rope.factor + unscaled * plain
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
@@ -64,9 +64,9 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """What queries and keys of some tokens are turned by; made once for a microbatch, for all layers.
+    """The rotation of queries and keys of a rank's tokens; made once for a microbatch, for all layers.
 
-    cos, sin [t, 1, head_dim], each pair's twice over (rotate-half convention)
+    cos, sin [t, 1, head_dim], those of each pair of dimensions twice (rotate-half convention)
     """
 
     cos: Tensor
@@ -80,15 +80,16 @@ class Rotation:
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [t, heads, head_dim] -> the same, turned."""
-        return x * self.cos + _half_turned(x) * self.sin
+        """x [t, heads, head_dim] -> the same, rotated."""
+        return x * self.cos + _rotate_half(x) * self.sin
 
     def undo(self, x: Tensor) -> Tensor:
-        """Turned back: also what the gradient of the turned is to that of the unturned."""
-        return x * self.cos - _half_turned(x) * self.sin
+        """The inverse rotation of x [t, heads, head_dim]; it is also the backward of `apply`."""
+        return x * self.cos - _rotate_half(x) * self.sin
 
 
-def _half_turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
+    """[a, b] -> [-b, a], halves of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -96,8 +97,8 @@ def _half_turned(x: Tensor) -> Tensor:
 class RotaryTable(torch.nn.Module):
     """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, where Transformer Engine applies them.
 
-    Takes the place of core's RotaryEmbedding, which keeps up to 32 tables, one per longest-document length ever
-    seen: 16 GiB at 1M positions.  One table is kept here, as long as the longest document so far.
+    Replaces core's RotaryEmbedding, which caches up to 32 tables, one for each max_seqlen that it has met: 16 GiB at
+    1M positions.  Here there is one table, as long as the longest document so far.
     """
 
     def __init__(self, inv_freq: Tensor) -> None:
@@ -106,12 +107,12 @@ class RotaryTable(torch.nn.Module):
         self.table = inv_freq.new_empty((0, 1, 1, 2 * inv_freq.numel()))
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Length of the table a microbatch needs: its longest document.  core passes packed_seq_params last."""
+        """Length of the table that a microbatch needs: max_seqlen.  Core passes packed_seq_params last."""
         length: int = args[4].max_seqlen_q
         return length
 
     def forward(self, length: int, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
-        """float32 [length, 1, 1, head_dim]: each pair's angle, twice over (rotate-half convention)."""
+        """float32 [length, 1, 1, head_dim]: the angle of each pair of dimensions, twice (rotate-half convention)."""
         if self.table.shape[0] < length:
             angles = torch.outer(torch.arange(length, dtype=torch.float32, device=self.inv_freq.device), self.inv_freq)
             self.table = torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -1,8 +1,8 @@
-"""Attention over packed documents in plain torch, on any device and in any precision.
+"""A kernel of packed_attention.py in plain torch, on any device and in any precision.
 
-Each chunk of queries is worked off in tiles with an online softmax (Dao 2023, FlashAttention-2), so that no score
-matrix larger than one tile exists, forward or backward.  A document's result depends on nothing outside the document,
-bit for bit: tiles never span documents.
+Each chunk of queries is computed tile by tile with an online softmax (Dao 2023, FlashAttention-2), so that no score
+matrix larger than one tile exists, forward or backward.  Tiles never span documents, so that a document's result
+depends on nothing outside the document, bit for bit.
 """
 
 import math
@@ -16,29 +16,33 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 
-QUERY_TILE = 256  # rows of scores at once
-KEY_TILE = 512  # columns of scores at once
+QUERY_TILE = 256  # rows of a tile of scores
+KEY_TILE = 512  # columns of a tile of scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """A kernel of `attention.py`: the keys it wants are those of the whole pack, in pack order."""
+class TorchKernel:
+    """The kernel with the chunks of one microbatch.  It wants the keys of the whole pack, in pack order.
 
-    chunks: tuple[context_parallel.Chunk, ...]  # the query rows of this rank
-    keys: Tensor | None  # int64 [t * context_parallel]: concat(local parts)[keys] is the pack; None: as they lie
+    chunks     the queries of this rank
+    key_order  int64 [t * cp_size]: concat(local parts)[key_order] is the pack; None: keys are used as they are (cp 1)
+    """
+
+    chunks: tuple[context_parallel.Chunk, ...]
+    key_order: Tensor | None
 
     @staticmethod
-    def of(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device) -> "Tiles":
-        """cu_seqlens: padded boundaries of the documents of the whole pack."""
+    def of(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device) -> "TorchKernel":
+        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack."""
         order = (
             None
             if cp_size == 1
             else send(torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size)), device)
         )
-        return Tiles(chunks=context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank), keys=order)
+        return TorchKernel(chunks=context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank), key_order=order)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [t, heads, d], keys and values [k, groups, d] -> out [t, heads, d], log-sum-exp [t, heads]."""
+        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [t, heads]."""
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=_compute_dtype(query), device=query.device)
         for chunk in self.chunks:
@@ -70,22 +74,22 @@ class Tiles:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some consecutive queries of one document."""
+    """Up to QUERY_TILE consecutive queries of one document."""
 
     rows: slice  # of the local queries
     document: int  # where the document starts in the pack
     position: int  # of the first query, within the document
 
     def key_tiles(self) -> Iterator[tuple[slice, bool]]:
-        """Keys these queries may see, in pack order, and whether a causal mask is needed."""
+        """Slices of the pack whose keys these queries may see, and whether the slice needs a causal mask."""
         num_queries = self.rows.stop - self.rows.start
-        seen = self.position + num_queries
-        for start in range(0, seen, KEY_TILE):
-            stop = min(start + KEY_TILE, seen)
+        num_keys = self.position + num_queries
+        for start in range(0, num_keys, KEY_TILE):
+            stop = min(start + KEY_TILE, num_keys)
             yield slice(self.document + start, self.document + stop), stop > self.position + 1
 
     def hidden(self, keys: slice, device: torch.device) -> Tensor:
-        """bool [queries, keys]: keys that come after the query."""
+        """bool [queries, keys]: whether the key comes after the query."""
         queries = torch.arange(self.position, self.position + self.rows.stop - self.rows.start, device=device)
         positions = torch.arange(keys.start - self.document, keys.stop - self.document, device=device)
         return positions[None, :] > queries[:, None]
@@ -126,7 +130,7 @@ def _attend_backward(
     tile: _Tile,
     scale: float,
 ) -> Tensor:
-    """Add this tile's part to the gradients of keys and values; return the gradient of its queries."""
+    """Add this tile's contribution to the gradients of keys and values; return the gradient of its queries."""
     query, out, lse, grad = saved
     (keys, values), (dkeys, dvalues) = gathered, gradients
     groups = keys.shape[1]

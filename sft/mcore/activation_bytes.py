@@ -1,0 +1,94 @@
+"""Bytes that norms, the MLP, experts and the loss head keep of a token, counted beside the code that keeps them.
+
+Arithmetic only, no torch: sft/estimate sums these.  Attention counts its own (attention/activation_bytes.py), so do
+the optimizer (optimizer/state_bytes.py) and the offload of activations (activations/offload_plan.py).
+"""
+
+import math
+from dataclasses import dataclass
+
+from sft.config import Config, LossConfig, ModelConfig
+from sft.parallel.layout import Layout
+
+FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """Which part of a token's tensors one rank holds.
+
+    tp, etp   tensor-parallel sizes: of layers, of an expert
+    sequence  share of the tokens between layers that the rank holds: 1 / tp with sequence parallelism
+    width     bytes of a number: 2 in bf16
+    """
+
+    tp: int = 1
+    etp: int = 1
+    sequence: float = 1.0
+    width: int = 2
+
+    @staticmethod
+    def of(config: Config, layout: Layout) -> "RankShare":
+        return RankShare(
+            tp=layout.tp,
+            etp=layout.etp,
+            sequence=1 / layout.tp if layout.sequence_parallel else 1.0,
+            width=2 if config.run.precision == "bf16" else FP32,
+        )
+
+
+def hidden_state(model: ModelConfig, rank: RankShare) -> float:
+    """One hidden state, as it is between layers."""
+    return rank.width * model.hidden_size * rank.sequence
+
+
+def norm_scales(model: ModelConfig, rank: RankShare) -> float:
+    """norm.py saves one fp32 number for each row: of the layer's first norm, and of those of queries and keys."""
+    heads = model.num_attention_heads + model.resolved_query_groups
+    return FP32 * rank.sequence + FP32 * model.qk_norm * heads / rank.tp
+
+
+def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
+    """What the second half of a layer saves beside its input, by name.
+
+    The gated activation is one kernel, as on CUDA; on a CPU core saves 2 ffn_hidden_size numbers more: the gate after
+    silu, and up a second time.
+    """
+    saved = {"MLP norm's scale": FP32 * rank.sequence, "MLP's normed input": hidden_state(model, rank)}
+    if model.moe.num_experts is not None:
+        return {**saved, **_experts(model, rank, model.moe.num_experts)}
+    ffn = rank.width * model.ffn_hidden_size / rank.tp
+    return {**saved, "gate and up": 2 * ffn, "gated": ffn}
+
+
+def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str, float]:
+    """An approximation: every token is sent to top_k experts, and every rank gets an equal share of them."""
+    top_k = model.moe.top_k or 0
+    sent = rank.sequence * top_k * rank.width * model.hidden_size
+    ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
+    return {
+        "router": 2 * FP32 * rank.sequence * num_experts,  # scores and probabilities
+        "sent to experts": sent * rank.etp,  # each etp rank sees all tokens of its expert, and a part of its width
+        "gate and up": 2 * ffn,
+        "gated": ffn,
+        "from experts": sent,
+    }
+
+
+def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
+    """The gradient of gate and up's weight, as its product gives it, before it is added to the fp32 one."""
+    return rank.width * model.hidden_size * 2 * model.resolved_expert_ffn / rank.tp
+
+
+def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
+    """What the loss holds beside its inputs, for all tokens; docs/loss.md.
+
+    vocab_rows  of the output weight on this rank, padding included
+    """
+    if loss.impl == "chunked":
+        return 2 * rank.width * tokens * vocab_rows
+    if loss.impl == "full":
+        return (2 * rank.width + 2 * FP32) * tokens * vocab_rows
+    # With sequence parallelism the gathered hidden states, too.
+    gradient = rank.width * model.hidden_size * tokens * (2 if rank.sequence < 1 else 1)
+    return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient

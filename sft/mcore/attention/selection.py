@@ -1,0 +1,37 @@
+"""Which attention backend a run gets, and why: `attention.backend`, and what is installed on this machine."""
+
+from sft.config import Config
+from sft.errors import ConfigError
+from sft.mcore.attention import flash_kernel, transformer_engine
+from sft.mcore.attention.backend import AttentionBackend, params_dtype
+from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.mcore.attention.portable import Portable
+from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.attention.transformer_engine import TransformerEngine
+
+
+def choose(config: Config, device_type: str) -> AttentionBackend:
+    """`auto` is te where Transformer Engine and CUDA are available, else portable.
+
+    Raises ConfigError where the recipe names te, or sets run.fp8, which only te has, and te cannot run here.
+    """
+    candidates = config.attention.candidates
+    te_problem = transformer_engine.why_not(config, device_type)
+    if te_problem and Portable.name not in candidates:
+        raise ConfigError(f"attention.backend = te: {te_problem}.  attention.backend=portable runs anywhere.")
+    if te_problem and config.run.fp8:
+        raise ConfigError(
+            f"run.fp8 = {config.run.fp8} is Transformer Engine's: {te_problem}.  run.fp8=null needs none."
+        )
+    if not te_problem and TransformerEngine.name in candidates:
+        transformer_engine.check_release(config)
+        return TransformerEngine(config)
+    te_was_possible = TransformerEngine.name in candidates and device_type != "cpu"
+    return _portable(config, device_type, f"; not te: {te_problem}" if te_was_possible else "")
+
+
+def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
+    flash_problem = flash_kernel.why_not(config.model.resolved_head_dim, params_dtype(config), device_type)
+    if flash_problem:
+        return Portable(config, f"plain torch, no flash kernel: {flash_problem}{why_not_te}", TorchKernel.of)
+    return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of)

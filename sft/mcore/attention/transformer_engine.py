@@ -1,0 +1,108 @@
+"""The `te` backend: Transformer Engine's layers and attention, on CUDA.
+
+megatron-core builds them and applies the rotary embedding; context parallelism is Transformer Engine's own, by
+`parallel.cp_comm`.
+"""
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
+
+from sft.config import Config, ParallelConfig
+from sft.errors import ConfigError
+from sft.mcore import fp8
+from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, packed_documents
+from sft.mcore.attention.rope import RotaryTable
+
+# Release of Transformer Engine from which context parallelism other than p2p takes packed documents; from its sources.
+_PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+
+
+class TransformerEngine(AttentionBackend):
+    name = "te"
+    norms_are_recomputable = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, "Transformer Engine")
+
+    @property
+    def transformer_fields(self) -> Mapping[str, Any]:
+        has_experts = self.config.model.moe.num_experts is not None
+        return {"apply_rope_fusion": True, **({"moe_grouped_gemm": True} if has_experts else {})}
+
+    def layer_spec(self) -> ModuleSpec:
+        experts = self.config.model.moe.num_experts
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
+        )
+
+    @property
+    def final_norm(self) -> type[torch.nn.Module]:
+        norm: type[torch.nn.Module] = TENorm
+        return norm
+
+    def rotary_table(self, device: torch.device) -> RotaryTable:
+        return RotaryTable(self.frequencies(device))
+
+    def documents(
+        self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
+    ) -> PackedDocuments:
+        return packed_documents(cu_seqlens, max_seqlen, positions.device)
+
+
+def why_not(config: Config, device_type: str) -> str | None:
+    """What keeps this run from Transformer Engine; None where nothing does."""
+    if device_type != "cuda":
+        return "Transformer Engine needs CUDA and this run is on the CPU"
+    if config.run.precision == "fp32":
+        return "Transformer Engine's attention computes in bf16 and run.precision is fp32"
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError as error:
+        return f"transformer_engine does not import here ({error}); install the extra: pip install sft[te]"
+    return None
+
+
+def check_release(config: Config) -> None:
+    """Raises ConfigError where the installed release cannot do what the recipe asks for.
+
+    Transformer Engine itself would stop with an assertion in the first step.
+    """
+    _check_communication(config.parallel)
+    _check_fp8(config.run.fp8)
+
+
+def _check_communication(parallel: ParallelConfig) -> None:
+    needed, installed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0)), _installed()
+    if parallel.cp > 1 and _numbers(installed) < needed:
+        major, minor = needed
+        raise ConfigError(
+            f"parallel.cp_comm = {parallel.cp_comm}: Transformer Engine {installed} is installed, and takes packed "
+            f"documents so from {major}.{minor} on.  parallel.cp_comm=p2p works."
+        )
+
+
+def _check_fp8(recipe: str | None) -> None:
+    if recipe is None:
+        return
+    gpu, cuda = torch.cuda.get_device_capability(), _numbers(torch.version.cuda or "0.0")
+    problem = fp8.why_not(recipe, te=_numbers(_installed()), gpu=gpu, cuda=cuda)
+    if problem:
+        others = [name for name in fp8.recipes_for(gpu) if name != recipe]
+        raise ConfigError(f"run.fp8 = {recipe}: {problem}.  This GPU can run: {', '.join([*others, 'null'])}.")
+
+
+def _installed() -> str:
+    return importlib.metadata.version("transformer-engine")
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """ "2.20.2+abc" -> (2, 20)"""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

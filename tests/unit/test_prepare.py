@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from sft.cli import main
+from sft.data.chat.chat import Encoding
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.corpus import Corpus, find_prepared, map_prepared
 from sft.data.read.rows import index_rows, read_rows
@@ -424,15 +425,15 @@ def test_the_old_name_of_a_policy_is_refused_with_the_new_one(
 
 def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the weight in every second row."""
-    read = parts.Encoder._read
+    encoded = parts.Encoder._encoded
     calls: list[int] = []
 
-    def weighed(self: parts.Encoder, content: Any) -> tuple[np.ndarray, np.ndarray]:
-        tokens, weights = read(self, content)
+    def weighed(self: parts.Encoder, row: Any) -> Encoding:
+        whole = encoded(self, row)
         calls.append(1)
-        return tokens, weights * np.float32(0.5 if len(calls) % 2 else 1.0)
+        return whole._replace(weights=whole.weights * np.float32(0.5 if len(calls) % 2 else 1.0))
 
-    monkeypatch.setattr(parts.Encoder, "_read", weighed)
+    monkeypatch.setattr(parts.Encoder, "_encoded", weighed)
     corpus: Corpus = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     assert corpus.sample(0).weights.tolist() == [0.0] * 33 + [0.5] * 5 + [0.0]
     assert corpus.sample(1).weights.dtype == np.float32 and corpus.sample(1).weights.max() == 1
@@ -445,7 +446,20 @@ def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_which_code_makes_samples() -> None:
     assert [path.stem for path in code_files() if path.stem != "__init__"] == [
         "align",
-        *("chat", "cover", "formats", "messages", "said", "sandbox", "template", "tokenizer", "turns", "typed"),
+        *(
+            "between",
+            "chat",
+            "cover",
+            "formats",
+            "keeps",
+            "messages",
+            "omitted",
+            "said",
+            "sandbox",
+            "template",
+            "texts",
+        ),
+        *("tokenizer", "turns", "typed"),
         *("blocks", "json_rows", "rows", "strict_json", "tables"),
-        *("encode", "fit", "ledger", "parts", "store"),
+        *("encode", "fit", "ledger", "omissions", "parts", "store"),
     ]

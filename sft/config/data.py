@@ -2,9 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word, refuse
+
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # what every template is given
 
 
 class SourceConfig(Section):
@@ -25,6 +28,10 @@ class DataConfig(Section):
     """byte (built in, no file) or a Hugging Face tokenizer folder."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
+    chat_template_kwargs: dict[Variable, bool | int | float | str] = {}
+    """Further variables for the chat template, true, false, a number or text each: {enable_thinking: false}."""
+    on_omitted: Literal["report", "error"] = "report"
+    """A text of a chat that the template leaves out: count and list it, or stop with its row and message."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """What is learned: the assistant's turns, its last turn only, or every token.  See docs/masks.md."""
     seq_length: Positive
@@ -89,6 +96,13 @@ class DataConfig(Section):
                 why = f"stands beside the {key} of {other}; give {key.removesuffix('s')}s to all sources, or to none"
                 cases.append((True, f"train.{name}.{key}", why))
         refuse(*cases)
+        return self
+
+    @model_validator(mode="after")
+    def _variables_are_the_users(self) -> "DataConfig":
+        taken = [name for name in self.chat_template_kwargs if name in _OURS or name.endswith(("_token", "_tokens"))]
+        why = f"gives {', '.join(taken)}, which a template gets from the chat or the tokenizer; leave it out"
+        refuse((bool(taken), "chat_template_kwargs", why))
         return self
 
     @model_validator(mode="after")

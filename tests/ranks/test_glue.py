@@ -1,12 +1,14 @@
 """What holds the parts of `sft train` together: sources, seed, reduction and held-out sets reach the engine.
 
-Two whole runs, as a user starts them.  Which samples a step trains on is written out.  What the log says of them is
+Whole runs, as a user starts them.  Which samples a step trains on is written out.  What the log says of them is
 asked of transformers, in a plain float64 loop over single chats that shares no code with ours: it tokenises, weighs,
 averages, and steps by itself.
 """
 
 import hashlib
+import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from tests.unit.fixtures import hf
 # fp32 against float64, over six Adam steps, relative.
 TOLERANCE = 1e-5
 LR, WARM_UP, DECAY, CLIP, BETAS = 3e-3, 2, 0.1, 0.5, (0.9, 0.95)
+EDGE = 32  # positions are told apart here
 
 Row = dict[str, Any]
 Record = dict[str, Any]
@@ -42,7 +45,7 @@ def chat(question: str, answer: str, **more: Any) -> Row:
 FILES: dict[str, list[Row]] = {
     "sums": [chat(f"{i} + {i}?", f"{2 * i} " * (i + 1), weight=0.25 if i == 2 else 1) for i in range(6)],
     "code": [chat(f"Count to {3 * i}.", "".join(map(str, range(3 * i + 1)))) for i in range(8)],
-    "near": [chat(f"{i} + {i + 1}?", f"{2 * i + 1}" * (i % 4 + 1), weight=0.5 if i == 3 else 1) for i in range(18)],
+    "near": [chat(f"{i} + {i + 1}?", f"{2 * i + 1}" * (i % 4 + 1), weight=0.5 if i == 3 else 1) for i in range(15)],
     "far": [chat(f"Which is the letter {i}?", "abcdefg"[i] * (5 - i)) for i in range(4)],
 }
 
@@ -89,26 +92,41 @@ def expected(model: Any, batch: Sequence[Document], power: float = 1.0) -> tuple
         weight += float(one.weights[1:].sum()) / len(losses) ** power
         correct += int((scores.argmax(-1) == labels)[learnt].sum())
         nll.append(losses.detach().numpy())
-    means, count = np.array([each.mean() for each in nll]), sum(map(len, nll))
-    record = {
+    accuracy = correct / sum(map(len, nll))
+    return objective / weight, {
         "lm loss": float(objective.detach()) / weight,
-        "nll": sum(each.sum() for each in nll) / count,
-        "token accuracy": correct / count,
+        "token accuracy": accuracy,
+        **told_of(batch, nll),
+    }
+
+
+def told_of(batch: Sequence[Document], nll: list[np.ndarray]) -> Record:
+    """Counts, and what follows from -log p of every learnt token of each document."""
+    means, every = np.array([each.mean() for each in nll]), np.concatenate(nll)
+    sources = np.repeat([one.source for one in batch], [len(each) for each in nll])
+    position = np.concatenate([np.flatnonzero(one.weights[1:] > 0) for one in batch])  # of the token that predicts
+    apart = {f"source/{source}": sources == source for source in set(sources.tolist())}
+    apart |= {f"position/0-{EDGE}": position < EDGE, f"position/{EDGE}+": position >= EDGE}
+    record: Record = {
+        "nll": every.mean(),
         "perplexity/avg": np.exp(means).mean(),
         "perplexity/min": np.exp(means).min(),
         "perplexity/max": np.exp(means).max(),
         "documents": len(batch),
         "sequences": len(batch),
-        "tokens/supervised": count,
+        "tokens/supervised": len(every),
         "tokens/real": sum(len(one.tokens) for one in batch),
-        "tokens/aligned": sum(-(-len(one.tokens) // 32) * 32 for one in batch),
+        "tokens/aligned": sum(aligned(one) for one in batch),
         "sample loss": means.mean(),
     }
-    for source in {one.source for one in batch}:
-        of_source = np.concatenate([each for each, one in zip(nll, batch, strict=True) if one.source == source])
-        record[f"loss by source/{source}/loss"] = of_source.mean()
-        record[f"loss by source/{source}/tokens"] = len(of_source)
-    return objective / weight, record
+    for name, which in apart.items():
+        record[f"loss by {name}/tokens"] = int(which.sum())
+        record[f"loss by {name}/loss"] = every[which].mean() if which.any() else None
+    return record
+
+
+def aligned(one: Document) -> int:
+    return -(-len(one.tokens) // 32) * 32
 
 
 def steps_of(model: Any, batches: Sequence[Sequence[Document]], held_out: dict[str, list[Document]]) -> list[Record]:
@@ -143,16 +161,23 @@ def run(folder: Path, overrides: list[str], world_size: int) -> str:
     for name, rows in FILES.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (code, out, told), *_ = start(
-        folder, ["parallel.cp=1", "data.seq_length=128", "data.num_workers=1", *overrides], world_size
+        folder,
+        ["parallel.cp=1", "data.seq_length=128", "data.num_workers=1", f"log.position_edges=[{EDGE}]", *overrides],
+        world_size,
     )
     assert code == 0, told
     return out
 
 
 def seen(folder: Path) -> list[tuple[int, int, list[int]]]:
-    """(epoch, batch, samples) of each step."""
-    rows = [json.loads(line) for line in (folder / "run" / "seen.jsonl").read_text().splitlines()]
+    """(epoch, batch, samples) of each step of the run in `folder`."""
+    rows = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    chain = ""
+    for row in rows:
+        linked = json.dumps([chain, row["epoch"], row["batch"], row["samples"]], separators=(",", ":"))
+        chain = hashlib.sha256(linked.encode()).hexdigest()
+        assert row["chain"] == chain
     return [(row["epoch"], row["batch"], row["samples"]) for row in rows]
 
 
@@ -194,15 +219,16 @@ def by_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
     sources = (
         f"{{chat: {{files: {folder}/sums.jsonl, epochs: 2.0}}, code: {{files: {folder}/code.jsonl, epochs: 0.5}}}}"
     )
+    keep = ["checkpoint.save_every=3", "checkpoint.keep_last=2", "checkpoint.keep_best=near/token accuracy"]
     steps = ["train.num_steps=6", "train.eval_every=3", "optim.schedule=constant", f"optim.warmup_steps={WARM_UP}"]
     optim = [f"optim.lr={LR}", f"optim.weight_decay={DECAY}", f"optim.clip_grad={CLIP}"]
     data = [f"data.train={sources}", f"data.eval={{near: {folder}/near.jsonl, far: {folder}/far.jsonl}}"]
     start_from = [*recipe_of(source), f"model.init_from={folder}/imported", "run.seed=77"]
-    told = run(folder, [*start_from, *data, *steps, *optim, "loss.reduction=sample"], 2)
+    told = run(folder, [*start_from, *data, *steps, *optim, *keep, "loss.reduction=sample"], 2)
     return Run(folder, told, hf.load(source).double())
 
 
-# By hand: chat's samples are 0 to 5 and code's 6 to 13.
+# Chat's samples are 0 to 5 and code's 6 to 13.  The order is as it was drawn once; what must hold of any is asserted.
 BY_EPOCHS: list[tuple[int, int, list[int]]] = [
     (0, 0, [1, 3, 5, 13]),
     (0, 1, [2, 4, 6, 9]),
@@ -214,7 +240,7 @@ BY_EPOCHS: list[tuple[int, int, list[int]]] = [
 
 
 def test_sources_by_epochs_and_the_seed_say_what_is_seen(by_epochs: Run) -> None:
-    assert seen(by_epochs.folder) == BY_EPOCHS
+    assert seen(by_epochs.folder / "run") == BY_EPOCHS
     whole = Counter(i for epoch, _, samples in BY_EPOCHS for i in samples if epoch == 0)
     assert {i: whole[i] for i in range(6)} == dict.fromkeys(range(6), 2)
     tokens = sum(len(TRAINED[i].tokens) for i in whole if i >= 6)
@@ -224,50 +250,60 @@ def test_sources_by_epochs_and_the_seed_say_what_is_seen(by_epochs: Run) -> None
 def test_the_log_is_that_of_a_plain_loop(by_epochs: Run, tmp_path: Path) -> None:
     """And so are the weights in the checkpoint."""
     found, held_out = logged(by_epochs.folder), {name: documents(name) for name in ("near", "far")}
-    assert found[0]["set"] == "near" and found[0]["tokens/padded"] > 2 * 2 * 128  # more than two batches of two packs
+    assert found[0]["set"] == "near" and 2 * 256 < found[0]["tokens/padded"] <= 3 * 256  # three batches of two packs
     batches = [[TRAINED[i] for i in samples] for _, _, samples in BY_EPOCHS]
     check(found, steps_of(by_epochs.model, batches, held_out))
     export_hf(by_epochs.folder / "run", tmp_path / "exported", QUIET)
-    trained = dict(hf.load(tmp_path / "exported").double().named_parameters())
-    check_parameters(trained, dict(by_epochs.model.named_parameters()), TOLERANCE)
+    ours, theirs = hf.load(tmp_path / "exported").double().state_dict(), by_epochs.model.state_dict()
+    check_parameters(ours, theirs, TOLERANCE)
 
 
 @pytest.fixture(scope="module")
 def by_weights(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One rank, from random weights, which so small a learning rate leaves as they are: as much of chat as of code."""
+    """One rank, from random weights, which so small a learning rate leaves as they are; in plain order."""
     folder = tmp_path_factory.mktemp("by_weights")
     source = hf.save(folder / "source", "qwen3")  # of which only the sizes are used
-    sources = f"{{chat: {{files: {folder}/sums.jsonl, weight: 2}}, code: {{files: {folder}/code.jsonl, weight: 2}}}}"
+    sources = f"{{chat: {{files: {folder}/sums.jsonl, weight: 3}}, code: {{files: {folder}/code.jsonl, weight: 2}}}}"
     data = [f"data.train={sources}", f"data.eval=[{folder}/near.jsonl, {folder}/far.jsonl]"]
-    more = [
-        "run.seed=78",
-        "train.num_steps=null",
-        "train.num_steps=null",
-        "train.num_epochs=1",
-        "optim.lr=1e-30",
-        "loss.reduction=sqrt",
-        "model.init_std=0.1",
-    ]
-    told = run(folder, [*recipe_of(source), *data, *more], 1)
+    more = ["run.seed=78", "train.num_steps=null", "train.num_epochs=2", "optim.lr=1e-30", "loss.reduction=sqrt"]
+    more += ["model.init_std=0.1", f"data.cache_dir={folder}/cache"]
+    told = run(folder, [*recipe_of(source), *data, *more, *LESS_USUAL], 1)
     export_hf(folder / "run", folder / "exported", QUIET, like=source)
     return Run(folder, told, hf.load(folder / "exported").double())
 
 
+LESS_USUAL = [
+    "data.shuffle=false",
+    "log.every=3",
+    "log.tensorboard=false",
+    "log.peak_tflops=1e-6",
+    "checkpoint.save_every=5",
+    "checkpoint.save_last=false",
+    "profile.torch.steps=[12]",
+]
 BY_WEIGHTS: list[tuple[int, int, list[int]]] = [
-    (0, 0, [2, 7, 8, 9]),
-    (0, 1, [0, 1, 3, 11, 12]),
-    (0, 2, [1, 4, 4, 6]),
-    (0, 3, [2, 10, 13]),
-    (0, 4, [3, 5, 5]),
+    (0, 0, [0, 1, 2, 3, 4]),
+    (0, 1, [0, 1, 2, 3, 5]),
+    (0, 2, [4, 4, 5, 5]),
+    (0, 3, [1, 2, 3, 6]),
+    (0, 4, [7, 8, 9, 10]),
+    (0, 5, [11, 12, 13]),
+    (1, 0, [0, 1, 2, 3, 4]),
+    (1, 1, [0, 1, 2, 3, 5]),
+    (1, 2, [4, 4, 5, 5]),
+    (1, 3, [0, 1, 6, 7, 8]),
+    (1, 4, [9, 10, 11, 12]),
+    (1, 5, [13]),
 ]
 
 
-def test_sources_by_weights_are_seen_equally(by_weights: Run) -> None:
-    assert seen(by_weights.folder) == BY_WEIGHTS
-    count = Counter(i for _, _, samples in BY_WEIGHTS for i in samples)
-    assert [count[i] for i in range(6, 14)] == [1] * 8 and {count[i] for i in range(6)} == {1, 2}
-    tokens = sum(count[i] * len(TRAINED[i].tokens) for i in range(6))
-    assert abs(tokens - sum(len(one.tokens) for one in TRAINED[6:])) < 45  # the longest of chat
+def test_sources_by_weights_are_seen_by_shares_of_tokens(by_weights: Run) -> None:
+    assert seen(by_weights.folder / "run") == BY_WEIGHTS
+    for number in (0, 1):
+        count = Counter(i for epoch, _, samples in BY_WEIGHTS for i in samples if epoch == number)
+        assert [count[i] for i in range(6, 14)] == [1] * 8 and {count[i] for i in range(6)} == {2, 3}
+        tokens = sum(count[i] * len(TRAINED[i].tokens) for i in range(6))
+        assert abs(tokens - 3 / 2 * sum(len(one.tokens) for one in TRAINED[6:])) < 45  # the longest of chat
 
 
 def test_random_weights_follow_from_the_seed_and_give_the_losses_of_transformers(by_weights: Run) -> None:
@@ -282,3 +318,63 @@ def test_random_weights_follow_from_the_seed_and_give_the_losses_of_transformers
         del record["sample loss"]
         wanted.append({"kind": "train", "step": step, **record})
     check(logged(by_weights.folder), [*wanted, {**wanted[0], "step": len(BY_WEIGHTS)}])
+
+
+def test_ranks_have_as_even_work_as_documents_allow(by_epochs: Run) -> None:
+    """Of all ways to share a batch over two packs of 128 tokens, that whose FLOPs are the most even."""
+    found = [record["work-imbalance"] for record in logged(by_epochs.folder) if record["kind"] == "train"]
+    for imbalance, (_, _, samples) in zip(found, BY_EPOCHS, strict=True):
+        shared = []
+        for sides in itertools.product((0, 1), repeat=len(samples)):
+            packs = [[TRAINED[i] for i, its in zip(samples, sides, strict=True) if its == side] for side in (0, 1)]
+            if all(sum(map(aligned, pack)) <= 128 for pack in packs):
+                shared.append(imbalance_of(packs))
+        assert imbalance == pytest.approx(min(shared)), samples
+
+
+def imbalance_of(packs: list[list[Document]]) -> float:
+    """By 6 FLOPs per parameter that multiplies a padded token, and 6 x 64 a layer per squared length."""
+    per_token, per_square = 6 * 2 * (32 * (2 * 64 + 2 * 32) + 3 * 32 * 64), 6 * 2 * 64
+    work = [
+        per_token * max(32, sum(map(aligned, pack))) + per_square * sum(len(one.tokens) ** 2 for one in pack)
+        for pack in packs  # an empty one holds a filler document
+    ]
+    return max(work) / (sum(work) / len(work))
+
+
+def test_what_the_log_and_the_folder_say_beside_losses(by_epochs: Run, by_weights: Run) -> None:
+    start, *records = [json.loads(line) for line in (by_epochs.folder / "run/metrics.jsonl").read_text().splitlines()]
+    sizes = {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1}
+    count = sum(param.numel() for param in by_epochs.model.parameters())
+    assert (start["parameters"], start["num-steps"], start["layout"]) == (count, 6, sizes)
+    assert all(0 < record["data-wait-share"] < 1 for record in records if record["kind"] == "train")
+    ledgers = json.loads((by_epochs.folder / "run/data.json").read_text())
+    kept = {name: [file["samples"] for file in ledger["files"].values()] for name, ledger in ledgers.items()}
+    assert kept == {"train": [6, 8], "near": [15], "far": [4]}
+    best = re.findall(r"^best so far: step (\d), near/token accuracy (.+)$", by_epochs.told, re.M)
+    near = [record["token accuracy"] for record in records if record.get("set") == "near"]
+    assert near[1] < near[2] and best == [("3", str(near[1])), ("6", str(near[2]))]
+    assert "to stop takes a step (" in by_epochs.told
+    assert [int(step) for step in re.findall(r"^step +(\d+)/", by_weights.told, re.M)] == [3, 6, 9, 12]
+
+
+def test_less_usual_keys_reach_their_place(by_weights: Run) -> None:
+    folder = by_weights.folder / "run"
+    assert sorted(path.name for path in (folder / "checkpoints").glob("iter_*")) == ["iter_0000005", "iter_0000010"]
+    # The last step, which is none where steps are counted from 0.
+    assert [path.name for path in (folder / "traces").iterdir()] == ["step_12"]
+    assert not (folder / "tensorboard").exists() and not (folder / "cache").exists()
+    train = [record for record in logged(by_weights.folder) if record["kind"] == "train"]
+    assert all(record["mfu"] == pytest.approx(record["tflops-per-rank"] / 1e-6) for record in train)
+
+
+def test_a_plan_is_followed_instead_of_the_seed(by_weights: Run, tmp_path: Path) -> None:
+    folder, plan = by_weights.folder, tmp_path / "plan"
+    digest = json.loads((folder / "run/data.json").read_text())["train"]["digest"]
+    sizes = {"data.seq_length": 128, "data.doc_multiple": 32, "train.global_batch_size": 1}
+    packs = [{"epoch": 0, "batch": 0, "packs": [[5, 0]]}, {"epoch": 0, "batch": 1, "packs": [[13]]}]
+    lines = [{"format": "sft plan 1", "data": digest, **sizes}, *packs]
+    plan.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = [f"data.train=[{folder}/sums.jsonl, {folder}/code.jsonl]", f"data.cache_dir={folder}/cache"]
+    run(folder, [*data, f"run.dir={tmp_path}/run", f"data.plan={plan}"], 1)
+    assert seen(tmp_path / "run") == [(0, 0, [0, 5]), (0, 1, [13])]

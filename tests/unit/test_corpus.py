@@ -94,7 +94,9 @@ def test_over_long_counts_padded_length(tmp_path: Path) -> None:
 
 
 def ledger(**counts: Any) -> Ledger:
-    return Ledger(**{name: () if "tuple" in str(kind) else 0 for name, kind in Ledger.__annotations__.items()} | counts)
+    """Every row is a chat."""
+    nothing = {name: () if "tuple" in str(kind) else 0 for name, kind in Ledger.__annotations__.items()}
+    return Ledger(**nothing | {"chats": counts.get("rows", 0)} | counts)
 
 
 def test_over_long_dropped(tmp_path: Path) -> None:

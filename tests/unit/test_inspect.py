@@ -529,6 +529,7 @@ findings
   ! 1 of 8 chats (12.5%) end without an answer: what follows the last answer is read, never learnt
       a.jsonl:5
   - no rows are unusable
+  - no chats lose texts to the chat template
   - no samples lack a supervised token
   - no answers lack the end-of-turn token at their end
 

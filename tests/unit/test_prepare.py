@@ -19,6 +19,7 @@ from sft.data.cache import workers
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.cache.folders import store_folder
 from sft.data.cache.store import open_store
+from sft.data.chat.chat import Encoding
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read.rows import index_rows, read_rows
 from sft.errors import DataError
@@ -120,8 +121,8 @@ if __name__ == "__main__":
     from pathlib import Path
     from sft.config import DataConfig
     from sft.console import QUIET
-    from sft.data.store import parts
-    from sft.data.prepare import prepare
+    from sft.data.cache import workers as parts
+    from sft.data.cache.prepare import prepare
     from sft.data.chat.tokenizer import load_tokenizer
 
     workers.ROWS_PER_PART = int(sys.argv[3])
@@ -245,8 +246,8 @@ if __name__ == "__main__":
     from pathlib import Path
     from sft.config import DataConfig
     from sft.console import QUIET
-    from sft.data.store import parts
-    from sft.data.prepare import prepare
+    from sft.data.cache import workers as parts
+    from sft.data.cache.prepare import prepare
     from sft.data.chat.tokenizer import load_tokenizer
     from sft.errors import DataError
 
@@ -424,15 +425,15 @@ def test_the_old_name_of_a_policy_is_refused_with_the_new_one(
 
 def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the weight in every second row."""
-    read = workers.Encoder._read
+    encoded = workers.Encoder._encoded
     calls: list[int] = []
 
-    def weighed(self: workers.Encoder, content: Any) -> tuple[np.ndarray, np.ndarray]:
-        tokens, weights = read(self, content)
+    def weighed(self: workers.Encoder, row: Any) -> Encoding:
+        whole = encoded(self, row)
         calls.append(1)
-        return tokens, weights * np.float32(0.5 if len(calls) % 2 else 1.0)
+        return whole._replace(weights=whole.weights * np.float32(0.5 if len(calls) % 2 else 1.0))
 
-    monkeypatch.setattr(workers.Encoder, "_read", weighed)
+    monkeypatch.setattr(workers.Encoder, "_encoded", weighed)
     corpus: Corpus = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     assert corpus.sample(0).weights.tolist() == [0.0] * 33 + [0.5] * 5 + [0.0]
     assert corpus.sample(1).weights.dtype == np.float32 and corpus.sample(1).weights.max() == 1

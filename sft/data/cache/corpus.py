@@ -15,9 +15,10 @@ import numpy as np
 from sft.batch import Sample
 from sft.config import DataConfig
 from sft.data.cache.folders import store_folder
+from sft.data.cache.omissions import check_omitted
 from sft.data.cache.row_report import Ledger
 from sft.data.cache.store import Store, open_store
-from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import check_file, row_name
 from sft.errors import DataError
 
@@ -85,6 +86,11 @@ class Corpus:
         """The ledgers as JSON holds them: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
         return {"digest": self.digest, "files": {str(path): asdict(ledger) for path, ledger in self.ledgers.items()}}
 
+    def check_omitted(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:
+        """Raises DataError where the chat template left something out, and data.on_omitted is error."""
+        for path, ledger in self.ledgers.items() if data.on_omitted == "error" else ():
+            check_omitted(path, ledger.omitted, template_name(tokenizer))
+
     def _find(self, sample_id: int) -> tuple[int, int]:
         assert 0 <= sample_id < len(self), f"sample {sample_id} of {len(self)}"
         file = int(np.searchsorted(self._first_ids, sample_id, side="right")) - 1
@@ -103,12 +109,12 @@ def find_prepared(
     """The store of each file; nothing is tokenised or written.  `how` is the command that would.
 
     Reads all bytes of the files, so of many ranks one should, and tell the others.  Raises DataError where a file
-    cannot be read or is not prepared, and when no sample is left.
+    cannot be read or is not prepared, when no sample is left, and for what data.on_omitted refuses.
     """
     for path in paths:
         check_file(Path(path))
     folders = [store_folder(cache_dir, Path(path), data, tokenizer) for path in paths]
-    map_prepared(paths, folders, data, how=how)
+    map_prepared(paths, folders, data, how=how).check_omitted(data, tokenizer)
     return folders
 
 

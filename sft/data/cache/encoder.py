@@ -5,6 +5,7 @@ sample that is too long is `fit.py`'s; who encodes which rows, and how many at o
 files (`rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from sft.data.cache.omissions import Omission
 from sft.data.cache.row_report import LINE, Reject
 from sft.data.cache.truncation import NOTHING, OverLong, pieces
-from sft.data.chat.chat import Supervise, encode_chat
-from sft.data.chat.formats import Tokenized, check_ids, read_row
+from sft.data.chat.chat import Encoding, Supervise, encode, why_omitted
+from sft.data.chat.formats import Chat, Tokenized, check_ids, read_row
+from sft.data.chat.omitted import Missing
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import Content, Row, parse, row_name
+from sft.data.read.rows import Row, parse, row_name
 from sft.errors import DataError
 
+_SAID = 200  # characters kept of a text that is left out
 MAX_WEIGHTS = 256  # what a byte can tell apart; the first is 0
 
 
@@ -31,6 +35,8 @@ class Block(NamedTuple):
     weights  float32 [at most 256], the distinct weights: 0, then rising
     lines    LINE [samples and dropped rows]
     rejects  rows that cannot be used
+    omitted  what the chat template left out, by row, role and kind
+    chats    rows with messages that can be used
     """
 
     tokens: np.ndarray
@@ -38,6 +44,8 @@ class Block(NamedTuple):
     weights: np.ndarray
     lines: np.ndarray
     rejects: tuple[Reject, ...]
+    omitted: tuple[Omission, ...] = ()
+    chats: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +66,22 @@ class Encoder:
         weights = [np.empty(0, dtype=np.float32)]
         lines: list[tuple[int, ...]] = []
         rejects = []
+        omitted: list[Omission] = []
+        chats = 0
         for number, content in rows:
             try:
-                ids, full = self._read(content)
+                row = read_row(parse(content))
+                ids, full, missing = self._encoded(row)
             except DataError as error:
                 if self.on_bad_row == "error":
                     raise DataError(f"{row_name(self.path, number)}: {error}") from error
                 reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a surrogate pair
                 rejects.append(Reject(number, reason))
                 continue
+            chats += isinstance(row, Chat)
+            if missing:
+                assert isinstance(row, Chat)
+                omitted += self._omissions(number, row, missing, {(one.role, one.kind) for one in omitted})
             for line, positions, learnt in self._fit(number, full):
                 tokens.append(ids[positions])
                 weights.append(learnt)
@@ -75,15 +90,26 @@ class Encoder:
             palette, mask = to_palette(np.concatenate(weights))
         except DataError as error:
             raise DataError(f"{self.path}: {error}") from error
-        return Block(np.concatenate(tokens), mask, palette, np.array(lines, dtype=LINE), tuple(rejects))
+        table = np.array(lines, dtype=LINE)
+        return Block(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), chats)
 
-    def _read(self, content: Content) -> tuple[np.ndarray, np.ndarray]:
+    def _encoded(self, row: Chat | Tokenized) -> Encoding:
         """Tokens and weights of a row, however long."""
-        row = read_row(parse(content))
         if isinstance(row, Tokenized):
             check_ids(row, self.tokenizer.vocab_size)
-            return row.tokens, row.weights
-        return encode_chat(row, self.tokenizer, self.supervise)
+            return Encoding(row.tokens, row.weights, [])
+        return encode(row, self.tokenizer, self.supervise)
+
+    def _omissions(
+        self, number: int, chat: Chat, missing: list[Missing], told: set[tuple[str, str]]
+    ) -> Iterator[Omission]:
+        """What is missing, by role and kind; for those not yet told also why, which takes renderings to find."""
+        counts = Counter((one.role, one.kind) for one in missing)
+        for kind, count in counts.items():
+            first = next(one for one in missing if (one.role, one.kind) == kind)
+            said, why = ("", "") if kind in told else (first.said, why_omitted(chat, self.tokenizer, first))
+            begin = said[:_SAID].encode("utf-8", "backslashreplace").decode()
+            yield Omission(number, first.number, *kind, count, begin, why)
 
     def _fit(self, number: int, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
         """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.

@@ -24,10 +24,11 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus, make_corpus
 from sft.data.cache.encoder import Block, Encoder, check_palette
 from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
+from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.workers import Report, Work, make_part, make_parts, part_path, part_ranges, read_part
-from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import check_file, index_rows, row_name
 from sft.errors import DataError
 
@@ -69,10 +70,12 @@ def prepare(
                 works[folder] = _plan_work(file, folder, stamp_before, data, tokenizer)
             else:
                 stores[folder] = store
-        stores |= _tokenise(list(works.values()), num_processes(data), console)
+        stores |= _tokenise(list(works.values()), num_processes(data), console, refuse=data.on_omitted == "error")
     except OSError as error:
         raise DataError(f"tokenised data cannot be written to data.cache_dir {cache_dir}: {error}.") from error
-    return make_corpus(files, [stores[folder] for folder in folders], data, names)
+    corpus = make_corpus(files, [stores[folder] for folder in folders], data, names)
+    corpus.check_omitted(data, tokenizer)
+    return corpus
 
 
 def num_processes(data: DataConfig) -> int:
@@ -147,14 +150,19 @@ class _BadRows(Exception):
         self.work = work
 
 
-def _tokenise(works: Sequence[Work], num_workers: int, console: Console) -> dict[Path, Store]:
-    """The stores of the files: their parts by all processes, each put together as soon as its last part is there."""
+def _tokenise(works: Sequence[Work], num_workers: int, console: Console, *, refuse: bool) -> dict[Path, Store]:
+    """The stores of the files: their parts by all processes, each put together as soon as its last part is there.
+
+    refuse: whether what a chat template leaves out is an error
+    """
     stores = {}
     started = time.monotonic()
     try:
         with closing(make_parts(works, num_workers)) as made:
             for work, parts in groupby(made, key=itemgetter(0)):
-                stores[work.store] = _tokenise_file(work, (report for _, report in parts), console, started)
+                stores[work.store] = _tokenise_file(
+                    work, (report for _, report in parts), console, started, refuse=refuse
+                )
                 started = time.monotonic()
     except _BadRows as bad:  # by now nobody writes to the folder any more
         shutil.rmtree(bad.work.folder, ignore_errors=True)  # another file or setting will have another one
@@ -162,7 +170,7 @@ def _tokenise(works: Sequence[Work], num_workers: int, console: Console) -> dict
     return stores
 
 
-def _tokenise_file(work: Work, parts: Iterable[Report], console: Console, started: float) -> Store:
+def _tokenise_file(work: Work, parts: Iterable[Report], console: Console, started: float, *, refuse: bool) -> Store:
     reports: list[Report] = []
     rejects: list[Reject] = []
     num_tokens = 0
@@ -171,6 +179,9 @@ def _tokenise_file(work: Work, parts: Iterable[Report], console: Console, starte
             reports.append(report)
             rejects += report.rejects
             _check_rows(work, report, rejects)
+            if refuse and report.omitted is not None:  # the parts stay: they are right where it is only reported
+                first, template = report.omitted, work.encoder.tokenizer
+                raise refusal(work.file, first.row, first.message, first, template_name(template))
             num_tokens += report.num_tokens
             progress.advance(report.num_rows, f"{num_tokens:,} tokens")
     store = _assemble(work, reports)

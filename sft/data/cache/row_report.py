@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sft.data.cache.omissions import Omitted
+
 # One line per sample, in order, and one of 0 tokens, window 0 of 0, for a row of which no sample was made.
 LINE = np.dtype(
     [
@@ -48,6 +50,9 @@ class Ledger:
     tokens as context; of a prompt or message that no window holds whole, the rest is counted as cut.
     dropped: too long, and nothing of it fits.  skipped: unusable, by on_bad_row = skip.
     The lists name at most the first 100 rows.
+
+    chats: rows but the skipped that are no ready tokens.  omitted: what the chat template left out of them, by role
+    and kind.
     """
 
     rows: int
@@ -71,6 +76,8 @@ class Ledger:
     dropped: tuple[int, ...]
     skipped: tuple[int, ...]
     reasons: tuple[tuple[str, int], ...]  # of the skipped, most frequent first, numbers and texts left out
+    chats: int = 0
+    omitted: tuple[Omitted, ...] = ()
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
@@ -95,6 +102,9 @@ class Ledger:
         if self.rows_skipped:
             reasons = "; ".join(f"{count:,} x {reason}" for reason, count in self.reasons[:3])
             text += f"; skipped {self.rows_skipped:,} bad rows: {_rows(self.skipped, self.rows_skipped)} ({reasons})"
+        for one in self.omitted:
+            where = _rows(one.rows, one.chats)
+            text += f"; the chat template leaves out {one.told(self.chats)}: {where} ({one.why.rstrip('.')})"
         return text
 
     @classmethod
@@ -102,10 +112,13 @@ class Ledger:
         """The inverse of `dataclasses.asdict` and JSON.  Raises TypeError for other fields."""
         reasons = tuple((reason, count) for reason, count in counts["reasons"])
         listed = {name: tuple(value) for name, value in counts.items() if isinstance(value, list)}
-        return cls(**{**counts, **listed, "reasons": reasons})
+        omitted = tuple(Omitted(**{**one, "rows": tuple(one["rows"])}) for one in counts["omitted"])
+        return cls(**{**counts, **listed, "reasons": reasons, "omitted": omitted})
 
 
-def count_rows(lines: np.ndarray, rejects: Sequence[Reject] = ()) -> Ledger:
+def count_rows(
+    lines: np.ndarray, rejects: Sequence[Reject] = (), omitted: tuple[Omitted, ...] = (), chats: int = 0
+) -> Ledger:
     """The ledger of a table.
 
         row  window  tokens  supervised  new  full_tokens  full_supervised
@@ -146,6 +159,8 @@ def count_rows(lines: np.ndarray, rejects: Sequence[Reject] = ()) -> Ledger:
         dropped=_listed(lines["row"][dropped]),
         skipped=tuple(reject.row for reject in rejects[:_ROWS_LISTED]),
         reasons=tuple(sorted(reasons.most_common(_REASONS_LISTED), key=lambda item: (-item[1], item[0]))),
+        chats=chats,
+        omitted=omitted,
     )
 
 

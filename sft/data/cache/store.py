@@ -4,6 +4,7 @@
     mask.npy       uint8 [total]   which weight each token has
     rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`ledger.LINE`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; only where there are any
+    omitted.jsonl  what the chat template left out, by row, role and kind (`omissions.py`); only where it did
     ledger.json    what became of the rows, the weights that mask.npy counts, sizes and digests of the other files,
                    and a digest of itself; written last
 
@@ -25,10 +26,11 @@ import numpy as np
 
 from sft.atomic_files import flush
 from sft.data.cache.encoder import Block
+from sft.data.cache.omissions import Omitted, Tally
 from sft.data.cache.row_report import LINE, Ledger, Reject, count_rows
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
-_REJECTS = "rejects.jsonl"
+_REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
 _HASH_BYTES = 1 << 24
 
 
@@ -82,12 +84,12 @@ def write_store(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> Non
     for the rejects.
     """
     temp.mkdir(parents=True)
-    rejects = _write_arrays(temp, blocks, weights)
+    rejects, omitted, chats = _write_blocks(temp, blocks, weights)
     if rejects:
         lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects]
         (temp / _REJECTS).write_text("".join(lines), encoding="utf-8")
     content = {
-        "rows": asdict(count_rows(_map(temp / "rows.npy"), rejects)),
+        "rows": asdict(count_rows(_map(temp / "rows.npy"), rejects, omitted, chats)),
         "weights": weights.tolist(),
         "files": _describe(temp),
     }
@@ -97,11 +99,16 @@ def write_store(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> Non
         flush(path)  # a rename may reach the disk before the bytes do, and leave an empty store after a power cut
 
 
-def _write_arrays(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> list[Reject]:
+def _write_blocks(
+    temp: Path, blocks: Iterable[Block], weights: np.ndarray
+) -> tuple[list[Reject], tuple[Omitted, ...], int]:
+    """Writes the arrays, and the list of what the chat template left out; returns the number of chats too."""
     rejects: list[Reject] = []
+    tally, chats = Tally(), 0
     sizes = dict.fromkeys(_ARRAYS, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in _ARRAYS}
+        listed = stack.enter_context((temp / _OMITTED).open("w", encoding="utf-8"))
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], 0)
         for block in blocks:
@@ -110,9 +117,16 @@ def _write_arrays(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> l
                 files[name].write(array.astype(_ARRAYS[name], copy=False).tobytes())
                 sizes[name] += len(array)
             rejects += block.rejects
+            chats += block.chats
+            for omission in block.omitted:
+                tally.add(omission)
+                listed.write(omission.as_line())
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], sizes[name])
-    return rejects
+    omitted = tally.result()
+    if not omitted:
+        (temp / _OMITTED).unlink()
+    return rejects, omitted, chats
 
 
 def publish(temp: Path, folder: Path) -> None:
@@ -152,8 +166,10 @@ def _map(path: Path) -> np.ndarray:
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     """Bytes and digest of every file but the ledger."""
     described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _ARRAYS}
-    if (folder / _REJECTS).exists():
-        described[_REJECTS] = hashlib.sha256((folder / _REJECTS).read_bytes()).hexdigest()
+    for name in (_REJECTS, _OMITTED):
+        if (folder / name).exists():
+            with (folder / name).open("rb") as file:
+                described[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return {name: {"bytes": (folder / name).stat().st_size, "digest": digest} for name, digest in described.items()}
 
 

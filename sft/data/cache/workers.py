@@ -25,6 +25,7 @@ import numpy as np
 
 from sft.data.cache.encoder import Block, Encoder
 from sft.data.cache.folders import Stamp, stamp, work_folder
+from sft.data.cache.omissions import Omission
 from sft.data.cache.row_report import Reject
 from sft.data.read.rows import RowIndex, read_rows
 from sft.errors import DataError
@@ -70,6 +71,7 @@ class Report(NamedTuple):
     num_tokens: int = 0
     weights: tuple[float, ...] = ()
     rejects: tuple[Reject, ...] = ()
+    omitted: Omission | None = None  # the first
     was_there: bool = False
     error: str | None = None
 
@@ -137,7 +139,13 @@ def read_part(path: Path) -> Block | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
-    return Block(tokens, mask, weights, lines, tuple(Reject(*reject) for reject in json.loads(stream.read())))
+    rejects, omitted, chats = json.loads(stream.read())
+    return Block(
+        *(tokens, mask, weights, lines),
+        tuple(Reject(*reject) for reject in rejects),
+        tuple(Omission(*one) for one in omitted),
+        chats,
+    )
 
 
 def _write_part(path: Path, block: Block) -> None:
@@ -145,7 +153,7 @@ def _write_part(path: Path, block: Block) -> None:
     stream = io.BytesIO()
     for array in (block.tokens, block.mask, block.weights, block.lines):
         np.save(stream, array)
-    stream.write(json.dumps(block.rejects).encode())
+    stream.write(json.dumps([block.rejects, block.omitted, block.chats]).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     for attempt in range(_ATTEMPTS):
@@ -166,7 +174,8 @@ def _write_part(path: Path, block: Block) -> None:
 
 def _report(work: Work, number: int, block: Block, *, was_there: bool = False) -> Report:
     start, stop = work.ranges[number]
-    return Report(stop - start, len(block.tokens), tuple(block.weights.tolist()), block.rejects, was_there)
+    omitted = next(iter(block.omitted), None)
+    return Report(stop - start, len(block.tokens), tuple(block.weights.tolist()), block.rejects, omitted, was_there)
 
 
 def make_parts(works: Sequence[Work], num_workers: int) -> Generator[tuple[Work, Report], None, None]:

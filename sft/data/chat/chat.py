@@ -20,6 +20,8 @@ import numpy as np
 
 from sft.data.chat.escaping import Typed, encode_typed, without_typed
 from sft.data.chat.formats import Chat
+from sft.data.chat.keeps import reason
+from sft.data.chat.omitted import Missing, omitted
 from sft.data.chat.template import THINKING, plain, prepared
 from sft.data.chat.token_spans import tokens_of
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, Encoded, FolderTokenizer
@@ -27,6 +29,14 @@ from sft.data.chat.turns import Rendered, find_turns
 from sft.errors import DataError
 
 Supervise = Literal["assistant", "last", "all"]
+
+
+class Encoding(NamedTuple):
+    """A chat as tokens int32 [n], what each weighs, float32 [n], and what its template leaves out."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    omitted: list[Missing]
 
 
 class Span(NamedTuple):
@@ -40,9 +50,15 @@ class Span(NamedTuple):
 def encode_chat(
     chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 [n] and what each weighs, float32 [n], 0 where it is not learned.
+    """Tokens and weights of `encode`."""
+    tokens, weights, _ = encode(chat, tokenizer, supervise)
+    return tokens, weights
 
-    Raises DataError where that cannot be proven, and where nothing would be learned.
+
+def encode(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
+    """Tokens, what each weighs, 0 where it is not learned, and what the template leaves out.
+
+    Raises DataError where a mask cannot be proven, and where nothing would be learned.
 
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
@@ -51,12 +67,20 @@ def encode_chat(
     if isinstance(tokenizer, ByteTokenizer):
         ids, turns = _encode_bytes(chat)
         turns = [turn for turn in turns if turn.message in weigh]
+        missing = []  # this template writes all
     else:
         encoded, typed, rendered = _render(chat, tokenizer)
         # A turn that weighs what the tokens around it weigh need not be told apart.
         needed = [i for i, weight in weigh.items() if weight != (supervise == "all")]
         ids, turns = encoded.ids, _prove(encoded, typed, rendered, needed)
-    return ids, _spread(len(ids), turns, weigh, supervise)
+        missing = [one._replace(said=typed.restore(one.said)) for one in omitted(rendered)]
+    return Encoding(ids, _spread(len(ids), turns, weigh, supervise), missing)
+
+
+def why_omitted(chat: Chat, tokenizer: ChatTokenizer, missing: Missing) -> str:
+    """Why the template leaves out a text of a chat that `encode` took, and what would keep it."""
+    assert isinstance(tokenizer, FolderTokenizer)
+    return reason(_render(chat, tokenizer)[2], missing)
 
 
 def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:

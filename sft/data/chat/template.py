@@ -7,7 +7,7 @@ what is supervised (`turns.py`) or what a template may cost (`sandbox.py`).
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from sft.errors import DataError
 if TYPE_CHECKING:
     from jinja2 import Template
 
+    from sft.data.chat.between import Between
     from sft.data.chat.sandbox import Sandbox
 
 Message = dict[str, Any]
@@ -23,6 +24,8 @@ Tools = list[dict[str, Any]] | None
 
 # Names of an assistant's thinking; the first is what templates read.
 THINKING = ("reasoning_content", "thinking", "reasoning")
+# Variables that every template is given; the others are special tokens and data.chat_template_kwargs.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -35,24 +38,60 @@ class Refused(DataError):
 class ChatTemplate:
     """A template with the names of the tokenizer's special tokens.
 
-    name  as a user would call it: `of org/model`, `chat.jinja`
+    name      as a user would call it: `of org/model`, `chat.jinja`
+    switches  data.chat_template_kwargs: further variables that the template reads
     """
 
     source: str
     name: str
     special_tokens: dict[str, Any]
+    switches: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_markers(self) -> bool:
         """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
-        return bool(_GENERATION.search(_COMMENT.sub("", self.source)))
+        return bool(_GENERATION.search(self.code))
 
-    def render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> str:
-        """The chat as the template writes it; with `prompt` also what asks for the next answer.
+    @property
+    def code(self) -> str:
+        """The source without comments."""
+        return _COMMENT.sub("", self.source)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads and does not define itself: messages, tools, enable_thinking, ..."""
+        from jinja2 import meta
+
+        sandbox = self._compiled[0]
+        sandbox.begin()
+        return frozenset(meta.find_undeclared_variables(sandbox.parse(self.source))) - sandbox.globals.keys()
+
+    @property
+    def free_switches(self) -> list[str]:
+        """Those of them that nobody gives a value."""
+        return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
+
+    @cached_property
+    def between(self) -> "Between":
+        """What the template is known to write between texts."""
+        from sft.data.chat.between import Between
+
+        return Between()
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: Tools,
+        *,
+        prompt: bool = False,
+        switches: dict[str, Any] | None = None,
+    ) -> str:
+        """The chat as the template writes it; with `prompt` also what asks for the next answer, with `switches` as it
+        would with these variables too.
 
         Messages and tools are as `prepared` returns them.  Raises Refused.
         """
-        return self._render(messages, tools, prompt)
+        return self._render(messages, tools, prompt, switches)
 
     def marked(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """The chat as text, and the characters inside each {% generation %} block.
@@ -69,15 +108,18 @@ class ChatTemplate:
             )
         return text, [(start, start + len(inside)) for start, inside in marks]
 
-    def _render(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
+    def _render(
+        self, messages: list[Message], tools: Tools, prompt: bool, switches: dict[str, Any] | None = None
+    ) -> str:
         from sft.data.chat.sandbox import TooMuch
 
         try:
             sandbox, template = self._compiled
             sandbox.begin()
             chunks = []
+            given = {**self.special_tokens, **self.switches, **(switches or {})}
             for chunk in template.generate(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.special_tokens
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **given
             ):
                 chunks.append(chunk)
                 sandbox.position += len(chunk)
@@ -98,7 +140,12 @@ class ChatTemplate:
         return sandbox, sandbox.bounded(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (self.source, self.name, self.special_tokens)  # compiled again in another process
+        return ChatTemplate, (
+            self.source,
+            self.name,
+            self.special_tokens,
+            self.switches,
+        )  # compiled again in another process
 
 
 def prepared(messages: list[Message]) -> list[Message]:

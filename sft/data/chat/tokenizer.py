@@ -8,6 +8,7 @@ is downloaded and no code of a folder is run; its template is rendered in a sand
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,16 @@ from sft.config import DataConfig
 from sft.data.chat.template import ChatTemplate, Frame, Message, Tools, learn_frame, plain
 from sft.errors import DataError
 
-__all__ = ["ByteTokenizer", "ChatTokenizer", "Encoded", "FolderTokenizer", "Message", "Tools", "load_tokenizer"]
+__all__ = [
+    "ByteTokenizer",
+    "ChatTokenizer",
+    "Encoded",
+    "FolderTokenizer",
+    "Message",
+    "Tools",
+    "load_tokenizer",
+    "template_name",
+]
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
 _BYTE_DIGEST = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
@@ -152,6 +162,11 @@ class FolderTokenizer:
 ChatTokenizer = ByteTokenizer | FolderTokenizer
 
 
+def template_name(tokenizer: ChatTokenizer) -> str:
+    """What a user would call its chat template."""
+    return "of data.tokenizer = byte" if isinstance(tokenizer, ByteTokenizer) else tokenizer.template.name
+
+
 def load_tokenizer(data: DataConfig) -> ChatTokenizer:
     """The tokenizer of `data.tokenizer` with the template of `data.chat_template`, or its own.
 
@@ -163,14 +178,20 @@ def load_tokenizer(data: DataConfig) -> ChatTokenizer:
                 f"data.chat_template = {data.chat_template} has no effect with data.tokenizer = byte, which "
                 "has a template of its own.  Remove it, or name a tokenizer folder."
             )
+        if data.chat_template_kwargs:
+            raise DataError(
+                f"data.chat_template_kwargs gives {', '.join(data.chat_template_kwargs)}, which has no effect with "
+                "data.tokenizer = byte: its template reads no variables.  Remove it, or name a tokenizer folder."
+            )
         return ByteTokenizer()
-    return _load_folder(data.tokenizer, data.chat_template)
+    return _load_folder(data.tokenizer, data.chat_template, data.chat_template_kwargs)
 
 
-def _load_folder(name: str, template_file: str | None) -> FolderTokenizer:
+def _load_folder(name: str, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
     hf = _read_folder(name)
     source, template_name = _choose_template(hf, name, template_file)
-    template = ChatTemplate(source, template_name, plain(dict(hf.special_tokens_map)))
+    template = ChatTemplate(source, template_name, plain(dict(hf.special_tokens_map)), switches)
+    _check_switches(template)
     backend = hf.backend_tokenizer
     # We place control tokens by the template alone, and a post-processor would shorten the character spans
     # of tokens by their spaces (ByteLevel's trim_offsets).  A length limit saved in the folder would cut.
@@ -188,7 +209,7 @@ def _load_folder(name: str, template_file: str | None) -> FolderTokenizer:
         name=name,
         vocab_size=max(vocabulary.values()) + 1,  # len() is too small where ids have holes
         pad_id=0 if pad is None else int(pad),
-        digest=_folder_digest(Path(name), source),
+        digest=_folder_digest(Path(name), source, switches),
         template=template,
         frame=frame,
         control_names={i: token for token, i in names.items()},
@@ -240,9 +261,24 @@ def _choose_template(hf: Any, name: str, template_file: str | None) -> tuple[str
     return template, f"of {name}"
 
 
-def _folder_digest(folder: Path, template: str) -> str:
+def _check_switches(template: ChatTemplate) -> None:
+    """Refuses variables that the template does not read, or that are special tokens of the tokenizer."""
+    taken = [name for name in template.switches if name in template.special_tokens]
+    unread = [name for name in template.switches if name not in template.variables]
+    if taken or unread:
+        readable = ", ".join(ChatTemplate(template.source, template.name, template.special_tokens).free_switches)
+        why = "the tokenizer gives itself" if taken else "the template does not read"
+        raise DataError(
+            f"data.chat_template_kwargs gives {', '.join(taken or unread)}, which {why}.  Variables that chat template "
+            f"{template.name} reads: {readable or 'none'}."
+        )
+
+
+def _folder_digest(folder: Path, template: str, switches: dict[str, Any]) -> str:
     """Changes with every byte of the template and of the folder's tokenizer files (weights are not read)."""
     digest = hashlib.sha256(template.encode())
+    if switches:
+        digest.update(json.dumps(switches, sort_keys=True).encode() + b"\0")
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in _TOKENIZER_SUFFIXES:
             digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())

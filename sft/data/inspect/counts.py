@@ -15,6 +15,8 @@ import numpy as np
 from sft.config import DataConfig
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, file_names
+from sft.data.cache.omissions import Omitted
+from sft.data.cache.omissions import added as sum_omitted
 from sft.data.cache.prepare import prepare
 from sft.data.cache.row_report import Ledger
 from sft.data.chat.tokenizer import ChatTokenizer
@@ -36,6 +38,8 @@ class Counts:
     full_tokens, p50, p90, p99, longest  of whole rows, but the skipped
     rows_cut ... supervised_dropped      what data.over_long does; tokens are cut of windowed rows too
     rows_skipped, reasons                what data.on_bad_row does, and why, most frequent first
+    chats, omitted                       rows that are chats, and what the chat template leaves out of them, by role
+                                         and kind; of several files without rows
     """
 
     name: str
@@ -64,6 +68,8 @@ class Counts:
     rows_skipped: int
     reasons: tuple[tuple[str, int], ...]
     histogram: tuple[Bucket, ...]
+    chats: int
+    omitted: tuple[Omitted, ...]
 
 
 def prepare_any(
@@ -74,7 +80,17 @@ def prepare_any(
     console: Console,
     names: Sequence[str] | None = None,
 ) -> tuple[Corpus, str | None]:
-    """The corpus that training would use; where it is refused for its lengths, the whole one and the refusal."""
+    """The corpus that training would use; where it is refused for its lengths, the whole one and the refusal.  What a
+    chat template leaves out is no reason not to look at the rest."""
+    refused = None
+    if data.on_omitted == "error":
+        data = data.model_copy(update={"on_omitted": "report"})
+        corpus, refused = prepare_any(files, data, tokenizer, cache_dir, console, names)
+        try:
+            corpus.check_omitted(data.model_copy(update={"on_omitted": "error"}), tokenizer)
+        except DataError as error:
+            refused = refused or str(error)
+        return corpus, refused
     try:
         return prepare(files, data, tokenizer, cache_dir, console, names), None
     except DataError as error:
@@ -166,4 +182,6 @@ def _counts(
         rows_skipped=added("rows_skipped"),
         reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
         histogram=histogram(full),
+        chats=added("chats"),
+        omitted=ledgers[0].omitted if len(ledgers) == 1 else sum_omitted(ledger.omitted for ledger in ledgers),
     )

@@ -5,7 +5,7 @@ error: the trainer takes such data, or leaves it out as it was told to.  How a f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,15 @@ _SHORT = 2  # supervised tokens: one, and the end of turn
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`count` of `total`, and the first few places.  what: a name of docs/inspect.md; part: train or a held-out set."""
+    """`count` of `total`, and the first few places.  what: a name of docs/inspect.md; part: train or a held-out set;
+    of: which texts, where it is about a kind of them: `system content`."""
 
     what: str
     part: str
     count: int
     total: int
     examples: tuple[str, ...]
+    of: str | None = None
 
 
 def of_rows(corpus: Corpus, paths: Sequence[Path], data: DataConfig) -> list[Finding]:
@@ -48,6 +50,19 @@ def of_rows(corpus: Corpus, paths: Sequence[Path], data: DataConfig) -> list[Fin
         _finding("unusable", num_bad, num_rows, bad[:NUM_EXAMPLES]),
         _finding("too_long", num_long, num_rows - num_bad, long[:NUM_EXAMPLES]),
     ]
+
+
+def of_template(corpus: Corpus, paths: Sequence[Path], part: str = "train") -> list[Finding]:
+    """Chats of which the chat template leaves texts out, for each role and kind."""
+    listed = [(path, one) for path in paths for one in corpus.ledgers[path].omitted]
+    total = sum(corpus.ledgers[path].chats for path in paths)
+    found = []
+    for name in dict.fromkeys(one.name for _, one in listed):
+        files = [(path, one) for path, one in listed if one.name == name]
+        count = sum(one.chats for _, one in files)
+        examples = [row_name(path, row) for path, one in files for row in one.rows[:NUM_EXAMPLES]][:NUM_EXAMPLES]
+        found.append(replace(_finding("omitted", count, total, examples, part), of=name))
+    return found or ([replace(_finding("omitted", 0, total, []), of="texts")] if part == "train" else [])
 
 
 def of_samples(corpus: Corpus, scanned: Scan, supervise: Supervise) -> list[Finding]:

@@ -77,13 +77,14 @@ def take_survey(
     facts, paths = tokenizer_facts(tokenizer), [Path(file) for file in train]
     scanned = scan(corpus, facts.end_of_turn_ids, console)
     messages = count_messages(paths, corpus.tables, tokenizer, data.supervise, console)
-    found = findings.of_rows(corpus, paths, data)
+    found = findings.of_rows(corpus, paths, data) + findings.of_template(corpus, paths)
     found += findings.of_samples(corpus, scanned, data.supervise) + findings.of_messages(messages)
     files = counts.of_files(corpus, train, "train", names)
     for name, held_out_files in data.eval_sets.items():
         held_out, why = prepare_any(held_out_files, data, tokenizer, cache_dir, console)
         refused = refused or why
         files += counts.of_files(held_out, held_out_files, name)
+        found += findings.of_template(held_out, [Path(file) for file in held_out_files], name)
         found += findings.held_out(name, held_out, scan(held_out, facts.end_of_turn_ids, console), corpus, scanned)
     return Survey(
         schema=SCHEMA,

@@ -26,6 +26,7 @@ _SIGNS = {"\n": "⏎\n", "\t": "⇥"}
 _WORDS = {
     "unusable": ("rows", "are unusable", "data.on_bad_row leaves them out"),
     "too_long": ("rows", "are longer than data.seq_length", "data.over_long decides what becomes of them"),
+    "omitted": ("chats", "lose {of} to the chat template", "the model does not see it"),
     "nothing_supervised": ("samples", "lack a supervised token", "they cost time and teach nothing"),
     "short_answers": ("samples", "have only 1 or 2 supervised tokens", "is an answer cut off?"),
     "unfinished_turns": (
@@ -161,6 +162,8 @@ def _losses(counts: Counts) -> Iterator[str]:
         reasons = "; ".join(f"{count:,} x {visible(reason)}" for reason, count in counts.reasons[:_REASONS])
         more = "; ..." if len(counts.reasons) > _REASONS else ""
         yield f"{name}: data.on_bad_row skips {_rows(counts.rows_skipped)}: {reasons}{more}"
+    for omitted in counts.omitted:
+        yield f"{name}: the chat template leaves out {omitted.told(counts.chats)}; {visible(omitted.why)}"
 
 
 def _rows(count: int) -> str:
@@ -229,7 +232,7 @@ def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     """First what was found, then what was not."""
     for finding in sorted(findings, key=lambda one: not one.count):
-        noun, predicate, why = _WORDS[finding.what]
+        noun, predicate, why = (words.format(of=finding.of) for words in _WORDS[finding.what])
         noun = noun if finding.part == "train" else f"held-out {noun} ({finding.part})"
         if not finding.count:
             yield f"- no {noun} {predicate}"

@@ -17,11 +17,11 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.nn.utils import get_total_norm
 
 from sft.config import Config, OptimConfig
 from sft.errors import ConfigError
 from sft.mcore.optimizer import offload
+from sft.mcore.optimizer.grad_norm import sum_of_squares
 
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -71,15 +71,18 @@ def update(optimizer: MegatronOptimizer, here: torch.device) -> float:
 
 
 def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
-    """Of the gradient of all ranks as one vector, fp32.  A GPU is waited for once."""
+    """Of the gradient of all ranks as one vector, from a float64 sum of squares.  A GPU is waited for once.
+
+    Infinite where fp32 cannot hold the sum: neither could Adam hold its mean square, and would never update again.
+    """
     total = torch.zeros((), dtype=torch.float64, device=here)
     for part in offload.parts(optimizer):  # with experts there are two, whose weights are shared by other ranks
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
-        own = gradients()
-        square = get_total_norm(own).to(here, torch.float64).square() if own else torch.zeros_like(total)
+        square = sum_of_squares(gradients(), here)
         dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         total += square
-    return math.sqrt(total.item())
+    found = total.item()
+    return math.inf if found > torch.finfo(torch.float32).max else math.sqrt(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,196 @@
+"""What a chat template leaves out is told by prepare, inspect and training, and refused where the recipe says so."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.cli import main
+from sft.config import DataConfig
+from sft.data.cache import workers
+from sft.data.cache.corpus import find_prepared
+from sft.data.chat.tokenizer import load_tokenizer
+from sft.errors import DataError
+from tests.unit.fixtures.folder import config, make_folder, template
+from tests.unit.test_corpus import corpus_of, write
+from tests.unit.test_recipe import GOOD
+
+SYSTEM = {"role": "system", "content": "You are an expert in the law of the sea."}
+HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+THOUGHT = {"role": "assistant", "content": "42", "reasoning_content": "six times seven"}
+PLAIN, LAW = {"messages": HI}, {"messages": [SYSTEM, *HI]}
+THINKING = {"messages": [HI[0], THOUGHT, *HI, HI[0], {**THOUGHT, "reasoning_content": "again"}, *HI]}
+TOKENS = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1]}
+NEMO = (
+    "The template writes it in the prompt that asks for the last answer, and leaves it out once the answer follows: "
+    "the model is trained without it, and used with it.  Give a template that keeps it (data.chat_template)"
+)
+KEEPS = "data.chat_template_kwargs: {preserve_thinking: true} keeps it"
+
+
+@pytest.fixture(autouse=True)
+def nemo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokenizers and a recipe in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    make_folder(Path("nemo"), template("mistral_nemo"))
+    Path("switches.jinja").write_text(template("switches"))
+    Path("r.yaml").write_text(GOOD)
+
+
+def corpus(path: str, **overrides: Any) -> Any:
+    return corpus_of(path, tokenizer="nemo", num_workers=1, cache=Path("cache"), **overrides)
+
+
+def test_counts_and_rows_are_in_the_ledger_and_in_the_list() -> None:
+    path = write(Path("a.jsonl"), PLAIN, LAW, TOKENS, THINKING, LAW)
+    log: list[str] = []
+    ledger = corpus(path, log=log).ledgers[Path(path)]
+    assert ledger.chats == 4 and ledger.rows == 5
+    system, reasoning = ledger.omitted
+    assert (system.role, system.kind, system.count, system.chats, system.rows) == ("system", "content", 2, 2, (2, 5))
+    assert (reasoning.kind, reasoning.count, reasoning.chats, reasoning.rows) == ("reasoning", 2, 1, (4,))
+    assert (system.message, system.said, system.why) == (1, SYSTEM["content"], f"{NEMO}.")
+    told = (
+        f"; the chat template leaves out the system content of 2 of 4 chats: rows 2, 5 ({NEMO}); the chat template "
+        "leaves out the assistant reasoning of 1 of 4 chats (2 messages): row 4 (The template never reads "
+        "reasoning_content: give one that does (data.chat_template))"
+    )
+    assert told in log[-1] and told in corpus(path).summary()
+    [listed] = Path("cache").glob("*/omitted.jsonl")
+    assert listed.read_text().splitlines() == [
+        '{"row": 2, "message": 1, "role": "system", "kind": "content", "num": 1}',
+        '{"row": 4, "message": 2, "role": "assistant", "kind": "reasoning", "num": 2}',
+        '{"row": 5, "message": 1, "role": "system", "kind": "content", "num": 1}',
+    ]
+    listed.write_text(listed.read_text().replace("5", "6"))
+    corpus(path, log=log)
+    assert (
+        "is not whole or was changed" not in log[-1]
+    )  # as with rejects, sizes are looked at always, the rest by --verify
+
+
+def test_parts_and_processes_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(Path("a.jsonl"), *[PLAIN, LAW, THINKING, PLAIN] * 8)
+    one = corpus(path)
+    monkeypatch.setattr(workers, "ROWS_PER_PART", 3)
+    assert corpus_of(path, tokenizer="nemo", num_workers=2, cache=Path("other")).ledgers == one.ledgers
+    [first], [second] = Path("cache").glob("*/*.jsonl"), Path("other").glob("*/*.jsonl")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_nothing_left_out_is_no_list() -> None:
+    path = write(Path("a.jsonl"), PLAIN, TOKENS)
+    assert corpus(path).ledgers[Path(path)].omitted == () and not list(Path("cache").glob("*/omitted.jsonl"))
+
+
+# --- data.on_omitted = error ---
+
+REFUSED = (
+    'a.jsonl:3: message 1: chat template of nemo leaves out the system content "You are an expert in the law of the '
+    f'sea.", and data.on_omitted is error.  {NEMO}.  data.on_omitted = report goes on, and counts what is left out.'
+)
+
+
+def test_an_error_names_row_message_text_and_what_would_work(capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("a.jsonl"), PLAIN, PLAIN, LAW, THINKING)
+    run = ["data", "prepare", "r.yaml", "data.train=a.jsonl", "data.tokenizer=nemo", "data.cache_dir=cache"]
+    assert main([*run, "data.on_omitted=error"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"DataError: {REFUSED}"
+    # What was tokenised is used, since it does not depend on what is refused.
+    assert main(run) == 0
+    assert "1 of 1 parts were there" in capsys.readouterr().out
+    assert main([*run, "data.on_omitted=error"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == f"DataError: {REFUSED}" and "(cached)" in captured.out
+
+
+def test_an_error_where_the_data_were_prepared_before() -> None:
+    """Training opens a store and tokenises nothing."""
+    path = write(Path("a.jsonl"), PLAIN, PLAIN, LAW)
+    data = config(tokenizer="nemo", on_omitted="error")
+    tokenizer = load_tokenizer(data)
+    with pytest.raises(DataError, match="not tokenised for these settings"):
+        find_prepared([path], data, tokenizer, Path("cache"), how="so")
+    corpus(path)
+    with pytest.raises(DataError) as refused:
+        find_prepared([path], data, tokenizer, Path("cache"), how="so")
+    assert str(refused.value) == REFUSED
+    assert find_prepared([path], config(tokenizer="nemo"), tokenizer, Path("cache"), how="so")
+
+
+def test_nothing_to_refuse() -> None:
+    assert len(corpus(write(Path("a.jsonl"), PLAIN, TOKENS), on_omitted="error")) == 2
+
+
+def test_a_bad_row_before_it_is_told_first() -> None:
+    with pytest.raises(DataError, match="a.jsonl:1: "):
+        corpus(write(Path("a.jsonl"), "{", LAW), on_omitted="error")
+
+
+# --- inspect ---
+
+
+def test_inspect_lists_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("a.jsonl"), PLAIN, PLAIN, LAW, THINKING, TOKENS)
+    run = ["data", "inspect", "r.yaml", "data.train=a.jsonl", "data.tokenizer=nemo", "data.eval=a.jsonl"]
+    assert main(run) == 0
+    out = capsys.readouterr().out
+    assert f"\n  a: the chat template leaves out the system content of 1 of 4 chats; {NEMO}.\n" in out
+    found = "! 1 of 4 chats (25.0%) lose system content to the chat template: the model does not see it"
+    assert f"\n  {found}\n      a.jsonl:3\n" in out
+    assert "! 1 of 4 held-out chats (eval) (25.0%) lose assistant reasoning to the chat template" in out
+    assert main([*run, "data.on_omitted=error"]) == 0
+    out = capsys.readouterr().out
+    assert "sft train would refuse these data" in out and REFUSED in out and "\n  ! 1 of 4 chats" in out
+    assert main([*run, "--json"]) == 0
+    taken = json.loads(capsys.readouterr().out)
+    assert taken["files"][0]["chats"] == 4 and taken["files"][0]["omitted"][1]["rows"] == [3]
+    assert {"what": "omitted", "part": "train", "count": 1, "total": 4, "examples": ["a.jsonl:4"],
+            "of": "assistant reasoning"} in taken["findings"]  # fmt: skip
+
+
+# --- data.chat_template_kwargs ---
+
+
+def switched(**kwargs: Any) -> DataConfig:
+    return config(tokenizer="nemo", chat_template="switches.jinja", chat_template_kwargs=kwargs)
+
+
+def test_a_switch_is_named_and_works() -> None:
+    path = write(Path("a.jsonl"), THINKING)
+    overrides = {"chat_template": "switches.jinja"}
+    [omitted] = corpus(path, **overrides).ledgers[Path(path)].omitted
+    assert omitted.count == 2 and omitted.why == f"{KEEPS}."
+    kept = corpus(path, **overrides, chat_template_kwargs={"preserve_thinking": True}, on_omitted="error")
+    assert kept.ledgers[Path(path)].omitted == () and kept.lengths[0] > corpus(path, **overrides).lengths[0]
+    assert len(list(Path("cache").iterdir())) == 2  # it is part of the store's name
+    both = switched(preserve_thinking=True), switched(preserve_thinking=False)
+    assert len({load_tokenizer(data).digest for data in both}) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("{tools: 1}", "gives tools, which a template gets from the chat or the tokenizer; leave it out."),
+        ("{bos_token: x, a: 1}", "gives bos_token, which a template gets from the chat or the tokenizer"),
+        ("{a-b: 1}", "; expected a mapping of names to values."),
+        ("{a: [1]}", "; expected a mapping of names to values."),
+    ],
+)
+def test_what_cannot_be_a_switch(given: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "r.yaml", "--no-data", f"data.chat_template_kwargs={given}"]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_switch_that_no_template_reads_is_refused() -> None:
+    with pytest.raises(DataError) as refused:
+        load_tokenizer(switched(preserve_thinkin=True))
+    assert str(refused.value) == (
+        "data.chat_template_kwargs gives preserve_thinkin, which the template does not read.  Variables that chat "
+        "template switches.jinja reads: preserve_thinking, quiet."
+    )
+    with pytest.raises(DataError, match="has no effect with data.tokenizer = byte"):
+        load_tokenizer(config(chat_template_kwargs={"preserve_thinking": True}))

@@ -34,7 +34,7 @@ CHILD = """
 import io, json, sys
 from pathlib import Path
 from sft.console import Console
-from sft.hf.convert import export as to_hf, import_ as to_megatron
+from sft.hf.convert import export_hf as to_hf, import_hf as to_megatron
 
 def told(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -36,7 +36,7 @@ help:
 	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
 	@echo "make fmt                 rewrite the code in our style"
-	@echo "make docs                regenerate docs/config.md"
+	@echo "make docs                regenerate docs/config.md, the tables of docs/metrics.md and its schema"
 	@echo "make clean               remove environments, caches and build leftovers; runs/ is kept"
 	@echo "PYTHON=python3.12 (any path) picks the interpreter; Python 3.11 or later"
 
@@ -120,6 +120,7 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/config_docs.py --check
+	$(BIN)/python tools/metrics_docs.py --check
 
 fmt: $(READY)
 	$(BIN)/python -m isort $(CODE)
@@ -127,6 +128,7 @@ fmt: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/config_docs.py
+	$(BIN)/python tools/metrics_docs.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 from sft.config import Config
+from sft.metrics import records
 from sft.metrics.kinds import Peak
 from sft.metrics.records import eval_record, flat, train_record
-from sft.metrics.row import RunFacts
+from sft.metrics.row import Quantity, Ratio, Row, RunFacts
+from sft.metrics.rows import COUNT, ROWS, SAME, TRAIN
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
+from sft.metrics.writers import scalars
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from tools import metrics_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -299,3 +303,35 @@ def test_the_page_the_schema_and_the_records_have_the_same_names(kind: str) -> N
     written = {re.sub(r"^(loss by \w+)/[^/]+/", r"\1/NAME/", name) for name, _ in flat(RECORDS[kind])}
     schema = json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
     assert written == documented(kind) == in_schema({"$ref": f"#/$defs/{kind}"}, schema)
+
+
+def test_the_page_and_the_schema_follow_from_the_rows() -> None:
+    """`python tools/metrics_docs.py` writes both."""
+    text = metrics_docs.PAGE.read_text()
+    assert metrics_docs.page(text) == text
+    assert metrics_docs.schema() == json.loads(metrics_docs.JSON_SCHEMA.read_text())
+
+
+def test_one_more_row_is_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declared once: the record, the names that are drawn, the table and the schema have it."""
+    extra = Row("tokens/squares", TRAIN, "", SAME, Quantity("sum_of_squares"), COUNT, "squares of lengths")
+    for module in (records, metrics_docs):
+        monkeypatch.setattr(module, "ROWS", (*ROWS, extra))
+    record = train()
+    assert record["tokens/squares"] == 3000 and scalars(record)["tokens/squares"] == 3000.0
+    line = "| `tokens/squares` | train | | Replicated | same | squares of lengths |"
+    assert line in metrics_docs.table([extra])
+    of_train = metrics_docs.schema()["$defs"]["train"]
+    assert of_train["properties"]["tokens/squares"] == {**COUNT, "description": "squares of lengths"}
+    assert "tokens/squares" in of_train["required"]
+
+
+def test_every_row_names_quantities_that_exist_and_has_a_name_of_its_own() -> None:
+    """A misspelt quantity would only fail in the first step; a name twice would hide a number."""
+    names = [(row.name, kind) for row in ROWS for kind in row.records]
+    assert len(names) == len(set(names))
+    quantities = {q for row in ROWS if isinstance(row.source, Quantity) for q in [row.source.field]}
+    quantities |= {
+        q for row in ROWS if isinstance(row.source, Ratio) for q in (row.source.numerator, row.source.denominator)
+    }
+    assert all(hasattr(result(), name) for name in quantities)

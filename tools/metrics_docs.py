@@ -1,0 +1,123 @@
+"""Writes the tables of docs/metrics.md, and docs/metrics.schema.json, from the rows in sft/metrics/rows.py.
+
+python tools/metrics_docs.py            write both
+python tools/metrics_docs.py --check    exit 1 where one of them is out of date
+
+A table stands between `<!-- rows: HEADING -->` and `<!-- end -->`; the rest of the page is written by hand.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sft.metrics.row import Row
+from sft.metrics.rows import ALL, BOTH, GROUPS, ROWS, SCHEMA
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, JSON_SCHEMA = DOCS / "metrics.md", DOCS / "metrics.schema.json"
+RECORDS = {
+    "start": "A run begins, or continues after a restart.",
+    "train": "One optimizer step.",
+    "eval": "One pass over a held-out set.",
+}
+TABLE = re.compile(r"(?<=<!-- rows: )([^\n]+?) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """The page with its tables made anew.  Raises ValueError where the page lacks one."""
+    missing = GROUPS.keys() - set(re.findall(r"<!-- rows: (.+?) -->", text))
+    if missing:
+        raise ValueError(f"{PAGE.name} has no table of {', '.join(sorted(missing))}.")
+    return TABLE.sub(lambda match: f"{match[1]} -->\n{table(GROUPS[match[1]])}", text)
+
+
+def table(rows: Sequence[Row]) -> str:
+    head = "| name | in | unit | type | layout | meaning |\n|---|---|---|---|---|---|\n"
+    return head + "".join(
+        f"| `{row.name}` | {_where(row)} | {row.unit} | {row.kind} | {row.layout} | {row.meaning} |\n".replace(
+            "  ", " "
+        )
+        for row in rows
+    )
+
+
+def _where(row: Row) -> str:
+    return {ALL: "all", BOTH: "both"}.get(row.records, row.records[0])
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of one line of metrics.jsonl."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A line of metrics.jsonl, schema {SCHEMA}",
+        "description": "docs/metrics.md says how each number is made.  null: not finite, or undefined.",
+        "type": "object",
+        "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in RECORDS],
+        "$defs": {
+            kind: {
+                "description": description,
+                **_object({tuple(_path(row)): row for row in ROWS if kind in row.records}, kind),
+            }
+            for kind, description in RECORDS.items()
+        },
+    }
+
+
+def _path(row: Row) -> list[str]:
+    return row.name.split("/") if row.nested else [row.name]
+
+
+def _object(rows: dict[tuple[str, ...], Row], kind: str) -> dict[str, Any]:
+    """The schema of an object whose values lie at these paths; NAME stands for any name."""
+    below: dict[str, dict[tuple[str, ...], Row]] = {}
+    for (first, *rest), row in rows.items():
+        below.setdefault(first, {})[tuple(rest)] = row
+    properties = {name: _value(rows[()], kind) if () in rows else _object(rows, kind) for name, rows in below.items()}
+    if "NAME" in properties:
+        return {"type": "object", "additionalProperties": properties["NAME"]}
+    return {
+        "type": "object",
+        "required": [name for name, rows in below.items() if all(row.only_if is None for row in rows.values())],
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _value(row: Row, kind: str) -> dict[str, Any]:
+    unit = f"{row.unit}: " if row.unit else ""
+    description = {"description": unit + row.meaning.replace("`", "")}
+    if row.name == "kind":
+        return {"const": kind, **description}
+    if row.name == "step" and kind == "train":
+        return {**row.json, "minimum": 1, **description}
+    return {**row.json, **description}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the tables of docs/metrics.md, and docs/metrics.schema.json.")
+    parser.add_argument("--check", action="store_true", help="only say whether both are up to date")
+    arguments = parser.parse_args()
+    before = PAGE.read_text(encoding="utf-8")
+    texts = {PAGE: (before, page(before)), JSON_SCHEMA: (_read(JSON_SCHEMA), json.dumps(schema(), indent=1) + "\n")}
+    stale = [path for path, (old, new) in texts.items() if old != new]
+    for path in stale:
+        if arguments.check:
+            print(f"{path.name} is out of date; run: python tools/metrics_docs.py", file=sys.stderr)
+        else:
+            path.write_text(texts[path][1], encoding="utf-8")
+    if stale and arguments.check:
+        return 1
+    print(f"{PAGE.name} and {JSON_SCHEMA.name} are up to date: {len(ROWS)} rows")
+    return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -325,11 +325,11 @@ def start_from(source: str) -> dict[str, Any]:
             resume.start_from(run.engine, source, "full", Console(run.engine.groups.rank, run.said))
         except CheckpointError as error:
             refused = str(error)
-        held = [one for one in train_state.moments.held(run.engine.optimizer)]
+        held = [one for one in engine_state.optimizer_shards.held(run.engine.optimizer)]
         moved = max(float(one.tensors[name].abs().max()) for one in held for name in ("exp_avg", "exp_avg_sq"))
         told = {
             "moments": moved,
-            "step": train_state.moments.step_of(run.engine.optimizer),
+            "step": engine_state.optimizer_shards.step_of(run.engine.optimizer),
             "said": run.said.getvalue(),
         }
         return {**told, "before": before, "weights": scenarios.parameter_hash(run.engine), "refused": refused}

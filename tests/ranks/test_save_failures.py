@@ -146,7 +146,7 @@ def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
         write(*given)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
-    patch.setattr(train_state.torch_dist, "write", then_cut)
+    patch.setattr(engine_state.torch_dist_files, "write", then_cut)
 
 
 NO_SPACE = "[Errno 28] No space left on device"

@@ -12,8 +12,8 @@ from pathlib import Path
 from sft.config import Config
 from sft.estimate import memory
 from sft.parallel.layout import Layout
-from tools.measure import short
-from tools.step_choices import Case
+from tools.bench.mixes import short
+from tools.bench.steps.case import StepCase
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- python -m tools.memory_table --write -->\n", "<!-- end of it -->\n"
@@ -32,7 +32,7 @@ GPUS = 8
 
 def config(model: str, way: str, cp: int) -> tuple[Config, Layout, int]:
     shape, vocab, also = MODELS[model]
-    found = Case.read(f"{shape}:64k:one:{way}").config("cuda", also=[*also, f"parallel.cp={cp}"])
+    found = StepCase.read(f"{shape}:64k:one:{way}").config("cuda", also=[*also, f"parallel.cp={cp}"])
     return found, Layout.resolve(found, cp), vocab
 
 

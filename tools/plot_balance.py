@@ -2,7 +2,7 @@
 
     python tools/plot_balance.py
 
-Lengths are those of `longmix` in tools/bench_packing.py, at 128K; a bar is a rank's work in a step, a block of it a
+Lengths are those of `longmix` in tools/bench/mixes.py, at 128K; a bar is a rank's work in a step, a block of it a
 sequence (short ones of a pack together); a black line ends a microbatch.
 """
 

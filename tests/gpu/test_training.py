@@ -152,7 +152,7 @@ def test_a_checkpoint_of_a_cpu_goes_on(tmp_path: Path) -> None:
 
 def test_bars_of_the_loss_head() -> None:
     done = subprocess.run(
-        [sys.executable, "tools/bench_loss_head.py", "--device", "cuda", "--check"],
+        [sys.executable, "-m", "tools.bench", "loss_head", "--device", "cuda", "--check"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -1,7 +1,7 @@
-"""Peak memory of training steps by torch's own allocator, against the equations of sft/estimate/memory.py, as JSON lines.
+"""Peak memory of training steps by torch's own allocator against sft/estimate/memory.py, as JSON lines.
 
     python -m tests.standin.memory_rows                                     the rows that are tested
-    python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  these: a case of bench_step, @ layout
+    python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  these: a case of `step`, @ layout
 
 measured is the most that torch had allocated on any rank in two steps; device is what the equations say of the
 fullest, and host is both for its page-locked memory.  All in bytes.
@@ -14,8 +14,8 @@ from typing import Any
 from sft.estimate import memory
 from sft.parallel.layout import Layout
 from tests.standin import launch
-from tools.step_case import drawn
-from tools.step_choices import Case
+from tools.bench.steps.case import StepCase
+from tools.bench.steps.trainer import documents_of
 
 ROWS = (
     "1.7b:64k:one:selective",
@@ -47,7 +47,7 @@ ROWS_TE = (
 )
 
 
-def read(row: str) -> tuple[Case, list[str], int]:
+def read(row: str) -> tuple[StepCase, list[str], int]:
     """The case, overrides for its layout, processes.  A pipeline gets two microbatches a stage, all else one."""
     name, _, layout = row.partition("@")
     parts = [part for part in layout.split(",") if part]
@@ -59,14 +59,14 @@ def read(row: str) -> tuple[Case, list[str], int]:
         *(f"parallel.{key}={value}" for key, value in keys.items()),
         f"train.global_batch_size={dp * (2 * pp if pp > 1 else 1)}",
     ]
-    return Case.read(name), also, dp * tp * cp * pp
+    return StepCase.read(name), also, dp * tp * cp * pp
 
 
 def measure(row: str) -> dict[str, Any]:
     """Raises AssertionError with what the processes said where a step failed."""
     case, also, ranks = read(row)
     found = launch.steps(str(case), also, ranks=ranks)
-    seq_length, multiple, _ = drawn(case, 1)
+    seq_length, multiple, _ = documents_of(case, 1)
     config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
     expected = memory.estimate(config, Layout.resolve(config, ranks), case.vocab)
     measured = max(rank["peak_bytes"] for rank in found)

@@ -20,8 +20,8 @@ from sft.parallel.layout import Layout
 from sft.run.signals import leave_with_parent
 from tests.standin import answers
 from tests.standin.counts import Counts, counted
-from tools import step_case
-from tools.step_choices import Case
+from tools.bench.steps import trainer
+from tools.bench.steps.case import StepCase
 
 NUM_STEPS = 2  # the first makes the optimizer's states and what torch compiles; the second finds them there
 FREE = "SFT_STANDIN_FREE"  # in the environment: within the last step's passes no wait is allowed
@@ -30,12 +30,12 @@ FREE = "SFT_STANDIN_FREE"  # in the environment: within the last step's passes n
 def main(name: str, also: Sequence[str]) -> None:
     leave_with_parent()  # torchrun is killed where this takes too long
     answers.give()
-    case = Case.read(name)
-    seq_length, multiple, _ = step_case.drawn(case, 1)
+    case = StepCase.read(name)
+    seq_length, multiple, _ = trainer.documents_of(case, 1)
     config = case.config("cuda", seq_length=seq_length, multiple=multiple, also=also)
     layout = Layout.resolve(config, int(os.environ["WORLD_SIZE"]))
     place = process_groups.start(layout, devices.start("cuda"), seed=config.run.seed, timeout_s=300)
-    engine, loader = step_case.made(case, config, layout, place, num_steps=NUM_STEPS)
+    engine, loader = trainer.engine_and_loader(case, config, layout, place, num_steps=NUM_STEPS)
     within: list[Counts] = []
     engine._schedule = partial(_watched, engine._schedule, within)  # type: ignore[method-assign]
     peak, steps = 0.0, []

@@ -1,0 +1,168 @@
+"""Attention over packed documents: time, TFLOP/s and memory, alone and as the ranks of a context-parallel group.
+
+    python -m tools.bench attention                                    8K to 256K, three mixes, cp 1 to 16
+    python -m tools.bench attention --cases 64k:one,128k:one --cp 1,8
+
+Not yet run on a GPU.  A case is LENGTH:MIX (tools/bench/mixes.py); the ways are those of tools/bench/attention_ways.py,
+`plain` for short packs only.  With cp above 1 every rank's share runs on this one device in turn, by the trainer's own
+code; what ranks would send each other is copied in memory instead.  So communication costs nothing, and `efficiency`
+(one device's time / cp / the slowest rank's) is that of computing alone.
+
+A way whose results are not those of sdpa on a short pack is refused: nothing is timed then.  Medians of --repeats
+(fewer above 64K), the ranks of a row in turns.  `fwd+bwd` includes forward.  FLOPs are causal; backward counts 2.5
+times forward, as it computes the scores once more.  `slowest` is over the fastest rank.  `extra` is the most memory
+beyond the inputs, gradients included.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from tools.bench import attention_ways as ways
+from tools.bench.attention_check import backward, check, forward, in_memory_group
+from tools.bench.attention_ways import BACKWARD, Pack
+from tools.bench.clock import medians, peak_beyond, time_on
+from tools.bench.harness import Column, Row, Subject
+from tools.bench.mixes import MIXES, boundaries_of, read_length
+
+MULTIPLE = 64  # of a document, enough for cp 16 and 32
+PLAIN_UP_TO = 8192  # tokens; plain torch has millions of small steps beyond
+
+Case = tuple[int, str]
+
+
+def read(name: str) -> Case:
+    length, mix = name.split(":")
+    if mix not in MIXES:
+        raise ValueError(f"{name}: {mix} is not one of {', '.join(MIXES)}")
+    return read_length(length), mix
+
+
+def pack_of(mix: str, length: int, options: argparse.Namespace) -> Pack:
+    heads = (options.heads, options.groups, options.head_dim)
+    return Pack.random(boundaries_of(mix, length, MULTIPLE), heads, options.device)
+
+
+def prepare(options: argparse.Namespace) -> Iterator[Row]:
+    """Checks every way on a short pack of each mix; those that do not run here are rows, and left out."""
+    absent = {name: why for name in options.ways if (why := ways.why_not(name, options.device))}
+    length = min(length for length, _ in options.cases)
+    for mix in {mix: None for _, mix in options.cases}:
+        absent |= check(pack_of(mix, length, options), options.cp, [n for n in options.ways if n not in absent])
+    options.ways = [name for name in options.ways if name not in absent]
+    for name, why in absent.items():
+        yield {"case": "every", "way": name, "status": f"does not run here: {why}"}
+
+
+def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
+    length, mix = case
+    pack = pack_of(mix, length, options)
+    repeats = max(1, options.repeats // max(1, length // 65_536))  # a long one takes seconds
+    whole: Row | None = None  # flash on one device
+    for name, cp_size in rows_of(options.ways, options.cp, length):
+        facts = {"way": f"{name}, cp {cp_size}" if cp_size > 1 else name, "length": length, "mix": mix, "cp": cp_size}
+        facts |= {"documents": len(pack.boundaries) - 1, "repeats": repeats}
+        try:
+            row = row_of(cp_size, timed(pack, name, cp_size, repeats), pack.flops, whole)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            yield {**facts, "status": "out of memory", "error": str(error)}
+            continue
+        except ways.REFUSALS as error:
+            if not ways.is_refusal(name, error):
+                raise
+            yield {**facts, "status": f"refused: {ways.reason(error)}", "error": str(error)}
+            continue
+        whole = row if name == "flash" and cp_size == 1 else whole
+        yield {**facts, **row}
+
+
+def rows_of(names: Sequence[str], cp_sizes: Sequence[int], length: int) -> list[tuple[str, int]]:
+    """(way, cp); flash alone first, which its ranks are compared with."""
+    rows = [("flash", cp_size) for cp_size in cp_sizes if "flash" in names]
+    others = [name for name in ways.NAMES[1:] if name in names and (name != "plain" or length <= PLAIN_UP_TO)]
+    return rows + [(name, 1) for name in others]
+
+
+def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
+    """One entry a rank: seconds of forward, of both, and bytes.  The ranks take turns."""
+    shares = [(ways.whole(pack, name), pack.tensors[:3])]
+    if name == "flash":
+        shares = [ways.by_flash(pack, cp_size, rank)[:2] for rank in range(cp_size)]
+
+    def clear() -> None:
+        for _, inputs in shares:
+            for x in inputs:
+                x.grad = None
+
+    with in_memory_group(pack, cp_size):
+        calls = {f"fwd {i}": partial(forward, way) for i, (way, _) in enumerate(shares)}
+        calls |= {f"both {i}": partial(backward, way) for i, (way, _) in enumerate(shares)}
+        seconds = medians(calls, repeats=repeats, clock=time_on(pack.device), prepare=clear)
+        ranks = []
+        for i, (way, _) in enumerate(shares):
+            clear()
+            extra = peak_beyond(partial(backward, way), pack.device)
+            ranks.append({"fwd_s": seconds[f"fwd {i}"], "both_s": seconds[f"both {i}"], "extra": extra})
+        clear()
+    return ranks
+
+
+def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) -> Row:
+    """flops: of forward of the whole pack; whole: what one device takes, where known.
+
+    4 ranks that take 1.0, 1.0, 1.0 and 1.25 s of what one device does in 4 s: efficiency 4 / 4 / 1.25 = 80%
+    """
+    fwd, both = (max(rank[key] for rank in ranks) for key in ("fwd_s", "both_s"))
+    extra = [rank["extra"] for rank in ranks if rank["extra"] is not None]
+    row: Row = {
+        "ranks": list(ranks), "fwd_s": fwd, "both_s": both, "fwd_tflops": flops / cp_size / fwd / 1e12,
+        "both_tflops": (1 + BACKWARD) * flops / cp_size / both / 1e12, "extra": max(extra) if extra else None,
+    }  # fmt: skip
+    if cp_size > 1:
+        row["slowest"] = both / min(rank["both_s"] for rank in ranks)
+    if whole and cp_size > 1:
+        row |= {"fwd_efficiency": whole["fwd_s"] / cp_size / fwd, "efficiency": whole["both_s"] / cp_size / both}
+    return row
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ways", type=lambda t: t.split(","), default=list(ways.NAMES), help=f"of {', '.join(ways.NAMES)}")
+    add("--cp", default="1,2,4,8,16", type=lambda text: sorted({1, *map(int, text.split(","))}), metavar="1,8")
+    add("--heads", type=int, default=32)
+    add("--groups", type=int, default=8, help="key and value heads")
+    add("--head-dim", type=int, default=128)
+    add("--repeats", type=int, default=5, metavar="N")
+
+
+def validate(options: argparse.Namespace) -> None:
+    if unknown := {*options.ways} - {*ways.NAMES}:
+        raise ValueError(f"--ways {', '.join(sorted(unknown))}: of {', '.join(ways.NAMES)}")
+    if options.repeats < 1 or any(MULTIPLE % (2 * size) for size in options.cp):
+        raise ValueError(f"--repeats must be at least 1, and each size of --cp a divisor of {MULTIPLE // 2}")
+
+
+LENGTHS = ("8k", "16k", "32k", "64k", "128k", "256k")
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column(key="fwd_s", title="fwd ms", spec=".2f", unit=1e-3),
+        Column(key="both_s", title="fwd+bwd ms", spec=".2f", unit=1e-3),
+        Column(key="fwd_tflops", title="fwd TFLOP/s", spec=".1f"),
+        Column(key="both_tflops", title="fwd+bwd TFLOP/s", spec=".1f"),
+        Column(key="slowest", title="slowest", spec=".3f"),
+        Column(key="efficiency", title="efficiency", spec=".1%"),
+        Column(key="extra", title="extra MiB", spec=",.0f", unit=2**20),
+    ],
+    cases=[f"{length}:{mix}" for length in LENGTHS for mix in ("one", "chat", "longmix")],
+    tiny_cases=["256:one", "512:chat"],
+    read=read,
+    arguments=arguments,
+    validate=validate,
+    prepare=prepare,
+    tiny={"cp": "1,2", "heads": 4, "groups": 2, "head_dim": 16, "repeats": 1},
+    device="gpu",
+)

@@ -1,0 +1,162 @@
+"""Ways to compute attention over one pack: the trainer's own, torch's, Transformer Engine's.
+
+Decides which run on a device and gives each as a call; times nothing.
+
+    flash   sft's path through torch's flash kernel, or a rank's share of it
+    plain   sft's path through plain torch
+    sdpa    torch's own attention, one call a document, by the kernel that torch chooses
+    cudnn   the same by cuDNN
+    te      Transformer Engine's DotProductAttention over packed documents, by the kernel that it chooses
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sft.mcore.attention.flash_kernel import FlashKernel
+from sft.mcore.attention.packed_attention import packed_attention
+from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.parallel import context_parallel
+from tools.bench.attention_stand_in import operators_for, sdpa
+
+NAMES = ("flash", "sdpa", "te", "cudnn", "plain")
+FOREIGN = ("te", "cudnn")  # kernels that may refuse a shape
+REFUSALS = (RuntimeError, ValueError, AssertionError, ImportError)  # theirs, of many kinds
+BACKWARD = 2.5  # FLOPs of attention backward in units of forward: scores are computed once more
+
+Way = Callable[[], tuple[Tensor, Tensor]]  # the output, and the gradient that it gets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """One pack of random queries, keys and values: the same tensors for every way."""
+
+    boundaries: np.ndarray
+    tensors: Sequence[Tensor]  # query, key, value, gradient of the output
+    device: torch.device
+
+    @classmethod
+    def random(cls, boundaries: np.ndarray, heads: tuple[int, int, int], device: torch.device) -> "Pack":
+        """heads: query heads, key/value heads, head_dim.  bf16; query, key and value want gradients."""
+        num_heads, num_groups, head_dim = heads
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = [(int(boundaries[-1]), count, head_dim) for count in (num_heads, num_groups, num_groups, num_heads)]
+        tensors = [torch.randn(s, device=device, dtype=torch.bfloat16, generator=generator) for s in shapes]
+        tensors = [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
+        return cls(boundaries=boundaries, tensors=tensors, device=device)
+
+    @property
+    def scale(self) -> float:
+        return float(self.tensors[0].shape[-1] ** -0.5)
+
+    @property
+    def flops(self) -> float:
+        """Of a causal forward: scores and values, half of the square of each document.
+
+        documents of 2 and 4, 3 heads of 8: 2 * 24 * (4 + 16) = 960
+        """
+        _, num_heads, head_dim = self.tensors[0].shape
+        return 2.0 * num_heads * head_dim * float((np.diff(self.boundaries).astype(np.float64) ** 2).sum())
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """What keeps a way from running on this device; None where nothing is known to."""
+    if name not in FOREIGN:
+        return None
+    if device.type != "cuda":
+        return "it needs CUDA"
+    if name == "te":
+        try:
+            import transformer_engine.pytorch  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"transformer_engine does not import here ({error})"
+    return None
+
+
+def is_refusal(name: str, error: Exception) -> bool:
+    """Whether that is a kernel which does not take this shape, rather than a fault."""
+    return name in FOREIGN and isinstance(error, REFUSALS) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def reason(error: Exception) -> str:
+    """In a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def whole(p: Pack, name: str) -> Way:
+    """The whole pack on one device.  The way must run here (`why_not`), and may refuse the shape when it is called."""
+    if name == "flash":
+        return by_flash(p, 1, 0)[0]
+    ways: dict[str, Callable[[Pack], Way]] = {"plain": by_plain, "sdpa": by_sdpa, "cudnn": by_cudnn, "te": by_te}
+    return ways[name](p)
+
+
+def by_sdpa(p: Pack) -> Way:
+    query, key, value, gradient = p.tensors
+    ends = p.boundaries.tolist()
+
+    def way() -> tuple[Tensor, Tensor]:
+        outs = [sdpa(query[a:b], key[a:b], value[a:b], p.scale) for a, b in zip(ends, ends[1:])]
+        return torch.cat(outs) if len(outs) > 1 else outs[0], gradient
+
+    return way
+
+
+def by_cudnn(p: Pack) -> Way:
+    way = by_sdpa(p)
+
+    def by_that_kernel() -> tuple[Tensor, Tensor]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return way()
+
+    return by_that_kernel
+
+
+def by_te(p: Pack) -> Way:
+    from transformer_engine.pytorch import DotProductAttention
+
+    query, key, value, gradient = p.tensors
+    _, heads, width = query.shape
+    core = DotProductAttention(
+        heads, width, num_gqa_groups=key.shape[1], attention_dropout=0.0, qkv_format="thd",
+        attn_mask_type="padding_causal", softmax_scale=p.scale,
+    )  # fmt: skip
+    boundaries, longest = torch.from_numpy(p.boundaries).to(p.device), int(np.diff(p.boundaries).max())
+
+    def way() -> tuple[Tensor, Tensor]:
+        out = core(
+            query, key, value, qkv_format="thd", attn_mask_type="padding_causal",
+            cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest,
+        )  # fmt: skip
+        return out.view(query.shape), gradient
+
+    return way
+
+
+def by_plain(p: Pack) -> Way:
+    query, key, value, gradient = p.tensors
+    kernel, no_group = TorchKernel.of(p.boundaries, 1, 0, p.device), None
+    return lambda: (packed_attention(query, key, value, kernel, p.scale, no_group), gradient)
+
+
+def by_flash(p: Pack, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
+    """The share of a rank; its own queries, keys and values; and where they are in the pack."""
+    kernel = FlashKernel.of(p.boundaries, cp_size, rank, p.device, operators_for(p.device))
+    indices = context_parallel.local_indices(p.boundaries, cp_size, rank)
+    rows = torch.from_numpy(indices).to(p.device)
+    if cp_size == 1:
+        query, key, value, gradient = p.tensors
+    else:
+        query, key, value, gradient = (x.detach()[rows].requires_grad_(i < 3) for i, x in enumerate(p.tensors))
+    group: Any = SimpleNamespace(size=lambda: cp_size, rank=lambda: rank)
+    return (
+        lambda: (packed_attention(query, key, value, kernel, p.scale, group), gradient),
+        (query, key, value),
+        indices,
+    )

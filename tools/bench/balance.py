@@ -1,0 +1,132 @@
+"""How level the work of a global batch is over ranks and over microbatches, and how long assigning it takes.
+
+A case is MIX:MODEL:DPxMICROBATCHES; a mix is one of tools/bench/mixes.py, a model is known by its attention crossover.
+Efficiencies are percent, mean over largest, medians of 20 batches:
+
+    next-fit, best-fit  the packs of those ways (tools/bench/packing.py), dealt out in turn
+    in order            our packs, dealt out in turn
+    level               our packs as sft/data/packing/balance.py assigns them; `worst` is its smallest
+    limit               what no assignment of full packs exceeds (sft/data/packing/bounds.py)
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+
+from sft.data.packing.balance import assign, costs, efficiency
+from sft.data.packing.bounds import bounds
+from sft.data.packing.plan import Plan
+from tools.bench.clock import cpu_time
+from tools.bench.harness import Bar, Column, Row, Subject
+from tools.bench.mixes import SEQ_LENGTHS, lengths_of
+from tools.bench.packing import MULTIPLE, WAYS
+
+CROSSOVERS = {"llama-8b": 57_000.0, "qwen3-30b-a3b": 15_400.0}
+SHAPES = ("8x4", "8x16", "32x1", "32x4")  # dp x microbatches of a rank
+NUM_BATCHES = 20
+# Median efficiency per step, where the limit allows it; of the limit elsewhere; and per microbatch at 16 of a rank.
+STEP_BAR, LIMITED_BAR, MICROBATCH_BAR, ASSIGN_BAR_S = 0.99, 0.98, 0.95, 0.15
+
+Case = tuple[str, str, int, int]
+
+
+def read(name: str) -> Case:
+    mix, model, shape = name.lower().split(":")
+    if mix not in SEQ_LENGTHS or model not in CROSSOVERS:
+        raise ValueError(f"{name} is not one of {', '.join(SEQ_LENGTHS)} and one of {', '.join(CROSSOVERS)}")
+    dp, num_microbatches = map(int, shape.split("x"))
+    return mix, model, dp, num_microbatches
+
+
+@cache
+def plans_of(mix: str, num_lengths: int) -> tuple[np.ndarray, list[Plan]]:
+    """The lengths, and their plans by each way of WAYS."""
+    lengths = lengths_of(mix, num_lengths)
+    return lengths, [way(lengths, SEQ_LENGTHS[mix]) for way in WAYS.values()]
+
+
+def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
+    mix, model, dp, num_microbatches = case
+    lengths, (ours, *others) = plans_of(mix, options.samples)
+    seq_length, crossover = SEQ_LENGTHS[mix], CROSSOVERS[model]
+    work = costs(lengths, doc_multiple=MULTIPLE, crossover=crossover)
+
+    def efficiency_of(slots: Sequence[Sequence[Sequence[int]]]) -> tuple[float, float]:
+        """Per step, per microbatch."""
+        return efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))
+
+    size = dp * num_microbatches
+    dealt: list[list[tuple[float, float]]] = []
+    level, limits, seconds = [], [], []
+    num_batches = min(map(len, (ours, *others))) // size
+    for step in np.linspace(0, num_batches - 1, NUM_BATCHES).astype(int).tolist():
+        batch, slots = ours.batch(step, size), []
+        seconds.append(
+            cpu_time(
+                lambda: slots.extend(
+                    assign(batch, lengths, dp=dp, seq_length=seq_length, doc_multiple=MULTIPLE, crossover=crossover)
+                )
+            )
+        )
+        level.append(efficiency_of(slots))
+        batches = [*(plan.batch(step, size) for plan in others), batch]
+        dealt.append([efficiency_of([packs[rank::dp] for rank in range(dp)]) for packs in batches])
+        limit = bounds(
+            lengths[[i for ids in batch for i in ids]], dp=dp, num_microbatches=num_microbatches,
+            seq_length=seq_length, doc_multiple=MULTIPLE, crossover=crossover,
+        )  # fmt: skip
+        limits.append((limit.full, limit.microbatch))
+    yield row_of(np.array(dealt), np.array(level), np.array(limits), num_microbatches) | {
+        "seconds_max": max(seconds), "seconds": float(np.median(seconds))
+    }  # fmt: skip
+
+
+def row_of(dealt: np.ndarray, level: np.ndarray, limits: np.ndarray, num_microbatches: int) -> Row:
+    """dealt [batches, 3 ways, 2], level and limits [batches, 2]; the last axis is per step, per microbatch."""
+    row: Row = {"num_microbatches": num_microbatches}
+    for i, prefix in enumerate(("step", "microbatch")):
+        ways = dict(zip(("next-fit", "best-fit", "in order"), np.median(dealt[:, :, i], axis=0).tolist()))
+        row |= {f"{prefix} {way}": value for way, value in ways.items()}
+        row |= {
+            f"{prefix} level": float(np.median(level[:, i])), f"{prefix} worst": float(level[:, i].min()),
+            f"{prefix} limit": float(np.median(limits[:, i])), f"{prefix} lowest limit": float(limits[:, i].min()),
+        }  # fmt: skip
+    row["step of limit"] = float(np.median(level[:, 0] / limits[:, 0]))
+    return row
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in rows:
+        bound = STEP_BAR if row["step limit"] > STEP_BAR else LIMITED_BAR
+        yield Bar(
+            name=f"{row['case']}, step, of the limit", value=row["step of limit"], bound=bound, relation="at least"
+        )
+        if row["num_microbatches"] >= 16:
+            bound = min(MICROBATCH_BAR, row["microbatch limit"])
+            name = f"{row['case']}, microbatch"
+            yield Bar(name=name, value=row["microbatch level"], bound=bound, relation="at least")
+        yield Bar(name=f"{row['case']}, seconds of an assignment", value=row["seconds_max"], bound=ASSIGN_BAR_S)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, default=1_000_000, metavar="N", help="lengths of each mix")
+
+
+QUANTITIES = ("next-fit", "best-fit", "in order", "level", "worst", "limit", "lowest limit")
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        *(Column(key=f"step {name}", title=f"step {name}", spec=".1f", unit=0.01) for name in QUANTITIES),
+        *(Column(key=f"microbatch {name}", title=f"mb {name}", spec=".1f", unit=0.01) for name in QUANTITIES),
+        Column(key="seconds_max", title="ms, max", spec=".0f", unit=1e-3),
+        Column(key="seconds", title="ms", spec=".0f", unit=1e-3),
+    ],
+    cases=[f"{mix}:{model}:{shape}" for mix in SEQ_LENGTHS for model in CROSSOVERS for shape in SHAPES],
+    tiny_cases=["chat:llama-8b:2x4"],
+    read=read,
+    arguments=arguments,
+    tiny={"samples": 5000},
+    bars=bars,
+)

@@ -1,0 +1,124 @@
+"""How long a checkpoint stalls training, and how long loading one takes, beside torch.save and torch.load.
+
+    python -m tools.bench checkpoint                       two processes, 1 GiB of weights and moments, CPU
+    python -m tools.bench checkpoint --folder /mnt/nfs     on the file system that matters
+
+A case is the precision of the weights.  Rows take turns; medians, of the slowest rank each time.  Every row moves the
+same bytes; each rank gives torch.save one file, and the disk has it before the clock stops.  What is read was just
+written, and comes from memory.  GB/s are of all ranks together.  `peak` is by how much a process grew at most.  `work`
+is a product of matrices with its two gradients; `ratio` is of the row named beside it.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from sft.config import Config
+from sft.recipe.load import parse_recipe
+from tools.bench import ranks
+from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took, turns_of
+from tools.bench.harness import Bar, Column, Row, Subject, one_of
+
+STALL_BAR = 0.15  # of a sync save
+VOCAB, HEAD = 4096, 64
+BYTES = {"bf16": 14, "fp32": 16}  # of a parameter: weight, the optimizer's own in fp32, and two moments
+COMPARED_WITH = {
+    "torch.save": None,
+    SYNC: "torch.save",
+    FIRST: SYNC,
+    STALL: SYNC,
+    "async save: published": SYNC,
+    WORK: None,
+    BESIDE: WORK,
+    "torch.load": None,
+    "load, verify full": "torch.load",
+    "load, verify size": "torch.load",
+    "load, verify off": "torch.load",
+}
+
+
+def sizes_for(num_parameters: float) -> tuple[int, int]:
+    """(layers, hidden size) of a model of about that size, one layer for every 64 of its width, or fewer."""
+    hidden = HEAD
+    while VOCAB * hidden + 13 * hidden**2 * (hidden // HEAD) < num_parameters:
+        hidden += HEAD
+    return max(1, round((num_parameters - VOCAB * hidden) / (13 * hidden**2))), hidden
+
+
+def config_of(precision: str, mib: int, num_ranks: int) -> Config:
+    layers, hidden = sizes_for(mib * 2**20 / BYTES[precision])
+    text = f"""
+run: {{dir: unused, device: cpu, precision: {precision}}}
+model: {{num_layers: {layers}, hidden_size: {hidden}, ffn_hidden_size: {3 * hidden},
+        num_attention_heads: {hidden // HEAD}, tie_embeddings: true}}
+data: {{train: unused, seq_length: 256}}
+train: {{num_steps: 100, global_batch_size: {num_ranks}}}
+optim: {{lr: 1e-3}}
+"""
+    return parse_recipe(text, "bench checkpoint", []).config
+
+
+def measure(precision: str, options: argparse.Namespace) -> Iterator[Row]:
+    config = config_of(precision, options.mib, options.ranks)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-checkpoint-") as folder:
+        work = (config, VOCAB, str(Path(folder).resolve()), options.repeats)
+        (measured,) = ranks.rows_of_rank0(options.ranks, turns_of, *work)
+    turns = {name: [Took(*took) for took in samples] for name, samples in measured["turns"].items()}
+    facts = {key: measured[key] for key in ("bytes", "file_system", "layers", "hidden")}
+    for row in rows_of(turns, measured["bytes"]):
+        yield {**facts, **row}
+
+
+def rows_of(turns: Mapping[str, Sequence[Took]], num_bytes: int) -> Iterator[Row]:
+    seconds = {name: median(took.seconds for took in turns[name]) for name in COMPARED_WITH}
+    for name, reference in COMPARED_WITH.items():
+        row: Row = {"way": name, "seconds": seconds[name]}
+        if not name.startswith("work"):
+            row |= {"bytes_per_s": num_bytes / seconds[name], "peak": max(took.peak for took in turns[name])}
+        if reference:
+            row |= {"ratio": seconds[name] / seconds[reference], "compared_with": reference}
+        yield row
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    """The first async save, which allocates, does not count."""
+    for row in rows:
+        if row["way"] == STALL:
+            yield Bar(
+                name=f"{row['case']}, stall of an async save over a sync save", value=row["ratio"], bound=STALL_BAR
+            )
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="data-parallel processes")
+    parser.add_argument("--mib", type=int, default=1024, metavar="N", help="about this much state in all")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder to write into")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+
+
+def validate(options: argparse.Namespace) -> None:
+    if min(options.ranks, options.mib, options.repeats) < 1:
+        raise ValueError("--ranks, --mib and --repeats must be at least 1")
+    if options.folder and not options.folder.is_dir():
+        raise ValueError(f"--folder {options.folder} is not a folder")
+
+
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column(key="seconds", title="seconds", spec=".3f"),
+        Column(key="bytes_per_s", title="GB/s", spec=".2f", unit=1e9),
+        Column(key="peak", title="peak MiB", spec=",.0f", unit=2**20),
+        Column(key="ratio", title="ratio", spec=".3f"),
+        Column(key="compared_with", title="of"),
+    ],
+    cases=["bf16"],
+    tiny_cases=["bf16"],
+    read=one_of(*BYTES),
+    arguments=arguments,
+    validate=validate,
+    tiny={"mib": 4, "repeats": 1},
+    bars=bars,
+)

@@ -1,0 +1,174 @@
+"""How fast models go to Megatron and back, beside `shutil.copyfile` of the same bytes, and the memory that takes.
+
+    python -m tools.bench convert                                   1 GiB of Llama-3.2-1B's layers
+    python -m tools.bench convert --cases llama-3-8b --gib 2.9      two layers
+    python -m tools.bench convert --folder /mnt/nfs                 on the file system that matters
+
+A case is the shape of the layers: a random model in bf16, of as many layers as fit --gib.  Rows take turns, each in a
+fresh process; medians, ratios to the copy of the same turn.  Importing libraries is not timed; the disk has everything
+before the clock stops.  What is read was just written, and comes from memory.  `peak` is by how much a process grew at
+most once its libraries were imported, `in all` includes them; the page cache counts for neither.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from sft.atomic_files import flush
+from sft.checkpoint import folders, manifest
+from sft.console import size
+from sft.hf.architecture import CONFIG, architecture
+from sft.hf.convert.safetensors_writer import Planned, TensorWriter
+from tools.bench import fresh_process, machine
+from tools.bench.fresh_process import ProcessTook
+from tools.bench.harness import Bar, Column, Refused, Row, Subject, one_of
+
+BEYOND = 2 << 30  # bytes above the largest tensor that a conversion may take
+COPIES = 3.1  # of the model, that the disk holds at a time: it, its import, the way back, a little more
+COPY, IMPORT, FULL, SIZE = "copyfile", "import", "export, verify full", "export, verify size"
+WAYS = (COPY, IMPORT, FULL, SIZE)
+KEYS = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
+SHAPES = {
+    "llama-3.2-1b": (2048, 8192, 32, 8, 128_256, True),
+    "llama-3-8b": (4096, 14_336, 32, 8, 128_256, False),
+    "llama-3-70b": (8192, 28_672, 64, 8, 128_256, False),
+    "tiny": (64, 128, 4, 2, 512, False),
+}
+Turn = Mapping[str, ProcessTook]
+
+
+def config_of(shape: str, num_layers: int) -> dict[str, Any]:
+    """config.json of such a model."""
+    sizes = dict(zip(KEYS, SHAPES[shape]), num_hidden_layers=num_layers)
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", **sizes}
+
+
+def tensors_of(content: Mapping[str, Any]) -> list[Planned]:
+    """The tensors of such a model."""
+    model = architecture(content, CONFIG)
+    items = model.family.items(model.model, model.vocab_size)
+    return [Planned(part.name, torch.bfloat16, part.shape) for item in items for part in item.parts]
+
+
+def num_bytes(tensors: Sequence[Planned]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def num_layers_for(shape: str, limit: float) -> int:
+    """The most layers of a model of at most `limit` bytes; at least one."""
+    first, second = (num_bytes(tensors_of(config_of(shape, layers))) for layers in (1, 2))
+    return max(1, 1 + int((limit - first) // (second - first)))
+
+
+def make(folder: Path, content: Mapping[str, Any]) -> None:
+    """A random model, tensor by tensor."""
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
+    tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
+    writer = TensorWriter(folder, tensors)
+    for tensor in tensors:  # bits of finite numbers; normal ones take five times as long
+        bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
+        writer.write(tensor.name, bits.view(tensor.dtype))
+    writer.finish()
+
+
+def copy() -> int:
+    """A command: the weights of a folder to another one, on the disk."""
+    source, target = map(Path, sys.argv[1:])
+    target.mkdir()
+    for file in sorted(source.glob("*.safetensors")):
+        shutil.copyfile(file, target / file.name)
+        flush(target / file.name)
+    flush(target)
+    return 0
+
+
+def turn(folder: Path) -> Turn:
+    """Every way once.  `folder` holds the model, and nothing more afterwards."""
+    model, copied, megatron, exported = (folder / name for name in ("model", "copied", "megatron", "exported"))
+    took = {COPY: fresh_process.measured(folder, "tools.bench.convert:copy", model, copied)}
+    shutil.rmtree(copied)
+    took[IMPORT] = fresh_process.measured(folder, "tools.import_hf:main", model, megatron)
+    for name, verify in ((FULL, "full"), (SIZE, "size")):
+        took[name] = fresh_process.measured(folder, "tools.export_hf:main", megatron, exported, "--verify", verify)
+        before, after = (manifest.read(path) for path in (megatron / folders.name_of(0), exported))
+        if before is None or after is None or before.facts["tensors"] != after.facts["tensors"]:
+            raise Refused("the way there and back gave other numbers")
+        shutil.rmtree(exported)
+    shutil.rmtree(megatron)
+    return took
+
+
+def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
+    num_layers = num_layers_for(shape, options.gib * 2**30)
+    tensors = tensors_of(content := config_of(shape, num_layers))
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-convert-") as name:
+        folder = Path(name).resolve()
+        needed, free = int(COPIES * num_bytes(tensors)), shutil.disk_usage(folder).free
+        if free < needed:
+            lack = f"this takes {size(needed)} of disk, and {folder.parent} has {size(free)}"
+            raise Refused(f"{lack}; see --gib, --folder")
+        make(folder / "model", content)
+        turns = [turn(folder) for _ in range(options.repeats)]
+        facts = {"layers": num_layers, "bytes": num_bytes(tensors), "file_system": machine.file_system(folder)}
+    for row in rows_of(turns, num_bytes(tensors)):
+        yield {**facts, "largest": max(tensor.num_bytes for tensor in tensors), **row}
+
+
+def rows_of(turns: Sequence[Turn], model_bytes: int) -> Iterator[Row]:
+    for name in WAYS:
+        seconds = median(took[name].seconds for took in turns)
+        ratios = [took[name].seconds / took[COPY].seconds for took in turns]
+        times = {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)} if name != COPY else {}
+        peak, total = (max(took[name][i] for took in turns) for i in (1, 2))
+        speed = model_bytes / seconds
+        yield {"way": name, "seconds": seconds, "bytes_per_s": speed, "peak": peak, "total": total, **times}
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in rows:
+        if row["way"] != COPY:
+            name = f"{row['case']}, {row['way']}, bytes beyond the libraries: the largest tensor and {size(BEYOND)}"
+            yield Bar(name=name, value=row["peak"], bound=row["largest"] + BEYOND)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gib", type=float, default=1.0, metavar="N", help="of at most so much, but one layer")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="turns of all rows")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder to write into")
+
+
+def validate(options: argparse.Namespace) -> None:
+    if options.repeats < 1 or not options.gib > 0:
+        raise ValueError(f"--repeats {options.repeats} --gib {options.gib}: nothing to measure")
+    if options.folder and not options.folder.is_dir():
+        raise ValueError(f"--folder {options.folder} is not a folder")
+
+
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column(key="seconds", title="seconds", spec=".2f"),
+        Column(key="bytes_per_s", title="GiB/s", spec=".2f", unit=2**30),
+        Column(key="ratio", title="times copyfile", spec=".2f"),
+        Column(key="ratio_min", title="least", spec=".2f"),
+        Column(key="ratio_max", title="most", spec=".2f"),
+        Column(key="peak", title="peak MiB", spec=",.0f", unit=2**20),
+        Column(key="total", title="in all", spec=",.0f", unit=2**20),
+    ],
+    cases=["llama-3.2-1b"],
+    tiny_cases=["tiny"],
+    read=one_of(*SHAPES),
+    arguments=arguments,
+    validate=validate,
+    tiny={"gib": 0.001, "repeats": 1},
+    bars=bars,
+)

@@ -1,0 +1,95 @@
+"""Bytes alive, FLOPs of matrix products and bytes sent, counted where operations pass torch's dispatcher.
+
+On a CPU, and without its allocator: what a kernel takes for itself while it runs is not seen.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
+_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # operation -> which argument
+_SENT = {_c10d.allreduce_: 0, _c10d._allgather_base_: 1, _c10d._reduce_scatter_base_: 1}
+
+
+@dataclass(kw_only=True)
+class _Lifetime:
+    """Of one storage: alive at the operations `born` to `died` - 1."""
+
+    reference: StorageWeakRef
+    num_bytes: int
+    born: int
+    died: int = sys.maxsize
+
+
+class Counter(TorchDispatchMode):
+    """Counts while this mode is on, backward included.
+
+    with Counter() as counter:
+        a = torch.empty(100); b = torch.empty(50); del a; c = torch.empty(75)
+    counter.peak_bytes() -> 600
+    """
+
+    def __init__(self, *, storages: bool = True) -> None:
+        super().__init__()
+        self.flops = 0
+        self.bytes_sent = 0
+        self._storages = storages
+        self._clock = 0  # operations so far
+        self._alive: dict[int, _Lifetime] = {}  # by the storage's address, which its weak reference keeps from reuse
+        self._ended: list[_Lifetime] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._clock += 1
+        self._end_expired()
+        result = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket
+        if operation in _FIRST_FACTOR:
+            a, b = args[_FIRST_FACTOR[operation] :][:2]
+            self.flops += 2 * a.numel() * b.shape[-1]
+        if func.namespace == "c10d":
+            self.bytes_sent += sum(x.nbytes for x in tree_leaves(args[_SENT[operation]]))
+        if self._storages:
+            self._observe(x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
+        return result
+
+    def peak_bytes(self, *, beyond: Iterable[Tensor] = ()) -> int:
+        """Most bytes alive after any one operation, without the storages of those tensors, which must be alive."""
+        self._clock += 1
+        self._end_expired()
+        excluded = {x.untyped_storage()._cdata for x in beyond}
+        lifetimes = [life for address, life in self._alive.items() if address not in excluded] + self._ended
+        changes = [(life.born, life.num_bytes) for life in lifetimes]
+        changes += [(life.died, -life.num_bytes) for life in lifetimes]
+        peak = alive = 0
+        for _, change in sorted(changes):  # of the same moment, what is freed comes first
+            alive += change
+            peak = max(peak, alive)
+        return peak
+
+    def _observe(self, tensors: Iterator[Tensor]) -> None:
+        for x in tensors:
+            storage = x.untyped_storage()
+            life = self._alive.get(storage._cdata)
+            if life is not None and life.num_bytes == storage.nbytes():
+                continue
+            if life is not None:  # resized
+                self._end(storage._cdata)
+            reference = StorageWeakRef(storage)
+            self._alive[reference.cdata] = _Lifetime(reference=reference, num_bytes=storage.nbytes(), born=self._clock)
+
+    def _end_expired(self) -> None:
+        for address in [address for address, life in self._alive.items() if life.reference.expired()]:
+            self._end(address)
+
+    def _end(self, address: int) -> None:
+        life = self._alive.pop(address)
+        life.died = self._clock
+        self._ended.append(life)

@@ -1,0 +1,73 @@
+"""How long the index arithmetic of context parallelism takes for one microbatch (sft/parallel/context_parallel.py).
+
+A case is DOCUMENTS:CP.  `indices` is local_indices of the most expensive rank, `inverse` is gathered_positions; a rank
+pays their sum for each microbatch.  Medians on one core.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from sft.parallel import context_parallel
+from tools.bench.clock import medians, wall
+from tools.bench.harness import Bar, Column, Row, Subject
+
+TOKENS = 1 << 20
+BAR_MS = 10.0  # indices and inverse of 1M tokens in 1,000 documents
+
+
+def read(name: str) -> tuple[int, int]:
+    num_documents, cp_size = map(int, name.split(":"))
+    return num_documents, cp_size
+
+
+def documents(num_tokens: int, num_documents: int, cp_size: int) -> np.ndarray:
+    """cu_seqlens of documents of unequal length, each a multiple of 2 * cp_size."""
+    multiple = 2 * cp_size
+    total = num_tokens // multiple
+    inner = np.random.default_rng(0).choice(np.arange(1, total), size=num_documents - 1, replace=False)
+    return np.concatenate([[0], np.sort(inner), [total]]).astype(np.int32) * np.int32(multiple)
+
+
+def measure(case: tuple[int, int], options: argparse.Namespace) -> Iterator[Row]:
+    num_documents, cp_size = case
+    cu_seqlens = documents(options.tokens, num_documents, cp_size)
+    calls = {
+        f"rank {rank}": partial(context_parallel.local_indices, cu_seqlens, cp_size, rank) for rank in {0, cp_size - 1}
+    } | {"inverse": partial(context_parallel.gathered_positions, cu_seqlens, cp_size)}
+    seconds = medians(calls, repeats=options.repeats, clock=wall)
+    inverse = seconds.pop("inverse")
+    indices = max(seconds.values())
+    yield {
+        "tokens": options.tokens, "documents": num_documents,
+        "indices_s": indices, "inverse_s": inverse, "sum_s": indices + inverse,
+    }  # fmt: skip
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    sums = [row["sum_s"] * 1e3 for row in rows if (row["tokens"], row["documents"]) == (TOKENS, 1000)]
+    yield Bar(name="1M tokens in 1,000 documents, slowest cp, ms", value=max(sums, default=None), bound=BAR_MS)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the pack")
+    parser.add_argument("--repeats", type=int, default=31, metavar="N")
+
+
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column(key="tokens", title="tokens", spec=","),
+        Column(key="indices_s", title="indices ms", spec=".2f", unit=1e-3),
+        Column(key="inverse_s", title="inverse ms", spec=".2f", unit=1e-3),
+        Column(key="sum_s", title="sum ms", spec=".2f", unit=1e-3),
+    ],
+    cases=["1000:1", "1000:2", "1000:8", "1000:32", "1:8", "65536:8"],  # the last: as short as documents come
+    tiny_cases=["1000:8", "1:8", "8192:8"],
+    read=read,
+    arguments=arguments,
+    tiny={"tokens": 1 << 17, "repeats": 3},
+    bars=bars,
+)

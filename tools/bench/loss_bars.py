@@ -1,0 +1,64 @@
+"""The bars of the loss head, by the rows that tools/bench/loss_head.py measures.
+
+Counts (FLOPs and bytes) hold at any size.  Times hold on a CPU in fp32 at CPU_SIZES, or on one H200 in bf16 at
+CUDA_SIZES; where neither was measured they are not judged.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from tools.bench.harness import DONE, Bar, Row
+
+BASELINE = "F.linear + F.cross_entropy"
+CONCATENATE = "chunk list + concatenate"
+RECOMPUTE = "recompute in backward"
+
+CPU_SIZES = (2048, 1024, 32_768)  # tokens, hidden, vocabulary
+CPU_RATIO = {(1.0, 256): 1.08, (1.0, 512): 1.00, (0.1, 256): 0.15, (0.1, 512): 0.15}  # (fraction, chunk)
+CUDA_SIZES = (262_144, 2048, 62_080)
+CUDA_MS, CUDA_GIB, CUDA_CHUNK = 316.0, 3.3, 4096
+
+
+def extra_bar(chunk: int, row: Row) -> float:
+    """Bytes of `extra` for fused in fp32: one buffer of scores and 2% of it, and a few numbers a token."""
+    return 1.02 * chunk * row["vocab"] / row["tp"] * 4 + 32 * row["tokens"]
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    """Of each case, every bar that applies."""
+    for _, block in groupby(rows, key=lambda row: (row["fraction"], row["tokens"], row["vocab"], row["dtype"])):
+        yield from _of_case({row["way"]: row for row in block if row.get("status", DONE) == DONE})
+
+
+def _of_case(ways: Mapping[str, Row]) -> Iterator[Bar]:
+    fused = {int(name.split()[1]): row for name, row in ways.items() if name.startswith("fused ")}
+    for chunk, row in fused.items():
+        yield from _of_fused(chunk, row, ways.get(BASELINE))
+    if not fused:
+        return
+    row = fused[max(fused)]
+    name = f"fraction {row['fraction']:g}"
+    if other := ways.get(RECOMPUTE):
+        yield Bar(name=f"{name}, {RECOMPUTE}, FLOPs", value=other["flops"], bound=4 * row["unit"], relation="exactly")
+    if (other := ways.get(CONCATENATE)) and "extra" in other and "extra" in row:
+        title = f"{name}, {CONCATENATE}, bytes extra, more than fused"
+        yield Bar(name=title, value=other["extra"], bound=row["extra"], relation="above")
+
+
+def _of_fused(chunk: int, row: Row, baseline: Row | None) -> Iterator[Bar]:
+    name = f"fraction {row['fraction']:g}, fused {chunk}"
+    flops = 3 * row["unit"] * row["supervised"] // row["tokens"]
+    yield Bar(name=f"{name}, FLOPs", value=row["flops"], bound=flops, relation="exactly")
+    sizes = (row["tokens"], row["hidden"], row["vocab"])
+    if (row["device"], row["dtype"]) == ("cpu", "fp32"):
+        if "extra" in row:
+            yield Bar(name=f"{name}, bytes extra", value=row["extra"], bound=extra_bar(chunk, row))
+        ratio = CPU_RATIO.get((row["fraction"], chunk))
+        if sizes == CPU_SIZES and ratio and baseline and baseline.get("seconds") and row.get("seconds"):
+            share = row["seconds"] / baseline["seconds"]
+            yield Bar(name=f"{name}, of the time of {BASELINE}", value=share, bound=ratio)
+    if (row["device"], row["dtype"], sizes, chunk, row["fraction"]) == ("cuda", "bf16", CUDA_SIZES, CUDA_CHUNK, 1.0):
+        if row.get("seconds"):
+            yield Bar(name=f"{name}, ms", value=row["seconds"] * 1e3, bound=CUDA_MS)
+        if "total" in row:
+            yield Bar(name=f"{name}, GiB", value=row["total"] / 2**30, bound=CUDA_GIB)

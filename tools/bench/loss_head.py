@@ -1,0 +1,192 @@
+"""Time, memory and arithmetic of the loss head, forward and backward, beside the ways it could be done instead.
+
+    python -m tools.bench loss_head --check              2,048 tokens x 1,024 hidden x 32,768 vocabulary
+    python -m tools.bench loss_head --cases 1 --tp 2     the vocabulary over two gloo ranks: what is sent
+    python -m tools.bench loss_head --cases 1 --device cuda --dtype bf16 --hidden 2048 --vocab 62080 --tokens 262144 \\
+        --chunks 512,1024,2048,4096,8192,16384 --only fused
+
+A case is the fraction of tokens that are supervised.  `fused C`, `chunked`, `full` and `token_statistics` are sft's;
+the others are those of tools/bench/loss_ways.py.  Ways that go in chunks take the largest of --chunks.  Over several
+ranks only sft's run, and `full` is what they are compared with; else the first row is.  A way whose gradients differ
+from that row's is refused: then nothing is timed.  What `extra` and `total` are: tools/bench/problem.py.  GEMM: FLOPs
+of matrix products in units of 2 x tokens x hidden x vocabulary rows of the rank.  `sent`: bytes that this rank puts
+into collectives.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sft.config import LossConfig
+from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
+from tools.bench import loss_ways, ranks
+from tools.bench.harness import Column, Row, Subject
+from tools.bench.loss_bars import BASELINE, CONCATENATE, RECOMPUTE, bars
+from tools.bench.problem import Problem, measure
+
+WAYS = ("fused", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHECKED_TOKENS = 8192  # gradients of more are checked on that many: the baseline would not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the problem is made of.  vocab: of all ranks; chunks: of fused."""
+
+    tokens: int = 2048
+    hidden: int = 1024
+    vocab: int = 32_768
+    fraction: float = 1.0
+    chunks: tuple[int, ...] = (256, 512)
+    dtype: str = "fp32"
+    device: str = "cpu"
+
+    @property
+    def num_supervised(self) -> int:
+        return round(self.fraction * self.tokens)
+
+
+def loss_head(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
+    """Hidden states and weight in; scores of about unit variance.  The same on every rank but for its vocabulary."""
+    group = dist.group.WORLD
+    assert group is not None
+    device, dtype = torch.device(sizes.device), DTYPES[sizes.dtype]
+    generator = torch.Generator(device).manual_seed(0)
+    t, h, v = sizes.tokens, sizes.hidden, sizes.vocab
+    hidden = torch.randn(t, 1, h, dtype=dtype, device=device, generator=generator).requires_grad_()
+    whole = torch.randn(v, h, dtype=dtype, device=device, generator=generator).mul_(h**-0.5)
+    weight = (whole if group.size() == 1 else whole.chunk(group.size())[group.rank()].clone()).requires_grad_()
+    order = torch.randperm(t, device=device, generator=generator)
+    rows = order[: sizes.num_supervised].sort().values
+    labels = torch.randint(v, (len(rows),), device=device, generator=generator)
+    all_labels = torch.full((t,), loss_ways.IGNORED, device=device).index_copy_(0, rows, labels)
+    targets = Targets(rows=rows, labels=labels, weights=torch.ones(len(rows), device=device))
+    shard = VocabShard.of(weight, v, group, sequence_parallel=False)
+    largest = max(sizes.chunks)
+
+    def ours(loss: LossConfig) -> Tensor:
+        return lm_loss(hidden, shard, targets, loss).objective
+
+    def statistics() -> Tensor:
+        return -token_statistics(hidden, shard, targets, LossConfig(impl="fused", chunk_size=largest)).logprob.sum()
+
+    ways: dict[str, Callable[[], Tensor]] = {
+        BASELINE: partial(loss_ways.plain, hidden, weight, all_labels),
+        **{f"fused {chunk}": partial(ours, LossConfig(impl="fused", chunk_size=chunk)) for chunk in sizes.chunks},
+        "chunked": partial(ours, LossConfig(impl="chunked", chunk_size=largest)),
+        "token_statistics": statistics,
+        "full": partial(ours, LossConfig(impl="full")),
+        CONCATENATE: partial(loss_ways.concatenate, hidden, weight, all_labels, largest),
+        RECOMPUTE: partial(loss_ways.recompute, hidden, weight, all_labels, largest),
+    }
+    if group.size() > 1:  # the others do not know of a vocabulary over ranks
+        ways = {"full": ways["full"]} | {n: ways[n] for n in ways if n not in (BASELINE, CONCATENATE, RECOMPUTE)}
+    reference = next(iter(ways))
+    chosen = {
+        name: way for name, way in ways.items() if name == reference or name.split(" ")[0] in only or name in only
+    }
+    return Problem(
+        ways=chosen,
+        leaves=(hidden, weight),
+        constants=(all_labels, targets.rows, targets.labels, targets.weights),
+    )
+
+
+def measure_on_rank(sizes: Sizes, only: Sequence[str], repeats: int, peak: bool) -> list[Row]:
+    """Every rank measures; all are in one process group."""
+    with ranks.tensor_parallel():
+        problem = checked = loss_head(sizes, only)
+        if sizes.tokens > CHECKED_TOKENS:
+            checked = loss_head(replace(sizes, tokens=CHECKED_TOKENS), only)
+        rows = list(measure(problem, checked, repeats=repeats, peak=peak))
+    unit = 2 * sizes.tokens * sizes.hidden * (sizes.vocab // dist.get_world_size())
+    facts = {
+        "tokens": sizes.tokens, "hidden": sizes.hidden, "vocab": sizes.vocab, "fraction": sizes.fraction,
+        "supervised": sizes.num_supervised, "dtype": sizes.dtype, "device": sizes.device, "tp": dist.get_world_size(),
+        "unit": unit,
+    }  # fmt: skip
+    return [{**facts, **row, "gemm": row["flops"] / unit if "flops" in row else None} for row in rows]
+
+
+def measure_case(fraction: float, options: argparse.Namespace) -> Iterator[Row]:
+    sizes = Sizes(
+        tokens=options.tokens, hidden=options.hidden, vocab=options.vocab, fraction=fraction, chunks=options.chunks,
+        dtype=options.dtype, device=options.device.type,
+    )  # fmt: skip
+    work = (sizes, options.only, options.repeats, not options.no_peak)
+    if options.tp > 1:
+        yield from ranks.rows_of_rank0(options.tp, measure_on_rank, *work)
+        return
+    with ranks.alone(options.device.type):
+        yield from measure_on_rank(*work)
+
+
+def read(name: str) -> float:
+    if not 0.0 <= float(name) <= 1.0:
+        raise ValueError(f"{name} is not a fraction between 0 and 1")
+    return float(name)
+
+
+def read_chunks(text: str) -> tuple[int, ...]:
+    return tuple(int(chunk) for chunk in text.split(","))
+
+
+def read_ways(text: str) -> list[str]:
+    """Ways by the start of their names."""
+    chosen = []
+    for start in text.split(","):
+        names = [name for name in WAYS if name.lower().startswith(start.strip().lower())]
+        if len(names) != 1:
+            raise argparse.ArgumentTypeError(f"{start!r} is the start of {names or 'none'} of: {', '.join(WAYS)}")
+        chosen += names
+    return chosen
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=Sizes.tokens)
+    parser.add_argument("--hidden", type=int, default=Sizes.hidden)
+    parser.add_argument("--vocab", type=int, default=Sizes.vocab)
+    parser.add_argument("--chunks", type=read_chunks, default=Sizes.chunks, help="of fused, like 256,512")
+    parser.add_argument("--dtype", choices=list(DTYPES), default=Sizes.dtype)
+    parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="ranks; 2 on the CPU only")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--only", type=read_ways, default=list(WAYS), help=f"some of: {', '.join(WAYS)}")
+    parser.add_argument("--no-peak", action="store_true", help="do not count memory")
+
+
+def validate(options: argparse.Namespace) -> None:
+    if min(options.tokens, options.hidden, options.vocab, options.repeats, *options.chunks) < 1:
+        raise ValueError("--tokens, --hidden, --vocab, --chunks and --repeats must be at least 1")
+    if options.vocab % options.tp:
+        raise ValueError(f"--vocab {options.vocab} is not a multiple of --tp {options.tp}")
+    if options.tp > 1 and options.device == "cuda":
+        raise ValueError("--tp 2 runs on the CPU: use --device cpu")
+    if options.tp > 1:
+        options.device = "cpu"
+
+
+SUBJECT = Subject(
+    measure=measure_case,
+    columns=[
+        Column(key="supervised", title="supervised", spec=","),
+        Column(key="seconds", title="ms", spec=",.1f", unit=1e-3),
+        Column(key="ratio", title="ratio", spec=".3f"),
+        Column(key="extra", title="extra MiB", spec=",.2f", unit=2**20),
+        Column(key="total", title="total MiB", spec=",.2f", unit=2**20),
+        Column(key="gemm", title="GEMM", spec=".3f"),
+        Column(key="bytes_sent", title="bytes sent", spec=","),
+    ],
+    cases=["1", "0.5", "0.1", "0"],
+    tiny_cases=["1", "0.5", "0"],
+    read=read,
+    arguments=arguments,
+    validate=validate,
+    tiny={"tokens": 24, "hidden": 8, "vocab": 50, "chunks": "5,9", "repeats": 1},
+    bars=bars,
+    device="any",
+)

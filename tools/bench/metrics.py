@@ -1,0 +1,110 @@
+"""What the metrics of a step cost: time beside the whole step of the demo's model, and bytes that a rank sends.
+
+A case is the number of chats in the pack, which fill 12,288 tokens.  Steps and the accumulation of the same
+microbatch's metrics take turns; medians of one process.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sft.batch import Microbatch, Sample
+from sft.config import Config
+from sft.data.collate import local_part
+from sft.data.packing.pack import add_filler, make_pack
+from sft.mcore import device, process_groups
+from sft.mcore.engine import Engine
+from sft.metrics.accumulator import Accumulator, Breakdown, Contribution
+from sft.parallel.layout import Layout
+from sft.recipe.load import load_recipe
+from tools.bench.clock import medians, wall
+from tools.bench.counter import Counter
+from tools.bench.harness import Bar, Column, Row, Subject
+
+SHARE_BAR = 0.01  # of the step's time
+BYTES_BAR = 64 << 10
+NUMBER_BYTES = 8  # of a document, float64
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.yaml"
+
+
+def microbatch(config: Config, num_documents: int) -> Microbatch:
+    """Random chats that fill a pack, the last 40% of each supervised."""
+    rng = np.random.default_rng(0)
+    multiple = config.data.doc_multiple
+    length = config.data.seq_length // num_documents - multiple
+    samples = [
+        Sample(
+            sample_id=i,
+            tokens=rng.integers(0, 256, size=length, dtype=np.int32),
+            weights=(np.arange(length) >= 0.6 * length).astype(np.float32),
+        )
+        for i in range(num_documents)
+    ]
+    pack = make_pack(samples, doc_multiple=multiple, pad_id=0)
+    pack = add_filler(pack, multiple=multiple, doc_multiple=multiple, pad_id=0)
+    return local_part(pack, np.arange(len(pack.tokens)), doc_multiple=multiple)
+
+
+def accumulate(config: Config, contribution: Contribution, mb: Microbatch) -> None:
+    """All that a step does for its metrics once the pipeline's schedule is over."""
+    breakdown = Breakdown(position_edges=config.log.position_edges, sources=("train",))
+    logprob = np.full(mb.num_tokens, -1.0, dtype=np.float32)
+    tokens = breakdown.supervised_tokens(
+        mb, objective=1.0, denominator=1.0, logprob=logprob, entropy=None, correct=logprob
+    )
+    Accumulator(breakdown, contribution, (1.0, 1.0)).totals([mb], [tokens])
+
+
+def measure(num_documents: int, options: argparse.Namespace) -> Iterator[Row]:
+    overrides = ["parallel.cp=1", "run.device=cpu", f"data.seq_length={options.tokens}"]
+    config = load_recipe(str(RECIPE), overrides).config
+    layout = Layout.resolve(config, 1)
+    groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
+    try:
+        engine = Engine(config, layout, groups, vocab_size=259, num_steps=100)
+        mb = microbatch(config, num_documents)
+        contribution = Contribution(tokens=True, packs=True, cp=groups.cp, device=torch.device("cpu"))
+        calls = {"step": lambda: engine.train_step([mb]), "metrics": lambda: accumulate(config, contribution, mb)}
+        seconds = medians(calls, repeats=options.repeats, clock=wall)
+        with Counter(storages=False) as counter:
+            accumulate(config, contribution, mb)
+    finally:
+        process_groups.stop()
+    yield {
+        "step_s": seconds["step"],
+        "metrics_s": seconds["metrics"],
+        "share": seconds["metrics"] / seconds["step"],
+        "bytes_sent": counter.bytes_sent + NUMBER_BYTES * len(mb.lengths),  # the second is the all-reduce over cp
+    }
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in rows:
+        name = f"{row['case']} chats"
+        yield Bar(name=f"{name}, share of the step's time", value=row["share"], bound=SHARE_BAR)
+        yield Bar(name=f"{name}, bytes that a rank sends", value=row["bytes_sent"], bound=BYTES_BAR)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=12_288, help="of the pack")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N")
+
+
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column(key="step_s", title="step ms", spec=".1f", unit=1e-3),
+        Column(key="metrics_s", title="metrics ms", spec=".3f", unit=1e-3),
+        Column(key="share", title="share", spec=".3%"),
+        Column(key="bytes_sent", title="bytes sent, cp above 1", spec=","),
+    ],
+    cases=["12", "300"],
+    tiny_cases=["3"],
+    read=int,
+    arguments=arguments,
+    tiny={"tokens": 512, "repeats": 1},
+    bars=bars,
+)

@@ -1,0 +1,53 @@
+"""Lengths of documents to measure on, and how lengths are written.
+
+one      a single document
+chat     log-normal with median 600
+longmix  98% of that, and 2% log-uniform from 8K to 128K
+agent    log-normal with median 16K
+"""
+
+import math
+
+import numpy as np
+
+SEQ_LENGTHS = {"chat": 32_768, "longmix": 131_072, "agent": 131_072}  # the longest document of each
+MIXES = ("one", *SEQ_LENGTHS)
+NUM_LENGTHS = 20_000  # of a distribution that a pack is filled from
+
+
+def lengths_of(mix: str, num_lengths: int) -> np.ndarray:
+    """Random lengths of chat, longmix or agent, always the same.  int64 [num_lengths]"""
+    rng = np.random.default_rng(0)
+    chat = rng.lognormal(math.log(600), 1.1, num_lengths)
+    lengths = {
+        "chat": chat,
+        "longmix": np.where(rng.random(num_lengths) < 0.02, 8192 * 16 ** rng.random(num_lengths), chat),
+        "agent": rng.lognormal(math.log(16384), 0.9, num_lengths),
+    }[mix]
+    return np.clip(lengths.astype(np.int64), 1, SEQ_LENGTHS[mix])
+
+
+def lengths_to(mix: str, total: int, longest: int) -> np.ndarray:
+    """Lengths of the mix until their sum reaches `total`, none above `longest`.  int64"""
+    if mix == "one":
+        return np.full(-(-total // longest), longest)
+    lengths = np.minimum(lengths_of(mix, NUM_LENGTHS), longest)
+    lengths = np.tile(lengths, 1 + int(total // lengths.sum()))
+    return lengths[: 1 + int(np.searchsorted(np.cumsum(lengths), total))]
+
+
+def boundaries_of(mix: str, total: int, multiple: int) -> np.ndarray:
+    """cu_seqlens of a full pack of that mix, every document a multiple of `multiple`.  int32 [documents + 1]"""
+    sizes = -(-lengths_to(mix, total, total) // multiple) * multiple
+    inner = np.cumsum(sizes)
+    return np.array([0, *inner[inner < total], total], dtype=np.int32)
+
+
+def read_length(text: str) -> int:
+    """`64k` or `65536` -> 65536"""
+    return int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
+
+
+def short(tokens: int) -> str:
+    """65536 -> 64K"""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)

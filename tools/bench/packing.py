@@ -1,0 +1,103 @@
+"""Packing an epoch: how full the packs are and how long the plan takes, beside simpler ways to pack.
+
+A case is a mix of lengths (tools/bench/mixes.py), clipped to its seq_length.  `ours` is sft/data/packing/plan.py.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from sft.data.packing.plan import Plan, plan_epoch, plan_of
+from sft.data.packing.shuffle import shuffled
+from sft.parallel.alignment import aligned
+from tools.bench.clock import cpu_time
+from tools.bench.harness import Bar, Column, Row, Subject, one_of
+from tools.bench.mixes import SEQ_LENGTHS, lengths_of
+
+MULTIPLE = 32
+FILL_BAR, PLAN_BAR_S = 0.994, 1.0  # of a million lengths
+
+
+def ours(lengths: np.ndarray, seq_length: int) -> Plan:
+    return plan_epoch(lengths, capacity=seq_length, doc_multiple=MULTIPLE, seed=0, epoch=0, shuffle=True)
+
+
+def next_fit(lengths: np.ndarray, seq_length: int) -> Plan:
+    """In order, a new pack where the last one is full."""
+    counts, free = [0], seq_length
+    for size in aligned(lengths, MULTIPLE).tolist():
+        if size > free:
+            counts.append(0)
+            free = seq_length
+        counts[-1] += 1
+        free -= size
+    return plan_of(np.arange(len(lengths)), np.array(counts), lengths, seq_length, MULTIPLE)
+
+
+def best_fit_decreasing(lengths: np.ndarray, seq_length: int) -> Plan:
+    """Longest first, each into the fullest pack that takes it, any pack open: as full as first-fit decreasing."""
+    order = np.argsort(-lengths, kind="stable")
+    packs_by_free: list[list[int]] = [[] for _ in range(seq_length // MULTIPLE + 1)]
+    non_empty, num_packs, pack_of = 0, 0, []  # bit r of `non_empty`: packs_by_free[r] has a pack
+    for size in (aligned(lengths[order], MULTIPLE) // MULTIPLE).tolist():
+        if fitting := non_empty >> size:
+            free = size + (fitting & -fitting).bit_length() - 1
+            pack = packs_by_free[free].pop()
+            non_empty ^= 0 if packs_by_free[free] else 1 << free
+        else:
+            free, pack, num_packs = seq_length // MULTIPLE, num_packs, num_packs + 1
+        pack_of.append(pack)
+        packs_by_free[free - size].append(pack)
+        non_empty |= 1 << (free - size)
+    packs = shuffled(num_packs, 0, 0)[np.array(pack_of)]  # in the order made, all packs of a batch would be alike
+    return plan_of(order[np.argsort(packs, kind="stable")], np.bincount(packs), lengths, seq_length, MULTIPLE)
+
+
+WAYS: dict[str, Callable[[np.ndarray, int], Plan]] = {
+    "ours": ours,
+    "next-fit in order": next_fit,
+    "best-fit decreasing": best_fit_decreasing,
+}
+
+
+def measure(mix: str, options: argparse.Namespace) -> Iterator[Row]:
+    lengths, seq_length = lengths_of(mix, options.samples), SEQ_LENGTHS[mix]
+    for name, way in WAYS.items():
+        plans: list[Plan] = []
+        repeats = 3 if name == "ours" else 1
+        seconds = min(cpu_time(lambda: plans.append(way(lengths, seq_length))) for _ in range(repeats))
+        yield {
+            "way": name, "samples": len(lengths), "mean": float(lengths.mean()), "packs": len(plans[-1]),
+            "fill": float(plans[-1].fill), "seconds": seconds,
+        }  # fmt: skip
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in rows:
+        if row["way"] == "ours":
+            bound = PLAN_BAR_S * row["samples"] / 1e6
+            yield Bar(name=f"{row['case']}, fill", value=row["fill"], bound=FILL_BAR, relation="at least")
+            yield Bar(name=f"{row['case']}, seconds of a plan", value=row["seconds"], bound=bound)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=int, default=1_000_000, metavar="N", help="lengths of each mix")
+
+
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column(key="samples", title="lengths", spec=","),
+        Column(key="mean", title="mean", spec=",.0f"),
+        Column(key="packs", title="packs", spec=","),
+        Column(key="fill", title="fill", spec=".3%"),
+        Column(key="seconds", title="seconds", spec=".2f"),
+    ],
+    cases=list(SEQ_LENGTHS),
+    tiny_cases=list(SEQ_LENGTHS),
+    read=one_of(*SEQ_LENGTHS),
+    arguments=arguments,
+    tiny={"samples": 5000},
+    bars=bars,
+)

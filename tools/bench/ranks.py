@@ -1,0 +1,72 @@
+"""A measurement on several ranks: gloo processes of this machine, or this process alone."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sft.mcore.process_groups import parallel_state
+from tools.bench.harness import Refused, Row
+
+
+def rows_of_rank0(size: int, measure: Callable[..., Sequence[Row]], *arguments: Any) -> list[Row]:
+    """The rows that rank 0 of `size` processes measured.  `measure(*arguments)` runs on every rank, in a gloo group.
+
+    Raises Refused where a rank does, RuntimeError with its traceback where a rank fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        try:
+            mp.spawn(_on_rank, (size, folder, measure, arguments), nprocs=size)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+            refusals = sorted(Path(folder).glob("refused-*"))
+            if not refusals:
+                raise
+            raise Refused(refusals[0].read_text(encoding="utf-8")) from None
+        rows: list[Row] = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+        return rows
+
+
+def _on_rank(rank: int, size: int, folder: str, measure: Callable[..., Sequence[Row]], arguments: Any) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        rows = measure(*arguments)
+    except Refused as error:
+        (Path(folder) / f"refused-{rank}").write_text(str(error), encoding="utf-8")
+        sys.stderr.flush()
+        os._exit(2)  # other ranks may wait for this one in a collective: leave nothing to clean up
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone(device_type: str) -> Iterator[None]:
+    """This process as the only rank."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def tensor_parallel() -> Iterator[None]:
+    """All ranks of the process group are one tensor-parallel group, also for megatron-core, which looks it up."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()

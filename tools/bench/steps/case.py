@@ -1,0 +1,133 @@
+"""A training step to measure: a shape, a length, a mix of documents, and the recipe keys that trade memory.
+
+    4b:64k:one:selective+offload0.8+tile4k+optim1
+
+    train.recompute: selective    train.offload_fraction: 0.8    train.mlp_tile: 4096    optim.offload_fraction: 1.0
+
+What is not named is off, and a share without a number is 1; without any of it recomputation is selective.  `peer` in
+its place is plain transformers.  Mixes are those of tools/bench/mixes.py, `1k` (documents of 1,024 tokens) and
+`padded` (16 samples of chat, each padded to the longest of them).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sft.config import Config, ModelConfig
+from sft.estimate import memory
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
+from tools.bench.mixes import MIXES, read_length, short
+
+VOCAB = 151_936
+STEP_MIXES = (*MIXES, "padded", "1k")
+RECOMPUTE = ("none", "selective", "full", "peer")
+SIZES = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_dim tie_embeddings".split()
+SHAPES = {  # of Qwen3
+    "0.6b": (28, 1024, 3072, 16, 8, 128, True),
+    "1.7b": (28, 2048, 6144, 16, 8, 128, True),
+    "4b": (36, 2560, 9728, 32, 8, 128, True),
+    "8b": (36, 4096, 12_288, 32, 8, 128, False),
+    "tiny": (2, 64, 128, 4, 2, 16, True),
+}
+TILE = 4096  # tokens
+RECIPE = """
+run: {dir: unused, seed: 0}
+model: {qk_norm: true, norm_epsilon: 1e-6, rope: {base: 1e6}}
+data: {train: unused}
+train: {num_steps: 1000, global_batch_size: 1}
+optim: {lr: 1e-5, schedule: constant, weight_decay: 0.1}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    shape: str
+    length: int
+    mix: str
+    recompute: str = "selective"
+    offload: float = 0.0
+    tile: int | None = None
+    optim: float = 0.0
+
+    @classmethod
+    def read(cls, text: str) -> "StepCase":
+        """`4b:64k:chat:full+offload`.  Raises ValueError."""
+        shape, length, mix, *memory_keys = [*text.lower().split(":"), "", ""]
+        memory_keys = [key for key in memory_keys if key]
+        if shape not in SHAPES or mix not in STEP_MIXES or len(memory_keys) > 1:
+            raise ValueError(f"{text} is not one of {', '.join(SHAPES)}, a length and one of {', '.join(STEP_MIXES)}")
+        return cls(shape=shape, length=read_length(length), mix=mix).using(*memory_keys)
+
+    def using(self, text: str = "selective") -> "StepCase":
+        """The same with `full+offload+tile4k+optim0.5`.  Raises ValueError."""
+        first, *flags = text.split("+")
+        if first not in RECOMPUTE:
+            raise ValueError(f"{first} is not one of {', '.join(RECOMPUTE)}, which come first")
+        case = replace(self, recompute=first)
+        for flag in flags:
+            name = flag.rstrip("0123456789.k")
+            amount = flag.removeprefix(name)
+            if name == "offload":
+                case = replace(case, offload=float(amount or 1))
+            elif name == "tile":
+                case = replace(case, tile=read_length(amount) if amount else TILE)
+            elif name == "optim":
+                case = replace(case, optim=float(amount or 1))
+            else:
+                raise ValueError(f"{flag} is not offload or optim with a share, or tile with a length")
+        return case
+
+    @property
+    def memory_keys(self) -> str:
+        """`selective+offload0.5+tile4k+optim1`; `offload` is all of it"""
+        flags = [f"offload{self.offload:g}" if self.offload != 1 else "offload"] if self.offload else []
+        flags += [f"tile{short(self.tile).lower()}"] if self.tile else []
+        flags += [f"optim{self.optim:g}"] if self.optim else []
+        return "+".join([self.recompute, *flags])
+
+    def __str__(self) -> str:
+        return f"{self.shape}:{short(self.length).lower()}:{self.mix}:{self.memory_keys}"
+
+    @property
+    def vocab(self) -> int:
+        return 512 if self.shape == "tiny" else VOCAB
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return dict(zip(SIZES, SHAPES[self.shape]))
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(**self.sizes, qk_norm=True)
+
+    def config(self, device: str, *, seq_length: int = 0, multiple: int = 64, also: Sequence[str] = ()) -> Config:
+        """The recipe of this case.  seq_length: 0 is `length`; also: further KEY=VALUE, which win."""
+        keys = {f"model.{name}": value for name, value in self.sizes.items()} | {
+            "model.vocab_size": self.vocab,
+            "run.device": device,
+            "run.precision": "bf16" if device == "cuda" or self.optim else "fp32",
+            "data.seq_length": seq_length or self.length,
+            "data.doc_multiple": multiple,
+            "train.recompute": self.recompute,
+            "train.offload_fraction": self.offload,
+            "train.mlp_tile": "null" if self.tile is None else self.tile,
+            "optim.offload_fraction": self.optim,
+        }
+        overrides = [f"{key}={str(value).lower()}" for key, value in keys.items()]
+        return parse_recipe(RECIPE, "bench step", [*overrides, *also]).config
+
+    def estimate(self, device: str, *, also: Sequence[str] = ()) -> memory.Memory:
+        """By the equations of sft/estimate/memory.py, on one device."""
+        config = self.config(device, also=also)
+        return memory.estimate(config, Layout.resolve(config, 1), self.vocab)
+
+    def longest(self, device: str, bytes_available: float, *, also: Sequence[str] = ()) -> int:
+        """Tokens that fit by the same equations."""
+        config = self.config(device, also=also)
+        return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available)
+
+    def at_least(self, device: str, also: Sequence[str] = ()) -> float:
+        """Bytes without which no step is possible: weights, gradients, optimizer, and what layers keep."""
+        estimate = self.estimate(device, also=also)
+        return estimate.static + estimate.layers

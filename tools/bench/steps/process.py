@@ -1,0 +1,116 @@
+"""One case of a training step in a process of its own, so that whatever becomes of it is a row.
+
+Its process is `python -m tools.bench.steps.process CASE RESULT OPTIONS`, the last of which is JSON.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from tools.bench.harness import DONE, Row
+from tools.bench.steps import trainer, transformers_peer
+from tools.bench.steps.case import StepCase
+from tools.bench.steps.loop import StepOptions
+from tools.bench.steps.roofline import shares, with_rates
+
+ROOT = Path(__file__).resolve().parents[3]
+GRACE_S = 90  # that the last case may take beyond --minutes
+HOST = 0.9  # of the host's memory that a case may take by arithmetic
+
+
+def measured(case: StepCase, options: argparse.Namespace, *, only_fits: bool = False) -> Row:
+    """The row of a case; its status says more where nothing was measured."""
+    work: StepOptions = replace(options.work, only_fits=only_fits)
+    row: Row = {"step": str(case)}
+    seconds_left = options.ends_at - time.monotonic()
+    if seconds_left < 0:
+        return {**row, "status": f"not begun: {options.minutes:g} minutes are over"}
+    if case.recompute != "peer":
+        estimate = case.estimate(work.device, also=work.overrides)
+        row |= {"by_equations": estimate.device, "host_by_equations": estimate.host}
+        if not options.try_all and not only_fits and (lack := _lack(case, options)):
+            return {**row, "status": f"skipped: {lack}; --try-all tries"}
+    limit_s = min(options.limit, seconds_left + GRACE_S)
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
+        result = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "tools.bench.steps.process", str(case), str(result), json.dumps(asdict(work))]
+        try:
+            process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return {**row, "status": f"stopped after {limit_s:.0f} s"}
+        if process.returncode or not result.exists():
+            lines = process.stderr.strip().splitlines() or ["no message"]
+            return {**row, "status": f"failed: {lines[-1]}", "error": process.stderr[-4000:]}
+        return {**row, **json.loads(result.read_text(encoding="utf-8"))}
+
+
+def memory_of(options: argparse.Namespace) -> tuple[float, float]:
+    """GiB of the device (0: not known) and of the host, less what --memory and cgroups take."""
+    device_gib = options.memory or 0.0
+    if not device_gib and options.device.type == "cuda":
+        device_gib = torch.cuda.get_device_properties(options.device).total_memory / 2**30
+    return device_gib, options.host_gib or psutil.virtual_memory().total / 2**30
+
+
+def _lack(case: StepCase, options: argparse.Namespace) -> str | None:
+    """What is not there by arithmetic."""
+    device_gib, host_gib = memory_of(options)
+    work: StepOptions = options.work
+    least = case.at_least(work.device, work.overrides)
+    if device_gib and least > device_gib * 2**30:
+        return f"{least / 2**30:.0f} GiB by arithmetic, {device_gib:.0f} GiB there"
+    of_host = case.estimate(work.device, also=work.overrides).host
+    if of_host > HOST * host_gib * 2**30:  # and what is pinned cannot be swapped out
+        return f"{of_host / 2**30:.0f} GiB of host memory by arithmetic, {host_gib:.0f} GiB there"
+    return None
+
+
+def child(case: StepCase, work: StepOptions) -> Row:
+    """What this process measures."""
+    start = time.monotonic()
+    try:
+        _limit_memory(case, work)
+        row = (transformers_peer if case.recompute == "peer" else trainer).measure(case, work)
+        row |= {"status": DONE, "device": work.device}
+        if work.only_fits:
+            return row
+        row["shares"] = shares(row.pop("events"), row["profiled_s"])
+        if row["shares"]:
+            row["shares"]["data"] = row["data_wait_s"] / row["seconds"]
+        return with_rates(case, row, work.peak_tflops)
+    except torch.OutOfMemoryError as error:
+        gib = torch.cuda.max_memory_allocated() / 2**30
+        seconds = time.monotonic() - start
+        return {"status": f"out of memory at {gib:.1f} GiB, after {seconds:.0f} s", "error": str(error)}
+
+
+def _limit_memory(case: StepCase, work: StepOptions) -> None:
+    """As --memory asks; a CPU runs out of it where the equations say so."""
+    if work.memory_gib is None:
+        return
+    if work.device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, work.memory_gib * 2**30 / total))
+    elif case.estimate("cpu", also=work.overrides).device > work.memory_gib * 2**30:
+        raise torch.OutOfMemoryError(f"--memory {work.memory_gib:g}")
+
+
+def main(name: str, result: str, options: str) -> None:
+    values = json.loads(options)
+    work = StepOptions(**{**values, "overrides": tuple(values["overrides"]), "kernels": tuple(values["kernels"])})
+    Path(result).write_text(json.dumps(child(StepCase.read(name), work)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

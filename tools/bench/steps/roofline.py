@@ -1,0 +1,77 @@
+"""What follows from a measured step: FLOPs, how far from the roofline, and where the time went.  Arithmetic only.
+
+The floors are made of rates that the same process measured: matrix products of layers at 650 / 790 of the rate of an
+8192 x 8192 x 8192 product, 8 times a parameter where the MLP and the projections are recomputed and 6 times where not,
+the head's 6 times; attention at the best rate that kernels show on one document of that length, forward once
+(keep-attention) or twice (full), backward once.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sft.flops import train_flops
+from tools.bench.attention_ways import BACKWARD
+from tools.bench.harness import Row
+from tools.bench.steps.case import StepCase
+
+LINEAR = 650 / 790  # of the rate of a large product: what matrix products of a layer are granted
+COMPONENTS = ("attention", "linear", "head", "optimizer", "copies", "other", "idle", "data")
+RANGE = "sft: "  # what names of our profiler ranges begin with
+
+
+def useful_flops(case: StepCase, row: Mapping[str, Any]) -> float:
+    """Of forward and backward of what the row's steps saw."""
+    per_token, per_label, per_square = train_flops(case.model, case.vocab)
+    return per_token * row["tokens"] + per_label * row["labels"] + per_square * row["squares"]
+
+
+def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: float, backward: float) -> dict[str, float]:
+    """Seconds that the row's steps take at least, by what is recomputed; rates in FLOP/s."""
+    per_token, per_label, per_square = train_flops(case.model, case.vocab)
+    layers, head = per_token * row["tokens"], per_label * row["labels"]
+    attention = per_square * row["squares"] / 3  # of one forward
+    linear = LINEAR * gemm
+    none = (layers + head) / linear + attention / forward + BACKWARD * attention / backward
+    keep = none + layers / 3 / linear
+    return {"none": none, "keep": keep, "full": keep + attention / forward}
+
+
+def with_rates(case: StepCase, row: Row, peak_tflops: float) -> Row:
+    """The row with what follows from its measurements."""
+    seconds, flops = row["seconds"], useful_flops(case, row)
+    rates = {"tokens_per_s": row["tokens"] / seconds, "tflops": flops / seconds / 1e12}
+    if row["device"] == "cuda":
+        rates["mfu"] = rates["tflops"] / peak_tflops
+    constants = row["constants"]
+    best = {way: max(kernel[way] for kernel in constants["attention"].values()) for way in ("forward", "backward")}
+    least = floors(case, row, gemm=constants["gemm"], **best)
+    return {**row, **rates, "floors_s": least, **{f"of_{mode}": least[mode] / seconds for mode in least}}
+
+
+def shares(events: Iterable[Mapping[str, Any]], wall_s: float) -> dict[str, float]:
+    """Component -> share of the step, from a trace of one: what runs within a range of ours is that range's.
+
+    Copies run beside products where activations are offloaded, and all shares then add up to more than 1.
+    """
+    complete = [e for e in events if e.get("ph") == "X"]
+    ranges = [e for e in complete if e.get("cat") == "gpu_user_annotation" and e["name"].startswith(RANGE)]
+    kernels = [e for e in complete if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not kernels:
+        return {}
+    busy = dict.fromkeys(COMPONENTS[:-2], 0.0)
+    for kernel in kernels:
+        inside = (r["name"] for r in ranges if r["ts"] <= kernel["ts"] < r["ts"] + r["dur"])
+        owner = next(inside, "").removeprefix(RANGE) or _kind_of(kernel)
+        busy[owner] += kernel["dur"] / 1e6 / wall_s
+    return {**busy, "idle": max(0.0, 1.0 - sum(busy.values()))}
+
+
+def _kind_of(kernel: Mapping[str, Any]) -> str:
+    """By its name; attention first, whose names have `cutlass` in them too."""
+    if kernel["cat"] != "kernel":
+        return "copies"
+    name = kernel["name"].lower()
+    if re.search(r"flash|fmha|sdpa|attention", name):
+        return "attention"
+    return "linear" if re.search(r"gemm|nvjet|cublas|xmma|cutlass", name) else "other"

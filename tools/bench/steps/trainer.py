@@ -1,0 +1,116 @@
+"""Steps of sft on random tokens: its recipe, planner, loader and engine, with random weights.
+
+The second half of every sample is supervised.
+"""
+
+import time
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from sft.batch import Sample
+from sft.config import Config
+from sft.data.loader import Loader, make_loader
+from sft.mcore import device as devices
+from sft.mcore import engine as engine_module
+from sft.mcore import model as model_module
+from sft.mcore import process_groups
+from sft.mcore.optimizer import build
+from sft.parallel import context_parallel
+from sft.parallel.layout import Layout
+from tools.bench.mixes import lengths_to
+from tools.bench.steps.case import StepCase
+from tools.bench.steps.loop import StepOptions, measured, most_memory
+from tools.bench.steps.rates import constants
+
+NUM_PADDED = 16  # samples of the mix `padded`
+MULTIPLE = 64
+NUM_STEPS = 1000  # of the schedule, more than are timed
+
+
+class RandomCorpus:
+    """Random tokens; the second half of every sample is supervised."""
+
+    sources = ("random",)
+
+    def __init__(self, lengths: np.ndarray, vocab: int) -> None:
+        self.lengths, self._vocab = lengths.astype(np.int64), vocab
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, sample_id: int) -> Sample:
+        n = int(self.lengths[sample_id])
+        tokens = np.random.default_rng(sample_id).integers(0, self._vocab, size=n, dtype=np.int32)
+        return Sample(sample_id=sample_id, tokens=tokens, weights=(np.arange(n) >= n // 2).astype(np.float32))
+
+
+def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
+    """Steps of one rank."""
+    device = torch.device(options.device)
+    rates = {} if options.only_fits else constants(case, options.kernels, device)
+    seq_length, multiple, _ = documents_of(case, 1)
+    config = case.config(device.type, seq_length=seq_length, multiple=multiple, also=options.overrides)
+    layout = Layout.resolve(config, 1)
+    groups = process_groups.start(layout, devices.start(device.type), seed=config.run.seed, timeout_s=300)
+    before = host_bytes()
+    engine, loader = engine_and_loader(case, config, layout, groups, num_steps=options.steps + 1)
+
+    def step(index: int) -> dict[str, float]:
+        start = time.perf_counter()
+        microbatches = loader.microbatches(index)
+        waited = time.perf_counter() - start
+        totals = engine.train_step(microbatches, data_wait_s=waited)
+        return {
+            "tokens": totals.num_real_tokens, "labels": totals.num_tokens, "squares": totals.sum_of_squares,
+            "data_wait_s": waited, "peak_bytes": totals.memory_allocated.value, "loss": totals.objective,
+        }  # fmt: skip
+
+    ranges = {"head": (engine_module, "lm_loss"), "optimizer": (build, "update")}
+    row = most_memory(step, device) if options.only_fits else measured(step, options, ranges)
+    row["host_bytes"] = max(0, host_bytes() - before)
+    process_groups.stop()
+    return {**row, "constants": rates, "backend": f"attention {engine.backend}"}
+
+
+def engine_and_loader(
+    case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups, *, num_steps: int
+) -> tuple[engine_module.Engine, Loader]:
+    """The engine of this rank with random weights, and what it reads: random packs for so many steps."""
+    with mock.patch.object(model_module, "_draw", partial(_draw, groups.device)):
+        engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS)
+    lengths = documents_of(case, num_steps * config.train.global_batch_size + 2)[2]
+    corpus: Any = RandomCorpus(lengths, case.vocab)
+    indices = partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=groups.cp_rank)
+    loader = make_loader(config, layout, corpus, pad_id=0, local_indices=indices, dp_rank=groups.dp_rank)
+    loader.plans.plan(0)  # before any clock starts
+    return engine, loader
+
+
+def documents_of(case: StepCase, num_packs: int) -> tuple[int, int, np.ndarray]:
+    """data.seq_length, data.doc_multiple, and lengths of documents for so many packs."""
+    if case.mix == "1k":  # as much memory as one document, and little time
+        size = min(1024, case.length)
+        return case.length, MULTIPLE, np.full(-(-num_packs * case.length // size), size)
+    if case.mix != "padded":
+        return case.length, MULTIPLE, lengths_to(case.mix, num_packs * case.length, case.length)
+    samples = lengths_to("chat", case.length, case.length)[:NUM_PADDED]
+    longest = -(-int(samples.max()) // MULTIPLE) * MULTIPLE
+    return case.length // longest * longest, longest, np.tile(samples, num_packs)
+
+
+def host_bytes() -> int:
+    """What this process holds in host memory: what is resident, or what is pinned where that is more."""
+    resident: int = psutil.Process().memory_info().rss
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
+    return max(resident, int(pinned))
+
+
+def _draw(device: torch.device, shard: Any, seed: int, std: float) -> Tensor:
+    """A random weight, made where it is needed: the trainer's own way takes a minute for billions of numbers."""
+    return torch.randn(tuple(shard.data.shape), device=device) * std

@@ -1,0 +1,57 @@
+"""What each key that saves memory costs in time: the same step with one key after the other.
+
+    python -m tools.bench trades --cases 1.7b:64k --minutes 9
+
+Not yet run on a GPU.  A case is SHAPE:LENGTH, on one document, or SHAPE:LENGTH+FLAGS where all of them have those
+flags: 8b:32k+optim1.  Columns are those of `python -m tools.bench step --help`; `ratio` is of the time of the first
+row.  The first is measured once more at the end: how far apart the two are is how far the others are to be trusted.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from tools.bench.harness import DONE, Column, Row, Subject
+from tools.bench.steps.bars import bars
+from tools.bench.steps.case import TILE, StepCase
+from tools.bench.steps.options import STEP_COLUMNS, TINY, arguments, validate, with_notes
+from tools.bench.steps.process import measured
+
+
+def read(text: str) -> list[StepCase]:
+    """1.7b:64k -> selective, full, selective+offload, ..., selective"""
+    shape_and_length, *flags = text.lower().split("+")
+    start = StepCase.read(f"{shape_and_length}:one")
+    tile = f"tile{min(TILE, start.length // 4)}"
+    keys = ["selective", "full", "selective+offload", "full+offload", f"selective+{tile}", "none"]
+    keys += [] if any(flag.startswith("optim") for flag in flags) else ["selective+optim1"]
+    return [start.using("+".join([key, *flags])) for key in [*keys, "selective"]]
+
+
+def measure(cases: list[StepCase], options: argparse.Namespace) -> Iterator[Row]:
+    first_s: float | None = None
+    for case in cases[: options.keys]:
+        row = with_notes(measured(case, options))
+        if row["status"] == DONE:
+            first_s = first_s or row["step_s"]
+            row["ratio"] = row["step_s"] / first_s
+        yield {**row, "way": case.memory_keys}
+
+
+def more_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments(parser)
+    parser.add_argument("--keys", type=int, metavar="N", help="only the first N rows")
+
+
+SUBJECT = Subject(
+    measure=measure,
+    columns=[Column(key="ratio", title="ratio", spec=".3f"), *STEP_COLUMNS],
+    cases=["1.7b:64k"],
+    tiny_cases=["tiny:256"],
+    read=read,
+    describe=lambda cases: "\n".join(map(str, cases)),
+    arguments=more_arguments,
+    validate=validate,
+    tiny={**TINY, "keys": 1},
+    bars=bars,
+    device="gpu",
+)

@@ -1,9 +1,9 @@
-"""One transformer layer: megatron-core's, with the second half computed again in backward where the recipe says so.
+"""One transformer layer: megatron-core's, with its second half recomputed in backward where the recipe asks for it.
 
-The second half is the norm, the MLP or the experts, and the sum with what came in: of all that, only what came in is
-kept.  It may be worked off in tiles of tokens, forward and backward, so that the wide inside of an MLP never exists for
-more tokens than a tile has.  The first half, attention, is computed once (`saved_tensors.py` tells what that keeps); core
-itself recomputes whole layers (train.recompute = full).
+The second half is the norm, the MLP or the experts, and the residual sum; recomputed, it saves its input alone.  It may
+be computed in tiles of tokens, forward and backward, so that the wide activations inside an MLP never exist for more
+tokens than a tile has.  The first half, attention, is computed once (activations/saved_tensors.py says what it saves).
+Recomputation of whole layers (train.recompute = full) is core's own.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from sft.mcore.activations import saved_tensors
 
 
 class Layer(TransformerLayer):
-    """again: compute the second half again in backward; tile: tokens it takes at once, None for all."""
+    """recompute: the second half once more in backward; tile: tokens that it takes at once, None for all."""
 
     def __init__(
         self, config: Any, *args: Any, recompute: bool = False, tile: int | None = None, **kwargs: Any
@@ -27,31 +28,31 @@ class Layer(TransformerLayer):
         self._recompute, self._tile = recompute, tile
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        saved_tensors.begin_layer()
+        saved_tensors.start_layer()
         return super().forward(*args, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        of_core = super()._forward_mlp
+        core_forward_mlp = super()._forward_mlp
 
-        def half(tokens: Tensor) -> Any:
-            return of_core(tokens, *args, **kwargs)
+        def second_half(tokens: Tensor) -> Any:
+            return core_forward_mlp(tokens, *args, **kwargs)
 
-        if not self._recompute or not (self.training or self._tile):  # evaluation has no more room than training
-            return half(hidden_states)
-        if self.config.fp8:  # which has no tiles; scales of the first pass are Transformer Engine's business
-            from megatron.core.extensions.transformer_engine import te_checkpoint
-
+        # Evaluation uses tiles, too: it has no more memory than training.
+        if not self._recompute or not (self.training or self._tile):
+            return second_half(hidden_states)
+        if self.config.fp8:  # never with tiles; Transformer Engine takes care of the scales of the first pass
             tracker = tensor_parallel.random.get_cuda_rng_tracker
-            return te_checkpoint(half, False, tracker, self.pg_collection.tp, hidden_states)
+            return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
         weights = [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()]
-        return _ByTiles.apply(half, self._tile, hidden_states, *weights)
+        return _TiledRecompute.apply(second_half, self._tile, hidden_states, *weights)
 
 
-class _ByTiles(torch.autograd.Function):
-    """A function of tokens [t, ...], row by row, and of weights; backward computes it again, tile by tile.
+class _TiledRecompute(torch.autograd.Function):
+    """A function of tokens [t, ...], row by row, and of weights; backward recomputes it tile by tile.
 
-    The gradient of a weight is one product for each tile, in the weight's dtype.  They are summed as those of
-    microbatches are, in `main_grad`, which is fp32; the last takes autograd's way there, where a reduction may wait.
+    Each tile gives a gradient of every weight, in the weight's dtype.  All but the last are added to `main_grad`, in
+    fp32, as core adds those of microbatches.  The last is returned to autograd, so that a reduction of gradients that
+    waits for this weight starts.
     """
 
     @staticmethod
@@ -63,8 +64,8 @@ class _ByTiles(torch.autograd.Function):
         if ctx.tile >= len(hidden):
             return function(hidden)
         out = torch.empty_like(hidden)
-        for rows, place in zip(hidden.split(ctx.tile), out.split(ctx.tile)):
-            place.copy_(function(rows))
+        for rows, out_rows in zip(hidden.split(ctx.tile), out.split(ctx.tile)):
+            out_rows.copy_(function(rows))
         return out
 
     @staticmethod
@@ -72,18 +73,17 @@ class _ByTiles(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         dhidden = torch.empty_like(hidden)
         tiles = list(zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)))
-        for rows, grad, place in tiles[:-1]:
-            for weight, part in zip(ctx.weights, _backward_of(ctx, rows, grad, place)):
-                weight.main_grad.add_(part)
-        last = _backward_of(ctx, *tiles[-1])
-        return None, None, dhidden, *last
+        for rows, grad, drows in tiles[:-1]:
+            for weight, dweight in zip(ctx.weights, _tile_backward(ctx, rows, grad, drows)):
+                weight.main_grad.add_(dweight)
+        return None, None, dhidden, *_tile_backward(ctx, *tiles[-1])
 
 
-def _backward_of(ctx: Any, rows: Tensor, grad: Tensor, place: Tensor) -> list[Tensor]:
-    """Gradients of the weights; that of the rows goes to `place`."""
+def _tile_backward(ctx: Any, rows: Tensor, grad: Tensor, drows: Tensor) -> list[Tensor]:
+    """Gradients of the weights; writes the gradient of `rows` to `drows`."""
     rows = rows.detach().requires_grad_()
     with torch.enable_grad():
         out = ctx.function(rows)
-    drows, *found = torch.autograd.grad(out, (rows, *ctx.weights), grad)
-    place.copy_(drows)
-    return found
+    result, *dweights = torch.autograd.grad(out, (rows, *ctx.weights), grad)
+    drows.copy_(result)
+    return dweights

@@ -1,5 +1,7 @@
-"""RMSNorm: one kernel on CUDA, since torch 2.9, plain torch elsewhere; it keeps its input and one number per row for
-backward."""
+"""RMSNorm: one kernel on CUDA (torch 2.9 and later), plain torch elsewhere.
+
+It saves its input and one fp32 number per row for backward.
+"""
 
 from typing import Any
 
@@ -11,8 +13,10 @@ from sft.mcore.activations import saved_tensors
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm, in fp32 within, whose weight tells core's gradient reduction that it saw a slice of the
-    tokens.  What it gives is cheap to have again."""
+    """Root-mean-square norm, computed in fp32; its output is marked as recomputable.
+
+    Its weight is marked for core's reduction of gradients: under sequence parallelism it saw a slice of the tokens.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -21,9 +25,10 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous()  # of queries and keys: not a view, which would keep all that the projection made
+        # Queries and keys are views, and a saved view would keep the whole output of the projection alive.
+        x = x.contiguous()
         out = self._norm(x)
-        saved_tensors.cheap(out, self._norm, x)
+        saved_tensors.mark_recomputable(out, self._norm, x)
         return out
 
     def _norm(self, x: Tensor) -> Tensor:
@@ -34,7 +39,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """rms_norm, which in plain torch would keep four wide copies of its input."""
+    """rms_norm, which autograd of plain torch would save four fp32 copies of its input for."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

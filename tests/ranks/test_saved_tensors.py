@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from sft.mcore import device
 from sft.mcore.activations import offload, saved_tensors
-from sft.mcore.layer import _ByTiles
+from sft.mcore.layer import _TiledRecompute
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_one_curve import GRADIENT_TOLERANCE
@@ -106,7 +106,7 @@ def test_bytes_of_a_layer_and_token(ranks: Ranks, overrides: list[str], expected
 def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]:
     """Bytes per token: in slabs, and beyond them after forward and at most in backward."""
     with (
-        mock.patch.object(saved_tensors, "LEAST_BYTES", 1 << 12),
+        mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 12),
         mock.patch.object(offload, "SLAB_BYTES", 1 << 14),
         scenarios.running([*WIDE, *overrides, "train.offload_fraction=1"]) as engine,
     ):
@@ -115,18 +115,21 @@ def bytes_with_host(overrides: Sequence[str], num_layers: int) -> dict[str, int]
             hidden = forward(engine, microbatch)
             del microbatch
             after, alive.peak = alive.num_bytes(), 0
-            in_slabs = engine._saving._host.num_bytes
+            in_slabs = engine._save_policy.memory.num_bytes
             hidden.sum().backward()
             peak = alive.peak
             del hidden
         gc.collect()
-        free = len(engine._saving._host._free) * offload.SLAB_BYTES
+        free = len(engine._save_policy.memory._free) * offload.SLAB_BYTES
     return {"slabs": in_slabs, "after": after - in_slabs, "peak": peak - in_slabs, "free": free}
 
 
 def with_host(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Gradients, with slabs smaller than what they are to hold."""
-    with mock.patch.object(saved_tensors, "LEAST_BYTES", 1 << 8), mock.patch.object(offload, "SLAB_BYTES", 5000):
+    with (
+        mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 8),
+        mock.patch.object(offload, "SLAB_BYTES", 5000),
+    ):
         return scenarios.gradients([*overrides, "train.offload_fraction=1"], packs)
 
 
@@ -172,7 +175,7 @@ def test_tiles_change_no_more_than_the_order_of_sums(ranks: Ranks, recompute: st
     ],
 )
 def test_cut_documents_and_host_memory(ranks: Ranks, layout: list[str]) -> None:
-    """Keys are gathered once more in backward, in lots of heads."""
+    """Keys are gathered once more in backward, one head group after the other."""
     recipe = ["train.global_batch_size=3", "model.init_std=0.2", "data.doc_multiple=32"]
     cp = int(layout[0][-1])
     expected = ranks(cp).run(scenarios.gradients, [*recipe, layout[0]], PACKS)
@@ -183,7 +186,10 @@ def test_cut_documents_and_host_memory(ranks: Ranks, layout: list[str]) -> None:
 
 
 def curve_with_host(overrides: Sequence[str]) -> dict[str, Any]:
-    with mock.patch.object(saved_tensors, "LEAST_BYTES", 1 << 8), mock.patch.object(offload, "SLAB_BYTES", 5000):
+    with (
+        mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 8),
+        mock.patch.object(offload, "SLAB_BYTES", 5000),
+    ):
         return scenarios.curve(overrides)
 
 
@@ -239,14 +245,14 @@ def test_evaluation_has_tiles_too(ranks: Ranks) -> None:
 def bytes_of_two_passes(pipeline: bool) -> int:
     """On the device, once both are over and before any backward."""
     with (
-        mock.patch.object(saved_tensors, "LEAST_BYTES", 1 << 12),
+        mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 12),
         scenarios.running([*WIDE, "model.num_layers=4", "train.recompute=full", "train.offload_fraction=1"]) as engine,
     ):
-        engine._saving._pipeline = pipeline
+        engine._save_policy.backward_is_next = not pipeline
         with Alive() as alive:
             found = [forward(engine, one_document(engine)) for _ in range(2)]
             assert len(found) == 2
-            return alive.num_bytes() - engine._saving._host.num_bytes
+            return alive.num_bytes() - engine._save_policy.memory.num_bytes
 
 
 def test_a_pipeline_leaves_no_layer_on_the_device(ranks: Ranks) -> None:
@@ -258,7 +264,7 @@ def test_a_pipeline_leaves_no_layer_on_the_device(ranks: Ranks) -> None:
 def changed_while_kept() -> str:
     """A tensor that is kept, changed before backward."""
     x = torch.ones(4, requires_grad=True)
-    with saved_tensors.Saving(again=True).forward_pass(1):
+    with saved_tensors.SavePolicy(recompute=True).forward_pass(1):
         y = x * 2
         z = y * y
     with torch.no_grad():
@@ -271,7 +277,7 @@ def changed_while_kept() -> str:
 
 
 def test_what_is_kept_must_not_change() -> None:
-    assert changed_while_kept() == "changed in place since it was kept"
+    assert changed_while_kept() == "changed in place since it was saved"
 
 
 def test_a_later_layer_that_keeps_the_same_keeps_it_itself(ranks: Ranks) -> None:
@@ -282,21 +288,21 @@ def test_a_later_layer_that_keeps_the_same_keeps_it_itself(ranks: Ranks) -> None
 def shared_by_layers() -> tuple[list[int], bool]:
     device.start("cpu")
     wanted: list[int] = []
-    with mock.patch.object(saved_tensors, "LEAST_BYTES", 8), mock.patch.object(offload, "SLAB_BYTES", 64):
+    with mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 8), mock.patch.object(offload, "SLAB_BYTES", 64):
         table, x = torch.full((8,), 2.0), torch.ones(8, requires_grad=True)
-        memory, bring = offload.HostMemory(torch.device("cpu")), offload.Layers.bring
-        saving = saved_tensors.Saving(again=False, host=memory, pipeline=True)
+        memory, bring = offload.PinnedMemory(torch.device("cpu")), offload.OffloadedLayers.fetch
+        saving = saved_tensors.SavePolicy(recompute=False, memory=memory, backward_is_next=False)
         with saving.forward_pass(3):
             out = x
             for _ in range(3):
-                saved_tensors.begin_layer()
+                saved_tensors.start_layer()
                 out = out * table
 
-        def noted(layers: offload.Layers, number: int) -> None:
+        def noted(layers: offload.OffloadedLayers, number: int) -> None:
             wanted.append(number)
             bring(layers, number)
 
-        with mock.patch.object(offload.Layers, "bring", noted):
+        with mock.patch.object(offload.OffloadedLayers, "fetch", noted):
             out.sum().backward()
     return wanted, x.grad is not None and x.grad.tolist() == [8.0] * 8
 
@@ -306,7 +312,7 @@ def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
     weight = torch.tensor([3.0], requires_grad=True)
     weight.main_grad = torch.tensor([100.0])  # type: ignore[attr-defined]
     x = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]], requires_grad=True)
-    y = _ByTiles.apply(lambda rows: rows * weight, 2, x, weight)
+    y = _TiledRecompute.apply(lambda rows: rows * weight, 2, x, weight)
     assert y.flatten().tolist() == [3.0, 6.0, 12.0, 24.0, 48.0]
     y.sum().backward()
     assert weight.main_grad.tolist() == [100.0 + 1 + 2 + 4 + 8]  # type: ignore[attr-defined]
@@ -318,33 +324,35 @@ def where_kept(fraction: float, pipeline: bool) -> dict[str, Any]:
     """Five layers that keep one tensor each, and one before them: what is stored, what of that has left, and in which
     order backward wants it."""
     device.start("cpu")
-    stored: list[offload.Stored] = []
+    stored: list[offload.OffloadedTensor] = []
     wanted: list[int] = []
-    store, bring = offload.Layers.store, offload.Layers.bring
+    store, bring = offload.OffloadedLayers.store, offload.OffloadedLayers.fetch
 
-    def noted(layers: offload.Layers, flat: torch.Tensor) -> offload.Stored:
+    def noted(layers: offload.OffloadedLayers, flat: torch.Tensor) -> offload.OffloadedTensor:
         stored.append(store(layers, flat))
         return stored[-1]
 
-    def brought(layers: offload.Layers, number: int) -> None:
+    def brought(layers: offload.OffloadedLayers, number: int) -> None:
         wanted.append(number)
         bring(layers, number)
 
     with (
-        mock.patch.object(saved_tensors, "LEAST_BYTES", 8),
+        mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 8),
         mock.patch.object(offload, "SLAB_BYTES", 64),
-        mock.patch.object(offload.Layers, "store", noted),
-        mock.patch.object(offload.Layers, "bring", brought),
+        mock.patch.object(offload.OffloadedLayers, "store", noted),
+        mock.patch.object(offload.OffloadedLayers, "fetch", brought),
     ):
-        memory = offload.HostMemory(torch.device("cpu"))
-        saving = saved_tensors.Saving(again=False, host=memory, fraction=fraction, pipeline=pipeline)
+        memory = offload.PinnedMemory(torch.device("cpu"))
+        saving = saved_tensors.SavePolicy(
+            recompute=False, memory=memory, offload_fraction=fraction, backward_is_next=not pipeline
+        )
         x = torch.zeros(8, requires_grad=True)
         with saving.forward_pass(5):
             out = x.exp()
             for _ in range(5):
-                saved_tensors.begin_layer()
+                saved_tensors.start_layer()
                 out = out.sqrt()
-        blocks = [(one._block, one.tensor is None) for one in stored]
+        blocks = [(one.layer, one.tensor is None) for one in stored]
         out.sum().backward()
         assert x.grad is not None
         return {"blocks": blocks, "wanted": wanted, "gradient": x.grad.tolist()}
@@ -374,23 +382,23 @@ def kept_in_parts() -> list[list[float]]:
     """The halves of one tensor are kept, and weights that are a part of a larger storage."""
     device.start("cpu")
     stored: list[int] = []
-    store = offload.Layers.store
+    store = offload.OffloadedLayers.store
 
-    def noted(layers: offload.Layers, flat: torch.Tensor) -> offload.Stored:
+    def noted(layers: offload.OffloadedLayers, flat: torch.Tensor) -> offload.OffloadedTensor:
         stored.append(flat.numel())
         return store(layers, flat)
 
     with (
-        mock.patch.object(saved_tensors, "LEAST_BYTES", 8),
+        mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 8),
         mock.patch.object(offload, "SLAB_BYTES", 64),
-        mock.patch.object(offload.Layers, "store", noted),
+        mock.patch.object(offload.OffloadedLayers, "store", noted),
     ):
         buffer = torch.full((16,), 3.0)
-        memory = offload.HostMemory(torch.device("cpu"))
-        saving = saved_tensors.Saving(again=False, host=memory, pipeline=True, stays=[buffer[8:]])
+        memory = offload.PinnedMemory(torch.device("cpu"))
+        saving = saved_tensors.SavePolicy(recompute=False, memory=memory, backward_is_next=False, resident=[buffer[8:]])
         x = torch.arange(8.0, requires_grad=True)
         with saving.forward_pass(1):
-            saved_tensors.begin_layer()
+            saved_tensors.start_layer()
             whole = x * buffer[8:]
             first, second = whole.chunk(2)
             out = first * second
@@ -408,11 +416,11 @@ def test_parts_of_a_storage(ranks: Ranks) -> None:
 def kept_as_two_dtypes() -> list[float]:
     """2.0 is 2**30 as an integer: y = 2 x + 2**30 x / 2**30."""
     device.start("cpu")
-    with mock.patch.object(saved_tensors, "LEAST_BYTES", 8), mock.patch.object(offload, "SLAB_BYTES", 64):
-        saving = saved_tensors.Saving(again=False, host=offload.HostMemory(torch.device("cpu")))
+    with mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 8), mock.patch.object(offload, "SLAB_BYTES", 64):
+        saving = saved_tensors.SavePolicy(recompute=False, memory=offload.PinnedMemory(torch.device("cpu")))
         x, table = torch.ones(8, requires_grad=True), torch.full((8,), 2.0)
         with saving.forward_pass(1):
-            saved_tensors.begin_layer()
+            saved_tensors.start_layer()
             out = x * table + x * table.view(torch.int32) * 2.0**-30
         out.sum().backward()
         assert x.grad is not None
@@ -431,12 +439,12 @@ def test_what_nobody_wants_any_more_is_freed(ranks: Ranks, again: bool) -> None:
 def still_there(again: bool) -> tuple[bool, bool]:
     """After a pass: whether an output that its own operation keeps is there once dropped; and while it is held."""
     device.start("cpu")
-    with mock.patch.object(saved_tensors, "LEAST_BYTES", 8), mock.patch.object(offload, "SLAB_BYTES", 64):
-        memory = None if again else offload.HostMemory(torch.device("cpu"))
+    with mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 8), mock.patch.object(offload, "SLAB_BYTES", 64):
+        memory = None if again else offload.PinnedMemory(torch.device("cpu"))
         x = torch.ones(8, requires_grad=True)
         small = torch.ones(1, requires_grad=True)
-        with saved_tensors.Saving(again=again, host=memory).forward_pass(1):
-            saved_tensors.begin_layer()
+        with saved_tensors.SavePolicy(recompute=again, memory=memory).forward_pass(1):
+            saved_tensors.start_layer()
             one = x if again else small  # either stays on the device
             dropped, held = one.exp(), one.exp()
         storages = [StorageWeakRef(out.untyped_storage()) for out in (dropped, held)]
@@ -448,19 +456,19 @@ def computed_again() -> tuple[list[float], bool]:
     """y = z * z of z = x w with w = 2, which is cheap, and not kept."""
     x, weight = torch.arange(4.0, requires_grad=True), torch.tensor([2.0], requires_grad=True)
     taken: list[torch.Tensor] = []
-    take = saved_tensors.Again.take
+    take = saved_tensors.Recompute.restore
 
-    def noted(kept: saved_tensors.Again) -> torch.Tensor:
+    def noted(kept: saved_tensors.Recompute) -> torch.Tensor:
         taken.append(take(kept))
         return taken[-1]
 
     def double(tensor: torch.Tensor) -> torch.Tensor:
         return tensor * weight
 
-    with mock.patch.object(saved_tensors.Again, "take", noted):
-        with saved_tensors.Saving(again=True).forward_pass(1):
+    with mock.patch.object(saved_tensors.Recompute, "restore", noted):
+        with saved_tensors.SavePolicy(recompute=True).forward_pass(1):
             z = double(x)
-            saved_tensors.cheap(z, double, x)
+            saved_tensors.mark_recomputable(z, double, x)
             out = z * z
         out.sum().backward()
     assert x.grad is not None and taken
@@ -474,23 +482,23 @@ def test_what_is_computed_again_has_no_gradient_of_its_own() -> None:
 def rule_of_the_engine(overrides: Sequence[str]) -> dict[str, Any]:
     """What the engine's rule was made of, and the layers it is told of for each microbatch."""
     told: list[int] = []
-    forward_pass = saved_tensors.Saving.forward_pass
+    forward_pass = saved_tensors.SavePolicy.forward_pass
 
-    def noted(saving: saved_tensors.Saving, num_layers: int) -> Any:
+    def noted(saving: saved_tensors.SavePolicy, num_layers: int) -> Any:
         told.append(num_layers)
         return forward_pass(saving, num_layers)
 
-    with mock.patch.object(saved_tensors.Saving, "forward_pass", noted), scenarios.running(overrides) as engine:
+    with mock.patch.object(saved_tensors.SavePolicy, "forward_pass", noted), scenarios.running(overrides) as engine:
         corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
         engine.train_step([scenarios.microbatch_of(engine, [corpus.sample(i)]) for i in range(2)])
-        rule = engine._saving
+        rule = engine._save_policy
         weights = {p.untyped_storage().data_ptr() for chunk in engine.chunks for p in chunk.parameters()}
         return {
-            "again": rule._again,
-            "host": rule._host is not None,
-            "fraction": rule._fraction,
-            "pipeline": rule._pipeline,
-            "weights stay": weights <= rule._stays,
+            "again": rule.recompute,
+            "host": rule.memory is not None,
+            "fraction": rule.offload_fraction,
+            "pipeline": not rule.backward_is_next,
+            "weights stay": weights <= rule.resident,
             "layers": sorted(set(told)),
         }
 
@@ -522,11 +530,11 @@ def test_the_rule_is_what_the_recipe_says(
 
 def test_what_cheap_things_are_made_of_is_not_held_once_the_pass_is_over() -> None:
     x = torch.ones(8, requires_grad=True)
-    with saved_tensors.Saving(again=True).forward_pass(1):
+    with saved_tensors.SavePolicy(recompute=True).forward_pass(1):
         held = x.exp()
         given = torch.ones(8)
         copy = given.clone()
-        saved_tensors.cheap(copy, torch.clone, given)
+        saved_tensors.mark_recomputable(copy, torch.clone, given)
     storage = StorageWeakRef(given.untyped_storage())
     del given, copy
     assert storage.expired() and held.requires_grad

@@ -50,7 +50,7 @@ class Cuda:
         self.faults: list[str] = []
         self.copied: dict[int, tuple[Stream, int]] = {}  # by address of the host memory
         self.fetched: dict[int, tuple[Stream, int]] = {}  # by tensor
-        self.stored: weakref.WeakSet[offload.Stored] = weakref.WeakSet()
+        self.stored: weakref.WeakSet[offload.OffloadedTensor] = weakref.WeakSet()
         names = dict(Stream=Stream, current_stream=lambda: self._current, stream=self._inside)
         stand_in = SimpleNamespace(
             cuda=SimpleNamespace(**names), empty=self._empty, uint8=torch.uint8, device=torch.device, Tensor=Tensor
@@ -89,13 +89,13 @@ class Cuda:
 
     def _freed(self, work: tuple[Stream, int], room: list[Tensor] | None) -> None:
         """room: it was copied there, which matters as long as somebody may come for it."""
-        wanted = room is None or any(stored.room is room for stored in self.stored)
+        wanted = room is None or any(stored.slices is room for stored in self.stored)
         if wanted and not self.compute.knows(work):
             self.faults.append("memory used for something else while it is copied")
 
-    def take(self, stored: offload.Stored) -> Tensor:
+    def take(self, stored: offload.OffloadedTensor) -> Tensor:
         self.compute.work()
-        tensor = stored.take()
+        tensor = stored.restore()
         if id(tensor) in self.fetched and not self.compute.knows(self.fetched[id(tensor)]):
             self.faults.append("used before it was fetched")
         return tensor
@@ -112,11 +112,11 @@ def made(layer: int, number: int) -> Tensor:
     return torch.full((size,), layer + number / 4, dtype=dtype)
 
 
-def passed(cuda: Cuda, memory: offload.HostMemory, num_layers: int) -> list[list[offload.Stored]]:
+def passed(cuda: Cuda, memory: offload.PinnedMemory, num_layers: int) -> list[list[offload.OffloadedTensor]]:
     """A forward pass."""
-    layers, found = offload.Layers(memory), []
+    layers, found = offload.OffloadedLayers(memory), []
     for layer in range(num_layers):
-        layers.begin()
+        layers.start_layer()
         found.append([])
         for number in range(3):
             tensor = made(layer, number)
@@ -126,12 +126,12 @@ def passed(cuda: Cuda, memory: offload.HostMemory, num_layers: int) -> list[list
     return found
 
 
-def on_device(found: list[list[offload.Stored]]) -> list[int]:
+def on_device(found: list[list[offload.OffloadedTensor]]) -> list[int]:
     return [sum(stored.tensor is not None for stored in layer) for layer in found]
 
 
 def test_everything_comes_back_in_order(cuda: Cuda) -> None:
-    memory = offload.HostMemory(torch.device("cpu"))
+    memory = offload.PinnedMemory(torch.device("cpu"))
     for _ in range(2):
         found = passed(cuda, memory, 5)
         assert on_device(found) == [0, 0, 0, 3, 3]
@@ -147,7 +147,7 @@ def test_everything_comes_back_in_order(cuda: Cuda) -> None:
 
 
 def test_what_is_wanted_again_is_fetched_again(cuda: Cuda) -> None:
-    memory = offload.HostMemory(torch.device("cpu"))
+    memory = offload.PinnedMemory(torch.device("cpu"))
     found = passed(cuda, memory, 3)
     cuda.take(found[0][1])
     found[0][1].tensor = None
@@ -157,7 +157,7 @@ def test_what_is_wanted_again_is_fetched_again(cuda: Cuda) -> None:
 
 def test_a_pass_without_a_backward_gives_its_memory_back(cuda: Cuda) -> None:
     """While a copy is under way, that is: nobody waited for the last layers' copies, nor for what was fetched."""
-    memory = offload.HostMemory(torch.device("cpu"))
+    memory = offload.PinnedMemory(torch.device("cpu"))
     found = passed(cuda, memory, 4)
     cuda.take(found[1][0])  # and layer 0 on its way
     del found
@@ -168,23 +168,23 @@ def test_a_pass_without_a_backward_gives_its_memory_back(cuda: Cuda) -> None:
 
 def test_all_of_a_pass_may_leave(cuda: Cuda) -> None:
     """With a pipeline other passes come before backward; the first layer that is wanted is fetched then."""
-    memory = offload.HostMemory(torch.device("cpu"))
-    layers = offload.Layers(memory)
-    found: list[list[offload.Stored]] = []
+    memory = offload.PinnedMemory(torch.device("cpu"))
+    layers = offload.OffloadedLayers(memory)
+    found: list[list[offload.OffloadedTensor]] = []
     for layer in range(2):
-        layers.begin()
+        layers.start_layer()
         cuda.compute.work()
         found.append([layers.store(made(layer, 0))])
         cuda.stored.update(found[-1])
-    layers.end()
+    layers.evict_all()
     assert on_device(found) == [0, 0]
     for layer in (1, 0):
         assert torch.equal(cuda.take(found[layer][0]), made(layer, 0))
     assert not cuda.faults
 
 
-def test_memory_that_cannot_be_locked_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = offload.HostMemory(torch.device("cpu"))
+def test_memory_that_cannot_be_pinned_is_an_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = offload.PinnedMemory(torch.device("cpu"))
     memory.borrow()
 
     def full(*told: Any, **named: Any) -> Tensor:
@@ -197,7 +197,7 @@ def test_memory_that_cannot_be_locked_is_told(cuda: Cuda, monkeypatch: pytest.Mo
 
 def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
     """As with pipeline stages."""
-    memory = offload.HostMemory(torch.device("cpu"))
+    memory = offload.PinnedMemory(torch.device("cpu"))
     first, second = passed(cuda, memory, 3), passed(cuda, memory, 2)
     for found, num_layers in ((first, 3), (second, 2)):
         for layer in reversed(range(num_layers)):
@@ -211,14 +211,14 @@ def test_two_passes_at_a_time_do_not_share(cuda: Cuda) -> None:
 @pytest.mark.parametrize(
     "broken, fault",
     [
-        ("leave", "memory used for something else while it is copied"),
-        ("bring", "used before it was fetched"),
+        ("evict", "memory used for something else while it is copied"),
+        ("fetch", "used before it was fetched"),
     ],
 )
 def test_this_test_can_fail(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, broken: str, fault: str) -> None:
     monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
-    found = passed(cuda, offload.HostMemory(torch.device("cpu")), 4)
-    if broken == "bring":
+    found = passed(cuda, offload.PinnedMemory(torch.device("cpu")), 4)
+    if broken == "fetch":
         cuda.take(found[0][0])
     assert fault in cuda.faults
 
@@ -232,7 +232,7 @@ def test_slabs_are_page_locked_for_a_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyP
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr(offload.torch, "empty", empty)
-    assert len(offload.HostMemory(torch.device(name)).borrow()) == SLAB
+    assert len(offload.PinnedMemory(torch.device(name)).borrow()) == SLAB
     assert asked == [{"dtype": torch.uint8, "pin_memory": pinned}]
 
 

@@ -127,7 +127,7 @@ FP8_REFUSED = {
     "too old a release": (
         (HOPPER, "2.2.1", "13.0"),
         "blockwise",
-        "run.fp8 = blockwise: it needs Transformer Engine 2.3, and 2.2 is here.  This GPU can run: delayed, "
+        "run.fp8 = blockwise: it needs Transformer Engine 2.3, and 2.2 is installed.  This GPU can run: delayed, "
         "tensorwise, null.",
     ),
     "too old a CUDA": (
@@ -155,7 +155,7 @@ def test_releases_that_bring_fp8(gpu: Callable[..., None]) -> None:
         gpu(BLACKWELL, f"{since}.0+abc")
         assert choose(config(f"run.fp8={name}"), "cuda").name == "te"
         gpu(BLACKWELL, f"{before}.9")
-        with pytest.raises(ConfigError, match=f"it needs Transformer Engine {since}, and {before} is here"):
+        with pytest.raises(ConfigError, match=f"it needs Transformer Engine {since}, and {before} is installed"):
             choose(config(f"run.fp8={name}"), "cuda")
 
 

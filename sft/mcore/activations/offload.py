@@ -1,9 +1,9 @@
-"""Host memory for what layers keep: copied out while the next layer computes, fetched a layer ahead in backward.
+"""Activation offload: what layers save for backward waits in pinned host memory, and is fetched a layer ahead.
 
-Two layers' worth is on the GPU at a time: that of the layer at work, and that of the one before, on its way.  Where
-backward comes at once the last two never leave, and are not copied; in a pipeline's earlier stages they do.
-Copies have a stream of their own, one for both directions, so what is fetched was written before.  A GPU is never
-waited for: streams wait for each other.
+The GPU holds the saved tensors of two layers at a time: of the layer that is being computed, and of the one before it,
+which is being copied.  Where backward follows a forward pass at once, the last two layers stay and are not copied; on
+the earlier stages of a pipeline they leave as well.  One stream does the copies of both directions in order, so that
+nothing is fetched before it was written.  Streams wait for each other; the host never waits for the GPU.
 
 Pinned memory is taken in slabs, which are kept for the next pass: torch would round every tensor up to a power of two.
 """
@@ -21,22 +21,22 @@ from sft.errors import StorageError
 SLAB_BYTES = 1 << 28
 
 
-class HostMemory:
-    """Slabs of pinned memory, and the stream of copies.  On a CPU: plain memory, and all in order."""
+class PinnedMemory:
+    """Slabs of pinned host memory, and the stream of copies.  On a CPU: plain memory, and copies in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.slab_bytes = device, SLAB_BYTES
         self.stream = torch.cuda.Stream()
-        self.num_slabs = 0  # ever taken
+        self.num_slabs = 0  # allocated so far; slabs are never freed
         self._free: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory that is held."""
+        """Of all slabs, free ones included."""
         return self.num_slabs * self.slab_bytes
 
     def borrow(self) -> Tensor:
-        """uint8 [slab_bytes]"""
+        """uint8 [slab_bytes].  Raises StorageError where no more memory can be pinned."""
         if self._free:
             return self._free.pop()
         try:
@@ -54,117 +54,123 @@ class HostMemory:
         self._free += slabs
 
 
-class Layers:
-    """What the layers of one forward pass keep.  Its slabs go back when nothing refers to it: after backward."""
+class OffloadedLayers:
+    """The offloaded tensors of one forward pass, layer by layer; 0 is what comes before the first layer.
 
-    def __init__(self, host: HostMemory) -> None:
-        self.host = host
+    Its slabs go back when nothing refers to it any more: after backward.
+    """
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        self.memory = memory
         self._slabs: list[Tensor] = []
-        self._used = host.slab_bytes  # of the last slab
-        self._blocks = [_Block()]  # the first is for what comes before layers
+        self._num_used = memory.slab_bytes  # bytes of the last slab
+        self._layers = [_LayerTensors()]
 
     def __del__(self) -> None:
-        self.host.give_back(self._slabs)
+        self.memory.give_back(self._slabs)
 
     @property
-    def begun(self) -> int:
-        """Layers that have."""
-        return len(self._blocks) - 1
+    def num_started(self) -> int:
+        """Layers whose forward has started."""
+        return len(self._layers) - 1
 
-    def begin(self) -> None:
-        """A layer begins: from now on the memory of the one before last may be used for something else."""
-        self._blocks[-1].copied = self.host.stream.record_event()
-        if len(self._blocks) > 1:
-            self._blocks[-2].leave()
-        self._blocks.append(_Block())
+    def start_layer(self) -> None:
+        """The next layer starts: what the last but one saved leaves the device."""
+        self._layers[-1].copied_out = self.memory.stream.record_event()
+        if len(self._layers) > 1:
+            self._layers[-2].evict()
+        self._layers.append(_LayerTensors())
 
-    def store(self, flat: Tensor) -> "Stored":
-        """flat: [n], of any dtype, on the device."""
-        room = list(self._room(flat.numel() * flat.element_size()))
-        self.host.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.host.stream):
-            _copy(flat, room, out=True)
-        stored = Stored(self, self.begun, flat, room)
-        self._blocks[-1].members.append(weakref.ref(stored))
+    def store(self, flat: Tensor) -> "OffloadedTensor":
+        """Start the copy to host memory of `flat` [n], of any dtype, on the device."""
+        slices = list(self._allocate(flat.numel() * flat.element_size()))
+        self.memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.memory.stream):
+            _copy(flat, slices, out=True)
+        stored = OffloadedTensor(self, self.num_started, flat, slices)
+        self._layers[-1].references.append(weakref.ref(stored))
         return stored
 
-    def end(self) -> None:
-        """All of it may leave: backward is not what comes next."""
-        self._blocks[-1].copied = self.host.stream.record_event()
-        for block in self._blocks[-2:]:
-            block.leave()
+    def evict_all(self) -> None:
+        """The pass is over and another one is next, not its backward: everything leaves the device."""
+        self._layers[-1].copied_out = self.memory.stream.record_event()
+        for layer in self._layers[-2:]:
+            layer.evict()
 
-    def bring(self, number: int) -> None:
-        """Have what a block keeps on the device, and what backward comes to next on its way."""
-        for block in self._blocks[number], self._blocks[max(0, number - 1)]:
-            block.fetch(self.host)
-        self.arrived(number)
+    def fetch(self, layer: int) -> None:
+        """Backward reaches `layer`: fetch its tensors if they are not here, and start to fetch the layer before."""
+        for tensors in self._layers[layer], self._layers[max(0, layer - 1)]:
+            tensors.fetch(self.memory)
+        self.wait_for_fetch(layer)
 
-    def arrived(self, number: int) -> None:
-        """What computes from here on comes after anything that was being fetched into the block."""
-        if (event := self._blocks[number].arrived) is not None:
+    def wait_for_fetch(self, layer: int) -> None:
+        """What the current stream computes from now on comes after the copies to that layer's tensors."""
+        if (event := self._layers[layer].fetched) is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def _room(self, num_bytes: int) -> Iterator[Tensor]:
+    def _allocate(self, num_bytes: int) -> Iterator[Tensor]:
+        """Slices of slabs, uint8, with so many bytes in all."""
         while num_bytes:
-            if self._used == self.host.slab_bytes:
-                self._slabs.append(self.host.borrow())
-                self._used = 0
-            taken = min(num_bytes, self.host.slab_bytes - self._used)
-            yield self._slabs[-1][self._used : self._used + taken]
-            self._used += taken
-            num_bytes -= taken
+            if self._num_used == self.memory.slab_bytes:
+                self._slabs.append(self.memory.borrow())
+                self._num_used = 0
+            length = min(num_bytes, self.memory.slab_bytes - self._num_used)
+            yield self._slabs[-1][self._num_used : self._num_used + length]
+            self._num_used += length
+            num_bytes -= length
 
 
-class Stored:
-    """A tensor [n] in host memory, and on the device while it is needed there.  autograd alone refers to it."""
+class OffloadedTensor:
+    """A tensor [n] in host memory, and on the device while it is needed there.  Only autograd refers to it."""
 
-    def __init__(self, layers: Layers, block: int, flat: Tensor, room: list[Tensor]) -> None:
-        self._layers, self._block = layers, block
-        self.room, self.dtype, self.length = room, flat.dtype, flat.numel()
-        self.tensor: Tensor | None = flat
+    def __init__(self, layers: OffloadedLayers, layer: int, flat: Tensor, slices: list[Tensor]) -> None:
+        self._layers, self.layer = layers, layer
+        self.slices, self.dtype, self.length = slices, flat.dtype, flat.numel()
+        self.tensor: Tensor | None = flat  # None: in host memory only
 
     def __del__(self) -> None:
-        self._layers.arrived(self._block)  # where nobody came for it, its memory is still being written
+        # Fetched, but not used by backward: the copy may still write to this memory.
+        self._layers.wait_for_fetch(self.layer)
 
-    def take(self) -> Tensor:
-        self._layers.bring(self._block)
+    def restore(self) -> Tensor:
+        self._layers.fetch(self.layer)
         assert self.tensor is not None
         return self.tensor
 
 
-class _Block:
-    """What one layer keeps."""
+class _LayerTensors:
+    """The offloaded tensors of one layer."""
 
     def __init__(self) -> None:
-        self.members: list[weakref.ref[Stored]] = []
-        self.copied: Any = None  # event
-        self.arrived: Any = None  # event
+        self.references: list[weakref.ref[OffloadedTensor]] = []
+        self.copied_out: Any = None  # event: all are in host memory
+        self.fetched: Any = None  # event: all are on the device again
 
-    def leave(self) -> None:
-        """Off the device, once copied."""
-        torch.cuda.current_stream().wait_event(self.copied)
-        for member in self._alive():
-            member.tensor = None
+    def evict(self) -> None:
+        """Free their device memory, once they are copied."""
+        torch.cuda.current_stream().wait_event(self.copied_out)
+        for tensor in self._alive():
+            tensor.tensor = None
 
-    def fetch(self, host: HostMemory) -> None:
-        missing = [member for member in self._alive() if member.tensor is None]
+    def fetch(self, memory: PinnedMemory) -> None:
+        missing = [tensor for tensor in self._alive() if tensor.tensor is None]
         if not missing:
             return
-        for member in missing:  # memory of the stream that computes
-            member.tensor = torch.empty(member.length, dtype=member.dtype, device=host.device)
-        host.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(host.stream):
-            for member in missing:
-                assert member.tensor is not None
-                _copy(member.tensor, member.room, out=False)
-            self.arrived = host.stream.record_event()
+        for tensor in missing:  # allocated on the stream that computes, which will free it
+            tensor.tensor = torch.empty(tensor.length, dtype=tensor.dtype, device=memory.device)
+        memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.stream):
+            for tensor in missing:
+                assert tensor.tensor is not None
+                _copy(tensor.tensor, tensor.slices, out=False)
+            self.fetched = memory.stream.record_event()
 
-    def _alive(self) -> list[Stored]:
-        return [member for reference in self.members if (member := reference()) is not None]
+    def _alive(self) -> list[OffloadedTensor]:
+        return [tensor for reference in self.references if (tensor := reference()) is not None]
 
 
-def _copy(flat: Tensor, room: list[Tensor], *, out: bool) -> None:
-    """Between the device and host memory: out of the device, or back."""
-    for here, there in zip(flat.view(torch.uint8).split([len(piece) for piece in room]), room, strict=True):
-        (there if out else here).copy_(here if out else there, non_blocking=True)
+def _copy(flat: Tensor, slices: list[Tensor], *, out: bool) -> None:
+    """Between a tensor on the device and slices of host memory.  out: to the host; else from it"""
+    parts = flat.view(torch.uint8).split([len(piece) for piece in slices])
+    for on_device, on_host in zip(parts, slices, strict=True):
+        (on_host if out else on_device).copy_(on_device if out else on_host, non_blocking=True)

@@ -1,16 +1,17 @@
-"""What the forward pass of a model chunk keeps for backward: as it is, in host memory, or as a way to have it again.
+"""What autograd keeps of each tensor that the forward pass of a model chunk saves for backward.
 
-autograd asks for every tensor that an operation keeps (torch.autograd.graph.saved_tensors_hooks).  Here it gets
+autograd hands over every tensor that an operation saves (torch.autograd.graph.saved_tensors_hooks), and gets instead
 
-    again   what a norm gave: computed once more when backward asks for it, from what the norm was given
-    host    anything large: a copy in host memory, fetched a layer ahead (`host.py`)
-    ahead   in the first layer that stays on the device: itself, and the layer before is on its way
-    itself  all the rest: weights, small tensors, and everything while nothing of this is wanted
+    Recompute        for the output of a norm: its inputs, from which backward computes it once more
+    OffloadedTensor  for any other large tensor of an offloaded layer: a copy in host memory (offload.py)
+    Prefetch         in the first layer that is not offloaded: the tensor itself.  When backward reaches it, the layer
+                     before is fetched
+    Resident         for the rest, the tensor itself: weights, small tensors, and everything where neither
+                     train.recompute nor train.offload_fraction asks for more
 
-No gradient flows through what is computed again: the norm's own backward has that.
+A recomputed tensor gets no gradient of its own: the norm's own backward has it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,66 +21,70 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sft.mcore.activations.offload import HostMemory, Layers
+from sft.mcore.activations.offload import OffloadedLayers, PinnedMemory
+from sft.mcore.activations.offload_plan import num_offloaded_layers
 
-LEAST_BYTES = 1 << 20  # smaller tensors stay where they are
+MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device
 
 
-class Kept(Protocol):
-    """What stands for a tensor until backward wants it."""
+class SavedTensor(Protocol):
+    """What autograd keeps in place of a tensor until backward wants it."""
 
-    def take(self) -> Tensor: ...
+    def restore(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Itself:
+class Resident:
+    """The tensor itself.  version: of its content when it was saved"""
+
     tensor: Tensor
     version: int
 
-    def take(self) -> Tensor:
-        assert self.tensor._version == self.version, "changed in place since it was kept"  # autograd leaves that to us
+    def restore(self) -> Tensor:
+        # autograd leaves this check to the hooks.
+        assert self.tensor._version == self.version, "changed in place since it was saved"
         return self.tensor
 
 
 @dataclass(frozen=True)
-class Again:
+class Recompute:
     compute: Callable[..., Tensor]
-    inputs: tuple[Kept, ...]
+    inputs: tuple[SavedTensor, ...]
 
-    def take(self) -> Tensor:
+    def restore(self) -> Tensor:
         with torch.no_grad():
-            return self.compute(*(kept.take() for kept in self.inputs))
+            return self.compute(*(saved.restore() for saved in self.inputs))
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Wanted in the backward of block `number`, the first whose memory stayed: have the one before it fetched."""
+class Prefetch:
+    """Saved by `layer`, the first one that is not offloaded.  When backward wants it, the layer before is fetched."""
 
-    kept: Kept
-    layers: Layers
-    number: int
+    saved: SavedTensor
+    layers: OffloadedLayers
+    layer: int
 
-    def take(self) -> Tensor:
-        self.layers.bring(self.number)
-        return self.kept.take()
+    def restore(self) -> Tensor:
+        self.layers.fetch(self.layer)
+        return self.saved.restore()
 
 
 @dataclass(frozen=True)
-class View:
-    """A part of what is kept, or another shape of it."""
+class SavedView:
+    """A part of a saved storage, or another shape of it."""
 
-    kept: Kept
+    saved: SavedTensor
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
-    def take(self) -> Tensor:
-        return self.kept.take().as_strided(self.size, self.stride, self.offset)
+    def restore(self) -> Tensor:
+        return self.saved.restore().as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
-class _Cheap:
-    """How to have the content of a storage again."""
+class _Recomputable:
+    """A storage, and how to compute its content once more."""
 
     storage: StorageWeakRef
     compute: Callable[..., Tensor]
@@ -87,131 +92,144 @@ class _Cheap:
 
 
 @dataclass(frozen=True)
-class _Before:
-    """What a storage is kept as, and by which layer."""
+class _SavedStorage:
+    """A whole storage that was saved, and by which layer."""
 
     storage: StorageWeakRef
-    kept: Kept
+    saved: SavedTensor
     layer: int
 
 
-class Saving:
-    """The rule of one model chunk.
+class SavePolicy:
+    """What the forward passes of one model chunk save, and where.
 
-    again     compute again what is cheap
-    host      where large tensors go; None: nowhere
-    fraction  of the layers, the first ones, of which they go there: backward comes to them last
-    pipeline  other passes may come before this one's backward; else it comes at once, and the last two layers stay
-    stays     weights, which are there anyway
+    recompute         outputs that norms mark with `mark_recomputable` are computed once more in backward
+    memory            where large tensors go; None: nowhere
+    offload_fraction  of the layers, the first ones, whose tensors go there: backward reaches them last
+    backward_is_next  backward follows each forward pass at once, so that the last two layers stay on the device
+    resident          tensors that are on the device anyway: weights
     """
 
     def __init__(
         self,
         *,
-        again: bool,
-        host: HostMemory | None = None,
-        fraction: float = 1.0,
-        pipeline: bool = False,
-        stays: Iterable[Tensor] = (),
+        recompute: bool,
+        memory: PinnedMemory | None = None,
+        offload_fraction: float = 1.0,
+        backward_is_next: bool = True,
+        resident: Iterable[Tensor] = (),
     ) -> None:
-        self._again, self._host, self._fraction, self._pipeline = again, host, fraction, pipeline
-        self._stays = {tensor.untyped_storage().data_ptr() for tensor in stays}
+        self.recompute, self.memory = recompute, memory
+        self.offload_fraction, self.backward_is_next = offload_fraction, backward_is_next
+        self.resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
 
     @contextmanager
     def forward_pass(self, num_layers: int) -> Iterator[None]:
-        """Around a forward pass; what is recomputed in backward is kept as autograd has it."""
-        global _now
-        if not (self._again or self._host) or not torch.is_grad_enabled():
+        """Around a forward pass.  What full recomputation computes in backward is saved as autograd saves it."""
+        global _current_pass
+        if not (self.recompute or self.memory) or not torch.is_grad_enabled():
             yield
             return
-        assert _now is None
-        to_host = min(math.ceil(self._fraction * num_layers), num_layers if self._pipeline else max(0, num_layers - 2))
-        _now = pass_ = _Pass(self._again, self._host, to_host, self._stays)
+        assert _current_pass is None
+        _current_pass = this_pass = _ForwardPass(self, num_layers)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pass_.keep, lambda kept: kept.take()):
+            with torch.autograd.graph.saved_tensors_hooks(this_pass.save, lambda saved: saved.restore()):
                 yield
-            if pass_.layers is not None and self._pipeline:
-                pass_.layers.end()
+            if this_pass.layers is not None and not self.backward_is_next:
+                this_pass.layers.evict_all()
         finally:
-            _now = None
-            pass_.end()
+            _current_pass = None
+            this_pass.end()
 
 
-class _Pass:
-    """One forward pass."""
+class _ForwardPass:
+    """What one forward pass has saved so far."""
 
-    def __init__(self, again: bool, host: HostMemory | None, layers_to_host: int, stays: set[int]) -> None:
-        self.again, self.layers = again, None if host is None else Layers(host)
-        self._layers_to_host, self._stays = layers_to_host, stays
-        self._cheap: dict[int, _Cheap] = {}  # by address
-        self._kept: dict[tuple[int, torch.dtype], _Before] = {}  # whole storages, once each
+    def __init__(self, policy: SavePolicy, num_layers: int) -> None:
+        self.recompute, self._resident = policy.recompute, policy.resident
+        self.layers = None if policy.memory is None else OffloadedLayers(policy.memory)
+        self._num_offloaded = num_offloaded_layers(
+            policy.offload_fraction, num_layers, backward_is_next=policy.backward_is_next
+        )
+        self._recomputable: dict[int, _Recomputable] = {}  # by address
+        self._saved: dict[tuple[int, torch.dtype], _SavedStorage] = {}  # by address; whole storages, once each
 
-    def add(self, out: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
-        for key in [key for key, cheap in self._cheap.items() if cheap.storage.expired()]:
-            del self._cheap[key]
+    def mark(self, out: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        for address in [key for key, marked in self._recomputable.items() if marked.storage.expired()]:
+            del self._recomputable[address]
         storage = out.untyped_storage()
-        self._cheap[storage.data_ptr()] = _Cheap(StorageWeakRef(storage), compute, tuple(x.detach() for x in inputs))
+        inputs = tuple(tensor.detach() for tensor in inputs)
+        self._recomputable[storage.data_ptr()] = _Recomputable(StorageWeakRef(storage), compute, inputs)
 
     def end(self) -> None:
-        """autograd, which has the hook as long as what it gave, is now the only one to refer to that."""
-        self._cheap.clear()
-        self._kept.clear()
+        """Drop all references: from now on only autograd keeps what it was given."""
+        self._recomputable.clear()
+        self._saved.clear()
 
-    def keep(self, tensor: Tensor) -> Kept:
-        """The pack hook."""
+    def save(self, tensor: Tensor) -> SavedTensor:
+        """The pack hook of torch's saved_tensors_hooks."""
         storage = tensor.untyped_storage()
-        whole = self._whole(tensor, storage)
-        if whole is None:
-            itself = Itself(tensor.detach(), tensor._version)  # with its own node it would keep itself alive
-            if self.layers is None or self._layer != self._layers_to_host + 1:
-                return itself
-            return Ahead(itself, self.layers, self._layer)
-        return View(whole, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        whole = self._save_storage(tensor, storage)
+        if whole is not None:
+            return SavedView(whole, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        # Detached: with its own node, the tensor would keep itself alive.
+        resident = Resident(tensor.detach(), tensor._version)
+        if self.layers is None or self._layer != self._num_offloaded + 1:
+            return resident
+        return Prefetch(resident, self.layers, self._layer)
 
     @property
     def _layer(self) -> int:
-        return 0 if self.layers is None else self.layers.begun
+        """That is being computed, from 1; 0 before the first."""
+        return 0 if self.layers is None else self.layers.num_started
 
-    def _whole(self, tensor: Tensor, storage: torch.UntypedStorage) -> Kept | None:
-        """What the whole storage of the tensor is kept as; None: as it is."""
+    def _save_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensor | None:
+        """The whole storage of the tensor, to recompute or offloaded; None: it stays on the device."""
         key = storage.data_ptr(), tensor.dtype
-        before = self._kept.get(key)
-        if before is not None and not before.storage.expired():
-            # One that several layers keep stays: the first of them, whose it is, would have to come before its turn.
-            return before.kept if before.layer == self._layer else None
-        cheap = self._cheap.get(storage.data_ptr())
-        kept: Kept | None = None
-        if cheap is not None and not cheap.storage.expired():
-            kept = Again(cheap.compute, tuple(self.keep(x) for x in cheap.inputs))
-        elif self._goes_to_host(tensor, storage):
+        earlier = self._saved.get(key)
+        if earlier is not None and not earlier.storage.expired():
+            # Shared by several layers: only the first offloads it.  The later ones save the tensor itself; otherwise
+            # backward of the last layer would have to fetch all that the first one saved.
+            return earlier.saved if earlier.layer == self._layer else None
+        marked = self._recomputable.get(storage.data_ptr())
+        saved: SavedTensor | None = None
+        if marked is not None and not marked.storage.expired():
+            saved = Recompute(marked.compute, tuple(self.save(tensor) for tensor in marked.inputs))
+        elif self._is_offloaded(tensor, storage):
             assert self.layers is not None
-            kept = self.layers.store(tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0))
-        if kept is not None:
-            self._kept[key] = _Before(StorageWeakRef(storage), kept, self._layer)
-        return kept
+            flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            saved = self.layers.store(flat)
+        if saved is not None:
+            self._saved[key] = _SavedStorage(StorageWeakRef(storage), saved, self._layer)
+        return saved
 
-    def _goes_to_host(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    def _is_offloaded(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         return (
             self.layers is not None
-            and self._layer <= self._layers_to_host
-            and tensor.device == self.layers.host.device
-            and storage.nbytes() >= LEAST_BYTES
-            and storage.data_ptr() not in self._stays
+            and self._layer <= self._num_offloaded
+            and tensor.device == self.layers.memory.device
+            and storage.nbytes() >= MIN_OFFLOADED_BYTES
+            and storage.data_ptr() not in self._resident
         )
 
 
-_now: _Pass | None = None  # backward never runs inside of a forward pass
+# The forward pass that runs in this process, set by `SavePolicy.forward_pass`; None outside of one, so also while
+# backward runs.  State of the module, as the stack of torch's own saved-tensor hooks is: layers and norms are built and
+# called by megatron-core, which has no argument that would hand the pass down to them.
+_current_pass: _ForwardPass | None = None
 
 
-def cheap(out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
-    """Tell that `compute(*inputs)` gives `out` again, at next to no cost.  `out` must be contiguous, and all of its
-    storage."""
-    if _now is not None and _now.again and torch.is_grad_enabled():
+def mark_recomputable(out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
+    """Declare that `compute(*inputs)` gives `out` once more at next to no cost.
+
+    `out` must be contiguous and fill its storage.  No effect outside of a forward pass that recomputes.
+    """
+    if _current_pass is not None and _current_pass.recompute and torch.is_grad_enabled():
         assert out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.element_size()
-        _now.add(out, compute, inputs)
+        _current_pass.mark(out, compute, inputs)
 
 
-def begin_layer() -> None:
-    """What is kept from here on is the next layer's."""
-    if _now is not None and _now.layers is not None:
-        _now.layers.begin()
+def start_layer() -> None:
+    """What is saved from here on belongs to the next layer."""
+    if _current_pass is not None and _current_pass.layers is not None:
+        _current_pass.layers.start_layer()

@@ -120,6 +120,7 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/config_docs.py --check
+	$(BIN)/python -m tools.room_diagram --check
 	$(BIN)/python tools/metrics_docs.py --check
 
 fmt: $(READY)
@@ -128,6 +129,7 @@ fmt: $(READY)
 
 docs: $(READY)
 	$(BIN)/python tools/config_docs.py
+	$(BIN)/python -m tools.room_diagram
 	$(BIN)/python tools/metrics_docs.py
 
 clean:

@@ -1,4 +1,4 @@
-"""`python -m sft`: the same as the `sft` command, and what torchrun starts."""
+"""`python -m sft`, which torchrun starts: the same as the `sft` command."""
 
 from sft.cli import run
 

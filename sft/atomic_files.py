@@ -1,4 +1,4 @@
-"""Atomic replacement of files: after a crash at any instant, a reader finds either the old or the new content.
+"""Atomic replacement of files.  After a crash at any instant, a reader finds either the old or the new content.
 
 Decides how a file is replaced and when it is on the disk.  Does not decide what is in it.
 """

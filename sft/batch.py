@@ -1,4 +1,4 @@
-"""The data contract: what a sample, a pack and a microbatch are.  The only types that data and model share.
+"""The types that data and model share: sample, pack and microbatch.
 
     Sample      one tokenised conversation                               (numpy, no padding)
     Pack        documents laid end to end, each padded to doc_multiple   (numpy, every rank the same)

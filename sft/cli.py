@@ -1,4 +1,4 @@
-"""The command line: `sft train`, `sft check`, `sft status` and `sft data`.
+"""The command line of sft, its arguments and exit codes.
 
 Decides which arguments there are, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
 sft/commands.py holds what the commands do.

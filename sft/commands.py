@@ -130,7 +130,8 @@ def inspect(arguments: Namespace) -> None:
 
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     text = inspect_data(
-        recipe,
+        recipe.config,
+        recipe.path,
         num_previews=arguments.samples,
         as_json=arguments.json,
         color=color,

@@ -1,0 +1,1 @@
+"""From rows of files to microbatches, by way of chats, the cache and packs."""

@@ -1,7 +1,7 @@
-"""THE WALL: the only package that imports megatron or transformer_engine.
+"""The wall, the only package that imports megatron or transformer_engine.
 
-What core says while it is imported (that Apex is missing, that a class of its own is deprecated) is not news to the
-user of this trainer, so it is silenced here, before anything of core is imported.
+Core prints warnings while it is imported (that Apex is missing, that a class of its own is deprecated).  They do not
+concern the user of this trainer, so they are silenced here, before anything of core is imported.
 """
 
 import logging
@@ -13,4 +13,4 @@ warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
 warnings.filterwarnings("ignore", message=r"Please use DTensor instead")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 logging.getLogger("megatron").setLevel(logging.ERROR)
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # core imports it; no CUDA is no news on a CPU
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # core imports it; on a CPU it warns that there is no CUDA

@@ -1,0 +1,1 @@
+"""From the sums of a step to the numbers in the log."""

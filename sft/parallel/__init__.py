@@ -1,0 +1,1 @@
+"""Layout arithmetic, context-parallel sharding, and collectives for small messages; no megatron."""

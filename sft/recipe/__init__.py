@@ -1,0 +1,1 @@
+"""From YAML and overrides to a Config, with the origin of every value."""

@@ -9,7 +9,14 @@ from tools.lint.source import Source
 
 FOREIGN = {  # names of other software, and of files that a user has
     *("GraceTime", "KillWait", "PreemptMode", "JobRequeue", "PreemptParameters", "TransformerConfig"),
-    *("HybridDeviceOptimizer", "_extra_state", "_communicate_shapes", "lm_head.weight", "Dataset.save_to_disk"),
+    *(
+        "ParallelDims",
+        "HybridDeviceOptimizer",
+        "_extra_state",
+        "_communicate_shapes",
+        "lm_head.weight",
+        "Dataset.save_to_disk",
+    ),
 }
 
 

@@ -6,28 +6,37 @@ Decides what is refused before anything is tokenised: a picture that could not b
 import json
 from pathlib import Path
 
+from sft.config import Config
 from sft.console import Console
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.inspect.survey import take_survey
 from sft.data.inspect.text import survey_lines
 from sft.errors import ConfigError
-from sft.recipe.resolved import Recipe
 
 
 def inspect(
-    recipe: Recipe, *, num_previews: int, as_json: bool, color: bool, picture: Path | None, console: Console
+    config: Config,
+    recipe: str,
+    *,
+    num_previews: int,
+    as_json: bool,
+    color: bool,
+    picture: Path | None,
+    console: Console,
 ) -> str:
-    """What the command prints on stdout; `console` tells how far it is.
+    """What the command prints on stdout; `console` shows progress.
+
+    recipe  path of the recipe, for the heading
 
     Raises ConfigError for options, DataError for data that cannot be used.
     """
     if num_previews < 0:
         raise ConfigError(f"--samples {num_previews} is not a number of samples; give 0 or more.")
     if picture is not None:
-        _require_picture(picture)
-    data = recipe.config.data
-    cache_dir = Path(recipe.config.cache_dir)
-    survey = take_survey(recipe.path, data, load_tokenizer(data), cache_dir, num_previews, console)
+        _check_picture(picture)
+    data = config.data
+    cache_dir = Path(config.cache_dir)
+    survey = take_survey(recipe, data, load_tokenizer(data), cache_dir, num_previews, console)
     if picture is not None:
         from sft.data.inspect.picture import draw
 
@@ -41,7 +50,7 @@ def inspect(
     return "\n".join(survey_lines(survey, color=color)).rstrip()
 
 
-def _require_picture(path: Path) -> None:
+def _check_picture(path: Path) -> None:
     if path.suffix != ".png":
         raise ConfigError(f"--png {path} does not end in .png, and a PNG is what is written.")
     try:

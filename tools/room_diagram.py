@@ -1,0 +1,64 @@
+"""Draws the packages of sft/ and which may import which, from the contract in setup.cfg, into docs/architecture.md.
+
+python -m tools.room_diagram            write the diagram
+python -m tools.room_diagram --check    exit 1 where the page shows another one
+"""
+
+import argparse
+import ast
+import configparser
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+START, END = "```text rooms\n", "```\n"
+
+
+def layers(root: Path = ROOT) -> list[list[str]]:
+    """The packages of each layer, the highest first: [["__main__"], ["cli"], ..., ["errors", "console", ...]]."""
+    contracts = configparser.ConfigParser()
+    contracts.read(root / "setup.cfg", encoding="utf-8")
+    lines = contracts["importlinter:contract:layers"]["layers"].split("\n")
+    return [[name.strip(" ()") for name in line.split("|")] for line in lines if line.strip()]
+
+
+def purpose(package: str, root: Path = ROOT) -> str:
+    """The first sentence of the package's docstring, up to a colon."""
+    folder = root / "sft" / package
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    opening = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"[.:](?: |$)", opening)[0]
+
+
+def diagram(root: Path = ROOT) -> str:
+    """One block a layer, an arrow from each to the next; packages of one block do not import each other."""
+    blocks = []
+    for packages in layers(root):
+        blocks.append("".join(f"  {name:14}{purpose(name, root)}\n" for name in packages))
+    return "      |\n      v\n".join(blocks)
+
+
+def page(text: str, root: Path = ROOT) -> str:
+    """The page `text` with today's diagram in it."""
+    before, start, rest = text.partition(START)
+    assert start, f"{PAGE.name} has no block that opens with {START!r}"
+    return before + start + diagram(root) + END + rest.partition(END)[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the packages of sft/ into docs/architecture.md.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    text = PAGE.read_text(encoding="utf-8")
+    if not parser.parse_args().check:
+        PAGE.write_text(page(text), encoding="utf-8")
+    elif page(text) != text:
+        print(f"{PAGE.name} differs from setup.cfg; run: python -m tools.room_diagram", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""One optimizer step over the microbatches of this rank, and one forward-only pass.
+
+The normalisation rule, in one place: the loss function returns a local sum; the denominator of the global batch is
+known from its weights before the first microbatch runs, and `_finalize` divides the gradients by it, once.  Nothing
+else divides.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from sft.batch import Microbatch
+from sft.config import Config
+from sft.flops import train_flops
+from sft.mcore import device, experts, model
+from sft.mcore.activations.offload import PinnedMemory
+from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.attention.selection import choose
+from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
+from sft.mcore.optimizer import build
+from sft.mcore.process_groups import ProcessGroups
+from sft.metrics.accumulator import Accumulator, Breakdown, Contribution
+from sft.metrics.kinds import SupervisedTokens
+from sft.metrics.totals import ExpertLoad, StepResult, Totals
+from sft.parallel.layout import Layout
+
+
+class Engine:
+    """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run."""
+
+    def __init__(
+        self, config: Config, layout: Layout, groups: ProcessGroups, *, vocab_size: int, num_steps: int
+    ) -> None:
+        self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
+        self.backend = choose(config, groups.device.type)
+        self.chunks = model.build(config, layout, groups, vocab_size, self.backend)
+        self._save_policy = self._make_save_policy()
+        self.optimizer = build.build_optimizer(config, self.chunks)
+        self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
+        self.core_config = self.chunks[0].config
+        self.core_config.grad_scale_func = self.optimizer.scale_loss
+        self.core_config.finalize_model_grads_func = self._finalize
+        self._denominator = 0.0  # of the global batch of this step
+        # Of this rank's last microbatches, summed over tokens; for the dump of a non-finite step.
+        self.local_losses: list[float] = []
+
+    def train_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        sources: Sequence[str] = (),
+        data_wait_s: float = 0.0,
+    ) -> StepResult:
+        """One update over the `num_microbatches` microbatches of this data-parallel rank.
+
+        sources      names of the data files, for the loss of each; none: no loss by source
+        data_wait_s  how long this rank waited for the microbatches
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
+        self.scheduler.step(1)
+        if totals.num_tokens == 0:
+            grad_norm = 0.0
+        else:
+            finite = math.isfinite(totals.objective)
+            grad_norm = build.update(self.optimizer, self.groups.device) if finite else math.nan
+        skipped = totals.num_tokens == 0 or not math.isfinite(grad_norm)
+        return StepResult(
+            **vars(totals),
+            grad_norm=grad_norm,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            skipped=skipped,
+            experts=self._expert_load(),
+        )
+
+    def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
+        """Loss over microbatches, without gradients."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return self._run(microbatches, sources, forward_only=True)
+
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        sources: Sequence[str] = (),
+        *,
+        forward_only: bool,
+        data_wait_s: float = 0.0,
+    ) -> Totals:
+        denominators = [self._denominator_of(mb) for mb in microbatches]
+        if not forward_only:
+            self._set_denominator(microbatches, sum(denominators))
+        # Of each microbatch on the last pipeline stage, of none elsewhere.  The tensors stay on the device until all
+        # microbatches are done, so that the host does not wait for a GPU in between.
+        measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
+        breakdown = Breakdown(position_edges=self.config.log.position_edges, sources=sources)
+        tokens = [
+            self._supervised_tokens(breakdown, mb, denominator, objective, rows)
+            for mb, denominator, (objective, rows) in zip(microbatches, denominators, measured)
+        ]
+        self.local_losses = [part.objective for part in tokens]
+        per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
+        accumulator = Accumulator(breakdown, self._contribution(), (per_token, per_square))
+        peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
+        return accumulator.totals(microbatches, tokens, peaks)
+
+    def _denominator_of(self, mb: Microbatch) -> float:
+        """What this rank's part of a microbatch adds to the denominator of the objective."""
+        if self.config.loss.denominator == "weights":
+            return float(mb.loss_weights.sum(dtype=torch.float64))
+        return float(mb.loss_mask.sum())
+
+    def _set_denominator(self, microbatches: Sequence[Microbatch], denominator: float) -> None:
+        """Add up what the objective of the global batch is divided by.  Collective over dp x cp.
+
+        What routers add to the objective is a mean over real tokens, so they multiply it by the ratio of both counts.
+        """
+        real = sum(mb.num_real_tokens for mb in microbatches) if self.groups.cp_rank == 0 else 0  # of whole packs
+        total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
+        dist.all_reduce(total, group=self.groups.collection.dp_cp)
+        self._denominator, num_real_tokens = total.tolist()
+        experts.begin(
+            self.chunks,
+            loss_scale=self._denominator / max(1.0, num_real_tokens),
+            max_documents=max(len(mb.lengths) for mb in microbatches),
+        )
+
+    @staticmethod
+    def _supervised_tokens(
+        breakdown: Breakdown, mb: Microbatch, denominator: float, objective: Tensor, rows: RowStatistics
+    ) -> SupervisedTokens:
+        """What the loss head measured of a microbatch, copied to the CPU."""
+        return breakdown.supervised_tokens(
+            mb,
+            objective=objective.item(),
+            denominator=denominator,
+            logprob=rows.logprob.cpu().numpy(),
+            entropy=None if rows.entropy is None else rows.entropy.cpu().numpy(),
+            correct=rows.correct.cpu().numpy(),
+        )
+
+    def _expert_load(self) -> ExpertLoad | None:
+        """Collective over all ranks."""
+        count = self.config.model.moe.num_experts
+        if count is None:
+            return None
+        return experts.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
+
+    def _contribution(self) -> Contribution:
+        reports = self.groups.reports
+        return Contribution(
+            tokens=reports,
+            packs=reports and self.groups.cp_rank == 0,
+            cp=self.groups.cp,
+            device=self.groups.device,
+        )
+
+    def _schedule(self, microbatches: Sequence[Microbatch], loss: Any, *, forward_only: bool) -> list[Any]:
+        assert len(microbatches) > 0
+        iterators = [iter(microbatches) for _ in self.chunks]
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, loss),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(self.chunks),
+            num_microbatches=len(microbatches),
+            seq_length=self.config.data.seq_length,  # unused: stages send each other the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return results
+
+    def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
+        mb = next(microbatches)
+        tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
+        documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, self.layout.cp, self.groups.cp_rank)
+        document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
+        with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
+            hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=document_of_token)
+        return hidden, partial(loss, chunk, mb)
+
+    def _make_save_policy(self) -> SavePolicy:
+        train = self.config.train
+        return SavePolicy(
+            recompute=train.recompute == "selective" and self.backend.norms_are_recomputable,
+            memory=PinnedMemory(self.groups.device) if train.offload_fraction else None,
+            offload_fraction=train.offload_fraction,
+            backward_is_next=self.layout.virtual_stages == 1 and self.groups.is_last_stage,
+            resident=[weight for chunk in self.chunks for weight in chunk.parameters()],
+        )
+
+    def _document_of_token(self, mb: Microbatch, chunk: Any) -> Tensor:
+        """The document of each token, -1 for padding: int32 [1, t].  See `experts.ExpertLayer`.
+
+        Under sequence parallelism core cuts it to this rank's part for the first stage only.
+        """
+        documents = device.send(mb.documents.masked_fill(mb.is_padding, -1), self.groups.device)
+        if self.layout.sequence_parallel and not chunk.module.pre_process:
+            documents = documents.chunk(self.layout.tp, dim=1)[self.groups.tp_rank]
+        return documents
+
+    def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, RowStatistics]]:
+        """The objective, the count that core requires, and what is added up when the step is over."""
+        targets = Targets.of(mb, hidden.device)
+        objective, rows = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
+        count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait
+        return objective, count, (objective.detach().clone(), rows)
+
+    def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
+        """Reduce all gradients, and divide them by the denominator of the global batch.
+
+        Core would divide by its own count: an int32, and taken for at least 1, which a sum of weights need not be.
+        """
+        finalize_model_grads(chunks, None, **core)
+        scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0
+        for chunk in chunks:
+            chunk.scale_gradients(scale)
+
+    def _vocab_shard(self, chunk: Any) -> VocabShard:
+        return VocabShard.of(
+            chunk.module.output_weight(),
+            self.vocab_size,
+            self.groups.tp,
+            sequence_parallel=self.layout.sequence_parallel,
+        )

@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,8 @@ def _kill_all() -> None:
 
 
 def _nan_loss(function: Any, *args: Any, **kwargs: Any) -> Any:
-    terms = function(*args, **kwargs)
-    return replace(terms, objective=terms.objective + float("nan"))
+    objective, rows = function(*args, **kwargs)
+    return objective + float("nan"), rows
 
 
 def _inf_gradient(function: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:

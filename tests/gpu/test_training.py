@@ -110,7 +110,7 @@ def token_losses_and_gradients(overrides: Sequence[str]) -> tuple[list[np.ndarra
         for lengths in MIXES:
             corpus = scenarios.SkewedCorpus(lengths)
             packs.append(scenarios.microbatch_of(engine, [corpus.sample(i) for i in range(len(lengths))], 8))
-        found = [engine.token_losses(pack) for pack in packs]
+        found = [scenarios.local_token_losses(engine, pack) for pack in packs]
         for chunk in engine.chunks:
             chunk.train()
             chunk.zero_grad_buffer()

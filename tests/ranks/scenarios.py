@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sft.batch import Microbatch, Sample
 from sft.data.collate import Collator
@@ -25,6 +26,7 @@ from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
+from sft.mcore.loss import Targets, token_statistics
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -206,13 +208,31 @@ def gradients(
         return {"gradients": grads, "loss": totals.objective / totals.num_tokens, "num_tokens": totals.num_tokens}
 
 
+def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
+    """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
+    losses: list[Tensor] = []
+
+    def keep(chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        labels = mb.labels.to(hidden.device).flatten()
+        rows = torch.arange(labels.numel(), device=hidden.device)
+        targets = Targets(rows=rows, labels=labels, weights=torch.ones_like(labels, dtype=torch.float32))
+        losses.append(-token_statistics(hidden, engine._vocab_shard(chunk), targets, engine.config.loss).logprob)
+        return losses[0].sum(), torch.zeros((), dtype=torch.int), None
+
+    for chunk in engine.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        engine._schedule([microbatch], keep, forward_only=True)
+    return losses[0] if losses else None
+
+
 def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:
     """-log p(label) of every local token of each pack, and the pack positions they belong to."""
     with running(overrides) as engine:
         found = []
         for samples in packs:
             microbatch = microbatch_of(engine, samples)
-            losses = engine.token_losses(microbatch)
+            losses = local_token_losses(engine, microbatch)
             where = context_parallel.local_indices(
                 microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank
             )

@@ -58,7 +58,7 @@ def by_hand(lengths: list[int]) -> dict[str, Any]:
     with scenarios.running(EDGE_KEYS) as engine:
         for i in range(len(corpus)):
             sample = corpus.sample(i)
-            losses = engine.token_losses(scenarios.microbatch_of(engine, [sample]))
+            losses = scenarios.local_token_losses(engine, scenarios.microbatch_of(engine, [sample]))
             assert losses is not None
             own = []
             for place in range(len(sample.tokens) - 1):

@@ -125,7 +125,7 @@ def routed(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str
                     )
         batch = [scenarios.microbatch_of(engine, [corpus.sample(i) for i in ids]) for ids in packs]
         totals = engine._run(batch, forward_only=False)
-        seen = engine._balance()
+        seen = engine._expert_load()
         assert seen is not None
         return {
             "gradients": {n: p.main_grad.clone().numpy() for c in engine.chunks for n, p in c.named_parameters()},
@@ -321,7 +321,7 @@ def evaluated(overrides: Sequence[str]) -> list[float]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         experts.begin(engine.chunks, loss_scale=1.0, max_documents=99)
         engine.evaluate(loader.microbatches(0))
-        seen = engine._balance()
+        seen = engine._expert_load()
         assert seen is not None
         return [float(seen.chosen.sum()), float(seen.z.sum())]
 

@@ -146,7 +146,7 @@ def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequenc
 
 def _losses(engine: Engine, samples: Sequence[Sample]) -> Any:
     microbatch = scenarios.microbatch_of(engine, samples)
-    losses = engine.token_losses(microbatch)
+    losses = scenarios.local_token_losses(engine, microbatch)
     where = context_parallel.local_indices(microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank)
     return None if losses is None else (where, losses.numpy())
 

@@ -67,7 +67,7 @@ def first_batch(overrides: Sequence[str]) -> list[tuple[tuple[int, ...], list[in
     with scenarios.running([*SMALL, *overrides]) as engine:
         found = []
         for mb in loader_of(engine).microbatches(0):
-            losses = engine.token_losses(mb)
+            losses = scenarios.local_token_losses(engine, mb)
             assert losses is not None
             found.append((mb.sample_ids, mb.cu_seqlens.tolist(), losses.tolist()))
         return found

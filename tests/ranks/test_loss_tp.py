@@ -230,10 +230,9 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
         total = torch.stack(products).sum(dtype=torch.float64)
         total.backward()
     else:
-        found = lm_loss(hidden, shard, targets, call.loss)
-        rows, total = found.rows, found.objective
+        total, rows = lm_loss(hidden, shard, targets, call.loss)
         with torch.no_grad():
-            evaluated = lm_loss(hidden, shard, targets, call.loss).objective
+            evaluated = lm_loss(hidden, shard, targets, call.loss)[0]
         assert torch.equal(evaluated, total.detach())  # the same with and without gradients
         (total * upstream).backward()
     assert hidden.grad is not None and weight.grad is not None
@@ -260,7 +259,7 @@ def gathered(place: process_groups.ProcessGroups, sequence_parallel: bool) -> li
             found.append([])
             hidden, weight = inputs(place, sequence_parallel, case(70))
             shard = VocabShard.of(weight, 70, place.tp, sequence_parallel=sequence_parallel)
-            lm_loss(hidden, shard, case(70).targets(), loss).objective.backward()
+            lm_loss(hidden, shard, case(70).targets(), loss)[0].backward()
     finally:
         dist.all_gather_into_tensor = untouched
     return found

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,8 +50,8 @@ def spoilt(engine: Engine, how: str) -> Iterator[None]:
                     return inner(chunk, mb, hidden)
                 if how.endswith("activations"):
                     return inner(chunk, mb, hidden * value)
-                objective, count, seen = inner(chunk, mb, hidden)
-                return objective + value, count, replace(seen, objective=seen.objective + value)
+                objective, count, (detached, rows) = inner(chunk, mb, hidden)
+                return objective + value, count, (detached + value, rows)
 
             patch.setattr(engine, "_loss", loss)
         else:

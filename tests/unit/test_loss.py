@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sft.batch import Microbatch
 from sft.config import LossConfig
 from sft.mcore import process_groups
-from sft.mcore.loss import LossTerms, RowStatistics, Targets, VocabShard, lm_loss, token_statistics
+from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
 from sft.parallel.layout import Layout
 
 # fp32 sums over 12 numbers per score and up to 32 tokens, against float64; a rounding is 6e-8.
@@ -163,23 +163,22 @@ def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB) -> Vo
     return VocabShard.of(weight, vocab, group, sequence_parallel=False)
 
 
-def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = VOCAB) -> LossTerms:
+def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = VOCAB) -> tuple[Tensor, RowStatistics]:
     """Without a gradient to follow, of inputs that need none."""
     return lm_loss(c.hidden, shard_of(c.weight, group, vocab), c.targets(), loss)
 
 
 def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    found = lm_loss(hidden, shard_of(weight, group, vocab), c.targets(), loss)
-    total = found.objective
+    total, rows = lm_loss(hidden, shard_of(weight, group, vocab), c.targets(), loss)
     (total * upstream).backward()
     assert total.dtype == torch.float64
     assert total.shape == ()
     wide = torch.float64 if c.hidden.dtype == torch.float64 and loss.impl != "full" else torch.float32
-    for column in found.rows.columns:
+    for column in rows.columns:
         assert column is None or (column.shape == (len(c.targets()),) and not column.requires_grad)
         assert column is None or column.dtype == wide or loss.impl == "full"
-    return _outcome(c, hidden, weight, total, found.rows)
+    return _outcome(c, hidden, weight, total, rows)
 
 
 def run_statistics(
@@ -431,11 +430,11 @@ def test_without_gradients_the_same_is_found(
     loss: LossConfig, more: dict[str, float], group: dist.ProcessGroup
 ) -> None:
     c, loss = case(), with_terms(loss, more)
-    found = terms_of(c, loss, group)
+    objective, rows = terms_of(c, loss, group)
     trained = run(c, loss, group)
-    assert not found.objective.requires_grad
-    assert torch.equal(found.objective, trained.loss)
-    for mine, theirs in zip(found.rows.columns, trained.rows, strict=True):
+    assert not objective.requires_grad
+    assert torch.equal(objective, trained.loss)
+    for mine, theirs in zip(rows.columns, trained.rows, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or theirs is None or torch.equal(mine, theirs)
 
@@ -453,9 +452,9 @@ def test_a_label_is_guessed_where_no_score_is_above_its_own(loss: LossConfig, gr
         labels=torch.tensor([[0, 1, 1]]),
         weights=torch.ones(1, 3),
     )
-    assert terms_of(c, loss, group, 3).rows.correct.tolist() == [1.0, 0.0, 1.0]  # a tie counts
+    assert terms_of(c, loss, group, 3)[1].correct.tolist() == [1.0, 0.0, 1.0]  # a tie counts
     others = replace(c, labels=torch.tensor([[1, 2, 2]]))
-    assert terms_of(others, loss, group, 3).rows.correct.tolist() == [0.0, 1.0, 0.0]
+    assert terms_of(others, loss, group, 3)[1].correct.tolist() == [0.0, 1.0, 0.0]
 
 
 # --- entropy -----------------------------------------------------------------------------------------------
@@ -464,7 +463,7 @@ def test_a_label_is_guessed_where_no_score_is_above_its_own(loss: LossConfig, gr
 @each
 def test_entropy_is_measured_where_it_is_asked_for(loss: LossConfig, group: dist.ProcessGroup) -> None:
     for more, measured in (({}, False), ({"z_loss_coef": 0.1}, False), ({"entropy": True}, True)):
-        assert (terms_of(case(), with_terms(loss, more), group).rows.entropy is not None) == measured
+        assert (terms_of(case(), with_terms(loss, more), group)[1].entropy is not None) == measured
         shard = shard_of(case().weight, group)
         rows = token_statistics(case().hidden, shard, case().targets(), with_terms(loss, more))
         assert (rows.entropy is not None) == measured
@@ -576,7 +575,7 @@ def flops(c: Case, loss: LossConfig, group: dist.ProcessGroup, *, train: bool) -
     """Floating-point operations in matrix products, forward and backward, and the loss."""
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(train):
-        total = lm_loss(hidden, shard_of(weight, group), c.targets(), loss).objective
+        total = lm_loss(hidden, shard_of(weight, group), c.targets(), loss)[0]
         if train:
             total.backward()
     assert total.requires_grad == train

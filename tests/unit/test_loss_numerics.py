@@ -99,7 +99,7 @@ def test_the_gradient_is_the_slope_of_the_objective(
     c, loss = small([0, 2, 3, 4]), with_terms(loss, more | {"chunk_size": 3})
 
     def compute(hidden: Tensor, weight: Tensor) -> Tensor:
-        return lm_loss(hidden, shard_of(weight, group, vocab=4), c.targets(), loss).objective
+        return lm_loss(hidden, shard_of(weight, group, vocab=4), c.targets(), loss)[0]
 
     assert torch.autograd.gradcheck(lambda *inputs: _Objective.apply(*inputs, compute), inputs_of(c))
 
@@ -333,7 +333,7 @@ def test_no_one_hot_and_no_index_as_large_as_the_logits(
     c, (hidden, weight) = wide_case(0), inputs_of(wide_case(0))
     with Spy() as spy:
         shard = shard_of(weight, group, vocab=300)
-        lm_loss(hidden, shard, c.targets(), with_terms(loss, more | {"chunk_size": None})).objective.backward()
+        lm_loss(hidden, shard, c.targets(), with_terms(loss, more | {"chunk_size": None}))[0].backward()
     assert any("mm" in operation for operation in spy.operations)
     assert not any("one_hot" in operation for operation in spy.operations)
     assert (torch.float32, 40 * 384) in spy.made or loss.impl == "fused"  # it does see the logits
@@ -384,7 +384,7 @@ def test_the_gradient_is_added_to_main_grad(
 ) -> None:
     c, wanted = case(supervised), expected(case(supervised), **more)
     hidden, (weight, before) = c.hidden.clone().requires_grad_(), with_main_grad(c.weight)
-    objective = lm_loss(hidden, shard_of(weight, group), c.targets(), with_terms(FUSED, more)).objective
+    objective = lm_loss(hidden, shard_of(weight, group), c.targets(), with_terms(FUSED, more))[0]
     torch.testing.assert_close(objective.detach(), wanted.loss, rtol=LOSS_TOLERANCE, atol=0.0)
     objective.backward()
     assert error(main_grad(weight), before + wanted.weight) <= GRADIENT_TOLERANCE
@@ -404,7 +404,7 @@ def test_a_weight_with_another_use_gets_no_garbage(
     weight, _ = with_main_grad(c.weight)
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     poison(True)
-    lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED).objective.backward()
+    lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED)[0].backward()
     assert weight.grad is not None and weight.grad.dtype == dtype
     assert not weight.grad.any()
 
@@ -417,7 +417,7 @@ def test_main_grad_sums_microbatches_in_fp32(group: dist.ProcessGroup) -> None:
     main_grad(weight).zero_()
     rounded = torch.zeros(weight.shape)
     for c in microbatches:
-        lm_loss(c.hidden, shard_of(weight, group, vocab=300), c.targets(), FUSED).objective.backward()
+        lm_loss(c.hidden, shard_of(weight, group, vocab=300), c.targets(), FUSED)[0].backward()
         rounded += run(c, FUSED, group, vocab=300).weight.float()
     assert main_grad(weight).dtype == torch.float32
     assert error(main_grad(weight), wanted) < error(rounded, wanted)
@@ -426,7 +426,7 @@ def test_main_grad_sums_microbatches_in_fp32(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("upstream", [2.0, 0.5, 0.0, torch.nan])
 def test_an_upstream_gradient_that_main_grad_cannot_know_is_refused(upstream: float, group: dist.ProcessGroup) -> None:
     c, (weight, _) = case(), with_main_grad(case().weight)
-    objective = lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED).objective
+    objective = lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED)[0]
     with pytest.raises(RuntimeError, match="upstream gradient of 1"):
         (objective * upstream).backward()
 
@@ -434,7 +434,7 @@ def test_an_upstream_gradient_that_main_grad_cannot_know_is_refused(upstream: fl
 def test_main_grad_of_bf16_is_left_to_autograd(group: dist.ProcessGroup) -> None:
     c = case().to(torch.bfloat16)
     weight, before = with_main_grad(c.weight, torch.bfloat16)
-    lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED).objective.backward()
+    lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED)[0].backward()
     assert torch.equal(main_grad(weight), before)
     assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
     assert weight.grad is not None and torch.equal(weight.grad, run(c, FUSED, group).weight)
@@ -443,7 +443,7 @@ def test_main_grad_of_bf16_is_left_to_autograd(group: dist.ProcessGroup) -> None
 @pytest.mark.parametrize("impl", [CHUNKED, FULL], ids=lambda c: c.impl)
 def test_with_logits_autograd_has_the_gradient_of_the_weight(impl: LossConfig, group: dist.ProcessGroup) -> None:
     c, (weight, before) = case(), with_main_grad(case().weight)
-    lm_loss(c.hidden, shard_of(weight, group), c.targets(), impl).objective.backward()
+    lm_loss(c.hidden, shard_of(weight, group), c.targets(), impl)[0].backward()
     assert torch.equal(main_grad(weight), before)
     assert weight.grad is not None and error(weight.grad, expected(c).weight) <= GRADIENT_TOLERANCE
 
@@ -478,7 +478,7 @@ def test_fused_goes_backward_once(buffered: bool, group: dist.ProcessGroup) -> N
     c, (hidden, weight) = case(), inputs_of(case())
     if buffered:
         weight, _ = with_main_grad(c.weight)
-    objective = lm_loss(hidden, shard_of(weight, group), c.targets(), FUSED).objective
+    objective = lm_loss(hidden, shard_of(weight, group), c.targets(), FUSED)[0]
     objective.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         objective.backward()

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.loss import chunked, full, fused
-from sft.mcore.loss.objective import LossTerms, RowStatistics, Targets, objective
+from sft.mcore.loss.objective import RowStatistics, Targets, objective
 from sft.mcore.loss.vocab_parallel import VocabShard
 
-__all__ = ["LossTerms", "RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistics"]
+__all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistics"]
 
 
-def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> LossTerms:
-    """The objective of the supervised tokens with its gradient, and what the log wants to know of them.
+def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
+    """The objective, a float64 scalar with its gradient: a sum over the supervised tokens; and the statistics of each of
+    these tokens, without gradient.
 
     hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
     Without a supervised token the objective is exactly 0 and so are its gradients; all collectives are joined.
@@ -31,7 +32,7 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
     rows = token_statistics(hidden, shard, targets, loss)
-    return LossTerms(objective=objective(rows, targets.weights, loss), rows=rows.map(Tensor.detach))
+    return objective(rows, targets.weights, loss), rows.map(Tensor.detach)
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:

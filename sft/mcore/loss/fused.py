@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.objective import LossTerms, RowStatistics, Targets, objective, objective_slopes, slopes
+from sft.mcore.loss.objective import RowStatistics, Targets, objective, objective_slopes, slopes
 from sft.mcore.loss.softmax import gradient, statistics
 from sft.mcore.loss.softmax_torch import blocks
 from sft.mcore.loss.vocab_parallel import VocabShard, wide
 
 
-def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> LossTerms:
+def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
     """See `sft.mcore.loss.lm_loss`.  The upstream gradient of the objective must be 1 where the weight's gradient
     is summed in `main_grad`: it is there before backward begins.  RuntimeError otherwise."""
     train = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
     total, *columns = _Loss.apply(hidden, shard.weight, shard, targets, loss, train)
-    return LossTerms(objective=total, rows=RowStatistics.of(columns))
+    return total, RowStatistics.of(columns)
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:

@@ -96,18 +96,6 @@ class RowStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossTerms:
-    """What one call of the loss head gives.
-
-    objective  float64 scalar, with gradient: the sum over the supervised tokens
-    rows       of each supervised token, without gradient
-    """
-
-    objective: Tensor
-    rows: RowStatistics
-
-
-@dataclass(frozen=True, kw_only=True)
 class Slopes:
     """The gradient of any function of (logprob, lse, entropy) with respect to the scores z of a row, p = softmax(z):
 

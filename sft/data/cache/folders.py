@@ -22,7 +22,7 @@ from sft.errors import DataError
 
 # Names how rows become tokens and weights.  Whoever changes what any row becomes changes this text, and caches of the
 # older code are unused from then on; `tests/unit/test_encoding_version.py` fails where that was forgotten.
-ENCODING = "TO BE PINNED"
+ENCODING = "5a067849bc2a6b8eabc75658186a7c5f37c1c31ef6b539e0809755f11f288e10"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sft.config import Config
 from sft.estimate import memory
+from sft.mcore.attention.activation_bytes import PortableBytes
 from sft.parallel.layout import Layout
 from tools.bench.mixes import short
 from tools.bench.steps.case import StepCase
@@ -47,7 +48,8 @@ def _tokens() -> Iterator[str]:
     for model in MODELS:
         alone, node = (memory.estimate(*config(model, "full", cp)).static for cp in (1, GPUS))
         kept = (
-            memory.LayerBytes.of(config(model, "full", 1)[0].model, way).total for way in ("none", "selective", "full")
+            memory.LayerBytes.of(PortableBytes(model=config(model, "full", 1)[0].model), way).total
+            for way in ("none", "selective", "full")
         )
         yield f"| {model} | {_gb(alone)} GB | {_gb(node)} GB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"
 

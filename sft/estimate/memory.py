@@ -14,14 +14,8 @@ from dataclasses import dataclass
 from sft.config import Config, ModelConfig
 from sft.console import size
 from sft.mcore import activation_bytes
-from sft.mcore.activation_bytes import RankShare
 from sft.mcore.activations.offload_plan import num_offloaded_layers, num_resident_layers
-from sft.mcore.attention.activation_bytes import (
-    AttentionBytes,
-    PortableBytes,
-    attention_bytes,
-    normed_queries_and_keys,
-)
+from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
 from sft.mcore.optimizer.state_bytes import StateBytes
 from sft.parallel.layout import Layout, padded_vocab_size
 
@@ -79,26 +73,22 @@ class LayerBytes:
     mlp: dict[str, float]
 
     @staticmethod
-    def of(
-        model: ModelConfig,
-        recompute: str,
-        rank: RankShare = RankShare(),
-        backend: AttentionBytes = PortableBytes(),
-    ) -> "LayerBytes":
+    def of(backend: AttentionBytes, recompute: str) -> "LayerBytes":
         """recompute: as train.recompute.
 
         Llama-8B: full 8 KiB; selective 36 KiB, none 136 KiB, and a few bytes a head
         """
+        model, rank = backend.model, backend.rank
         hidden = activation_bytes.hidden_state(model, rank)
         attention = {"layer's input": hidden}
         if recompute == "full":
             return LayerBytes(attention=attention, mlp={})
-        attention |= backend.saved(model, rank)
+        attention |= backend.saved
         attention |= {"norms' scales": activation_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
         if recompute == "none" or backend.norm_outputs_are_saved:
             attention["normed input"] = hidden
             if model.qk_norm:
-                attention["normed queries and keys"] = normed_queries_and_keys(model, rank)
+                attention["normed queries and keys"] = rank.width * (backend.queries + backend.pairs / 2)
         return LayerBytes(attention=attention, mlp=activation_bytes.mlp(model, rank) if recompute == "none" else {})
 
     @property
@@ -189,14 +179,15 @@ def _recomputed_attention(everything: LayerBytes, kept: LayerBytes) -> float:
 
 def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: int) -> Memory:
     model, train = config.model, config.train
-    rank, backend = RankShare.of(config, layout), attention_bytes(config, layout)
-    kept, everything = (LayerBytes.of(model, how, rank, backend) for how in (train.recompute, "none"))
+    backend = attention_bytes(config, layout)
+    rank = backend.rank
+    kept, everything = LayerBytes.of(backend, train.recompute), LayerBytes.of(backend, "none")
     if train.mlp_tile is not None:
         kept = LayerBytes(attention=kept.attention, mlp={})
     tokens, is_last = pack / layout.cp, stage == layout.pp - 1
     hidden = activation_bytes.hidden_state(model, rank) * tokens
     layers, host_layers = _layers(config, layout, stage, kept.total * tokens)
-    attention, gathered = backend.backward(model, rank, pack)
+    recomputed = _recomputed_attention(everything, kept) * tokens
     matrix = activation_bytes.widest_gradient(model, rank)
     vocab_rows = _vocab_rows(vocab_size, layout.tp)
     head = activation_bytes.loss_head(config.loss, model, rank, vocab_rows=vocab_rows, tokens=tokens)
@@ -207,10 +198,10 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         gradients=state.gradients,
         optimizer=state.optimizer,
         layers=layers,
-        ends=(2 * hidden if is_last else 0.0) + backend.rotary(model, rank, pack),  # around the last norm
+        ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # around the last norm
         mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix,
-        attention=attention + _recomputed_attention(everything, kept) * tokens + 2 * hidden + matrix,
-        gathered=gathered,
+        attention=backend.local(tokens) + recomputed + 2 * hidden + matrix,
+        gathered=backend.gathered(pack),
         head=head if is_last else 0.0,
         host_layers=host_layers,
         host_optimizer=state.host,

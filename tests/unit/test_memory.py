@@ -9,7 +9,7 @@ from sft.config import Config, LossConfig
 from sft.estimate import memory
 from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
 from sft.mcore.activation_bytes import RankShare
-from sft.mcore.attention.activation_bytes import TransformerEngineBytes
+from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
 from sft.parallel.layout import Layout
 from tests.unit.test_layout import config
 
@@ -52,7 +52,7 @@ def taken(world_size: int = 1, **sections: Any) -> Memory:
 @pytest.mark.parametrize("recompute, kib, more", [("full", 8, 0), ("selective", 36, 132), ("none", 136, 136)])
 def test_a_token_in_a_layer_of_llama_8b(recompute: str, kib: int, more: int) -> None:
     """More: a log-sum-exp of 4 bytes for each of 32 heads, and 4 for each norm."""
-    assert LayerBytes.of(config(model=LLAMA).model, recompute).total == kib * KIB + more
+    assert LayerBytes.of(PortableBytes(model=config(model=LLAMA).model), recompute).total == kib * KIB + more
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None
     activation, 4 x 192 less."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
     model = config(model={**TINY, **sizes, "qk_norm": norms}).model
-    assert LayerBytes.of(model, recompute).total == expected
+    assert LayerBytes.of(PortableBytes(model=model), recompute).total == expected
 
 
 def test_what_a_token_leaves_by_name() -> None:
     """Hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
     model = config(model={**LLAMA, "qk_norm": True}).model
-    assert LayerBytes.of(model, "none").by_name == {
+    assert LayerBytes.of(PortableBytes(model=model), "none").by_name == {
         "layer's input": 8192,
         "normed input": 8192,
         "normed queries and keys": 10_240,
@@ -86,8 +86,8 @@ def test_what_a_token_leaves_by_name() -> None:
     }
     kept = {"layer's input": 8192, "queries, keys, values": 12_288, "attention's output": 8192}
     kept |= {"log-sum-exp": 128, "MLP's norm input": 8192, "norms' scales": 164}
-    assert LayerBytes.of(model, "selective").by_name == kept
-    assert LayerBytes.of(model, "selective", backend=TransformerEngineBytes()).by_name == {
+    assert LayerBytes.of(PortableBytes(model=model), "selective").by_name == kept
+    assert LayerBytes.of(TransformerEngineBytes(model=model), "selective").by_name == {
         **kept,
         "normed input": 8192,
         "normed queries and keys": 10_240,
@@ -97,22 +97,27 @@ def test_what_a_token_leaves_by_name() -> None:
 def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
     """What is between layers only with sequence parallelism."""
     model = config(model=LLAMA).model
-    found = LayerBytes.of(model, "none", RankShare(tp=2)).by_name
+    found = LayerBytes.of(PortableBytes(model=model, rank=RankShare(tp=2)), "none").by_name
     assert (found["layer's input"], found["queries, keys, values"], found["log-sum-exp"]) == (8192, 6144, 64)
     assert (found["gate and up"], found["MLP's normed input"]) == (28_672, 8192)
-    assert LayerBytes.of(model, "none", RankShare(tp=2, sequence=0.5)).by_name["MLP's normed input"] == 4096
-    assert LayerBytes.of(model, "full", RankShare(width=4)).total == 16_384
+    assert (
+        LayerBytes.of(PortableBytes(model=model, rank=RankShare(tp=2, sequence=0.5)), "none").by_name[
+            "MLP's normed input"
+        ]
+        == 4096
+    )
+    assert LayerBytes.of(PortableBytes(model=model, rank=RankShare(width=4)), "full").total == 16_384
 
 
 def test_a_token_among_experts() -> None:
     """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers; 8 scores twice."""
     moe = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
-    found = LayerBytes.of(config(model=moe).model, "none").by_name
+    found = LayerBytes.of(PortableBytes(model=config(model=moe).model), "none").by_name
     assert (found["sent to experts"], found["from experts"]) == (16, 16)
     assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 64)
     assert (
-        LayerBytes.of(config(model=moe).model, "selective").by_name.keys()
-        == LayerBytes.of(config(model=TINY).model, "selective").by_name.keys()
+        LayerBytes.of(PortableBytes(model=config(model=moe).model), "selective").by_name.keys()
+        == LayerBytes.of(PortableBytes(model=config(model=TINY).model), "selective").by_name.keys()
     )
 
 

@@ -1,10 +1,8 @@
-"""Bytes that attention keeps of a token, and holds while it computes, by backend.  Arithmetic only, no torch.
+"""Bytes that attention keeps of a token, and holds while it computes, by backend.  Arithmetic only, no torch."""
 
-Symbols: A = heads x head_dim, K = key heads x head_dim, each divided by tp; b = bytes of a number.
-"""
-
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from sft.config import Config, ModelConfig
 from sft.mcore.activation_bytes import FP32, RankShare
@@ -21,129 +19,126 @@ def num_head_groups(num_key_heads: int) -> int:
     return max(n for n in range(1, MAX_HEAD_GROUPS + 1) if num_key_heads % n == 0)
 
 
-class AttentionBytes(Protocol):
-    """What sft/estimate asks of a backend."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionBytes(ABC):
+    """Of one backend, in one layer of this model on one rank."""
+
+    model: ModelConfig
+    rank: RankShare = RankShare()
+    cp: int = 1
+    norm_outputs_are_saved: ClassVar[bool]  # even where train.recompute is selective
+
+    @abstractmethod
+    def rotary(self, pack: float) -> float:
+        """Of the rotary table or the rotation.  pack: tokens"""
+
+    @abstractmethod
+    def gathered(self, pack: float) -> float:
+        """Of keys and values of the pack, with cp above 1, at most while backward computes attention."""
 
     @property
-    def norm_outputs_are_saved(self) -> bool:
-        """Whether the output of a norm is saved even where train.recompute is selective."""
+    def num_saved_outputs(self) -> int:
+        """How often attention's output is saved."""
+        return 1
 
-    def saved(self, model: ModelConfig, rank: RankShare) -> dict[str, float]:
-        """Bytes of a token that one layer keeps for backward, by name."""
+    @property
+    def saved(self) -> dict[str, float]:
+        """Of a token, what a layer keeps for backward, by name."""
+        queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
+        return {
+            "queries, keys, values": queries + pairs,
+            "attention's output": queries * self.num_saved_outputs,
+            "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
+        }
 
-    def rotary(self, model: ModelConfig, rank: RankShare, pack: float) -> float:
-        """Bytes of the rotary table or rotation for a pack of so many tokens."""
+    def local(self, tokens: float) -> float:
+        """Of local tokens, held while backward computes attention, all heads at once: rotated queries and keys, the
+        gradients of output and queries (those once more in fp32), and the gradients of keys and values."""
+        of_queries = (self.rank.width + FP32) * self.queries
+        of_pairs = self.rank.width * (self.pairs + self.unsummed)
+        return tokens * (self.rotated + of_queries + of_pairs)
 
-    def backward(self, model: ModelConfig, rank: RankShare, pack: float) -> tuple[float, float]:
-        """Bytes held at most while backward computes attention: of local tokens, of keys and values of the pack."""
+    @property
+    def queries(self) -> float:
+        """Numbers of a token's queries."""
+        return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
+
+    @property
+    def pairs(self) -> float:
+        """Numbers of a token's keys and values."""
+        return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
+
+    @property
+    def unsummed(self) -> float:
+        """Numbers of the gradients of keys and values for every query head, before the kernel sums those of a key head;
+        0 where each query head has a key head of its own."""
+        return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
+
+    @property
+    def rotated(self) -> float:
+        """Of a token: rotated queries and keys, gradients of output and queries."""
+        return self.rank.width * (3 * self.queries + self.pairs / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerEngineBytes:
-    """Queries, keys and values keep what went into their norms (read in its sources; counted in all by torch's
-    allocator, docs/performance.md)."""
+class PortableBytes(AttentionBytes):
+    """`saved` is exact: tests/ranks/test_saved_tensors.py counts it."""
 
-    cp: int = 1
-    cp_comm: str = "p2p"
-    norm_outputs_are_saved: bool = True
+    norm_outputs_are_saved = False
 
-    def saved(self, model: ModelConfig, rank: RankShare) -> dict[str, float]:
-        """Over cp by a2a, the output is saved twice: as the kernel gave it, and as it came back."""
-        exchanges_heads = self.cp > 1 and self.cp_comm.startswith("a2a")
-        return _saved(model, rank, num_outputs=2 if exchanges_heads else 1)
-
-    def rotary(self, model: ModelConfig, rank: RankShare, pack: float) -> float:
-        """fp32 angles of the longest document, which may be the whole pack."""
-        return float(FP32) * pack * model.resolved_head_dim
-
-    def backward(self, model: ModelConfig, rank: RankShare, pack: float) -> tuple[float, float]:
-        """Beside the local tokens: p2p has two ranks' parts in transfer; a2a has the whole pack's of its own heads;
-        all_gather has those of the pack, as they came and in order, and their gradients, several times (counted: 6.5
-        at cp 2, 7.8 at cp 4, no more at cp 8)."""
-        local = _whole_backward(model, rank, pack / self.cp)
-        if self.cp == 1:
-            return local, 0.0
-        copies = 8.0 if self.cp_comm == "all_gather" else 4 / self.cp
-        return local, rank.width * _pairs(model, rank) * copies * pack
-
-
-@dataclass(frozen=True, kw_only=True)
-class PortableBytes:
-    """Exact: tests/ranks/test_saved_tensors.py counts what is saved."""
-
-    cp: int = 1
-    norm_outputs_are_saved: bool = False
-
-    def saved(self, model: ModelConfig, rank: RankShare) -> dict[str, float]:
-        return _saved(model, rank, num_outputs=1)
-
-    def rotary(self, model: ModelConfig, rank: RankShare, pack: float) -> float:
+    def rotary(self, pack: float) -> float:
         """Cosine and sine of the local tokens."""
-        return 2.0 * rank.width * (pack / self.cp) * model.resolved_head_dim
+        return 2.0 * self.rank.width * (pack / self.cp) * self.model.resolved_head_dim
 
-    def backward(self, model: ModelConfig, rank: RankShare, pack: float) -> tuple[float, float]:
-        """Of the pack: the gathered keys and values of one head group, and of the next, in transfer; in the kernel's
-        order: those, their gradients, and the gradients of the group before; the fp32 sums of that group in transfer to
-        their ranks; and what the kernel sums over the query heads of a key head, or after that the same in fp32."""
+    def local(self, tokens: float) -> float:
         if self.cp == 1:
-            return _whole_backward(model, rank, pack), 0.0
-        queries, pairs = _queries(model, rank), _pairs(model, rank)
-        num_groups = num_head_groups(model.resolved_query_groups // rank.tp)
-        ordered = 1 + 1 / (2 * self.cp)  # a document's early keys are there for both of a rank's chunks
-        of_group = (2 * rank.width + FP32) * pairs + ordered * (
-            3 * rank.width * pairs + max(rank.width * _unsummed(model, rank), FP32 * pairs)
-        )
-        local = _rotated(model, rank) + (rank.width + FP32) * queries / num_groups + FP32 * pairs
-        return pack / self.cp * local, pack * of_group / num_groups
+            return super().local(tokens)
+        of_group = (self.rank.width + FP32) * self.queries / self._num_groups
+        return tokens * (self.rotated + of_group + FP32 * self.pairs)
+
+    def gathered(self, pack: float) -> float:
+        """One head group as it was gathered, and the next in transfer; in the kernel's order: that group, its
+        gradients, and those of the group before, whose fp32 sums are in transfer to their ranks; and what the kernel
+        sums over the query heads of a key head, or after that the same in fp32."""
+        if self.cp == 1:
+            return 0.0
+        width, ordered = self.rank.width, 1 + 1 / (2 * self.cp)  # a document's early keys: for both of a rank's chunks
+        in_order = 3 * width * self.pairs + max(width * self.unsummed, FP32 * self.pairs)
+        return pack * ((2 * width + FP32) * self.pairs + ordered * in_order) / self._num_groups
+
+    @property
+    def _num_groups(self) -> int:
+        return num_head_groups(self.model.resolved_query_groups // self.rank.tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerEngineBytes(AttentionBytes):
+    """Read in its sources; counted in all by torch's allocator (docs/performance.md)."""
+
+    cp_comm: str = "p2p"
+    norm_outputs_are_saved = True
+
+    @property
+    def num_saved_outputs(self) -> int:
+        """Twice with a2a: as the kernel gave it, and as it came back."""
+        return 2 if self.cp > 1 and self.cp_comm.startswith("a2a") else 1
+
+    def rotary(self, pack: float) -> float:
+        """fp32 angles of the longest document, which may be the whole pack."""
+        return float(FP32) * pack * self.model.resolved_head_dim
+
+    def gathered(self, pack: float) -> float:
+        """p2p has two ranks' parts in transfer, a2a the whole pack's of its own heads; all_gather has those of the
+        pack, as they came and in order, and their gradients, several times (counted: 6.5 at cp 2, 7.8 at cp 4, no more
+        at cp 8)."""
+        if self.cp == 1:
+            return 0.0
+        return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.cp) * pack
 
 
 def attention_bytes(config: Config, layout: Layout) -> AttentionBytes:
     """Of the backend that the recipe names; auto counts as portable, the only one that runs everywhere."""
-    backends: dict[str, AttentionBytes] = {
-        "te": TransformerEngineBytes(cp=layout.cp, cp_comm=config.parallel.cp_comm),
-        "portable": PortableBytes(cp=layout.cp),
-    }
-    return backends.get(config.attention.backend, backends["portable"])
-
-
-def normed_queries_and_keys(model: ModelConfig, rank: RankShare) -> float:
-    """A token's outputs of the norms of queries and keys."""
-    queries = rank.width * model.num_attention_heads * model.resolved_head_dim / rank.tp
-    return queries + rank.width * model.resolved_query_groups * model.resolved_head_dim / rank.tp
-
-
-def _saved(model: ModelConfig, rank: RankShare, *, num_outputs: int) -> dict[str, float]:
-    queries = rank.width * model.num_attention_heads * model.resolved_head_dim / rank.tp
-    keys = rank.width * model.resolved_query_groups * model.resolved_head_dim / rank.tp
-    return {
-        "queries, keys, values": queries + 2 * keys,
-        "attention's output": queries * num_outputs,
-        "log-sum-exp": FP32 * model.num_attention_heads / rank.tp,
-    }
-
-
-def _queries(model: ModelConfig, rank: RankShare) -> float:
-    """A, numbers of a token."""
-    return model.num_attention_heads * model.resolved_head_dim / rank.tp
-
-
-def _pairs(model: ModelConfig, rank: RankShare) -> float:
-    """2 K, numbers of a token: its keys and values."""
-    return 2 * model.resolved_query_groups * model.resolved_head_dim / rank.tp
-
-
-def _unsummed(model: ModelConfig, rank: RankShare) -> float:
-    """Gradients of keys and values for every query head, which the kernel sums over those that share a key head."""
-    return 2 * _queries(model, rank) if model.num_attention_heads > model.resolved_query_groups else 0.0
-
-
-def _rotated(model: ModelConfig, rank: RankShare) -> float:
-    """Bytes of a token: rotated queries and keys, gradients of output and queries."""
-    return rank.width * (3 * _queries(model, rank) + _pairs(model, rank) / 2)
-
-
-def _whole_backward(model: ModelConfig, rank: RankShare, tokens: float) -> float:
-    """All heads at once: the gradient of queries in both precisions, and of keys and values."""
-    of_queries = (rank.width + FP32) * _queries(model, rank)
-    of_pairs = rank.width * (_pairs(model, rank) + _unsummed(model, rank))
-    return tokens * (_rotated(model, rank) + of_queries + of_pairs)
+    model, rank = config.model, RankShare.of(config, layout)
+    portable = PortableBytes(model=model, rank=rank, cp=layout.cp)
+    te = TransformerEngineBytes(model=model, rank=rank, cp=layout.cp, cp_comm=config.parallel.cp_comm)
+    return {"te": te, "portable": portable, "auto": portable}[config.attention.backend]

@@ -6,7 +6,7 @@ from tests.standin import launch
 from tests.standin.steps import FREE
 
 CASE = "0.6b:32k:one"
-EACH = 3  # waits of a microbatch, when all are done: objective, log-probabilities, what was right (Engine._supervised_tokens)
+EACH = 3  # waits of a microbatch: objective, log-probabilities, correctness (Engine._supervised_tokens)
 STEP = 5  # of a step besides: twice what the objective is divided by, twice tallies, once the norm of the gradient
 
 

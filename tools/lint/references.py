@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sft.config.keys import OPEN, in_schema, leaves, sections
+from sft.config.keys import OPEN, RENAMED, in_schema, leaves, sections
 from tools.lint.names import Names
 from tools.lint.source import Fault, Source
 
@@ -95,7 +95,7 @@ def _resolves(dotted: str, names: Names, *, on_page: bool) -> bool:
     if rest[-1] in _FILE_ENDINGS or dotted in names.uses:
         return True
     if first in sections():
-        if in_schema(dotted) in leaves() or dotted in sections() or dotted.startswith(OPEN) or not dotted.islower():
+        if in_schema(dotted) in leaves() or dotted in RENAMED or dotted in sections() or dotted.startswith(OPEN) or not dotted.islower():
             return True
     if first not in names.attributes:
         return first in (names.imported if on_page else names.uses)

@@ -57,9 +57,23 @@ def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
         add("--judge", nargs="+", type=Path, metavar="FILE", help="measure nothing: judge rows written by --json")
     if subject.device != "cpu":
         add("--device", choices=["auto", "cpu", "cuda"], default="cpu" if tiny else "auto")
-    subject.arguments(parser)
-    parser.set_defaults(subject=subject, **(subject.tiny if tiny else {}))
+    if subject.ways:
+        add("--ways", default="", metavar="A,B", help=f"some of {', '.join(subject.ways)}, by the start of their names")
+    for option, declared in subject.options.items():
+        declared.add_to(parser, option, tiny=tiny)
+    parser.set_defaults(subject=subject)
     return parser
+
+
+def ways_of(names: Sequence[str], text: str) -> list[str]:
+    """All of them, or those that the text starts: `fu,re` -> fused, recompute in backward.  Raises ValueError."""
+    chosen: list[str] = []
+    for start in text.split(","):
+        matches = [name for name in names if name.lower().startswith(start.strip().lower())]
+        if text and len(matches) != 1:
+            raise ValueError(f"--ways {start}: the start of {matches or 'none'} of {', '.join(names)}")
+        chosen += matches
+    return chosen
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -72,6 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.check, options.judge = getattr(options, "check", False), getattr(options, "judge", None)
     try:
         options.cases = [subject.read(case) for case in options.names]
+        options.ways = ways_of(subject.ways, getattr(options, "ways", ""))
         subject.validate(options)
     except ValueError as error:
         parser.error(str(error))

@@ -24,7 +24,7 @@ from tools.bench import attention_ways as ways
 from tools.bench.attention_check import backward, check, forward, in_memory_group
 from tools.bench.attention_ways import BACKWARD, Pack
 from tools.bench.clock import medians, peak_beyond, time_on
-from tools.bench.harness import Column, Row, Subject
+from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.mixes import MIXES, boundaries_of, read_length
 
 MULTIPLE = 64  # of a document, enough for cp 16 and 32
@@ -38,6 +38,11 @@ def read(name: str) -> Case:
     if mix not in MIXES:
         raise ValueError(f"{name}: {mix} is not one of {', '.join(MIXES)}")
     return read_length(length), mix
+
+
+def read_cp(text: str) -> list[int]:
+    """1 is always one of them."""
+    return sorted({1, *map(int, text.split(","))})
 
 
 def pack_of(mix: str, length: int, options: argparse.Namespace) -> Pack:
@@ -128,19 +133,7 @@ def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) 
     return row
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ways", type=lambda t: t.split(","), default=list(ways.NAMES), help=f"of {', '.join(ways.NAMES)}")
-    add("--cp", default="1,2,4,8,16", type=lambda text: sorted({1, *map(int, text.split(","))}), metavar="1,8")
-    add("--heads", type=int, default=32)
-    add("--groups", type=int, default=8, help="key and value heads")
-    add("--head-dim", type=int, default=128)
-    add("--repeats", type=int, default=5, metavar="N")
-
-
 def validate(options: argparse.Namespace) -> None:
-    if unknown := {*options.ways} - {*ways.NAMES}:
-        raise ValueError(f"--ways {', '.join(sorted(unknown))}: of {', '.join(ways.NAMES)}")
     if options.repeats < 1 or any(MULTIPLE % (2 * size) for size in options.cp):
         raise ValueError(f"--repeats must be at least 1, and each size of --cp a divisor of {MULTIPLE // 2}")
 
@@ -149,20 +142,26 @@ LENGTHS = ("8k", "16k", "32k", "64k", "128k", "256k")
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="fwd_s", title="fwd ms", spec=".2f", unit=1e-3),
-        Column(key="both_s", title="fwd+bwd ms", spec=".2f", unit=1e-3),
-        Column(key="fwd_tflops", title="fwd TFLOP/s", spec=".1f"),
-        Column(key="both_tflops", title="fwd+bwd TFLOP/s", spec=".1f"),
-        Column(key="slowest", title="slowest", spec=".3f"),
-        Column(key="efficiency", title="efficiency", spec=".1%"),
-        Column(key="extra", title="extra MiB", spec=",.0f", unit=2**20),
+        Column("fwd_s", "fwd ms", ".2f", 1e-3),
+        Column("both_s", "fwd+bwd ms", ".2f", 1e-3),
+        Column("fwd_tflops", "fwd TFLOP/s", ".1f"),
+        Column("both_tflops", "fwd+bwd TFLOP/s", ".1f"),
+        Column("slowest", "slowest", ".3f"),
+        Column("efficiency", "efficiency", ".1%"),
+        Column("extra", "extra MiB", ",.0f", 2**20),
     ],
     cases=[f"{length}:{mix}" for length in LENGTHS for mix in ("one", "chat", "longmix")],
     tiny_cases=["256:one", "512:chat"],
+    ways=ways.NAMES,
     read=read,
-    arguments=arguments,
+    options={
+        "cp": Option("1,2,4,8,16", "1,2", "sizes of the group whose ranks run in turn", read=read_cp),
+        "heads": Option(32, 4),
+        "groups": Option(8, 2, "key and value heads"),
+        "head_dim": Option(128, 16),
+        "repeats": Option(5, 1),
+    },
     validate=validate,
     prepare=prepare,
-    tiny={"cp": "1,2", "heads": 4, "groups": 2, "head_dim": 16, "repeats": 1},
     device="gpu",
 )

@@ -19,7 +19,7 @@ from sft.data.packing.balance import assign, costs, efficiency
 from sft.data.packing.bounds import bounds
 from sft.data.packing.plan import Plan
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Bar, Column, Row, Subject
+from tools.bench.harness import Bar, Column, Option, Row, Subject
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 from tools.bench.packing import MULTIPLE, WAYS
 
@@ -110,23 +110,20 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
         yield Bar(name=f"{row['case']}, seconds of an assignment", value=row["seconds_max"], bound=ASSIGN_BAR_S)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, default=1_000_000, metavar="N", help="lengths of each mix")
-
-
 QUANTITIES = ("next-fit", "best-fit", "in order", "level", "worst", "limit", "lowest limit")
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        *(Column(key=f"step {name}", title=f"step {name}", spec=".1f", unit=0.01) for name in QUANTITIES),
-        *(Column(key=f"microbatch {name}", title=f"mb {name}", spec=".1f", unit=0.01) for name in QUANTITIES),
-        Column(key="seconds_max", title="ms, max", spec=".0f", unit=1e-3),
-        Column(key="seconds", title="ms", spec=".0f", unit=1e-3),
+        *(Column(f"step {name}", f"step {name}", ".1f", 0.01) for name in QUANTITIES),
+        *(Column(f"microbatch {name}", f"mb {name}", ".1f", 0.01) for name in QUANTITIES),
+        Column("seconds_max", "ms, max", ".0f", 1e-3),
+        Column("seconds", "ms", ".0f", 1e-3),
     ],
     cases=[f"{mix}:{model}:{shape}" for mix in SEQ_LENGTHS for model in CROSSOVERS for shape in SHAPES],
     tiny_cases=["chat:llama-8b:2x4"],
     read=read,
-    arguments=arguments,
-    tiny={"samples": 5000},
+    options={
+        "samples": Option(1_000_000, 5000, "lengths of each mix"),
+    },
     bars=bars,
 )

@@ -19,7 +19,7 @@ from sft.config import Config
 from sft.recipe.load import parse_recipe
 from tools.bench import ranks
 from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took, turns_of
-from tools.bench.harness import Bar, Column, Row, Subject, one_of
+from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 
 STALL_BAR = 0.15  # of a sync save
 VOCAB, HEAD = 4096, 64
@@ -91,13 +91,6 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
             )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="data-parallel processes")
-    parser.add_argument("--mib", type=int, default=1024, metavar="N", help="about this much state in all")
-    parser.add_argument("--folder", type=Path, help="where to make a temporary folder to write into")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-
-
 def validate(options: argparse.Namespace) -> None:
     if min(options.ranks, options.mib, options.repeats) < 1:
         raise ValueError("--ranks, --mib and --repeats must be at least 1")
@@ -108,17 +101,21 @@ def validate(options: argparse.Namespace) -> None:
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="seconds", title="seconds", spec=".3f"),
-        Column(key="bytes_per_s", title="GB/s", spec=".2f", unit=1e9),
-        Column(key="peak", title="peak MiB", spec=",.0f", unit=2**20),
-        Column(key="ratio", title="ratio", spec=".3f"),
-        Column(key="compared_with", title="of"),
+        Column("seconds", "seconds", ".3f"),
+        Column("bytes_per_s", "GB/s", ".2f", 1e9),
+        Column("peak", "peak MiB", ",.0f", 2**20),
+        Column("ratio", "ratio", ".3f"),
+        Column("compared_with", "of"),
     ],
     cases=["bf16"],
     tiny_cases=["bf16"],
     read=one_of(*BYTES),
-    arguments=arguments,
+    options={
+        "ranks": Option(2, help="data-parallel processes"),
+        "mib": Option(1024, 4, "about this much state in all"),
+        "repeats": Option(5, 1),
+        "folder": Option(None, help="where to make a temporary folder to write into", read=Path),
+    },
     validate=validate,
-    tiny={"mib": 4, "repeats": 1},
     bars=bars,
 )

@@ -20,7 +20,7 @@ from sft.data.loader import Loader
 from sft.data.packing.epochs import EpochPlans
 from sft.parallel.layout import Layout
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Bar, Column, Row, Subject, one_of
+from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 
 MULTIPLE = 32
@@ -72,20 +72,17 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
         yield Bar(name=name, value=row["tokens_per_s"], bound=RATE_BAR, relation="at least")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--divisor", type=int, default=1, metavar="N", help="use 1/N of the samples")
-
-
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="tokens", title="tokens", spec=","),
-        Column(key="tokens_per_s", title="million tokens/s/core", spec=".1f", unit=1e6),
+        Column("tokens", "tokens", ","),
+        Column("tokens_per_s", "million tokens/s/core", ".1f", 1e6),
     ],
     cases=list(NUM_SAMPLES),
     tiny_cases=["chat"],
     read=one_of(*NUM_SAMPLES),
-    arguments=arguments,
-    tiny={"divisor": 20},
+    options={
+        "divisor": Option(1, 20, "use 1/N of the samples"),
+    },
     bars=bars,
 )

@@ -29,7 +29,7 @@ from sft.hf.architecture import CONFIG, architecture
 from sft.hf.convert.safetensors_writer import Planned, TensorWriter
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
-from tools.bench.harness import Bar, Column, Refused, Row, Subject, one_of
+from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
 
 BEYOND = 2 << 30  # bytes above the largest tensor that a conversion may take
 COPIES = 3.1  # of the model, that the disk holds at a time: it, its import, the way back, a little more
@@ -140,12 +140,6 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
             yield Bar(name=name, value=row["peak"], bound=row["largest"] + BEYOND)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gib", type=float, default=1.0, metavar="N", help="of at most so much, but one layer")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="turns of all rows")
-    parser.add_argument("--folder", type=Path, help="where to make a temporary folder to write into")
-
-
 def validate(options: argparse.Namespace) -> None:
     if options.repeats < 1 or not options.gib > 0:
         raise ValueError(f"--repeats {options.repeats} --gib {options.gib}: nothing to measure")
@@ -156,19 +150,22 @@ def validate(options: argparse.Namespace) -> None:
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="seconds", title="seconds", spec=".2f"),
-        Column(key="bytes_per_s", title="GiB/s", spec=".2f", unit=2**30),
-        Column(key="ratio", title="times copyfile", spec=".2f"),
-        Column(key="ratio_min", title="least", spec=".2f"),
-        Column(key="ratio_max", title="most", spec=".2f"),
-        Column(key="peak", title="peak MiB", spec=",.0f", unit=2**20),
-        Column(key="total", title="in all", spec=",.0f", unit=2**20),
+        Column("seconds", "seconds", ".2f"),
+        Column("bytes_per_s", "GiB/s", ".2f", 2**30),
+        Column("ratio", "times copyfile", ".2f"),
+        Column("ratio_min", "least", ".2f"),
+        Column("ratio_max", "most", ".2f"),
+        Column("peak", "peak MiB", ",.0f", 2**20),
+        Column("total", "in all", ",.0f", 2**20),
     ],
     cases=["llama-3.2-1b"],
     tiny_cases=["tiny"],
     read=one_of(*SHAPES),
-    arguments=arguments,
+    options={
+        "gib": Option(1.0, 0.001, "of at most so much, but one layer"),
+        "repeats": Option(3, 1, "turns of all rows"),
+        "folder": Option(None, help="where to make a temporary folder to write into", read=Path),
+    },
     validate=validate,
-    tiny={"gib": 0.001, "repeats": 1},
     bars=bars,
 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from sft.parallel import context_parallel
 from tools.bench.clock import medians, wall
-from tools.bench.harness import Bar, Column, Row, Subject
+from tools.bench.harness import Bar, Column, Option, Row, Subject
 
 TOKENS = 1 << 20
 BAR_MS = 10.0  # indices and inverse of 1M tokens in 1,000 documents
@@ -51,23 +51,20 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     yield Bar(name="1M tokens in 1,000 documents, slowest cp, ms", value=max(sums, default=None), bound=BAR_MS)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the pack")
-    parser.add_argument("--repeats", type=int, default=31, metavar="N")
-
-
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="tokens", title="tokens", spec=","),
-        Column(key="indices_s", title="indices ms", spec=".2f", unit=1e-3),
-        Column(key="inverse_s", title="inverse ms", spec=".2f", unit=1e-3),
-        Column(key="sum_s", title="sum ms", spec=".2f", unit=1e-3),
+        Column("tokens", "tokens", ","),
+        Column("indices_s", "indices ms", ".2f", 1e-3),
+        Column("inverse_s", "inverse ms", ".2f", 1e-3),
+        Column("sum_s", "sum ms", ".2f", 1e-3),
     ],
     cases=["1000:1", "1000:2", "1000:8", "1000:32", "1:8", "65536:8"],  # the last: as short as documents come
     tiny_cases=["1000:8", "1:8", "8192:8"],
     read=read,
-    arguments=arguments,
-    tiny={"tokens": 1 << 17, "repeats": 3},
+    options={
+        "tokens": Option(TOKENS, 1 << 17, "of the pack"),
+        "repeats": Option(31, 3),
+    },
     bars=bars,
 )

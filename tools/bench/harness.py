@@ -30,7 +30,7 @@ class Refused(Exception):
     """A measurement that would mean nothing: a wrong result, a machine that lacks something.  Exit status 2."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """One number of a row: its key, its title, how it is printed (a format of Python) and its unit in that of the row.
 
@@ -47,6 +47,30 @@ class Column:
         if value is None:
             return "-"
         return format(value if self.unit == 1 else value / self.unit, self.spec)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A size or another choice of a subject, `--name` on the command line.
+
+    tiny  its value with --tiny; None: the default
+    read  text -> value; None: the type of the default.  A list collects every `--name VALUE`
+    """
+
+    default: Any
+    tiny: Any = None
+    help: str = ""
+    read: Callable[[str], Any] | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str, *, tiny: bool) -> None:
+        value = self.tiny if tiny and self.tiny is not None else self.default
+        flag, text = f"--{name.replace('_', '-')}", f"{self.help} ({value})".strip()
+        if isinstance(value, bool):
+            parser.add_argument(flag, action="store_true", help=self.help)
+        elif isinstance(value, list):
+            parser.add_argument(flag, action="append", default=value, help=self.help)
+        else:
+            parser.add_argument(flag, type=self.read or type(value), default=value, help=text.replace("%", "%%"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +107,14 @@ def _no_bars(rows: Sequence[Row]) -> Iterable[Bar]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A benchmark.  Everything that differs between benchmarks is one of these fields.
+    """A benchmark.  Everything that differs between benchmarks is one of these fields.  With --tiny it takes less than
+    20 s on one CPU core.
 
     measure   yields the rows of a case, as they are measured
     read      the case of a name; raises ValueError
-    arguments adds options of its own; `validate` refuses options (ValueError) once they are parsed
+    ways      what is compared, where --ways can choose of it
+    validate  refuses options (ValueError) once they are parsed
     prepare   runs once before the first case, yields rows, raises Refused
-    tiny      options of --tiny, a run of less than 20 s on one CPU core
     device    which devices it can run on; "gpu": also a CPU, but only with --tiny or where --device cpu is given
     """
 
@@ -98,11 +123,11 @@ class Subject:
     cases: Sequence[str]
     tiny_cases: Sequence[str]
     read: Callable[[str], Any]
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    options: Mapping[str, Option] = field(default_factory=dict)
+    ways: Sequence[str] = ()
     validate: Callable[[argparse.Namespace], None] = lambda options: None
     prepare: Callable[[argparse.Namespace], Iterable[Row]] = lambda options: ()
     describe: Callable[[Any], str] = str
-    tiny: Mapping[str, Any] = field(default_factory=dict)
     bars: Callable[[Sequence[Row]], Iterable[Bar]] = _no_bars
     device: Literal["cpu", "any", "gpu"] = "cpu"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sft.config import LossConfig
 from sft.mcore.loss import Targets, VocabShard, chunked
 from tools.bench import ranks
-from tools.bench.harness import Column, Row, Subject
+from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.loss_bars import CONCATENATE
 from tools.bench.loss_ways import concatenated_logprobs
 from tools.bench.mixes import read_length
@@ -64,21 +64,18 @@ def measure_case(case: tuple[int, int], options: argparse.Namespace) -> Iterator
         yield {"status": OUT_OF_MEMORY}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-
-
 SUBJECT = Subject(
     measure=measure_case,
     columns=[
-        Column(key="seconds", title="ms", spec=",.1f", unit=1e-3),
-        Column(key="total", title="MiB", spec=",.2f", unit=2**20),
+        Column("seconds", "ms", ",.1f", 1e-3),
+        Column("total", "MiB", ",.2f", 2**20),
     ],
     cases=[f"{vocab}:{tokens}k" for vocab in (32_000, 64_000, 128_000) for tokens in (32, 64, 128)],
     tiny_cases=["40:9", "40:20", "70:9"],
     read=read,
-    arguments=arguments,
-    tiny={"chunk": 4, "repeats": 1},
+    options={
+        "chunk": Option(1024, 4),
+        "repeats": Option(5, 1),
+    },
     device="gpu",
 )

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from tools.bench.harness import DONE, Column, Row, Subject
+from tools.bench.harness import DONE, Column, Option, Row, Subject
 from tools.bench.steps.bars import bars
-from tools.bench.steps.case import SHAPES, STEP_MIXES, StepCase
-from tools.bench.steps.options import TINY, arguments, validate
+from tools.bench.steps.case import SHAPES, StepCase
+from tools.bench.steps.options import OPTIONS, validate
 from tools.bench.steps.process import HOST, measured, memory_of
 from tools.bench.steps.search import Stopped, search
 
@@ -60,12 +60,6 @@ def start_of(shape: str, options: argparse.Namespace) -> tuple[StepCase, int]:
     return case, predicted
 
 
-def more_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments(parser)
-    parser.add_argument("--keys", default="full", metavar="MEMORY", help="how memory is saved, like full+offload")
-    parser.add_argument("--mix", default="1k", choices=STEP_MIXES)
-
-
 def more_checks(options: argparse.Namespace) -> None:
     validate(options)
     StepCase.read(f"tiny:1k:{options.mix}:{options.keys}")
@@ -76,17 +70,21 @@ def more_checks(options: argparse.Namespace) -> None:
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="fits", title="tokens fit", spec=","),
-        Column(key="fails", title="do not fit", spec=","),
-        Column(key="predicted", title="by the equations", spec=","),
-        Column(key="ratio", title="ratio", spec=".3f"),
+        Column("fits", "tokens fit", ","),
+        Column("fails", "do not fit", ","),
+        Column("predicted", "by the equations", ","),
+        Column("ratio", "ratio", ".3f"),
     ],
     cases=["0.6b", "1.7b", "4b", "8b"],
     tiny_cases=["tiny"],
     read=read,
-    arguments=more_arguments,
+    options={
+        **OPTIONS,
+        "memory": Option(None, 0.01, "GiB to search within; a CPU has no limit of its own", read=float),
+        "keys": Option("full", help="how memory is saved, like full+offload"),
+        "mix": Option("1k"),
+    },
     validate=more_checks,
-    tiny={**TINY, "memory": 0.01},  # a CPU has no limit of its own: a hundredth of a GiB by the equations is one
     bars=bars,
     device="gpu",
 )

@@ -3,7 +3,7 @@
     python -m tools.bench loss_head --check              2,048 tokens x 1,024 hidden x 32,768 vocabulary
     python -m tools.bench loss_head --cases 1 --tp 2     the vocabulary over two gloo ranks: what is sent
     python -m tools.bench loss_head --cases 1 --device cuda --dtype bf16 --hidden 2048 --vocab 62080 --tokens 262144 \\
-        --chunks 512,1024,2048,4096,8192,16384 --only fused
+        --chunks 512,1024,2048,4096,8192,16384 --ways fused
 
 A case is the fraction of tokens that are supervised.  `fused C`, `chunked`, `full` and `token_statistics` are sft's;
 the others are those of tools/bench/loss_ways.py.  Ways that go in chunks take the largest of --chunks.  Over several
@@ -25,7 +25,7 @@ from torch import Tensor
 from sft.config import LossConfig
 from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
 from tools.bench import loss_ways, ranks
-from tools.bench.harness import Column, Row, Subject
+from tools.bench.harness import Column, Option, Row, Subject
 from tools.bench.loss_bars import BASELINE, CONCATENATE, RECOMPUTE, bars
 from tools.bench.problem import Problem, measure
 
@@ -70,7 +70,7 @@ def loss_head(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     largest = max(sizes.chunks)
 
     def ours(loss: LossConfig) -> Tensor:
-        return lm_loss(hidden, shard, targets, loss).objective
+        return lm_loss(hidden, shard, targets, loss)[0]
 
     def statistics() -> Tensor:
         return -token_statistics(hidden, shard, targets, LossConfig(impl="fused", chunk_size=largest)).logprob.sum()
@@ -118,7 +118,7 @@ def measure_case(fraction: float, options: argparse.Namespace) -> Iterator[Row]:
         tokens=options.tokens, hidden=options.hidden, vocab=options.vocab, fraction=fraction, chunks=options.chunks,
         dtype=options.dtype, device=options.device.type,
     )  # fmt: skip
-    work = (sizes, options.only, options.repeats, not options.no_peak)
+    work = (sizes, options.ways, options.repeats, not options.no_peak)
     if options.tp > 1:
         yield from ranks.rows_of_rank0(options.tp, measure_on_rank, *work)
         return
@@ -136,34 +136,13 @@ def read_chunks(text: str) -> tuple[int, ...]:
     return tuple(int(chunk) for chunk in text.split(","))
 
 
-def read_ways(text: str) -> list[str]:
-    """Ways by the start of their names."""
-    chosen = []
-    for start in text.split(","):
-        names = [name for name in WAYS if name.lower().startswith(start.strip().lower())]
-        if len(names) != 1:
-            raise argparse.ArgumentTypeError(f"{start!r} is the start of {names or 'none'} of: {', '.join(WAYS)}")
-        chosen += names
-    return chosen
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=Sizes.tokens)
-    parser.add_argument("--hidden", type=int, default=Sizes.hidden)
-    parser.add_argument("--vocab", type=int, default=Sizes.vocab)
-    parser.add_argument("--chunks", type=read_chunks, default=Sizes.chunks, help="of fused, like 256,512")
-    parser.add_argument("--dtype", choices=list(DTYPES), default=Sizes.dtype)
-    parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="ranks; 2 on the CPU only")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    parser.add_argument("--only", type=read_ways, default=list(WAYS), help=f"some of: {', '.join(WAYS)}")
-    parser.add_argument("--no-peak", action="store_true", help="do not count memory")
-
-
 def validate(options: argparse.Namespace) -> None:
     if min(options.tokens, options.hidden, options.vocab, options.repeats, *options.chunks) < 1:
         raise ValueError("--tokens, --hidden, --vocab, --chunks and --repeats must be at least 1")
     if options.vocab % options.tp:
         raise ValueError(f"--vocab {options.vocab} is not a multiple of --tp {options.tp}")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"--dtype {options.dtype} is not one of {', '.join(DTYPES)}")
     if options.tp > 1 and options.device == "cuda":
         raise ValueError("--tp 2 runs on the CPU: use --device cpu")
     if options.tp > 1:
@@ -173,20 +152,29 @@ def validate(options: argparse.Namespace) -> None:
 SUBJECT = Subject(
     measure=measure_case,
     columns=[
-        Column(key="supervised", title="supervised", spec=","),
-        Column(key="seconds", title="ms", spec=",.1f", unit=1e-3),
-        Column(key="ratio", title="ratio", spec=".3f"),
-        Column(key="extra", title="extra MiB", spec=",.2f", unit=2**20),
-        Column(key="total", title="total MiB", spec=",.2f", unit=2**20),
-        Column(key="gemm", title="GEMM", spec=".3f"),
-        Column(key="bytes_sent", title="bytes sent", spec=","),
+        Column("supervised", "supervised", ","),
+        Column("seconds", "ms", ",.1f", 1e-3),
+        Column("ratio", "ratio", ".3f"),
+        Column("extra", "extra MiB", ",.2f", 2**20),
+        Column("total", "total MiB", ",.2f", 2**20),
+        Column("gemm", "GEMM", ".3f"),
+        Column("bytes_sent", "bytes sent", ","),
     ],
     cases=["1", "0.5", "0.1", "0"],
     tiny_cases=["1", "0.5", "0"],
+    ways=WAYS,
     read=read,
-    arguments=arguments,
+    options={
+        "tokens": Option(Sizes.tokens, 24),
+        "hidden": Option(Sizes.hidden, 8),
+        "vocab": Option(Sizes.vocab, 50),
+        "chunks": Option("256,512", "5,9", "of fused", read=read_chunks),
+        "dtype": Option(Sizes.dtype, help="fp32 or bf16"),
+        "tp": Option(1, help="ranks; more than 1 on the CPU only"),
+        "repeats": Option(5, 1),
+        "no_peak": Option(False, help="do not count memory"),
+    },
     validate=validate,
-    tiny={"tokens": 24, "hidden": 8, "vocab": 50, "chunks": "5,9", "repeats": 1},
     bars=bars,
     device="any",
 )

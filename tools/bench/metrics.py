@@ -22,7 +22,7 @@ from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools.bench.clock import medians, wall
 from tools.bench.counter import Counter
-from tools.bench.harness import Bar, Column, Row, Subject
+from tools.bench.harness import Bar, Column, Option, Row, Subject
 
 SHARE_BAR = 0.01  # of the step's time
 BYTES_BAR = 64 << 10
@@ -88,23 +88,20 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
         yield Bar(name=f"{name}, bytes that a rank sends", value=row["bytes_sent"], bound=BYTES_BAR)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=12_288, help="of the pack")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N")
-
-
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="step_s", title="step ms", spec=".1f", unit=1e-3),
-        Column(key="metrics_s", title="metrics ms", spec=".3f", unit=1e-3),
-        Column(key="share", title="share", spec=".3%"),
-        Column(key="bytes_sent", title="bytes sent, cp above 1", spec=","),
+        Column("step_s", "step ms", ".1f", 1e-3),
+        Column("metrics_s", "metrics ms", ".3f", 1e-3),
+        Column("share", "share", ".3%"),
+        Column("bytes_sent", "bytes sent, cp above 1", ","),
     ],
     cases=["12", "300"],
     tiny_cases=["3"],
     read=int,
-    arguments=arguments,
-    tiny={"tokens": 512, "repeats": 1},
+    options={
+        "tokens": Option(12_288, 512, "of the pack"),
+        "repeats": Option(7, 1),
+    },
     bars=bars,
 )

@@ -12,7 +12,7 @@ from sft.data.packing.plan import Plan, plan_epoch, plan_of
 from sft.data.packing.shuffle import shuffled
 from sft.parallel.alignment import aligned
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Bar, Column, Row, Subject, one_of
+from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 
 MULTIPLE = 32
@@ -81,23 +81,20 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
             yield Bar(name=f"{row['case']}, seconds of a plan", value=row["seconds"], bound=bound)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, default=1_000_000, metavar="N", help="lengths of each mix")
-
-
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="samples", title="lengths", spec=","),
-        Column(key="mean", title="mean", spec=",.0f"),
-        Column(key="packs", title="packs", spec=","),
-        Column(key="fill", title="fill", spec=".3%"),
-        Column(key="seconds", title="seconds", spec=".2f"),
+        Column("samples", "lengths", ","),
+        Column("mean", "mean", ",.0f"),
+        Column("packs", "packs", ","),
+        Column("fill", "fill", ".3%"),
+        Column("seconds", "seconds", ".2f"),
     ],
     cases=list(SEQ_LENGTHS),
     tiny_cases=list(SEQ_LENGTHS),
     read=one_of(*SEQ_LENGTHS),
-    arguments=arguments,
-    tiny={"samples": 5000},
+    options={
+        "samples": Option(1_000_000, 5000, "lengths of each mix"),
+    },
     bars=bars,
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tools.bench.harness import Row, Subject
 from tools.bench.longest import read
 from tools.bench.steps.case import StepCase
-from tools.bench.steps.options import STEP_COLUMNS, TINY, arguments, validate, with_notes
+from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate, with_notes
 from tools.bench.steps.process import measured
 
 LENGTHS = (131_072, 65_536, 32_768, 16_384)
@@ -34,8 +34,7 @@ SUBJECT = Subject(
     cases=["1.7b", "4b"],
     tiny_cases=["tiny"],
     read=read,
-    arguments=arguments,
+    options=OPTIONS,
     validate=validate,
-    tiny=TINY,
     device="gpu",
 )

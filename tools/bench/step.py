@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from tools.bench.harness import Row, Subject
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import StepCase
-from tools.bench.steps.options import STEP_COLUMNS, TINY, arguments, validate, with_notes
+from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate, with_notes
 from tools.bench.steps.process import measured
 
 # By importance: --minutes may leave no time for the last.
@@ -54,9 +54,8 @@ SUBJECT = Subject(
     tiny_cases=["tiny:512:chat:full"],
     read=StepCase.read,
     describe=describe,
-    arguments=arguments,
+    options=OPTIONS,
     validate=validate,
-    tiny=TINY,
     bars=bars,
     device="gpu",
 )

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.bench.clock import cpu_time, medians
-from tools.bench.harness import Bar, Column, Refused, Row, Subject
+from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject
 
 TEMPLATES = ("chatml", "qwen25", "qwen3", "chatml_marked")
 WORDS = """the answer is what you get if six and seven are multiplied by hand on paper: forty-two, as everyone knows.
@@ -97,24 +97,21 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     yield Bar(name="time of encode_chat over datasets.map, geometric mean of all cases", value=mean, bound=1.0)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chats", type=int, default=2000, metavar="N")
-    parser.add_argument("--words", type=int, default=145, metavar="N", help="of a chat; some 600 tokens here")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-
-
 SUBJECT = Subject(
     measure=measure,
     columns=[
-        Column(key="chats_per_s", title="chats/s", spec=",.0f"),
-        Column(key="tokens_per_chat", title="tokens a chat", spec=",.0f"),
-        Column(key="ratio", title="ratio", spec=".2f"),
+        Column("chats_per_s", "chats/s", ",.0f"),
+        Column("tokens_per_chat", "tokens a chat", ",.0f"),
+        Column("ratio", "ratio", ".2f"),
     ],
     cases=TEMPLATES,
     tiny_cases=["chatml"],
     read=read,
     prepare=prepare,
-    arguments=arguments,
-    tiny={"chats": 20, "words": 40, "repeats": 1},
+    options={
+        "chats": Option(2000, 20),
+        "words": Option(145, 40, "of a chat; some 600 tokens here"),
+        "repeats": Option(5, 1),
+    },
     bars=bars,
 )

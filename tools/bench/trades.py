@@ -10,10 +10,10 @@ row.  The first is measured once more at the end: how far apart the two are is h
 import argparse
 from collections.abc import Iterator
 
-from tools.bench.harness import DONE, Column, Row, Subject
+from tools.bench.harness import DONE, Column, Option, Row, Subject
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import TILE, StepCase
-from tools.bench.steps.options import STEP_COLUMNS, TINY, arguments, validate, with_notes
+from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate, with_notes
 from tools.bench.steps.process import measured
 
 
@@ -29,7 +29,7 @@ def read(text: str) -> list[StepCase]:
 
 def measure(cases: list[StepCase], options: argparse.Namespace) -> Iterator[Row]:
     first_s: float | None = None
-    for case in cases[: options.keys]:
+    for case in cases[: options.keys or None]:
         row = with_notes(measured(case, options))
         if row["status"] == DONE:
             first_s = first_s or row["step_s"]
@@ -37,21 +37,15 @@ def measure(cases: list[StepCase], options: argparse.Namespace) -> Iterator[Row]
         yield {**row, "way": case.memory_keys}
 
 
-def more_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments(parser)
-    parser.add_argument("--keys", type=int, metavar="N", help="only the first N rows")
-
-
 SUBJECT = Subject(
     measure=measure,
-    columns=[Column(key="ratio", title="ratio", spec=".3f"), *STEP_COLUMNS],
+    columns=[Column("ratio", "ratio", ".3f"), *STEP_COLUMNS],
     cases=["1.7b:64k"],
     tiny_cases=["tiny:256"],
     read=read,
     describe=lambda cases: "\n".join(map(str, cases)),
-    arguments=more_arguments,
+    options={**OPTIONS, "keys": Option(0, 1, "only the first so many rows; 0: all")},
     validate=validate,
-    tiny={**TINY, "keys": 1},
     bars=bars,
     device="gpu",
 )

@@ -2,43 +2,41 @@
 
 import argparse
 
-from tools.bench.harness import Column, Row
+from tools.bench.harness import Column, Option, Row
 from tools.bench.steps.loop import StepOptions
 
 GIB = 2**30
 STEP_COLUMNS = [
-    Column(key="steps", title="steps"),
-    Column(key="step_s", title="s/step", spec=".3f"),
-    Column(key="tokens_per_s", title="tokens/s", spec=",.0f"),
-    Column(key="tflops", title="TFLOP/s", spec=".1f"),
-    Column(key="mfu", title="MFU", spec=".1%"),
-    Column(key="peak_bytes", title="GiB", spec=".1f", unit=GIB),
-    Column(key="by_equations", title="by eq.", spec=".1f", unit=GIB),
-    Column(key="host_bytes", title="host", spec=".1f", unit=GIB),
-    Column(key="of_keep", title="of keep", spec=".1%"),
-    Column(key="of_full", title="of full", spec=".1%"),
+    Column("steps", "steps"),
+    Column("step_s", "s/step", ".3f"),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("tflops", "TFLOP/s", ".1f"),
+    Column("mfu", "MFU", ".1%"),
+    Column("peak_bytes", "GiB", ".1f", GIB),
+    Column("by_equations", "by eq.", ".1f", GIB),
+    Column("host_bytes", "host", ".1f", GIB),
+    Column("of_keep", "of keep", ".1%"),
+    Column("of_full", "of full", ".1%"),
 ]
-TINY = {"steps": 1, "seconds": 5.0}
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    defaults, add = StepOptions(), parser.add_argument
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe key, of all cases")
-    add("--steps", type=int, default=defaults.steps, metavar="N", help="timed steps at most")
-    add("--seconds", type=float, default=defaults.seconds, help="no further step is timed after so many")
-    add("--limit", type=float, default=400.0, metavar="SECONDS", help="of one case")
-    add("--kernels", default=",".join(defaults.kernels), help="of attention, whose best rates the floors take")
-    add("--peak-tflops", type=float, default=defaults.peak_tflops, help="of the device, dense bf16")
-    add("--memory", type=float, metavar="GIB", help="that torch may take of the device; all by default")
-    add("--host-gib", type=float, metavar="GIB", help="memory of the host; what the machine has by default")
-    add("--try-all", action="store_true", help="also cases that by arithmetic cannot fit")
+DEFAULTS = StepOptions()
+OPTIONS = {
+    "set": Option([], help="KEY=VALUE of the recipe, of all cases"),
+    "steps": Option(DEFAULTS.steps, 1, "timed at most"),
+    "seconds": Option(DEFAULTS.seconds, 5.0, "no further step is timed after so many"),
+    "limit": Option(400.0, help="seconds of one case"),
+    "kernels": Option(",".join(DEFAULTS.kernels), help="of attention, whose best rates the floors take"),
+    "peak_tflops": Option(DEFAULTS.peak_tflops, help="of the device, dense bf16"),
+    "memory": Option(None, help="GiB that torch may take of the device; all by default", read=float),
+    "host_gib": Option(None, help="memory of the host; what the machine has by default", read=float),
+    "try_all": Option(False, help="also cases that by arithmetic cannot fit"),
+}
 
 
 def validate(options: argparse.Namespace) -> None:
     """Raises ValueError.  `work` of the options is what a case's own process gets."""
-    defaults, kernels = StepOptions(), tuple(options.kernels.split(","))
-    if unknown := sorted({*kernels} - {*defaults.kernels}):
-        raise ValueError(f"--kernels {', '.join(unknown)}: of {', '.join(defaults.kernels)}")
+    kernels = tuple(options.kernels.split(","))
+    if unknown := sorted({*kernels} - {*DEFAULTS.kernels}):
+        raise ValueError(f"--kernels {', '.join(unknown)}: of {', '.join(DEFAULTS.kernels)}")
     if options.steps < 1 or not options.seconds > 0:
         raise ValueError("--steps and --seconds: nothing to measure")
     options.work = StepOptions(

@@ -38,7 +38,7 @@ STOPPED = 75  # the exit code of a run that was asked to stop and has saved: sta
 
 
 def main(recipe: Recipe) -> int:
-    """Train as the recipe says, as one of the processes that torchrun started (or as the only one); the exit code."""
+    """Train the recipe in this process, one of those that torchrun started or the only one.  Returns the exit code."""
     config = recipe.config
     leave_with_parent()
     layout = Layout.resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -86,7 +86,7 @@ class Trainer:
         self.check = StepCheck(config.train, console)
 
     def train(self) -> bool:
-        """Train until the last step is done or the run is asked to stop; whether it is done."""
+        """Train until the last step, or until the run has to stop.  Returns whether the run is done."""
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console)
         self.lifecycle.restored(state.step, self.num_steps)
         if self._is_done(state):
@@ -114,13 +114,13 @@ class Trainer:
                     due = self.lifecycle.after_step(state.step)
                     stop = due.stop
                     if due.save:
-                        state = self._judge(state, held_out)
+                        state = self._compare_with_best(state, held_out)
                         self._save(state, sample_log, wait=stop is not None or state.step == self.num_steps)
                         stop = stop or self.lifecycle.stop_reason()  # a save may take long
                     self.lifecycle.report_published(self.saver)
             self._end(state, stop)
             metrics.summarise()
-        self.console.say(self._last_words(state, stop))
+        self.console.say(self._closing_line(state, stop))
         return self._is_done(state)
 
     def _get_batch(self, step: int) -> GlobalBatch:
@@ -157,20 +157,20 @@ class Trainer:
         raise self.check.refusal(state.step, result, state.bad_in_a_row, dumped)
 
     def _evaluate(self, state: TrainState, metrics: MetricsLog) -> tuple[TrainState, dict[str, Record]]:
-        """The records of the held-out sets, where an evaluation is due after this step and was not done yet."""
+        """The records of the held-out sets by name; none where no evaluation is due, or the run has to stop."""
         if not self.evaluator.is_due(state.step) or state.evaluated == state.step:
             return state, {}
-        held_out = self.evaluator.run(state.step)
-        if held_out is None:
+        results = self.evaluator.run(state.step)
+        if results is None:
             return state, {}
         records = {
-            evaluated.name: metrics.evaluation(state.step, evaluated.name, evaluated.totals, seconds=evaluated.seconds)
-            for evaluated in held_out
+            result.name: metrics.evaluation(state.step, result.name, result.totals, seconds=result.seconds)
+            for result in results
         }
         return replace(state, evaluated=state.step), records
 
-    def _judge(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
-        """Whether this step is the best so far by checkpoint.keep_best."""
+    def _compare_with_best(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
+        """Note in the state whether this step is the best so far by checkpoint.keep_best."""
         best = self.config.checkpoint.best
         value = held_out[best[0]][best[1]] if best and held_out else None
         if best is None or value is None:
@@ -188,7 +188,7 @@ class Trainer:
         self.lifecycle.save_ended()
 
     def _end(self, state: TrainState, stop: str | None) -> None:
-        """No save is in flight, and run_state.json says how the run ended, before the first rank leaves."""
+        """Wait for the save in flight, and report how the run ended, before the first rank exits."""
         self.lifecycle.phase(f"saving step {state.step}")
         self.saver.drain(must=True)
         self.lifecycle.report_published(self.saver)
@@ -198,17 +198,17 @@ class Trainer:
     def _is_done(self, state: TrainState) -> bool:
         return state.step >= self.num_steps and state.evaluated == state.step
 
-    def _last_words(self, state: TrainState, stop: str | None) -> str:
+    def _closing_line(self, state: TrainState, stop: str | None) -> str:
         if self._is_done(state):
             files = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
             return f"done: {self.folder}/ holds {files}"
         return (
-            f"stopped after step {state.step} of {self.num_steps} ({stop}); the same command goes on from there.  "
+            f"stopped after step {state.step} of {self.num_steps} ({stop}); the same command resumes from there.  "
             f"Exit code {STOPPED}, which torchrun reports as a failure"
         )
 
     def _write_inputs(self) -> None:
-        """recipe.yaml and data.json.  Written once the run is sure to train: a refused recipe replaces nothing."""
+        """Write recipe.yaml and data.json, once the run is sure to train: a refused recipe replaces nothing."""
         try:
             replace_text(self.folder / "recipe.yaml", dump(self.recipe))
             replace_text(self.folder / "data.json", json.dumps(self.data.row_reports, indent=1) + "\n")

@@ -30,7 +30,7 @@ def test_signals_to_one_worker(case: Callable[..., Case], reference: End, hit: C
         start = one.start({"at": STEP, "step": step, "rank": rank, "do": do})
         assert start.wait(40) == [75, 75], start.told()
         assert_preempted(one, step)
-        assert start.out().count("saved ") == 1 and "the same command goes on from there" in start.out()
+        assert start.out().count("saved ") == 1 and "the same command resumes from there" in start.out()
         hit("G1")
     assert one.steps() == [3, 6, 9]
     one.finish()

@@ -1,0 +1,133 @@
+"""How rows become tokens and weights: what prepared stores of older code are found by must change with it."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft.data.cache.encoder import Encoder
+from sft.data.cache.folders import ENCODING
+from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.read.rows import read_rows
+from tests.unit.fixtures.chats import (
+    ASSISTANT_FIRST,
+    CALLING,
+    CALLING_AGAIN,
+    CALLING_TWICE,
+    SYSTEM,
+    TALK,
+    THINKING,
+    THINKING_CALLING,
+    THINKING_INSIDE,
+    TOOLS,
+    assistant,
+    user,
+)
+from tests.unit.fixtures.folder import config, make_folder, template
+
+# Where a digest below is another one, rows become other tokens or weights than they did, or other rows are refused.
+# If that is meant, change both, here and in sft/data/cache/folders.py: data are then tokenised anew.
+VERSION = "5a067849bc2a6b8eabc75658186a7c5f37c1c31ef6b539e0809755f11f288e10"
+DIGESTS = {
+    "byte": "f7788ed6571a5a3f",
+    "chatml": "44eee84bebf9677a",
+    "chatml_marked": "e2cacfc9d0ef721b",
+    "qwen25": "e8bc3f622c3e3c6c",
+    "qwen3": "dbc643370203e433",
+    "llama31": "bcd7045f14e62e48",
+    "mistral_tools": "69fc5faeb150483b",
+    "phi3": "92fa7c61c5fc7fb5",
+    "deepseek_r1": "a11d8e5664157335",
+}
+
+TYPED = [user("What does <|im_end|> do, or <|eot_id|>?"), assistant("<|im_end|> ends a turn. </s>")]
+WEIGHTED = [
+    {**user("a"), "weight": 1},
+    assistant("b", weight=0.5),
+    user("c"),
+    assistant("d", train=False),
+    user("e"),
+    assistant("f"),
+]
+MANY = [message for i in range(6) for message in (user(f"Question {i}?"), assistant(f" The answer is {7 * i}.\n"))]
+PARTS = [{"role": "developer", "content": "Be brief."}, user("é\u0301 ＃ 検査"), assistant("two parts")]
+PARTS[2]["content"] = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
+CHATS = [TALK, [SYSTEM, *TALK], THINKING, THINKING_INSIDE, ASSISTANT_FIRST, TYPED, WEIGHTED, MANY, PARTS]
+CHATS += [[*TALK, user("And then?")], [user("Long"), assistant("word " * 60)]]
+CALLS = [CALLING, CALLING_AGAIN, CALLING_TWICE, THINKING_CALLING]
+ROWS: list[Any] = [
+    *({"messages": messages} for messages in CHATS),
+    *({"messages": messages, "tools": TOOLS} for messages in CALLS),
+    {"messages": json.dumps(TALK), "tools": json.dumps(TOOLS), "system": "Be brief.", "id": 7},
+    {"conversations": [{"from": "human", "value": "Six?"}, {"from": "gpt", "value": "6"}]},
+    {
+        "conversations": [
+            {"from": "human", "value": "1 + 2?"},
+            {"from": "function_call", "value": json.dumps({"name": "add", "arguments": '{"x": 1}'})},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": "3."},
+        ]
+    },
+    {"prompt": "Six?", "completion": "6"},
+    {"prompt": TALK, "completion": [user("Six?"), assistant("6")]},
+    {"instruction": "Add", "input": "1 2", "output": "3", "history": [["Hi", "Hello."]]},
+    {"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0.25, 1]},
+    {"input_ids": list(range(200)), "labels": [-100] * 20 + list(range(20, 90)) + [-100] * 10 + list(range(100, 200))},
+    {"messages": [user("no answer")]},
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The rows as JSON lines and as a list; the chats that a table can hold as a table."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = tmp_path_factory.mktemp("rows")
+    paths = [folder / name for name in ("rows.jsonl", "rows.json", "rows.parquet")]
+    paths[0].write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    paths[1].write_text(json.dumps(ROWS, ensure_ascii=False, indent=1), encoding="utf-8")
+    chats = [{"messages": messages, "tools": TOOLS} for messages in (CALLING, THINKING_CALLING, TALK)]
+    parquet.write_table(pyarrow.Table.from_pylist(chats), paths[2])
+    return paths
+
+
+def digest_of(files: list[Path], tokenizer: Any) -> str:
+    """Of the samples of all rows, in every way that settings ask for."""
+    digest = hashlib.sha256()
+    lengths = [(1024, "error"), (96, "drop"), (96, "cut_turns"), (96, "windows")]
+    for supervise in ("assistant", "last", "all"):
+        for seq_length, over_long in lengths:
+            for path in files:
+                encoder = Encoder(
+                    path=path,
+                    tokenizer=tokenizer,
+                    seq_length=seq_length,
+                    doc_multiple=8,
+                    over_long=over_long,  # type: ignore[arg-type]
+                    on_bad_row="skip",
+                    supervise=supervise,  # type: ignore[arg-type]
+                )
+                block = encoder.block(read_rows(path))
+                weights = block.weights[block.mask].astype(np.float32)
+                for array in (block.tokens, weights, *(block.lines[name] for name in block.lines.dtype.names)):
+                    digest.update(f"{array.dtype.name} {len(array)} ".encode() + array.tobytes())
+                digest.update(repr([reject.row for reject in block.rejects]).encode())
+    return digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_rows_become_the_samples_that_stores_were_prepared_with(name: str, files: list[Path], tmp_path: Path) -> None:
+    folder = "byte" if name == "byte" else str(make_folder(tmp_path, template(name), vocab_size=0))
+    digest = digest_of(files, load_tokenizer(config(tokenizer=folder)))
+    assert digest == DIGESTS[name], (
+        f"rows become other samples with {name}.  If that is meant, change ENCODING in sft/data/cache/folders.py, "
+        f"so that prepared data of older code are not used, and VERSION and DIGESTS here ({name!r}: {digest!r})."
+    )
+
+
+def test_the_digests_belong_to_this_version() -> None:
+    assert ENCODING == VERSION, "change VERSION and DIGESTS together with ENCODING in sft/data/cache/folders.py"

@@ -43,7 +43,7 @@ class AttentionBackend(ABC):
 
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
-        self._frequencies: Tensor | None = None
+        self._frequencies = rope.frequencies(config.model.rope, config.model.resolved_head_dim)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
@@ -78,10 +78,8 @@ class AttentionBackend(ABC):
         """
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Rotary frequencies: float32 [head_dim / 2], copied to the device once."""
-        if self._frequencies is None:
-            model = self.config.model
-            self._frequencies = rope.frequencies(model.rope, model.resolved_head_dim).to(device)
+        """Rotary frequencies: float32 [head_dim / 2]."""
+        self._frequencies = self._frequencies.to(device)  # copied the first time only
         return self._frequencies
 
 

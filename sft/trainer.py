@@ -96,7 +96,7 @@ class Trainer:
         broadcast_from_rank0(self._write_inputs)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
-            at_exit.callback(self.saver.linger)
+            at_exit.callback(self.saver.wait_briefly)
             sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain)
             state, _ = self._evaluate(state, metrics)
             stop = self.lifecycle.stop_reason()
@@ -190,7 +190,7 @@ class Trainer:
     def _end(self, state: TrainState, stop: str | None) -> None:
         """Wait for the save in flight, and report how the run ended, before the first rank exits."""
         self.lifecycle.phase(f"saving step {state.step}")
-        self.saver.drain(must=True)
+        self.saver.drain(must_succeed=True)
         self.lifecycle.report_published(self.saver)
         is_done = self._is_done(state)
         self.lifecycle.end("done" if is_done else "preempted", state.step, None if is_done else stop)

@@ -1,16 +1,16 @@
-"""The checkpoints of a run as names on a disk.
+"""The checkpoints of a run as folders on a disk: which names count, in which order, how one appears and goes.
 
     run.dir/checkpoints/
         latest_checkpointed_iteration.txt      the newest step, Megatron-LM's name and content
-        iter_0000100/                          whole: named so, in one rename, when the disk has all of it
+        iter_0000100/                          complete: renamed to this once the disk has all of it
         iter_0000200.tmp-3f9c/                 being written, or left by a save that was killed
-        iter_0000150.replaced-7a10/            what stood in the place of one just published
-        iter_0000050.retired-c21d/             being removed: part of a checkpoint never has a final name
-        iter_0000100.corrupt-20261120-193000/  found damaged when a run was to go on from it
-        iter_0000400.given-up-b07a/            of a continuation that was left: the run went back before it, and on
+        iter_0000150.replaced-7a10/            a checkpoint of the same step, replaced by one just published
+        iter_0000050.retired-c21d/             being removed, so that half of a checkpoint never has a final name
+        iter_0000100.corrupt-20261120-193000/  found damaged when a run was to continue from it
+        iter_0000400.given-up-b07a/            later than the step that the run was restarted from
 
-Decides which names count, in which order, and how one comes and goes.  One process at a time calls these functions:
-rank 0 of the run that holds the folder's lock.  What is in a checkpoint is not known here.
+One process at a time calls these functions: rank 0 of the run that holds the folder's lock.  What is in a checkpoint is
+not known here.
 """
 
 import os
@@ -24,7 +24,7 @@ from pathlib import Path
 from sft.atomic_files import flush, replace_text
 
 POINTER = "latest_checkpointed_iteration.txt"
-MARKER = "metadata.json"  # core's sign of a torch_dist checkpoint
+MARKER = "metadata.json"  # which core writes into every torch_dist checkpoint
 _NAME = re.compile(r"iter_(\d{7,})")
 _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|replaced|retired)-[0-9a-f]+")
 
@@ -36,27 +36,27 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """iter_0000100 -> 100; None for any other name"""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints with a final name, lowest step first.  Whether one is whole is not asked: it was, to get the name."""
+    """Checkpoints with a final name, lowest step first.  Each was complete when it was renamed."""
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found)]
+    checkpoints = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(checkpoints)]
 
 
-def is_one(path: Path) -> bool:
-    """Whether `path` itself is a checkpoint, by its looks."""
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` itself has the marker of a checkpoint."""
     return (path / MARKER).is_file()
 
 
-def pointed(folder: Path) -> int | None:
-    """The step that the pointer names; None where there is no pointer, or something else in it.
+def read_pointer(folder: Path) -> int | None:
+    """The step that the pointer names; None where there is no pointer, or no number in it.
 
-    Its content becomes part of a path, so it has to be digits and nothing more.
+    Its content becomes part of a path, so only digits are accepted.
     """
     try:
         text = (folder / POINTER).read_text(encoding="ascii").strip()
@@ -66,102 +66,105 @@ def pointed(folder: Path) -> int | None:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What a run may go on from, best first: the one pointed at, then the older ones.
+    """The checkpoints that a run may continue from, best first: the one that the pointer names, then the older ones.
 
-    Higher steps than the one pointed at were not pointed at yet, or are given up: they count where nothing else does.
+    Later ones are used only where there is no other: the pointer was not yet moved to them, or the run went back.
     """
     newest_first = published(folder)[::-1]
-    step = pointed(folder)
+    step = read_pointer(folder)
     return [path for path in newest_first if step is not None and int(path.name[5:]) <= step] or newest_first
 
 
-def was_used(folder: Path) -> bool:
-    """Whether a run has saved here, even if nothing whole is left of it."""
+def has_saved_before(folder: Path) -> bool:
+    """Whether a run has saved here, even if no complete checkpoint is left."""
     return (folder / POINTER).exists() or any(folder.glob("iter_*.corrupt-*"))
 
 
-def temporary(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into, under a name that nothing else has."""
+def make_temporary(folder: Path, step: int) -> Path:
+    """Create an empty folder with a unique name, to write the checkpoint of `step` into."""
     path = folder / f"{name_of(step)}.tmp-{secrets.token_hex(4)}"
     path.mkdir(parents=True)
     return path
 
 
-def probe(folder: Path) -> None:
-    """Raise OSError where checkpoints could not be written, now rather than at the first save."""
-    temporary(folder, 0).rmdir()
+def check_writable(folder: Path) -> None:
+    """Raise OSError where no checkpoint could be written, before the first save tries."""
+    make_temporary(folder, 0).rmdir()
 
 
 def publish(written: Path, step: int) -> Path:
-    """Give a complete folder, which the disk has, its final name, and point at it."""
+    """Rename a complete folder to its final name, and move the pointer to it.  The disk must have its files."""
     folder, final = written.parent, written.with_name(name_of(step))
     flush(written)
     replaced = None
-    if final.exists():  # renamed, and not pointed at yet, by a run that was killed just then
+    if final.exists():  # from a run that was killed between the rename and the pointer
         replaced = folder / f"{final.name}.replaced-{secrets.token_hex(4)}"
         os.rename(final, replaced)
     os.rename(written, final)
     flush(folder)
-    point(folder, step)
+    write_pointer(folder, step)
     if replaced:
         shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
-def point(folder: Path, step: int) -> None:
-    """Make `step` the one to go on from."""
+def write_pointer(folder: Path, step: int) -> None:
+    """Make `step` the checkpoint to continue from."""
     replace_text(folder / POINTER, str(step), sync=True)
 
 
-def give_up(folder: Path, *, above: int, but: int) -> list[Path]:
-    """Take final names from all checkpoints after step `above`, from where the run has gone on, except step `but`.
+def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
+    """Rename all checkpoints after step `after`, which the run was restarted from, except step `keep`.
 
-    Then every final name is of one history, and "the next older one" of one that led here.  Where they are now.
+    Then the checkpoints with a final name are all of one history.  Returns the new paths.
     """
-    moved = []
+    renamed = []
     for path in published(folder):
-        if above < int(path.name[5:]) != but:
-            moved.append(path.with_name(f"{path.name}.given-up-{secrets.token_hex(4)}"))
-            os.rename(path, moved[-1])
-    return moved
+        if after < int(path.name[5:]) != keep:
+            renamed.append(path.with_name(f"{path.name}.given-up-{secrets.token_hex(4)}"))
+            os.rename(path, renamed[-1])
+    return renamed
 
 
-def sweep(folder: Path) -> list[Path]:
-    """Remove what killed saves left; what was removed."""
-    found = [path for path in folder.iterdir() if _LEFT_OVER.fullmatch(path.name)] if folder.is_dir() else []
-    for path in found:
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove what killed saves left; returns the removed paths."""
+    leftovers = [path for path in folder.iterdir() if _LEFT_OVER.fullmatch(path.name)] if folder.is_dir() else []
+    for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
-    return found
+    return leftovers
 
 
 def quarantine(path: Path) -> Path:
-    """Take a damaged checkpoint out of the way, to be looked at; where it is now."""
-    away = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
-    os.rename(path, away)
-    return away
+    """Rename a damaged checkpoint, so that nothing continues from it; returns its new path."""
+    renamed = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+    os.rename(path, renamed)
+    return renamed
 
 
-def retire(
+def remove_old(
     folder: Path,
     step: int,
     *,
     keep_last: int | None,
     keep_every: int | None,
-    kept: Iterable[int],
-    tell: Callable[[str], None],
+    keep_steps: Iterable[int],
+    report: Callable[[str], None],
 ) -> None:
-    """Remove what need not stay, now that `step` is published: all but the last `keep_last` up to it, the multiples of
-    `keep_every` and the steps in `kept`.  What cannot be removed is told."""
+    """Remove checkpoints before `step`, which has just been published.
+
+    The last `keep_last`, `step` among them, the multiples of `keep_every` and `keep_steps` stay.  keep_last None: all.
+    What cannot be removed is reported.
+    """
     if keep_last is None:
         return
     older = [path for path in published(folder) if int(path.name[5:]) < step]
     for path in older[: max(0, len(older) - (keep_last - 1))]:
-        its_step = int(path.name[5:])
-        if its_step in kept or (keep_every and its_step % keep_every == 0):
+        older_step = int(path.name[5:])
+        if older_step in keep_steps or (keep_every and older_step % keep_every == 0):
             continue
-        away = path.with_name(f"{path.name}.retired-{secrets.token_hex(4)}")
+        renamed = path.with_name(f"{path.name}.retired-{secrets.token_hex(4)}")
         try:
-            os.rename(path, away)
-            shutil.rmtree(away)
+            os.rename(path, renamed)
+            shutil.rmtree(renamed)
         except OSError as error:
-            tell(f"warning: {path} cannot be removed: {error}")
+            report(f"warning: {path} cannot be removed: {error}")

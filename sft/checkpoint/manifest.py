@@ -1,7 +1,7 @@
-"""What every file of a checkpoint has to be: its size and its SHA-256, in `manifest.json` beside them.
+"""The manifest of a checkpoint: size and SHA-256 of each of its files, in `manifest.json` beside them.
 
-A bit that flips inside a shard is loaded without a word, and changes the weights: only a digest tells.  The manifest
-is the last file to be written.  Does not know what the files hold.
+A flipped bit inside a shard is loaded without an error and changes the weights; only a digest shows it.  The manifest
+is written last.  What the files hold is not known here.
 """
 
 import errno
@@ -43,7 +43,7 @@ class Manifest:
 
 
 def entry_of(path: Path) -> Entry:
-    """Read a file whole: 1 to 2 GB/s a core, from memory where it was just written."""
+    """Size and digest of a file.  Reads all of it: 1 to 2 GB/s a core where the page cache has it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return Entry(num_bytes=file.tell(), sha256=digest.hexdigest())
@@ -57,20 +57,20 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest | None:
-    """None where there is none: a checkpoint of Megatron-LM.  Raises CheckpointError where it is not readable."""
+    """None where there is none, as in a checkpoint of Megatron-LM.  Raises CheckpointError where it is damaged."""
     path = folder / NAME
     if not path.exists():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files = {
-            name: Entry(num_bytes=int(told["bytes"]), sha256=str(told["sha256"]))
-            for name, told in content.pop("files").items()
+            name: Entry(num_bytes=int(entry["bytes"]), sha256=str(entry["sha256"]))
+            for name, entry in content.pop("files").items()
         }
         known = content.pop("format") == FORMAT
-    except OSError:  # says nothing of the file: a server that does not answer, a stale handle
+    except OSError:  # no damage of the file: a server that does not answer, a stale handle
         raise
-    except Exception as error:  # whatever a damaged file can provoke
+    except Exception as error:  # whatever error a damaged file causes
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
     if not known:
         raise CheckpointError(f"{path} is not of the format {FORMAT}: written by another version of this trainer.")
@@ -80,26 +80,26 @@ def read(folder: Path) -> Manifest | None:
 
 
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with the files, one line each; nothing where they are as they were written.
+    """One line for each file that is not as it was written.
 
-    A file that cannot be read just now is no damage: that raises OSError, and nobody puts a good checkpoint aside.
+    Raises OSError where a file cannot be read at the moment: that is no damage, and no reason to rename the checkpoint.
 
-    share: (i, n) reads the i-th of n even parts when `verify` is full; sizes are looked at by part 0
+    share: (i, n) reads the i-th of n even parts when `verify` is full; part 0 checks all sizes
     """
     if verify == "off":
         return []
     index, num_shares = share
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name))
-    found = []
+    problems = []
     for name in by_size if index == 0 else by_size[index::num_shares]:
-        wrong = _wrong_size(folder / name, manifest.files[name])
-        if wrong is None and verify == "full" and name in by_size[index::num_shares]:
-            wrong = _wrong_content(folder / name, manifest.files[name])
-        found += [wrong] if wrong else []
-    return found
+        problem = _size_problem(folder / name, manifest.files[name])
+        if problem is None and verify == "full" and name in by_size[index::num_shares]:
+            problem = _content_problem(folder / name, manifest.files[name])
+        problems += [problem] if problem else []
+    return problems
 
 
-def _wrong_size(path: Path, entry: Entry) -> str | None:
+def _size_problem(path: Path, entry: Entry) -> str | None:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def _wrong_size(path: Path, entry: Entry) -> str | None:
     return None
 
 
-def _wrong_content(path: Path, entry: Entry) -> str | None:
+def _content_problem(path: Path, entry: Entry) -> str | None:
     same = entry_of(path) == entry
     return None if same else f"{path} is not what was written: its SHA-256 is another one"
 
@@ -127,5 +127,5 @@ def _is_plain(name: str) -> bool:
 
 
 def names_in(folder: Path) -> Sequence[str]:
-    """Every file of a checkpoint but the manifest."""
+    """Names of all files of a checkpoint except the manifest."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.name != NAME)

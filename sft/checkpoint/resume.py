@@ -1,8 +1,8 @@
-"""Going on: which checkpoint, whether it is what was written, and what has changed since.
+"""Resuming: which checkpoint, whether its files are as they were written, and what has changed since.
 
-Decides that a damaged checkpoint of the run's own folder is put aside, loudly, and the next older one taken; that
-nothing starts from random weights where something was to be continued; and that a change which would silently make
-another run of this one is refused.  Rank 0 looks, and every rank follows.
+Decides that a damaged checkpoint of the run's own folder is renamed, with a warning, and the next older one used; that
+a run which should continue never starts from random weights; and that a change which would silently make it another
+run is refused.  Rank 0 looks at the folder, and all ranks use its result.
 """
 
 import shlex
@@ -25,31 +25,31 @@ from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 
-_PATIENCE_S = 120.0  # how long another node may take to show what rank 0 sees (NFS)
+_NFS_DELAY_S = 120.0  # how long another node may take to see the files that rank 0 sees
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A checkpoint to go on from."""
+class ResumePoint:
+    """A checkpoint to continue from."""
 
     path: Path
-    told: str  # how it was verified
+    verification: str  # how it was verified, for the log
     is_named: bool = False  # by checkpoint.resume
 
 
 def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions, console: Console) -> TrainState:
-    """What checkpoint.resume asks for -> `engine`, or the weights a new run begins with; where the run stands.
+    """Load what checkpoint.resume names, or the weights that a new run starts from, into `engine`; returns the state.
 
     Collective.  Raises CheckpointError where a checkpoint cannot be continued, ConfigError where none could be saved.
     """
     folder, control = saver.folder, engine.groups.control
-    found = find(config.checkpoint, folder, engine.groups, console)
-    for removed in broadcast_from_rank0(lambda: folders.sweep(folder), control):
+    point = find(config.checkpoint, folder, engine.groups, console)
+    for removed in broadcast_from_rank0(lambda: folders.remove_leftovers(folder), control):
         console.say(f"removed {removed}, left by a save that was cut off")
-    broadcast_from_rank0(lambda: _probe(folder), control)
-    if found is not None:
-        state = load(engine, found, config.checkpoint, conditions, console)
-        saver.resumed(state.step, is_ours=found.path.parent.resolve() == folder.resolve())
+    broadcast_from_rank0(lambda: _check_writable(folder), control)
+    if point is not None:
+        state = load(engine, point, config.checkpoint, conditions, console)
+        saver.resumed(state.step, is_ours=point.path.parent.resolve() == folder.resolve())
         return state
     if config.model.init_from:
         start_from(engine, config.model.init_from, config.checkpoint.verify, console)
@@ -58,98 +58,101 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
     return TrainState()
 
 
-def _probe(folder: Path) -> None:
+def _check_writable(folder: Path) -> None:
     try:
-        folders.probe(folder)
+        folders.check_writable(folder)
     except OSError as error:
         raise ConfigError(f"run.dir = {folder.parent}: no checkpoint could be written: {error}.") from error
 
 
-def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> Found | None:
-    """What `checkpoint.resume` asks for; None: a new run is to start.  Collective.
+def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> ResumePoint | None:
+    """The checkpoint that `checkpoint.resume` selects; None: a new run starts.  Collective.
 
-    Raises CheckpointError where it asks for something that is not there, or not whole.
+    Raises CheckpointError where it names one that is missing or damaged.
     """
     paths, is_named = broadcast_from_rank0(lambda: _paths(config, folder), groups.control)
-    bad: list[str] = []
+    damaged: list[str] = []
     for path in paths:
         try:
             return replace(verified(path, config.verify, groups), is_named=is_named)
         except CheckpointError as error:
             if is_named:  # not ours to rename
                 raise
-            bad.append(str(error))
-            broadcast_from_rank0(partial(_put_aside, path, str(error), console), groups.control)
-    if bad:
+            damaged.append(str(error))
+            broadcast_from_rank0(partial(_quarantine, path, str(error), console), groups.control)
+    if damaged:
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, and a run is not started over by itself.\n  "
-            + "\n  ".join(bad)
+            + "\n  ".join(damaged)
             + "\n  To start over all the same, choose another run.dir."
         )
     return None
 
 
 def next_step(config: CheckpointConfig, folder: Path) -> int:
-    """After which step the run would go on, by names alone; 0 where that is not known yet.  For rank 0."""
+    """The step that the run would continue after, by folder names alone; 0 where that is not known.  For rank 0."""
     try:
         paths, _ = _paths(config, folder)
-    except CheckpointError:  # told when it is looked for
+    except CheckpointError:  # `find` reports it
         return 0
     return (folders.step_of(paths[0]) or 0) if paths else 0
 
 
-def verified(path: Path, verify: Verify, groups: ProcessGroups) -> Found:
-    """The checkpoint in `path`, after a look at its files as `checkpoint.verify` says.  Collective.
+def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
+    """The checkpoint in `path`, once its files are compared with the manifest as `checkpoint.verify` says.  Collective.
 
     Raises CheckpointError naming every file that is not as it was written.
     """
     if verify == "off":
-        return Found(path=path, told="not verified: checkpoint.verify = off")
-    written = broadcast_from_rank0(lambda: _manifest_of(path), groups.control)
-    if written is None:
-        return Found(path=path, told="unverified: it has no manifest, so nobody can tell if it is whole")
+        return ResumePoint(path=path, verification="not verified: checkpoint.verify = off")
+    entries = broadcast_from_rank0(lambda: _manifest_of(path), groups.control)
+    if entries is None:
+        return ResumePoint(path=path, verification="unverified: it has no manifest to compare its files with")
     share = (groups.rank, len(all_gather_objects(lambda: 0, groups.control)))
-    broadcast_from_rank0(lambda: _refuse(path, manifest.damage(path, written, verify="size")), groups.control)
-    found = all_gather_objects(
-        lambda: _patiently(path, lambda: manifest.damage(path, written, verify=verify, share=share)), groups.control
+    broadcast_from_rank0(lambda: _refuse(path, manifest.damage(path, entries, verify="size")), groups.control)
+    problems = all_gather_objects(
+        lambda: _wait_for_files(path, lambda: manifest.damage(path, entries, verify=verify, share=share)),
+        groups.control,
     )
-    _refuse(path, [line for lines in found for line in lines])
-    how = {"size": "sizes", "full": "SHA-256"}[verify] + " verified"
-    return Found(path=path, told=f"{how}: {len(written.files)} files, {size(written.num_bytes)}")
+    _refuse(path, [line for of_rank in problems for line in of_rank])
+    subject = {"size": "sizes", "full": "SHA-256"}[verify]
+    verification = f"{subject} verified: {len(entries.files)} files, {size(entries.num_bytes)}"
+    return ResumePoint(path=path, verification=verification)
 
 
-def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions, console: Console) -> TrainState:
-    """Everything in `found` -> `engine`; tells what was restored and what has changed.  Collective.
+def load(
+    engine: Engine, point: ResumePoint, config: CheckpointConfig, conditions: Conditions, console: Console
+) -> TrainState:
+    """Load the checkpoint into `engine`; reports what was restored and what has changed.  Collective.
 
     Raises CheckpointError where this recipe would not continue the run that wrote it.
     """
-    before = safe_reader.common_state(found.path)
-    ours = before.get("sft")
-    if ours is None and not found.is_named:
+    sft = safe_reader.common_state(point.path).get("sft")
+    if sft is None and not point.is_named:
         raise CheckpointError(
-            f"{found.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
-            f"weights with model.init_from={found.path}, or go on from it as it is, moments, schedule and step, with "
-            f"checkpoint.resume={found.path}."
+            f"{point.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
+            f"weights with model.init_from={point.path}, or go on from it as it is, moments, schedule and step, with "
+            f"checkpoint.resume={point.path}."
         )
     lines = []
-    if ours is not None:
-        changed = changes(ours, now, config.allow_changes)
+    if sft is not None:
+        changed = changes(sft, conditions, config.allow_changes)
         if changed.refused:
-            raise CheckpointError(_refusal(found.path, changed, config.allow_changes))
-        lines = [f"  changed    {line}" for line in changed.told]
-    plain = engine_state.load(engine, found.path)
-    state = TrainState(**ours["state"]) if ours else TrainState(step=int(plain["iteration"]))
-    if found.is_named:
+            raise CheckpointError(_refusal(point.path, changed, config.allow_changes))
+        lines = [f"  changed    {line}" for line in changed.reported]
+    plain = engine_state.load(engine, point.path)
+    state = TrainState(**sft["state"]) if sft else TrainState(step=int(plain["iteration"]))
+    if point.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
     same = engine_state.is_same_layout(engine, plain)
     console.say(
         "\n".join(
             [
-                f"resumed step {state.step} from {found.path}",
-                f"  files      {found.told}",
+                f"resumed step {state.step} from {point.path}",
+                f"  files      {point.verification}",
                 f"  restored   weights, moments, Adam's step, schedule{', random generators' if same else ''}",
                 *([] if same else ["  not        random generators: another layout; nothing random happens in a step"]),
-                _position(state, ours is not None),
+                _position(state, sft is not None),
                 *lines,
             ]
         )
@@ -158,22 +161,23 @@ def load(engine: Engine, found: Found, config: CheckpointConfig, now: Conditions
 
 
 def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
-    every = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
-    refused = "; ".join(f"{key} {how}" for key, how in changed.refused.items())
-    also = f"  Also changed: {'; '.join(changed.told)}." if changed.told else ""
+    override = shlex.quote(f"checkpoint.allow_changes=[{', '.join([*allowed, *changed.refused])}]")
+    refused = "; ".join(f"{key} {change}" for key, change in changed.refused.items())
+    others = f"  Also changed: {'; '.join(changed.reported)}." if changed.reported else ""
     return (
-        f"{path} cannot be continued with this recipe, which would make another run of it: {refused}.{also}  Undo the "
-        f"change; or accept it, where the tensors still fit: {every}; or start a new run from its weights: "
+        f"{path} cannot be continued with this recipe, which would make another run of it: {refused}.{others}  Undo "
+        f"the change; or accept it, where the tensors still fit: {override}; or start a new run from its weights: "
         f"model.init_from={path} with another run.dir."
     )
 
 
 def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
-    """The weights that model.init_from names -> `engine`.  Collective; raises CheckpointError where there are none."""
-    path = broadcast_from_rank0(lambda: _there(Path(source), f"model.init_from = {source}"), engine.groups.control)
-    found = verified(path, verify, engine.groups)
-    engine_state.load_weights(engine, found.path)
-    console.say(f"started from the weights of {found.path} ({found.told})")
+    """Load the weights that model.init_from names.  Collective; raises CheckpointError where there are none."""
+    key = f"model.init_from = {source}"
+    path = broadcast_from_rank0(lambda: _find_checkpoint(Path(source), key), engine.groups.control)
+    point = verified(path, verify, engine.groups)
+    engine_state.load_weights(engine, point.path)
+    console.say(f"started from the weights of {point.path} ({point.verification})")
 
 
 def _position(state: TrainState, is_known: bool) -> str:
@@ -185,60 +189,61 @@ def _position(state: TrainState, is_known: bool) -> str:
 
 
 def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
-    """What to go on from, best first; and whether it is what checkpoint.resume names."""
-    found = folders.candidates(folder)
+    """The checkpoints to continue from, best first; and whether checkpoint.resume names the first by path."""
+    candidates = folders.candidates(folder)
     if config.resume == "never":
-        if found:
+        if candidates:
             raise CheckpointError(
                 f"checkpoint.resume = never, but {folder} holds checkpoints of an earlier run, which this one would "
                 f"mix with its own.  Choose another run.dir, or resume with checkpoint.resume=auto."
             )
-    elif config.resume == "must" and not found:
-        raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_LOOKS}).")
-    elif not found and folders.was_used(folder):
+    elif config.resume == "must" and not candidates:
+        raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_EXPECTED}).")
+    elif not candidates and folders.has_saved_before(folder):
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
             f"by itself.  Put one back, or choose another run.dir, with checkpoint.resume=PATH to begin from another "
             f"checkpoint."
         )
     elif config.resume not in ("auto", "must"):
-        if _began_at(Path(config.resume), found):
-            return found, False
-        return [_there(Path(config.resume), f"checkpoint.resume = {config.resume}")], True
-    return found, False
+        if _started_from(Path(config.resume), candidates):
+            return candidates, False
+        return [_find_checkpoint(Path(config.resume), f"checkpoint.resume = {config.resume}")], True
+    return candidates, False
 
 
-_LOOKS = f"a folder iter_XXXXXXX with {folders.MARKER}, or one that holds such folders"
+_EXPECTED = f"a folder iter_XXXXXXX with {folders.MARKER}, or one that holds such folders"
 
 
-def _began_at(named: Path, found: list[Path]) -> bool:
-    """Whether the run of these checkpoints, newest first, began from the one that checkpoint.resume names.  The same
-    command, given again, then goes on from them, not from there: a job that is requeued would lose what it did, each
-    time.  What is damaged tells nothing; where all of it is, that is for verification to say.
+def _started_from(named: Path, candidates: list[Path]) -> bool:
+    """Whether the run of these checkpoints, newest first, started from the one that checkpoint.resume names.
+
+    The same command then continues from the run's own checkpoints: a requeued job would lose its steps each time
+    otherwise.  Damaged checkpoints are passed over; where all are damaged, verification reports it.
     """
-    for path in found:
+    for path in candidates:
         try:
             origin = safe_reader.common_state(path)["sft"]["state"]["origin"]
         except (CheckpointError, KeyError, TypeError):
             continue
         return bool(origin == str(named.resolve()))
-    return bool(found)
+    return bool(candidates)
 
 
-def _there(path: Path, what: str) -> Path:
-    """The checkpoint at `path`, or the best one in it."""
-    found = [path] if folders.is_one(path) else folders.candidates(path)
-    if not found:
-        raise CheckpointError(f"{what}: no checkpoint there ({_LOOKS}).")
-    return found[0]
+def _find_checkpoint(path: Path, key: str) -> Path:
+    """The checkpoint at `path`, or the best one in that folder.  key: what names it, for the error"""
+    candidates = [path] if folders.is_checkpoint(path) else folders.candidates(path)
+    if not candidates:
+        raise CheckpointError(f"{key}: no checkpoint there ({_EXPECTED}).")
+    return candidates[0]
 
 
 def _manifest_of(path: Path) -> Manifest | None:
-    """None only where there should be none."""
-    written = manifest.read(path)
-    if written is None and "sft" in safe_reader.common_state(path):
+    """The manifest; None for a checkpoint that another program wrote without one."""
+    entries = manifest.read(path)
+    if entries is None and "sft" in safe_reader.common_state(path):
         raise CheckpointError(f"{path / manifest.NAME} is missing, and this trainer writes one.")
-    return written
+    return entries
 
 
 def _refuse(path: Path, problems: list[str]) -> None:
@@ -246,23 +251,22 @@ def _refuse(path: Path, problems: list[str]) -> None:
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
 
 
-def _put_aside(path: Path, why: str, console: Console) -> None:
-    away = folders.quarantine(path)
+def _quarantine(path: Path, reason: str, console: Console) -> None:
+    renamed = folders.quarantine(path)
     older = folders.candidates(path.parent)
     if older:
-        folders.point(path.parent, int(older[0].name[5:]))
-    console.say(
-        f"WARNING: {why}\n  It is {away} now; going on from {older[0] if older else 'nothing: it was the last one'}."
-    )
+        folders.write_pointer(path.parent, int(older[0].name[5:]))
+    source = older[0] if older else "nothing: it was the last one"
+    console.say(f"WARNING: {reason}\n  It is {renamed} now; going on from {source}.")
 
 
-def _patiently(path: Path, look: Callable[[], list[str]]) -> list[str]:
-    """What is wrong, asked again while files are missing: rank 0 has seen them, this node may not yet.
+def _wait_for_files(path: Path, check: Callable[[], list[str]]) -> list[str]:
+    """The problems that `check` finds.  Repeats it while files are missing: this node may see them later than rank 0.
 
-    Raises OSError where they do not come: that is this node's trouble, not the checkpoint's.
+    Raises OSError where they stay missing: that is a problem of this node, not of the checkpoint.
     """
-    deadline = time.monotonic() + _PATIENCE_S
-    while problems := look():
+    deadline = time.monotonic() + _NFS_DELAY_S
+    while problems := check():
         if not any(" is missing" in line for line in problems):
             break
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
-"""Where a run stands, and under which conditions it got there.
+"""The progress of a run, and the conditions that its numbers follow from.
 
-Decides which changes between the run that wrote a checkpoint and the one that goes on from it are told, and which are
+Decides which changes between the run that wrote a checkpoint and the one that continues it are reported, and which are
 refused unless the recipe allows them by name.
 """
 
@@ -20,19 +20,19 @@ _START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where a run stands.  The position in the data is the step: which samples a step sees is arithmetic."""
+    """The progress of a run.  The step gives the position in the data: which samples it uses is computed from it."""
 
     step: int = 0  # optimizer steps done
     num_tokens: int = 0  # supervised tokens trained on
     num_real_tokens: int = 0  # tokens of samples trained on
     num_skipped: int = 0  # steps without a supervised token
-    num_bad: int = 0  # steps skipped because a loss or gradient was not a number
-    bad_in_a_row: int = 0  # of these, the last ones
+    num_bad: int = 0  # steps skipped for a non-finite loss or gradient
+    bad_in_a_row: int = 0  # of these, the latest without a good step between
     epoch: int = 0  # of the last step done
     batch: int = -1  # its global batch in that epoch
-    chain: str = ""  # of the ledger, after the last step
-    evaluated: int = -1  # the last step after which all held-out sets were
-    best_step: int | None = None  # the checkpoint that checkpoint.keep_best asks for
+    chain: str = ""  # SHA-256 chain of the sample log after the last step
+    evaluated: int = -1  # the last step after which all held-out sets were evaluated
+    best_step: int | None = None  # of the checkpoint that checkpoint.keep_best keeps
     best_value: float | None = None
     origin: str | None = None  # what checkpoint.resume named when the run began, if it named a path
 
@@ -51,17 +51,17 @@ class TrainState:
         )
 
     def judged(self, value: float, *, lower: bool) -> "TrainState":
-        """Whether this step is the best one so far, by a value of which a lower (or higher) one is better."""
+        """With this step as the best one if `value` is the best so far.  lower: a lower value is better"""
         is_better = self.best_value is None or (value < self.best_value if lower else value > self.best_value)
         return replace(self, best_step=self.step, best_value=value) if is_better else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a run's numbers follow from.  JSON-like values only."""
+    """What decides a run's numbers.  JSON-like values only."""
 
-    plan: dict[str, Any]  # what the order of the data follows from (data/plan/replay.py)
-    recipe: dict[str, Any]  # every key
+    plan: dict[str, Any]  # what decides the order of the data (`sft.data.packing`)
+    recipe: dict[str, Any]  # value of every key
     layout: dict[str, int]
     versions: dict[str, str]
 
@@ -71,43 +71,43 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Between two Conditions, one line each: what is only told, and by key what must not go unnoticed."""
+    """Differences between two Conditions: lines that are only reported, and those that are refused, by key."""
 
-    told: list[str]
+    reported: list[str]
     refused: dict[str, str]
 
 
 def installed() -> dict[str, str]:
-    """Versions of what a run's numbers depend on."""
-    found = {}
+    """Versions of the packages that a run's numbers depend on."""
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) -> Changes:
-    """What is different now.  `before` is `Conditions.plain()` of the run that wrote the checkpoint.
+    """The differences.  before: `Conditions.plain()` of the run that wrote the checkpoint
 
     Raises ConfigError where `allowed` names something that is never refused.
     """
     refused = dict(_differences(before["plan"], now.plan))
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
-    refused |= {key: how for key, how in recipe.items() if _is_of_the_model(key)}
-    known = {*before["plan"], *now.plan, *filter(_is_of_the_model, [*before["recipe"], *now.recipe])}
+    refused |= {key: change for key, change in recipe.items() if _describes_model(key)}
+    known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}
     if unknown := [key for key in allowed if key not in known]:
         raise ConfigError(
             f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "
             f"{', '.join(sorted(known))}."
         )
-    told = [f"{key} {how}" for key, how in recipe.items() if key not in refused and is_reported(key)]
-    told += [f"{key} {how}, as allowed" for key, how in refused.items() if key in allowed]
+    reported = [f"{key} {change}" for key, change in recipe.items() if key not in refused and is_reported(key)]
+    reported += [f"{key} {change}, as allowed" for key, change in refused.items() if key in allowed]
     sizes = _differences(before["layout"], now.layout)
-    told += [f"{name} {how}" for name, how in sizes if f"parallel.{name}" not in recipe]
-    told += [f"{name} {how}" for name, how in _differences(before["versions"], now.versions)]
-    return Changes(told=told, refused={key: how for key, how in refused.items() if key not in allowed})
+    reported += [f"{name} {change}" for name, change in sizes if f"parallel.{name}" not in recipe]
+    reported += [f"{name} {change}" for name, change in _differences(before["versions"], now.versions)]
+    return Changes(reported=reported, refused={key: change for key, change in refused.items() if key not in allowed})
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,13 +118,13 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     return {**newer, **before}
 
 
-def _is_of_the_model(key: str) -> bool:
-    """Says what the model computes; the shapes of its tensors need not tell."""
+def _describes_model(key: str) -> bool:
+    """Whether the key changes what the model computes, even where the shapes of its tensors stay the same."""
     return key.startswith("model.") and key not in _START_ONLY
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that are not the same, in words."""
+    """Each key whose value differs, and the change in words."""
     for key in dict.fromkeys([*before, *now]):
         was, is_ = before.get(key), now.get(key)
         if _plain(was) != _plain(is_):
@@ -132,7 +132,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_plain(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> str:

@@ -70,7 +70,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             f"{', '.join(FAMILIES)}.  docs/models.md tells how to add one."
         )
     problems = [*_options(content, family)]
-    values, sources = dict(family.kind), dict.fromkeys(family.kind, "model_type")
+    values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
     for ours, theirs in family.keys.items():
         there = names_in(content, theirs, family)
         told = [content[name] for name in there]

@@ -50,9 +50,9 @@ _QK_NORM = (
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of a mixture of experts, in the place of `_MLP`.
+    """The rules of a mixture of experts, instead of `_MLP`.
 
-    block: what they call all of it; gate, up, down: the matrices of an expert
+    block: the name of the module that has router and experts; gate, up, down: names of an expert's matrices
     """
     router, expert = f"{_THEIRS}.{block}.gate.weight", f"{_THEIRS}.{block}.experts.{EXPERT}"
     return (
@@ -66,7 +66,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
-_DENSE_KIND: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "moe.num_experts": None}
+_DENSE: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "moe.num_experts": None}
 _KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -78,17 +78,17 @@ _KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Whatever the family.  The first value is what transformers takes where config.json is silent.
+# Of all families.  The first value is transformers' default where config.json is silent.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0, None),
     "partial_rotary_factor": (None, 1.0),
     "quantization_config": (None,),
-    "auto_map": (None,),  # code of its own
+    "auto_map": (None,),  # the repository brings code of its own
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
 }
-_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # it is one on the output projection too
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # with it the output projection has a bias too
 _QWEN: dict[str, tuple[Any, ...]] = {**_OPTIONS, "use_sliding_window": (False,)}
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
@@ -97,7 +97,7 @@ _ALL = (
         model_type="llama",
         class_name="LlamaForCausalLM",
         rules=(*_OUTER, *_ATTENTION, *_MLP),
-        kind=_DENSE_KIND,
+        implied=_DENSE,
         keys=_KEYS,
         defaults=_DEFAULTS,
         options={**_OPTIONS, **_NO_BIAS, "mlp_bias": (False,)},
@@ -107,7 +107,7 @@ _ALL = (
         model_type="mistral",
         class_name="MistralForCausalLM",
         rules=(*_OUTER, *_ATTENTION, *_MLP),
-        kind=_DENSE_KIND,
+        implied=_DENSE,
         keys=_KEYS,
         defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
         options={**_OPTIONS, "sliding_window": (None,)},
@@ -116,7 +116,7 @@ _ALL = (
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
         rules=(*_OUTER, *_ATTENTION, *_MLP, _QKV_BIAS),
-        kind={**_DENSE_KIND, "qkv_bias": True},
+        implied={**_DENSE, "qkv_bias": True},
         keys=_KEYS,
         defaults={**_DEFAULTS, "num_key_value_heads": 32},
         options=_QWEN,
@@ -125,7 +125,7 @@ _ALL = (
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
         rules=(*_OUTER, *_ATTENTION, *_MLP, *_QK_NORM),
-        kind={**_DENSE_KIND, "qk_norm": True},
+        implied={**_DENSE, "qk_norm": True},
         keys=_KEYS,
         defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
         options={**_QWEN, **_NO_BIAS},
@@ -134,7 +134,7 @@ _ALL = (
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
         rules=(*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_QK_NORM),
-        kind={"qkv_bias": False, "qk_norm": True},
+        implied={"qkv_bias": False, "qk_norm": True},
         keys={
             **_KEYS,
             "moe.num_experts": "num_experts",
@@ -158,7 +158,7 @@ _ALL = (
         model_type="mixtral",
         class_name="MixtralForCausalLM",
         rules=(*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-        kind={"qkv_bias": False, "qk_norm": False, "moe.normalize_top_k": True},
+        implied={"qkv_bias": False, "qk_norm": False, "moe.normalize_top_k": True},
         keys={**_KEYS, "moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"},
         aliases={"num_local_experts": "num_experts"},
         defaults={

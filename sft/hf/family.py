@@ -1,13 +1,13 @@
-"""What is said of a family of models: which of its tensors is which of Megatron's, read in both directions.
+"""A family of models: which of its tensors is which of Megatron's.  The same table is read in both directions.
 
-A rule names a tensor as our model stores it (under Transformer Engine's names, where a norm belongs to the projection
-behind it) and the tensors of theirs that it is made of, with their shapes in letters:
+A rule names a tensor of our model (under Transformer Engine's names, where a norm belongs to the projection behind it)
+and the Hugging Face tensors that it is made of, with their shapes in letters:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width
 
-`spans` says how their rows lie in ours.  The families themselves are in `families.py`; what config.json says is
-`architecture.py`.
+`TensorMapping.spans` says how their rows lie in ours.  The families themselves are in `families.py`; `architecture.py`
+reads config.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,19 +16,20 @@ from typing import Any, Literal
 
 from sft.config import ModelConfig
 
-# Where their names have the number of a layer, and of an expert in it; ours stack all layers along a first axis, and
-# the experts of each along a second.
+# These stand for the number of a layer, and of an expert in it, in the names of Hugging Face.  Our tensors stack all
+# layers along a first axis, and the experts of each layer along a second.
 LAYER, EXPERT = "{i}", "{e}"
 Form = Literal["rows", "groups", "vocabulary"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """form: how theirs become one of ours.
+    """One tensor of ours and the Hugging Face tensors, `theirs`, that it is made of.
 
+    form says how theirs are put together:
     rows        one below the other (gate and up in linear_fc1)
     groups      queries, keys and values by query group: its query heads, its key, its value, then the next group
-    vocabulary  rows of padding below
+    vocabulary  with rows of padding below
     """
 
     ours: str
@@ -46,95 +47,102 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of their tensors."""
+class HfTensor:
+    """A tensor of the Hugging Face model."""
 
     name: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Span:
-    """Rows of one of their tensors and where they lie in ours; part None: rows of zeros."""
+class RowSpan:
+    """`num_rows` rows of one Hugging Face tensor, from `start` on, which are rows `target` and on of ours.
 
-    part: int | None
+    source: number of the tensor in `TensorMapping.sources`; None: rows of zeros
+    """
+
+    source: int | None
     start: int
     num_rows: int
-    at: int
+    target: int
 
 
 @dataclass(frozen=True)
-class Item:
-    """One of our tensors, in one layer, of one expert, and the tensors that it is made of.
+class TensorMapping:
+    """One of our tensors in one layer, of one expert, and the Hugging Face tensors that it is made of.
 
-    stack: how many layers our whole tensor has, and how many experts, where it has those axes
+    stack: sizes of the layer axis and the expert axis of our whole tensor, where it has them
     """
 
     key: str
     layer: int | None
     expert: int | None
     stack: tuple[int, ...]
-    parts: tuple[Part, ...]
+    sources: tuple[HfTensor, ...]
     form: Form
     num_groups: int
 
     @property
-    def first(self) -> tuple[int, ...]:
-        """Where it is in the stack."""
+    def stack_index(self) -> tuple[int, ...]:
+        """Layer and expert, as an index into the axes of `stack`."""
         return tuple(number for number in (self.layer, self.expert) if number is not None)
 
     @property
-    def row(self) -> tuple[int, ...]:
-        """The shape of a row: () where rows are numbers."""
-        return self.parts[0].shape[1:]
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row: () of a vector."""
+        return self.sources[0].shape[1:]
 
     def shape(self, num_rows: int | None = None) -> tuple[int, ...]:
-        """Of our whole tensor.  num_rows: with padding"""
-        return (*self.stack, self.num_rows if num_rows is None else num_rows, *self.row)
+        """Shape of our whole tensor, all layers and experts.  num_rows: with padding"""
+        return (*self.stack, self.num_rows if num_rows is None else num_rows, *self.row_shape)
 
-    def spans(self, num_rows: int | None = None) -> list[Span]:
-        """In the order of our rows.  num_rows: of ours, with padding.
+    def spans(self, num_rows: int | None = None) -> list[RowSpan]:
+        """What each row of ours is, in their order.  num_rows: of ours, with padding
 
         groups, 4 query heads and 2 key heads of width 1:
-        q0 q1 k0 v0 q2 q3 k1 v1 -> (q, 0, 2, at 0) (k, 0, 1, at 2) (v, 0, 1, at 3) (q, 2, 2, at 4) ...
+        q0 q1 k0 v0 q2 q3 k1 v1 -> (q, 0, 2, target 0) (k, 0, 1, target 2) (v, 0, 1, target 3) (q, 2, 2, target 4) ...
         """
-        found, at = [], 0
-        cuts = self.num_groups if self.form == "groups" else 1
-        for cut in range(cuts):
-            for i, part in enumerate(self.parts):
-                rows = part.shape[0] // cuts
-                found.append(Span(i, cut * rows, rows, at))
-                at += rows
-        if num_rows is not None and num_rows > at:
-            found.append(Span(None, 0, num_rows - at, at))
-        return found
+        spans: list[RowSpan] = []
+        target = 0
+        num_groups = self.num_groups if self.form == "groups" else 1
+        for group in range(num_groups):
+            for source, tensor in enumerate(self.sources):
+                group_rows = tensor.shape[0] // num_groups
+                spans.append(RowSpan(source, group * group_rows, group_rows, target))
+                target += group_rows
+        if num_rows is not None and num_rows > target:
+            spans.append(RowSpan(None, 0, num_rows - target, target))
+        return spans
 
     @property
     def num_rows(self) -> int:
-        """Of ours, without padding."""
-        return sum(part.shape[0] for part in self.parts)
+        """Rows of ours, without padding."""
+        return sum(tensor.shape[0] for tensor in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: its tensors, its config.json, and what transformers takes where that is silent.
+    """One `model_type`: its tensors, the keys of its config.json, and transformers' defaults where that is silent.
 
-    kind: what the name of the family says of our model; keys: what config.json does, ours below `model` -> theirs
-    options: values of config.json under which the model computes what ours does
+    implied  keys of `model.*` whose values follow from the model_type alone
+    keys     our key below `model` -> the key of config.json
+    aliases  key of config.json -> another name of the same
+    options  keys of config.json, and the values under which the model computes what ours does
+    unread   tensors that old files have and no model reads
     """
 
     model_type: str
     class_name: str
     rules: tuple[Rule, ...]
-    kind: Mapping[str, Any]
+    implied: Mapping[str, Any]
     keys: Mapping[str, str]
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of theirs, which mean the same
+    aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()  # tensors that old files have and nobody reads
+    unread: tuple[str, ...] = ()
 
-    def items(self, model: ModelConfig, vocab_size: int) -> Iterator[Item]:
-        """Every tensor of the model, outer ones first, then layer by layer, expert by expert."""
+    def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
+        """Every tensor of the model: those outside of layers first, then layer by layer, expert by expert."""
         sizes = {
             "v": vocab_size,
             "h": model.hidden_size,
@@ -150,21 +158,23 @@ class Family:
             for rule in rules:
                 if rule.in_layers is (layer is not None):
                     for expert in range(sizes["x"]) if rule.in_experts else (None,):
-                        yield _item(rule, layer, expert, model, sizes)
+                        yield _mapping(rule, layer, expert, model, sizes)
 
 
-def _item(rule: Rule, layer: int | None, expert: int | None, model: ModelConfig, sizes: Mapping[str, int]) -> Item:
-    def part(name: str, shape: str) -> Part:
+def _mapping(
+    rule: Rule, layer: int | None, expert: int | None, model: ModelConfig, sizes: Mapping[str, int]
+) -> TensorMapping:
+    def source(name: str, shape: str) -> HfTensor:
         numbered = name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
-        return Part(numbered, tuple(sizes[letter] for letter in shape.split()))
+        return HfTensor(numbered, tuple(sizes[letter] for letter in shape.split()))
 
     counts = ((layer, model.num_layers), (expert, sizes["x"]))
-    return Item(
+    return TensorMapping(
         key=rule.ours,
         layer=layer,
         expert=expert,
         stack=tuple(count for number, count in counts if number is not None),
-        parts=tuple(part(name, shape) for name, shape in rule.theirs),
+        sources=tuple(source(name, shape) for name, shape in rule.theirs),
         form=rule.form,
         num_groups=model.resolved_query_groups,
     )

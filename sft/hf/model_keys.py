@@ -21,5 +21,5 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     return {
         f"model.{key}": (value, f"{path / CONFIG}, {found.sources[key]}")
         for key, value in found.values.items()
-        if value is not None or key in found.family.kind
+        if value is not None or key in found.family.implied
     }

@@ -72,10 +72,10 @@ def _says(model: ModelConfig) -> dict[str, Any]:
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:
     """Raise ConfigError for what `now` is and the family is not."""
-    values = {key: attrgetter(key)(now) for key in family.kind}
+    values = {key: attrgetter(key)(now) for key in family.implied}
     wrong = [
         f"model.{key} = {json.dumps(values[key])}, and it is {json.dumps(value)} in every {family.model_type} ({path})."
-        for key, value in family.kind.items()
+        for key, value in family.implied.items()
         if values[key] != value
     ]
     if "moe.num_experts" in family.keys and now.moe.num_experts is None:

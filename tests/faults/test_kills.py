@@ -154,7 +154,7 @@ def test_kills_at_random_instants(case: Callable[..., Case], hit: Callable[..., 
 SLOW = [
     {"at": "sft.checkpoint.saver:engine_state.write", "do": "sleep", "s": 0.06, "every": True},
     {"at": "sft.checkpoint.folders:flush", "do": "sleep", "s": 0.03, "every": True},
-    {"at": "sft.checkpoint.folders:point", "do": "sleep", "s": 0.06, "every": True},
+    {"at": "sft.checkpoint.folders:write_pointer", "do": "sleep", "s": 0.06, "every": True},
 ]
 
 

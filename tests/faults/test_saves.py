@@ -27,9 +27,9 @@ POINTS: list[tuple[str, Fault, bool]] = [
     ("inside the manifest", {"at": "os:replace", "rank": 0, "match": "{name}.*manifest"}, False),
     ("before the rename", {"at": "os:rename", "rank": 0, "match": r"{name}'\)"}, False),
     ("after the rename", {"at": "os:rename", "rank": 0, "match": r"{name}'\)", "when": "after"}, False),
-    ("before the pointer", {"at": "sft.checkpoint.folders:point", "rank": 0, "nth": True}, False),
+    ("before the pointer", {"at": "sft.checkpoint.folders:write_pointer", "rank": 0, "nth": True}, False),
     ("inside the pointer", {"at": "os:replace", "rank": 0, "match": "latest_", "nth": True}, False),
-    ("before an old one is removed", {"at": "sft.checkpoint.folders:retire", "rank": 0}, True),
+    ("before an old one is removed", {"at": "sft.checkpoint.folders:remove_old", "rank": 0}, True),
     ("an old one is half removed", {**UNLINK, "rank": 0}, True),
     ("what that left is half swept", {"at": "shutil:rmtree", "rank": 0, "match": "retired", "when": "after"}, False),
 ]
@@ -285,7 +285,7 @@ def test_a_weight_that_is_no_number_is_never_saved(
     one = case("run")
     start = one.start({"at": "sft.checkpoint.saver:engine_state.is_finite", "rank": 1, "call": 4, "do": "nan-weight"})
     assert start.wait() == [2, 2], start.told()
-    assert "step 4 was not saved: a weight is not a number; such a state is never saved" in start.out(), start.told()
+    assert "step 4 was not saved: a weight is not finite; such a state is never saved" in start.out(), start.told()
     assert one.steps() == [1, 2, 3] and one.status()["status"] == "failed-fatal"
     hit("S11")
     one.finish()

@@ -113,7 +113,7 @@ WHEN = {  # (what goes on, fault, steps done after it; two where the listening t
     ],
     "in a save": [
         ("writing", {"at": "sft.checkpoint.saver:engine_state.write", "rank": 1}, (1,)),
-        ("publishing", {"at": "sft.checkpoint.folders:point", "rank": 0}, (1, 2)),
+        ("publishing", {"at": "sft.checkpoint.folders:write_pointer", "rank": 0}, (1, 2)),
     ],
 }
 

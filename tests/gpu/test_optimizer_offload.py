@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards
-from sft.mcore.optimizer.offload import adams
+from sft.mcore.optimizer import offload
+from sft.mcore.optimizer.offload import adam_instances
 from tests.gpu import test_training
 from tests.gpu.test_training import BF16_TOLERANCE, losses
 from tests.ranks import scenarios
@@ -33,8 +33,8 @@ def test_the_share_leaves_the_device(fraction: float) -> None:
     with test_training.running(share(fraction)) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         engine.train_step(loader.microbatches(0))
-        (part,) = optimizer_shards.parts(engine.optimizer)
-        for adam in adams(part):
+        (part,) = offload.chained_optimizers(engine.optimizer)
+        for adam in adam_instances(part):
             for tensor, state in adam.state.items():
                 sizes[tensor.device.type] += tensor.numel()
                 assert tensor.dtype == torch.float32
@@ -53,7 +53,7 @@ def test_a_checkpoint_goes_on_with_another_share(tmp_path: Path, before: float, 
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
-        engine_state.save(engine, tmp_path, {"iteration": 2})
+        scenarios.save(engine, tmp_path, {"iteration": 2})
         results = [engine.train_step(loader.microbatches(step)) for step in range(2, 5)]
         expected = [r.objective / r.num_tokens for r in results]
     np.testing.assert_allclose(losses(share(after), range(2, 5), tmp_path), expected, rtol=BF16_TOLERANCE)

@@ -55,7 +55,7 @@ def first_steps(overrides: Sequence[str], folder: str) -> list[float]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(2):
             engine.train_step(loader.microbatches(step))
-        engine_state.save(engine, Path(folder), {"iteration": 2})
+        scenarios.save(engine, Path(folder), {"iteration": 2})
         rest = [engine.train_step(loader.microbatches(step)) for step in range(2, 4)]
         return [r.objective / r.num_tokens for r in rest]
 

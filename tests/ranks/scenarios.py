@@ -152,10 +152,15 @@ def parameter_hash(engine: Engine) -> str:
     return digest.hexdigest()
 
 
+def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
+    """A checkpoint of `engine` in the existing, empty `folder`, without manifest."""
+    engine_state.write(engine_state.snapshot(engine, plain), folder)
+
+
 def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
     """Random weights, and nothing learnt yet, into `folder`."""
     with running(overrides) as engine:
-        engine_state.save(engine, Path(folder), {})
+        save(engine, Path(folder), {})
 
 
 def curve(overrides: Sequence[str], checkpoint: str | None = None, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def save(overrides: list[str], folder: str, steps: int, poison: bool = False) ->
         for _, module, layer in list(layers(engine)):
             state = payload(layer, steps, **({"recipe": Poison()} if poison else {}))
             module.get_extra_state = lambda state=state: state  # type: ignore[method-assign, misc]
-        engine_state.save(engine, Path(folder), {"iteration": 3})
+        scenarios.save(engine, Path(folder), {"iteration": 3})
 
 
 def load(overrides: list[str], folder: str, steps: int, fp8: str | None = "delayed") -> dict[tuple[str, int], Any]:
@@ -159,15 +159,15 @@ def save_plain(folder: str) -> None:
         for _, module, layer in list(layers(engine)):
             if layer < 2:
                 module.get_extra_state = lambda: torch.empty(0, dtype=torch.uint8)  # type: ignore[method-assign]
-        engine_state.save(engine, Path(folder), {"iteration": 3})
+        scenarios.save(engine, Path(folder), {"iteration": 3})
 
 
 def test_a_pickle_that_would_run_something(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(save, [], str(tmp_path), 2, True)
     (told,) = ranks(1).run(refusal, str(tmp_path))
     assert told.endswith(
-        f"of {tmp_path} does not hold scales of FP8: it names builtins.print, which no scales need.  Nothing of it was "
-        f"run.  model.init_from={tmp_path} takes the weights alone."
+        f"of {tmp_path} does not hold FP8 scales: it names builtins.print, which no FP8 scales need.  No code of it "
+        f"was run.  model.init_from={tmp_path} takes the weights alone."
     )
 
 

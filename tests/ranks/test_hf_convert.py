@@ -277,7 +277,7 @@ def train_and_save(
         for step in range(2):
             engine.train_step(loader.microbatches(step))
         written = {**values(engine.config), **recipe}
-        engine_state.save(engine, Path(folder), {"iteration": 2, "sft": {"recipe": written}})
+        scenarios.save(engine, Path(folder), {"iteration": 2, "sft": {"recipe": written}})
         return [_losses(engine, pack) for pack in samples]
 
 

@@ -133,7 +133,7 @@ def write_weights(overrides: Sequence[str], folder: str) -> dict[str, np.ndarray
             for param in parameters.values():
                 if param.dim() == 1:
                     param += 0.3 * torch.randn(param.shape, generator=generator)
-        engine_state.save(engine, Path(folder), {})
+        scenarios.save(engine, Path(folder), {})
         return {name: param.detach().numpy().copy() for name, param in parameters.items()}
 
 

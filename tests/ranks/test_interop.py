@@ -200,7 +200,7 @@ def our_save(overrides: list[str], folder: str) -> tuple[Any, Any]:
             engine.scheduler.step(1)
             engine.optimizer.step()
         (Path(folder) / NAME).mkdir(exist_ok=True)
-        engine_state.save(engine, Path(folder) / NAME, {"iteration": CUT})
+        scenarios.save(engine, Path(folder) / NAME, {"iteration": CUT})
         (Path(folder) / "latest_checkpointed_iteration.txt").write_text(str(CUT))
         saved = held(engine.chunks, engine.optimizer)
         our_next_update(engine)

@@ -13,9 +13,9 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
-from sft.mcore.optimizer import build
-from sft.mcore.optimizer.offload import adams
+from sft.mcore.checkpoint_io import optimizer_shards, safe_reader
+from sft.mcore.optimizer import build, offload
+from sft.mcore.optimizer.offload import adam_instances
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.test_experts import AUX, MOE
@@ -61,13 +61,13 @@ def where(overrides: list[str], steps: int) -> list[dict[str, Any]]:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         for step in range(steps):
             engine.train_step(loader.microbatches(step))
-        return [{**of_part(o), "alive": alive} for o in optimizer_shards.parts(engine.optimizer)]
+        return [{**of_part(o), "alive": alive} for o in offload.chained_optimizers(engine.optimizer)]
 
 
 def of_part(part: Any) -> dict[str, Any]:
     on_device = getattr(part.optimizer, "gpu_optimizer", None)
     sizes: dict[str, list[int]] = {"host": [], "device": []}
-    for adam in adams(part):
+    for adam in adam_instances(part):
         side = "device" if adam is on_device else "host"
         tensors = [tensor for group in adam.param_groups for tensor in group["params"]]
         sizes[side] += [tensor.numel() for tensor in tensors]
@@ -248,4 +248,4 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path, before: fl
 
 def save_untrained(overrides: list[str], folder: str) -> None:
     with scenarios.running(overrides) as engine:
-        engine_state.save(engine, Path(folder), {"iteration": 0})
+        scenarios.save(engine, Path(folder), {"iteration": 0})

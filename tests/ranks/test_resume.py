@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards, torch_dist_files
 from sft.mcore.engine import Engine
+from sft.mcore.optimizer import offload
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -64,7 +65,7 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
         random.random(), np.random.random(), torch.rand(1)  # something to restore
         if save:
             Path(save).mkdir(exist_ok=True)
-            engine_state.save(engine, Path(save), {"iteration": steps[-1] + 1})
+            scenarios.save(engine, Path(save), {"iteration": steps[-1] + 1})
         return {
             "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
@@ -75,12 +76,12 @@ def part(overrides: list[str], steps: list[int], load: str | None, save: str | N
         }
 
 
-PART_BYTES = 1000
+CHUNK_BYTES = 1000
 
 
 def part_in_pieces(overrides: list[str], steps: list[int], load: str | None, save: str | None) -> dict[str, Any]:
-    """The same, of which no stored part is larger than PART_BYTES where a row is not."""
-    with mock.patch.object(torch_dist_files, "PART_BYTES", PART_BYTES):
+    """The same, of which no stored part is larger than CHUNK_BYTES where a row is not."""
+    with mock.patch.object(torch_dist_files, "CHUNK_BYTES", CHUNK_BYTES):
         return part(overrides, steps, load, save)
 
 
@@ -95,7 +96,7 @@ def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> Non
         if isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks
     ]
-    assert max(sizes) <= PART_BYTES and len(sizes) > 400
+    assert max(sizes) <= CHUNK_BYTES and len(sizes) > 400
     for whole, found in zip(uninterrupted, ranks(2).run(part, [SHARDED], [2, 3], str(tmp_path / "pieces"), None)):
         assert found["loss"] == whole["loss"][2:]
         assert (found["parameters"], found["optimizer"]) == (whole["parameters"], whole["optimizer"])
@@ -106,14 +107,14 @@ def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> Non
 def optimizer_hash(engine: Engine) -> str:
     """Of the moments and fp32 weights of this rank, in the order of the optimizer."""
     digest = hashlib.sha256()
-    for one in optimizer_shards.held(engine.optimizer):
+    for one in optimizer_shards.optimizer_slices(engine.optimizer):
         for name, flat in sorted(one.tensors.items()):
             digest.update(name.encode() + flat.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 def adam_steps(engine: Engine) -> set[float]:
-    states = [s for o in optimizer_shards.parts(engine.optimizer) for s in o.optimizer.state.values()]
+    states = [s for o in offload.chained_optimizers(engine.optimizer) for s in o.optimizer.state.values()]
     assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
     return {float(s["step"]) for s in states}
 
@@ -202,7 +203,7 @@ def draw_and_save(overrides: list[str], folder: str) -> list[float]:
     with scenarios.running(overrides) as engine:
         seed = 100 + engine.groups.rank
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        engine_state.save(engine, Path(folder), {"iteration": 0})
+        scenarios.save(engine, Path(folder), {"iteration": 0})
         return draws()
 
 
@@ -228,18 +229,19 @@ def test_a_checkpoint_of_step_0_resumes(ranks: Ranks, tmp_path: Path) -> None:
 
 def save_untrained(overrides: list[str], folder: str) -> None:
     with scenarios.running(overrides) as engine:
-        engine_state.save(engine, Path(folder), {"iteration": 0})
+        scenarios.save(engine, Path(folder), {"iteration": 0})
 
 
 def test_weights_of_another_shape_are_refused_in_our_words(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(scenarios.write_checkpoint, [], str(tmp_path))
     (message,) = ranks(1).run(refusal, ["model.ffn_hidden_size=96"], str(tmp_path))
     assert message == (
-        f"{tmp_path} is of another model: decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) there, (4, 192, 32) here; "
-        "decoder.layers.mlp.linear_fc2.weight: (4, 32, 64) there, (4, 32, 96) here; "
-        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) there, (4, 192, 32) here; "
-        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight: (4, 32, 64) there, (4, 32, 96) here; "
-        "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) there, (4, 192, 32) here; "
+        f"{tmp_path} is of another model: "
+        "decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) stored, (4, 192, 32) wanted; "
+        "decoder.layers.mlp.linear_fc2.weight: (4, 32, 64) stored, (4, 32, 96) wanted; "
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) stored, (4, 192, 32) wanted; "
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight: (4, 32, 64) stored, (4, 32, 96) wanted; "
+        "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight: (4, 128, 32) stored, (4, 192, 32) wanted; "
         "and 1 more."
     )
 

@@ -111,22 +111,22 @@ def refused(overrides: list[str], folder: str) -> str:
         (
             MOE,
             [],
-            "decoder.layers.mlp.linear_fc1.layer_norm_weight: not there; "
-            "decoder.layers.mlp.linear_fc1.weight: not there; decoder.layers.mlp.linear_fc2.weight: not there",
+            "decoder.layers.mlp.linear_fc1.layer_norm_weight: missing; "
+            "decoder.layers.mlp.linear_fc1.weight: missing; decoder.layers.mlp.linear_fc2.weight: missing",
         ),
         (
             [],
             MOE,
-            "decoder.layers.mlp.experts.experts.linear_fc1.weight: not there; "
-            "decoder.layers.mlp.experts.experts.linear_fc2.weight: not there; "
-            "decoder.layers.mlp.router.weight: not there; decoder.layers.pre_mlp_layernorm.weight: not there",
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight: missing; "
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight: missing; "
+            "decoder.layers.mlp.router.weight: missing; decoder.layers.pre_mlp_layernorm.weight: missing",
         ),
         (
             [*MOE, "model.moe.num_experts=8"],
             MOE,
-            "decoder.layers.mlp.experts.experts.linear_fc1.weight: (4, 8, 48, 32) there, (4, 4, 48, 32) here; "
-            "decoder.layers.mlp.experts.experts.linear_fc2.weight: (4, 8, 32, 24) there, (4, 4, 32, 24) here; "
-            "decoder.layers.mlp.router.weight: (4, 8, 32) there, (4, 4, 32) here",
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight: (4, 8, 48, 32) stored, (4, 4, 48, 32) wanted; "
+            "decoder.layers.mlp.experts.experts.linear_fc2.weight: (4, 8, 32, 24) stored, (4, 4, 32, 24) wanted; "
+            "decoder.layers.mlp.router.weight: (4, 8, 32) stored, (4, 4, 32) wanted",
         ),
     ],
     ids=["experts-to-dense", "dense-to-experts", "8-to-4"],
@@ -160,7 +160,7 @@ def test_the_index_of_many_parts_is_read_once(ranks: Ranks, tmp_path: Path) -> N
 def write_half(folder: str) -> str:
     with scenarios.running([]) as engine:
         half = ShardedTensor.from_rank_offsets("a", torch.ones(2, 3), (0, 0, 2))
-        one = torch_dist_files.part_of_rank([half], [], engine.groups.collection.dp_cp)
+        one = torch_dist_files.select_rank_shards([half], [], engine.groups.collection.dp_cp)
         with pytest.raises(StorageError) as error:
             torch_dist_files.write(one, Path(folder), None)
         return str(error.value)

@@ -16,7 +16,7 @@ from sft.checkpoint.train_state import Conditions, TrainState
 from sft.config.keys import values
 from sft.console import Console
 from sft.errors import CheckpointError, ConfigError
-from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.checkpoint_io import optimizer_shards
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -280,7 +280,7 @@ def test_a_foreign_one_is_said_to_be_unverified(ranks: Ranks, saved: Path, origi
     assert one["state"] == TrainState(step=3, origin=str(path)) and one["hash"] == original[1][2]
     assert one["said"] == (
         f"resumed step 3 from {path}\n"
-        "  files      unverified: it has no manifest, so nobody can tell if it is whole\n"
+        "  files      unverified: it has no manifest to compare its files with\n"
         "  restored   weights, moments, Adam's step, schedule, random generators\n"
         "  position   step 3 of this recipe's plan; which samples were seen is not known\n"
     )
@@ -325,11 +325,11 @@ def start_from(source: str) -> dict[str, Any]:
             resume.start_from(run.engine, source, "full", Console(run.engine.groups.rank, run.said))
         except CheckpointError as error:
             refused = str(error)
-        held = [one for one in engine_state.optimizer_shards.held(run.engine.optimizer)]
+        held = [one for one in optimizer_shards.optimizer_slices(run.engine.optimizer)]
         moved = max(float(one.tensors[name].abs().max()) for one in held for name in ("exp_avg", "exp_avg_sq"))
         told = {
             "moments": moved,
-            "step": engine_state.optimizer_shards.step_of(run.engine.optimizer),
+            "step": optimizer_shards.step_of(run.engine.optimizer),
             "said": run.said.getvalue(),
         }
         return {**told, "before": before, "weights": scenarios.parameter_hash(run.engine), "refused": refused}

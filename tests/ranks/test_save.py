@@ -113,7 +113,7 @@ def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
         run.train(2, 3)
         later = run.hash()
         trained.set()
-        run.saver.drain(must=True)
+        run.saver.drain(must_succeed=True)
         told = dict(was=was, later=later, stall_s=stall_s, took_s=run.saver.took_s, published=run.saver.published)
         return {**told, "said": run.lines(), "loaded": run.loaded(1)}
 
@@ -138,7 +138,7 @@ def save_every_step_in_the_background(folder: str) -> bool:
             run.train(step)
             hashes.append(run.hash())
             run.save(step)
-        run.saver.drain(must=True)
+        run.saver.drain(must_succeed=True)
         assert before == [[], [1], [1, 2]]
         return [run.loaded(step) for step in (1, 2, 3)] == hashes
 
@@ -200,9 +200,11 @@ def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharde
 def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
     with run_of(overrides, "unused") as run:
         run.train(1)
-        part = engine_state.snapshot(run.engine, {"iteration": 1}).part
+        part = engine_state.snapshot(run.engine, {"iteration": 1}).rank_shards
         is_moment = [shard.key.startswith("optimizer.") for shard in part.shards]
-        flats = [flat for one in optimizer_shards.held(run.engine.optimizer) for flat in one.tensors.values()]
+        flats = [
+            flat for one in optimizer_shards.optimizer_slices(run.engine.optimizer) for flat in one.tensors.values()
+        ]
         held = {flat.untyped_storage().data_ptr() for flat in flats}
         found = {True: 0, False: 0}
         for its, shard in zip(is_moment, part.shards):

@@ -14,7 +14,8 @@ import torch
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards, torch_dist_files
+from sft.mcore.checkpoint_io import engine_state, torch_dist_files
+from sft.mcore.optimizer import offload
 from tests.ranks.pool import RankPool
 from tests.ranks.test_save import ASYNC, Run, listing, refusal, run_of
 
@@ -102,7 +103,7 @@ def test_a_save_that_failed_in_the_background_is_the_last_one_s_failure(ranks: R
 def fail_at_the_end(folder: str) -> list[str]:
     with run_of([ASYNC], folder) as run:
         told = []
-        for end in (lambda: run.saver.drain(must=True), lambda: run.save(1, wait=True)):
+        for end in (lambda: run.saver.drain(must_succeed=True), lambda: run.save(1, wait=True)):
             again = Run(run.engine, folder)
             run.saver = again.saver
             with full_disk(run):
@@ -133,7 +134,7 @@ def no_number(patch: pytest.MonkeyPatch, run: Run) -> None:
 
 
 def no_moment(patch: pytest.MonkeyPatch, run: Run) -> None:
-    for part in optimizer_shards.parts(run.engine.optimizer):
+    for part in offload.chained_optimizers(run.engine.optimizer):
         for state in part.optimizer.state.values():
             patch.setitem(state, "exp_avg_sq", torch.full_like(state["exp_avg_sq"], float("inf")))
 
@@ -146,23 +147,23 @@ def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
         write(*given)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
-    patch.setattr(engine_state.torch_dist_files, "write", then_cut)
+    patch.setattr(torch_dist_files, "write", then_cut)
 
 
 NO_SPACE = "[Errno 28] No space left on device"
 CASES = {
     "too little disk": Case(0, no_room, " MiB, and the disk has 1.1 MiB left."),
-    "a weight": Case(1, no_number, "a weight is not a number; such a state is never saved."),
+    "a weight": Case(1, no_number, "a weight is not finite; such a state is never saved."),
     "a moment": Case(
         1,
         no_moment,
-        "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight holds a value that is not a number; such "
+        "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight holds a value that is not finite; such "
         "a state is never saved.",
     ),
     "the lock": Case(
         0,
         lambda patch, run: patch.setattr(run.saver, "_is_ours", lambda: False),
-        "another run has taken {folder} over while this one hung; it keeps what it has.",
+        "another run took over {folder} while this one hung, and its checkpoints stay as they are.",
     ),
     "digests": Case(1, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),

@@ -83,7 +83,7 @@ def test_the_table() -> None:
 @pytest.mark.parametrize("more, word, status", [(0, "met", 0), (1, "MISSED", 1)])
 def test_the_bound(more: int, word: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     """1 GiB of the largest tensor and 2 GiB; the turn that took most counts, and a copy does not."""
-    tensors = [bench.Planned("a", torch.bfloat16, (4, 5)), bench.Planned("b", torch.bfloat16, (512, MIB))]
+    tensors = [bench.PlannedTensor("a", torch.bfloat16, (4, 5)), bench.PlannedTensor("b", torch.bfloat16, (512, MIB))]
     found = turns(MIB, 3 * GIB + more, MIB)
     found[0][COPY] = Took(1.0, 9 * GIB, 9 * GIB)
     assert bench.report(found, tensors, check=True) == status

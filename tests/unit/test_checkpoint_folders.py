@@ -16,10 +16,10 @@ def folder_of(root: Path, step: int, content: str = "") -> Path:
 
 
 def publish(root: Path, step: int, keep_last: int | None = None, keep_every: int | None = None, best: int = -1) -> None:
-    written = folders.temporary(root, step)
+    written = folders.make_temporary(root, step)
     (written / "metadata.json").write_text("new")
     folders.publish(written, step)
-    folders.retire(root, step, keep_last=keep_last, keep_every=keep_every, kept=[best], tell=print)
+    folders.remove_old(root, step, keep_last=keep_last, keep_every=keep_every, keep_steps=[best], report=print)
 
 
 def found(root: Path) -> list[str]:
@@ -80,13 +80,13 @@ def test_after_going_back_only_one_history_has_final_names(tmp_path: Path) -> No
     """Continued from step 50 of a run that had reached 100: what is older than 90 now led to it."""
     for step in (40, 50, 87, 100):
         folder_of(tmp_path, step)
-    moved = folders.give_up(tmp_path, above=50, but=87)
+    moved = folders.rename_abandoned(tmp_path, after=50, keep=87)
     assert [path.name[:22] for path in moved] == ["iter_0000100.given-up-"]
     publish(tmp_path, 87, keep_last=3)
     publish(tmp_path, 90, keep_last=3)
     assert steps(tmp_path) == [90, 87, 50]
     assert (tmp_path / "iter_0000087" / "metadata.json").read_text() == "new"
-    assert (moved[0] / "metadata.json").exists() and folders.sweep(tmp_path) == []
+    assert (moved[0] / "metadata.json").exists() and folders.remove_leftovers(tmp_path) == []
 
 
 def test_a_step_done_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_one_that_cannot_be_removed_is_told_and_the_others_go(
     publish(tmp_path, 400, keep_last=2)
     assert steps(tmp_path) == [400, 300]  # part of it may be gone: it does not count any more
     monkeypatch.undo()
-    assert [path.name[:12] for path in folders.sweep(tmp_path)] == ["iter_0000100"]
+    assert [path.name[:12] for path in folders.remove_leftovers(tmp_path)] == ["iter_0000100"]
     assert "warning: " in (told := capsys.readouterr().out) and "iter_0000100 cannot be removed" in told
 
 
@@ -120,12 +120,12 @@ def test_left_overs_go_and_nothing_else(tmp_path: Path) -> None:
     kept = ["iter_0000100", "iter_0000200.corrupt-20260101-000000", "iter_0000300.tmp", "mine.tmp-12ab", "notes"]
     for name in [*kept, "iter_0000300.tmp-12ab34cd", "iter_0000200.replaced-00ff00ff", "iter_0000001.retired-1"]:
         (tmp_path / name).mkdir()
-    assert sorted(path.name for path in folders.sweep(tmp_path)) == [
+    assert sorted(path.name for path in folders.remove_leftovers(tmp_path)) == [
         "iter_0000001.retired-1",
         "iter_0000200.replaced-00ff00ff",
         "iter_0000300.tmp-12ab34cd",
     ]
-    assert found(tmp_path) == sorted(kept) and folders.sweep(tmp_path / "nowhere") == []
+    assert found(tmp_path) == sorted(kept) and folders.remove_leftovers(tmp_path / "nowhere") == []
 
 
 def test_a_damaged_one_is_put_aside_and_no_longer_counts(tmp_path: Path) -> None:

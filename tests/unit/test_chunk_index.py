@@ -9,16 +9,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sft.mcore.checkpoint_io import chunk_index
-from sft.mcore.checkpoint_io.chunk_index import Parts
+from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 
 
 def chunk(offset: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
 
 
-def parts(size: tuple[int, ...], *chunks: ChunkStorageMetadata) -> Parts:
+def parts(size: tuple[int, ...], *chunks: ChunkStorageMetadata) -> ChunkIndex:
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), list(chunks))
-    return Parts("a", entry)
+    return ChunkIndex("a", entry)
 
 
 def experts(rows: int = 2) -> list[ChunkStorageMetadata]:
@@ -43,7 +43,7 @@ def told(found: list[Any]) -> list[tuple[Any, ...]]:
 
 def test_a_box_of_each_of_two_experts() -> None:
     boxes = [chunk((1, 2, 1, 0), (1, 1, 2, 2)), chunk((0, 1, 0, 1), (1, 1, 2, 1))]
-    found = parts((2, 3, 4, 2), *experts()).items(boxes)
+    found = parts((2, 3, 4, 2), *experts()).read_items(boxes)
     assert sorted(told(found)) == [
         (0, (0, 0, 0, 0), (1, 2, 0, 0), (0, 0, 1, 0), (1, 1, 1, 2)),
         (0, (0, 0, 1, 0), (1, 2, 2, 0), (0, 0, 0, 0), (1, 1, 1, 2)),
@@ -53,7 +53,7 @@ def test_a_box_of_each_of_two_experts() -> None:
 
 
 def test_a_box_of_several_experts() -> None:
-    found = parts((2, 3, 4, 2), *experts(4)).items([chunk((0, 1, 0, 0), (2, 2, 4, 2))])
+    found = parts((2, 3, 4, 2), *experts(4)).read_items([chunk((0, 1, 0, 0), (2, 2, 4, 2))])
     assert sorted(told(found)) == [
         (0, (layer, expert - 1, 0, 0), (layer, expert, 0, 0), (0, 0, 0, 0), (1, 1, 4, 2))
         for layer in (0, 1)
@@ -62,12 +62,12 @@ def test_a_box_of_several_experts() -> None:
 
 
 def test_a_part_of_several_layers() -> None:
-    found = parts((4, 2), chunk((0, 0), (3, 2)), chunk((3, 0), (1, 2))).items([chunk((2, 1), (1, 1))])
+    found = parts((4, 2), chunk((0, 0), (3, 2)), chunk((3, 0), (1, 2))).read_items([chunk((2, 1), (1, 1))])
     assert told(found) == [(0, (0, 0), (0, 0), (2, 1), (1, 1))]
 
 
 def test_a_number_alone() -> None:
-    assert told(parts((), chunk((), ())).items([chunk((), ())])) == [(0, (), (), (), ())]
+    assert told(parts((), chunk((), ())).read_items([chunk((), ())])) == [(0, (), (), (), ())]
 
 
 def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) ->
         return create_read_items_for_chunk_list(key, entry, boxes)
 
     monkeypatch.setattr(chunk_index, "create_read_items_for_chunk_list", compare)
-    assert len(parts((2, 3, 4, 2), *experts()).items(experts(4))) == 12
+    assert len(parts((2, 3, 4, 2), *experts()).read_items(experts(4))) == 12
     assert seen == [(2, 1)] * 6
 
 
@@ -92,11 +92,11 @@ def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) ->
         ((), [chunk((), ())], ""),
         ((2, 3, 4, 2), experts()[:-1], r"^a \(2, 3, 4, 2\) is not whole$"),
         ((4, 2), [], r"^a \(4, 2\) is not whole$"),
-        ((2, 3, 4, 2), [*experts(), experts(4)[0]], "^a has parts that overlap: "),
-        ((4, 2), [chunk((0, 0), (3, 2)), chunk((2, 0), (1, 2))], "^a has parts that overlap: "),
-        ((2,), [chunk((0,), (1,)), chunk((0,), (1,))], "^a has parts that overlap: "),
-        ((4, 3), [chunk((0, 0), (4, 2)), chunk((1, 2), (3, 1)), chunk((3, 1), (1, 1))], "^a has parts that overlap: "),
-        ((4, 2), [chunk((0, 0), (3, 2)), chunk((3, 0), (2, 2))], r"^a \(4, 2\) has a part outside of it: "),
+        ((2, 3, 4, 2), [*experts(), experts(4)[0]], "^a has chunks that overlap: "),
+        ((4, 2), [chunk((0, 0), (3, 2)), chunk((2, 0), (1, 2))], "^a has chunks that overlap: "),
+        ((2,), [chunk((0,), (1,)), chunk((0,), (1,))], "^a has chunks that overlap: "),
+        ((4, 3), [chunk((0, 0), (4, 2)), chunk((1, 2), (3, 1)), chunk((3, 1), (1, 1))], "^a has chunks that overlap: "),
+        ((4, 2), [chunk((0, 0), (3, 2)), chunk((3, 0), (2, 2))], r"^a \(4, 2\) has a chunk outside of it: "),
     ],
 )
 def test_parts_fill_the_tensor_or_not(size: tuple[int, ...], chunks: list[ChunkStorageMetadata], fault: str) -> None:

@@ -24,7 +24,7 @@ SIZES = {
     "num_hidden_layers": LAYERS,
 }
 MODEL = 127 * MIB  # 17 MiB a layer, 8 MiB the embedding and the output together; the largest tensor has 4 MiB
-BLOCK = 2 * MIB  # in the place of to_megatron.BLOCK_BYTES, 256 MiB
+BLOCK = 2 * MIB  # in the place of import_hf.BLOCK_BYTES, 256 MiB, and of safetensors_folder.MAPPED_BYTES, 64 MiB
 # An import holds a block, an export one of our tensors (linear_fc1: 8 MiB) and the part of it that is being read; the
 # allocator keeps a few of each.  A process that held the model would take MODEL.
 IMPORT_BOUND, EXPORT_BOUND = 32 * MIB, 48 * MIB
@@ -34,7 +34,7 @@ CHILD = """
 import io, json, sys
 from pathlib import Path
 from sft.console import Console
-from sft.hf.convert import export_hf as to_hf, import_hf as to_megatron
+from sft.hf.convert import export_hf, import_hf, safetensors_folder
 
 def told(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -47,13 +47,13 @@ def grown(work):
     return told("VmHWM") - before
 
 small, large, folder, block = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-to_megatron.BLOCK_BYTES = block
+import_hf.BLOCK_BYTES = safetensors_folder.MAPPED_BYTES = block
 console = Console(0, io.StringIO())
 for source in (small, large):
     there, back = folder / f"{source.name}.there", folder / f"{source.name}.back"
     took = {
-        "import": grown(lambda: to_megatron.import_hf(source, there, console)),
-        "export": grown(lambda: to_hf.export_hf(there, back, console)),
+        "import": grown(lambda: import_hf.import_hf(source, there, console)),
+        "export": grown(lambda: export_hf.export_hf(there, back, console)),
     }
 print(json.dumps(took))
 """

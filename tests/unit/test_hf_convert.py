@@ -103,7 +103,7 @@ def test_several_files_and_blocks_smaller_than_a_tensor(
 ) -> None:
     """Nothing depends on where files and blocks end."""
     monkeypatch.setattr("sft.hf.convert.import_hf.BLOCK_BYTES", 700)  # five rows
-    monkeypatch.setattr("sft.hf.convert.export_hf._AT_ONCE", 0)
+    monkeypatch.setattr("sft.hf.convert.export_hf._WHOLE_TENSOR_BYTES", 0)
     monkeypatch.setattr(TorchDistWriter.__init__, "__defaults__", (50_000,))
     source = made(family, shard="20KB")
     assert len(list(source.glob("*.safetensors"))) > 3
@@ -162,11 +162,11 @@ def test_experts_are_read_and_written_one_by_one(made: Make, tmp_path: Path, mon
 
         monkeypatch.setattr(kind, name, watched)
 
-    watch(TorchDistWriter, "tensor", 0, lambda found, key, shape, offset, part: part)
+    watch(TorchDistWriter, "write_chunk", 0, lambda found, key, shape, offset, part: part)
     watch(TorchDistReader, "read", 0, lambda found, *args: found)
     import_hf(made("qwen3_moe"), tmp_path / "there", QUIET)
     export_hf(tmp_path / "there", tmp_path / "back", QUIET)
-    assert taken == {"tensor": 48 * 32, "read": 48 * 32}
+    assert taken == {"write_chunk": 48 * 32, "read": 48 * 32}
 
 
 def test_types_are_kept_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_the_checkpoint_is_one(made: Make, tmp_path: Path) -> None:
     source = made("qwen3", dtype=torch.bfloat16)
     import_hf(source, tmp_path / "there", QUIET)
     (path,) = folders.candidates(tmp_path / "there")
-    assert path.name == "iter_0000000" and folders.pointed(tmp_path / "there") == 0
+    assert path.name == "iter_0000000" and folders.read_pointer(tmp_path / "there") == 0
     written = manifest.read(path)
     assert written is not None and not manifest.damage(path, written, verify="full")
     assert sorted(written.files) == manifest.names_in(path)
@@ -427,19 +427,19 @@ def place(*offsets: int, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> d
 @pytest.mark.parametrize(
     "content,why",
     [
-        (header({"a": place(0, 4)}, b"12345"), "its header describes"),
-        (header({"a": place(0, 4), "b": place(0, 4)}, b"1234"), "b begins at byte 0"),
-        (header({"a": place(4, 8)}, b"12345678"), "a begins at byte 4"),
-        (header({"a": place(0, 4, shape=(2,))}, b"1234"), "a is F32 [2] in 4 bytes"),
-        (header({"a": place(4, 0)}, b"1234"), "a is nowhere"),
-        (header({"a": place(-4, 0)}, b"1234"), "a is nowhere"),
-        (header({"a": {"dtype": "F32", "shape": [1]}}, b"1234"), "a is nowhere"),
-        (header({"a": place(0, 4, shape=(-1,))}, b"1234"), "a is 'F32' [-1]"),
-        (header(b'{"a": {}, "a": {}}'), "a name is there twice"),
-        (header(b"[1]"), "is not a group of names"),
+        (header({"a": place(0, 4)}, b"12345"), "file not fully covered (the file has "),
+        (header({"a": place(0, 4), "b": place(0, 4)}, b"1234"), "invalid offset for tensor `b`"),
+        (header({"a": place(4, 8)}, b"12345678"), "invalid offset for tensor `a`"),
+        (header({"a": place(0, 4, shape=(2,))}, b"1234"), "invalid shape, data type, or offset for tensor"),
+        (header({"a": place(4, 0)}, b"1234"), "invalid offset for tensor `a`"),
+        (header({"a": place(-4, 0)}, b"1234"), "integer `-4`, expected usize"),
+        (header({"a": {"dtype": "F32", "shape": [1]}}, b"1234"), "missing field `data_offsets`"),
+        (header({"a": place(0, 4, shape=(-1,))}, b"1234"), "integer `-1`, expected usize"),
+        (header(b'{"a": {}, "a": {}}'), "missing field `dtype`"),
+        (header(b"[1]"), "invalid JSON in header"),
         (header(b"{"), "not a whole safetensors file"),
         (header(b"[" * 100_000), "not a whole safetensors file"),
-        (struct.pack("<Q", 1 << 60) + b"{}", "its header alone would be"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "header too large"),
     ],
 )
 def test_headers_that_lie(made: Make, content: bytes, why: str) -> None:
@@ -533,7 +533,7 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sft.hf.convert.torch_dist_writer._File._put", full)
-    monkeypatch.setattr("sft.hf.convert.safetensors_writer.TensorWriter._put", full)
+    monkeypatch.setattr("sft.hf.convert.safetensors_writer.SafetensorsWriter._put", full)
     assert "was not written: [Errno 28] No space left on device" in import_refused(source)
     target = tmp_path / "back"
     assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
@@ -597,10 +597,10 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_part_that_is_missing(tmp_path: Path) -> None:
     writer = TorchDistWriter(tmp_path)
-    writer.tensor("a", (4, 2), (0, 0), torch.ones(2, 2))
+    writer.write_chunk("a", (4, 2), (0, 0), torch.ones(2, 2))
     writer.finish()
     assert TorchDistReader(tmp_path).read("a", (1, 0), (1, 2)).tolist() == [[1.0, 1.0]]
-    with pytest.raises(CheckpointError, match="parts of a are missing"):
+    with pytest.raises(CheckpointError, match="chunks of a are missing"):
         TorchDistReader(tmp_path).read("a", (0, 0), (4, 2))
 
 
@@ -610,7 +610,7 @@ def test_a_box_of_several_parts(tmp_path: Path) -> None:
     writer = TorchDistWriter(tmp_path)
     for row in (0, 2):
         for column in (0, 2):
-            writer.tensor("a", (4, 4), (row, column), whole[row : row + 2, column : column + 2].clone())
+            writer.write_chunk("a", (4, 4), (row, column), whole[row : row + 2, column : column + 2].clone())
     writer.finish()
     assert TorchDistReader(tmp_path).read("a", (1, 1), (3, 2)).tolist() == [[5.0, 6.0], [9.0, 10.0], [13.0, 14.0]]
 
@@ -623,12 +623,12 @@ def test_a_box_in_a_stack_of_experts(tmp_path: Path) -> None:
         for expert in (2, 0, 1):
             for row in (2, 0):
                 part = whole[layer : layer + 1, expert : expert + 1, row : row + 2].clone()
-                writer.tensor("a", (2, 3, 4, 2), (layer, expert, row, 0), part)
+                writer.write_chunk("a", (2, 3, 4, 2), (layer, expert, row, 0), part)
     writer.finish()
     boxes = TorchDistReader(tmp_path)
     assert torch.equal(boxes.read("a", (1, 2, 1, 0), (1, 1, 2, 2)), whole[1:, 2:, 1:3])
     assert torch.equal(boxes.read("a", (0, 1, 0, 1), (2, 2, 4, 1)), whole[:, 1:, :, 1:])
-    with pytest.raises(CheckpointError, match="parts of a are missing"):
+    with pytest.raises(CheckpointError, match="chunks of a are missing"):
         boxes.read("a", (1, 3, 0, 0), (1, 1, 4, 2))
 
 
@@ -637,7 +637,7 @@ def test_a_row_of_a_part_that_is_not_the_first(tmp_path: Path) -> None:
     whole = torch.arange(6.0).view(3, 2)
     writer = TorchDistWriter(tmp_path)
     for start, stop in ((0, 1), (1, 3)):
-        writer.tensor("a", (3, 2), (start, 0), whole[start:stop].clone())
+        writer.write_chunk("a", (3, 2), (start, 0), whole[start:stop].clone())
     writer.finish()
     assert torch.equal(TorchDistReader(tmp_path).read("a", (2, 0), (1, 2)), whole[2:])
 

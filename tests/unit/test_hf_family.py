@@ -7,51 +7,51 @@ import pytest
 from safetensors.torch import load_file
 
 from sft.config import ModelConfig, MoeConfig
-from sft.hf.convert.import_hf import blocks
+from sft.hf.convert.import_hf import split_into_blocks
 from sft.hf.convert.tensor_check import fold_by_layer
 from sft.hf.families import FAMILIES
-from sft.hf.family import Item, Part, Span
+from sft.hf.family import HfTensor, RowSpan, TensorMapping
 from tests.unit.fixtures import hf
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2)
 
 
-def item(form: str, *rows: int) -> Item:
-    parts = tuple(Part(f"part{i}", (count, 8)) for i, count in enumerate(rows))
+def item(form: str, *rows: int) -> TensorMapping:
+    sources = tuple(HfTensor(f"part{i}", (count, 8)) for i, count in enumerate(rows))
     place: dict[str, Any] = dict(layer=0, expert=None, stack=(2,))
-    return Item(key="ours", **place, parts=parts, form=form, num_groups=2)  # type: ignore[arg-type]
+    return TensorMapping(key="ours", **place, sources=sources, form=form, num_groups=2)  # type: ignore[arg-type]
 
 
 def test_groups_written_out() -> None:
     """Four query heads of width 1 and two key heads: q0 q1 k0 v0 q2 q3 k1 v1."""
     q, k, v = 0, 1, 2
     assert item("groups", 4, 2, 2).spans() == [
-        Span(q, 0, 2, 0),
-        Span(k, 0, 1, 2),
-        Span(v, 0, 1, 3),
-        Span(q, 2, 2, 4),
-        Span(k, 1, 1, 6),
-        Span(v, 1, 1, 7),
+        RowSpan(q, 0, 2, 0),
+        RowSpan(k, 0, 1, 2),
+        RowSpan(v, 0, 1, 3),
+        RowSpan(q, 2, 2, 4),
+        RowSpan(k, 1, 1, 6),
+        RowSpan(v, 1, 1, 7),
     ]
 
 
 def test_rows_are_one_below_the_other() -> None:
-    assert item("rows", 3, 3).spans() == [Span(0, 0, 3, 0), Span(1, 0, 3, 3)]
+    assert item("rows", 3, 3).spans() == [RowSpan(0, 0, 3, 0), RowSpan(1, 0, 3, 3)]
 
 
 def test_a_vocabulary_is_padded_with_rows_of_zeros() -> None:
-    assert item("vocabulary", 5).spans(8) == [Span(0, 0, 5, 0), Span(None, 0, 3, 5)]
-    assert item("vocabulary", 8).spans(8) == [Span(0, 0, 8, 0)]
+    assert item("vocabulary", 5).spans(8) == [RowSpan(0, 0, 5, 0), RowSpan(None, 0, 3, 5)]
+    assert item("vocabulary", 8).spans(8) == [RowSpan(0, 0, 8, 0)]
 
 
 def test_blocks_are_cut_and_put_together() -> None:
-    spans = [Span(0, 0, 3, 0), Span(1, 0, 2, 3)]
-    assert list(blocks(spans, 2)) == [
-        [Span(0, 0, 2, 0)],
-        [Span(0, 2, 1, 2), Span(1, 0, 1, 3)],
-        [Span(1, 1, 1, 4)],
+    spans = [RowSpan(0, 0, 3, 0), RowSpan(1, 0, 2, 3)]
+    assert list(split_into_blocks(spans, 2)) == [
+        [RowSpan(0, 0, 2, 0)],
+        [RowSpan(0, 2, 1, 2), RowSpan(1, 0, 1, 3)],
+        [RowSpan(1, 1, 1, 4)],
     ]
-    assert list(blocks(spans, 5)) == list(blocks(spans, 100)) == [spans]
+    assert list(split_into_blocks(spans, 5)) == list(split_into_blocks(spans, 100)) == [spans]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -63,33 +63,33 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
     experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
     experts["mixtral"] = MoeConfig(num_experts=4, top_k=2)
     model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
-    items = list(FAMILIES[family].items(model, hf.VOCAB))
-    found = {part.name: part.shape for one in items for part in one.parts}
+    items = list(FAMILIES[family].mappings(model, hf.VOCAB))
+    found = {part.name: part.shape for one in items for part in one.sources}
     assert found == {name: tuple(one.shape) for name, one in theirs.items()}
-    assert len(found) == sum(len(one.parts) for one in items)
+    assert len(found) == sum(len(one.sources) for one in items)
 
 
 def test_experts_written_out() -> None:
     """Two layers of two experts of width 3: four items for each of two keys, gate rows above up rows."""
     moe = MoeConfig(num_experts=2, top_k=1, ffn_hidden_size=3, normalize_top_k=False)
-    items = list(FAMILIES["mixtral"].items(MODEL.model_copy(update={"moe": moe}), 5))
+    items = list(FAMILIES["mixtral"].mappings(MODEL.model_copy(update={"moe": moe}), 5))
     prefix, theirs = "decoder.layers.mlp.experts.experts", "model.layers.{}.block_sparse_moe.experts.{}.w{}.weight"
     up = [one for one in items if one.key == f"{prefix}.linear_fc1.weight"]
     down = [one for one in items if one.key == f"{prefix}.linear_fc2.weight"]
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [one.first for one in up] == [one.first for one in down] == places
+    assert [one.stack_index for one in up] == [one.stack_index for one in down] == places
     assert [(one.layer, one.expert) for one in up] == places
     for one, place in zip(up, places):
-        assert one.parts == (Part(theirs.format(*place, 1), (3, 8)), Part(theirs.format(*place, 3), (3, 8)))
-        assert one.spans() == [Span(0, 0, 3, 0), Span(1, 0, 3, 3)]
+        assert one.sources == (HfTensor(theirs.format(*place, 1), (3, 8)), HfTensor(theirs.format(*place, 3), (3, 8)))
+        assert one.spans() == [RowSpan(0, 0, 3, 0), RowSpan(1, 0, 3, 3)]
         assert one.shape() == (2, 2, 6, 8)
     for one, place in zip(down, places):
-        assert one.parts == (Part(theirs.format(*place, 2), (8, 3)),) and one.shape() == (2, 2, 8, 3)
+        assert one.sources == (HfTensor(theirs.format(*place, 2), (8, 3)),) and one.shape() == (2, 2, 8, 3)
     router, _ = [one for one in items if one.key == "decoder.layers.mlp.router.weight"]
-    assert router.parts == (Part("model.layers.0.block_sparse_moe.gate.weight", (2, 8)),)
-    assert (router.first, router.expert, router.shape()) == ((0,), None, (2, 2, 8))
+    assert router.sources == (HfTensor("model.layers.0.block_sparse_moe.gate.weight", (2, 8)),)
+    assert (router.stack_index, router.expert, router.shape()) == ((0,), None, (2, 2, 8))
     norm, _ = [one for one in items if one.key == "decoder.layers.pre_mlp_layernorm.weight"]
-    assert norm.parts == (Part("model.layers.0.post_attention_layernorm.weight", (8,)),) and norm.row == ()
+    assert norm.sources == (HfTensor("model.layers.0.post_attention_layernorm.weight", (8,)),) and norm.row_shape == ()
     assert not any(".mlp.linear_fc" in one.key for one in items)
 
 

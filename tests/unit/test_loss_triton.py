@@ -14,7 +14,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 pytest.importorskip("triton", reason="make test-triton installs it")
 
 from sft.mcore.loss import softmax_torch, softmax_triton  # noqa: E402
-from sft.mcore.loss.objective import Slopes  # noqa: E402
+from sft.mcore.loss.objective import GradientCoefficients  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5  # fp32 sums over 300 columns in another order; a rounding is 6e-8
@@ -62,11 +62,11 @@ def test_gradient_of_scores(rows: int, columns: int, real: int, dtype: torch.dty
     lse = largest + total.log() if real else torch.ones_like(largest)
     generator = torch.Generator().manual_seed(8)
     softmax, surprise, label = torch.randn(3, rows, generator=generator).to(lse.dtype).to(DEVICE)
-    slopes = Slopes(softmax=softmax, surprise=surprise if entropy else None, label=label)
+    coefficients = GradientCoefficients(softmax=softmax, entropy=surprise if entropy else None, label=label)
     wanted, found, in_place = torch.full_like(scores, torch.nan), torch.full_like(scores, torch.nan), scores.clone()
-    softmax_torch.score_gradient(scores, labels, real, score - lse, lse, slopes, wanted)
-    softmax_triton.score_gradient(scores, labels, real, score - lse, lse, slopes, found)
-    softmax_triton.score_gradient(in_place, labels, real, score - lse, lse, slopes, in_place)
+    softmax_torch.score_gradient(scores, labels, real, score - lse, lse, coefficients, wanted)
+    softmax_triton.score_gradient(scores, labels, real, score - lse, lse, coefficients, found)
+    softmax_triton.score_gradient(in_place, labels, real, score - lse, lse, coefficients, in_place)
     tolerance = BF16_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=TOLERANCE)
     assert torch.equal(in_place, found)

@@ -1,4 +1,4 @@
-"""How a run of flat elements is cut into boxes, and where a stored optimizer tells its step."""
+"""How a run of flat elements is cut into rectangular_chunks, and where a stored optimizer tells its step."""
 
 from math import prod
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.mcore.checkpoint_io.optimizer_shards import boxes, stored_step
+from sft.mcore.checkpoint_io.optimizer_shards import rectangular_chunks, stored_step
 
 GROUPS = [{"lr": 1e-3, "wd_mult": 1.0}, {"lr": 1e-3, "wd_mult": 0.0}]
 
@@ -31,7 +31,7 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 def test_boxes_hold_the_run_once_in_order_and_are_few(run: tuple[tuple[int, ...], int, int]) -> None:
     shape, first, last = run
     whole = np.arange(prod(shape)).reshape(shape)
-    found = list(boxes(first, last, shape))
+    found = list(rectangular_chunks(first, last, shape))
     held: list[int] = []
     for offset, size in found:
         assert len(offset) == len(size) == len(shape) and all(n > 0 for n in size)
@@ -61,7 +61,7 @@ def test_boxes_hold_the_run_once_in_order_and_are_few(run: tuple[tuple[int, ...]
     ],
 )  # fmt: skip
 def test_boxes_written_out(first: int, last: int, shape: tuple[int, ...], expected: list[Any]) -> None:
-    assert list(boxes(first, last, shape)) == expected
+    assert list(rectangular_chunks(first, last, shape)) == expected
 
 
 FORMS = {  # name: (what is stored, the step it tells)

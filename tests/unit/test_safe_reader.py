@@ -30,7 +30,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader
+from sft.mcore.checkpoint_io import metadata_index, safe_reader
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -103,7 +103,7 @@ def change_index(folder: Path, change: Callable[[md.Metadata], None]) -> None:
 
 
 def place_of(index: md.Metadata, key: str) -> Any:
-    return next(place for at, place in metadata_index.storage_data.items() if at.fqn == key)
+    return next(place for at, place in index.storage_data.items() if at.fqn == key)
 
 
 def put(folder: Path, key: str, data: bytes) -> None:
@@ -457,7 +457,9 @@ def group() -> Iterator[None]:
 def test_a_process_in_a_group(group: None, folder: Path, canary: Path) -> None:
     for load in (
         lambda state: safe_reader.load(state, folder),
-        lambda state: dcp.load(state, storage_reader=safe_reader.Reader(folder), planner=safe_reader.Planner()),
+        lambda state: dcp.load(
+            state, storage_reader=safe_reader.SafeReader(folder), planner=safe_reader.SafeLoadPlanner()
+        ),
     ):
         state = wanted()
         load(state)
@@ -468,10 +470,10 @@ def test_a_process_in_a_group(group: None, folder: Path, canary: Path) -> None:
         pytest.raises(CheckpointError, match="^The object rng_state/shard_0_1 .* posix.system"),
         safe_reader.unwrapped(folder),
     ):
-        dcp.load(wanted(), storage_reader=safe_reader.Reader(folder), planner=safe_reader.Planner())
+        dcp.load(wanted(), storage_reader=safe_reader.SafeReader(folder), planner=safe_reader.SafeLoadPlanner())
     (folder / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="metadata is missing"), safe_reader.unwrapped(folder):
-        dcp.load(wanted(), storage_reader=safe_reader.Reader(folder), planner=safe_reader.Planner())
+        dcp.load(wanted(), storage_reader=safe_reader.SafeReader(folder), planner=safe_reader.SafeLoadPlanner())
     assert not canary.exists()
 
 
@@ -479,7 +481,7 @@ def test_an_interrupt_stays_one(saved: Path, monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(safe_reader.Planner, "load_bytes", interrupted)
+    monkeypatch.setattr(safe_reader.SafeLoadPlanner, "load_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         safe_reader.load(wanted(), saved)
 
@@ -543,7 +545,7 @@ def test_plain_values_have_names(folder: Path) -> None:
         safe_reader.common_state(folder)
 
     def without(index: md.Metadata) -> None:
-        del metadata_index.state_dict_metadata[COMMON]
+        del index.state_dict_metadata[COMMON]
 
     change_index(folder, without)
     with pytest.raises(CheckpointError, match="has no plain values"):
@@ -556,9 +558,9 @@ def test_plain_values_have_names(folder: Path) -> None:
 def save_and_compare(folder: str, overrides: list[str]) -> dict[str, Any]:
     """On a rank: a whole checkpoint, read by the stock readers and by ours."""
     with scenarios.running(overrides) as engine:
-        engine_state.save(engine, Path(folder), {"iteration": 2, "sft": {"state": {"step": 2}}})
+        scenarios.save(engine, Path(folder), {"iteration": 2, "sft": {"state": {"step": 2}}})
     stock = dcp.FileSystemReader(folder).read_metadata()
-    ours = safe_reader.Reader(Path(folder)).read_metadata()
+    ours = safe_reader.SafeReader(Path(folder)).read_metadata()
     places = {at: (p.relative_path, p.offset, p.length) for at, p in ours.storage_data.items()}
     state = {
         key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in safe_reader.tensors(Path(folder)).items()

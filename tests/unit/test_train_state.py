@@ -44,7 +44,7 @@ def after_changing(allowed: tuple[str, ...] = (), **recipe: Any) -> Changes:
 
 
 def test_nothing_changed() -> None:
-    assert changes(BEFORE, conditions(), []) == Changes(told=[], refused={})
+    assert changes(BEFORE, conditions(), []) == Changes(reported=[], refused={})
 
 
 def test_what_a_checkpoint_holds_is_plain() -> None:
@@ -52,8 +52,8 @@ def test_what_a_checkpoint_holds_is_plain() -> None:
 
 
 def test_a_change_of_how_it_trains_is_told() -> None:
-    assert after_changing(optim__lr=2e-3) == Changes(told=["optim.lr was 0.001, is 0.002"], refused={})
-    assert after_changing(optim__betas=[0.9, 0.99]).told == ["optim.betas was [0.9, 0.95], is [0.9, 0.99]"]
+    assert after_changing(optim__lr=2e-3) == Changes(reported=["optim.lr was 0.001, is 0.002"], refused={})
+    assert after_changing(optim__betas=[0.9, 0.99]).reported == ["optim.betas was [0.9, 0.95], is [0.9, 0.99]"]
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,23 @@ def test_a_change_of_how_it_trains_is_told() -> None:
     ],
 )
 def test_what_changes_no_number_is_silent(key: str, value: Any) -> None:
-    assert after_changing(**{key: value}) == Changes(told=[], refused={})
+    assert after_changing(**{key: value}) == Changes(reported=[], refused={})
 
 
 @pytest.mark.parametrize("key", ["device", "timeout_s", "grace_s", "step_timeout_s", "exit_after_minutes"])
 def test_how_a_start_is_run_is_silent_and_its_precision_is_not(key: str) -> None:
-    assert after_changing(**{f"run__{key}": 7}) == Changes(told=[], refused={})
-    assert after_changing(run__precision="fp32").told == ["run.precision was bf16, is fp32"]
+    assert after_changing(**{f"run__{key}": 7}) == Changes(reported=[], refused={})
+    assert after_changing(run__precision="fp32").reported == ["run.precision was bf16, is fp32"]
 
 
 def test_another_model_is_refused() -> None:
     refused = {"model.rope.base": "was 10000.0, is 500000.0"}
-    assert after_changing(**{"model__rope.base": 500000.0}) == Changes(told=[], refused=refused)
+    assert after_changing(**{"model__rope.base": 500000.0}) == Changes(reported=[], refused=refused)
 
 
 def test_what_only_a_new_run_reads_of_the_model_is_told() -> None:
-    assert after_changing(model__init_from="a/b").told == ["model.init_from was null, is a/b"]
-    assert after_changing(model__init_std=0.01) == Changes(told=["model.init_std was 0.02, is 0.01"], refused={})
+    assert after_changing(model__init_from="a/b").reported == ["model.init_from was null, is a/b"]
+    assert after_changing(model__init_std=0.01) == Changes(reported=["model.init_std was 0.02, is 0.01"], refused={})
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_what_only_a_new_run_reads_of_the_model_is_told() -> None:
 def test_another_order_of_the_data_is_refused(key: str, was: str) -> None:
     now = conditions(plan={**PLAN, key: "other"})
     how = f"was {was}, is other"
-    assert changes(BEFORE, now, []) == Changes(told=[], refused={key: how})
-    assert changes(BEFORE, now, [key]) == Changes(told=[f"{key} {how}, as allowed"], refused={})
+    assert changes(BEFORE, now, []) == Changes(reported=[], refused={key: how})
+    assert changes(BEFORE, now, [key]) == Changes(reported=[f"{key} {how}, as allowed"], refused={})
 
 
 def test_a_key_of_plan_and_recipe_is_told_once() -> None:
     now = conditions(plan={**PLAN, "run.seed": 2}, recipe={**RECIPE, "run.seed": 2})
-    assert changes(BEFORE, now, []) == Changes(told=[], refused={"run.seed": "was 1, is 2"})
-    assert changes(BEFORE, now, ["run.seed"]) == Changes(told=["run.seed was 1, is 2, as allowed"], refused={})
+    assert changes(BEFORE, now, []) == Changes(reported=[], refused={"run.seed": "was 1, is 2"})
+    assert changes(BEFORE, now, ["run.seed"]) == Changes(reported=["run.seed was 1, is 2, as allowed"], refused={})
 
 
 def test_layout_and_versions_are_told_last() -> None:
@@ -111,7 +111,7 @@ def test_layout_and_versions_are_told_last() -> None:
         versions={"torch": "2.14.0", "sft": "0.1.0"},
     )
     assert changes(BEFORE, now, []) == Changes(
-        told=[
+        reported=[
             "optim.lr was 0.001, is 0.002",
             "cp was 2, is 1",
             "dp was 1, is 2",
@@ -126,7 +126,7 @@ def test_layout_and_versions_are_told_last() -> None:
 def test_one_is_allowed_the_other_still_refused() -> None:
     now = conditions(plan={**PLAN, "data": "77aa"}, recipe={**RECIPE, "model.rope.base": 5.0})
     found = changes(BEFORE, now, ["model.rope.base"])
-    assert found.told == ["model.rope.base was 10000.0, is 5.0, as allowed"]
+    assert found.reported == ["model.rope.base was 10000.0, is 5.0, as allowed"]
     assert found.refused == {"data": "was 9f2c, is 77aa"}
 
 
@@ -145,7 +145,7 @@ def test_what_may_be_allowed_is_listed() -> None:
 
 
 def test_allowing_what_did_not_change_is_nothing() -> None:
-    assert changes(BEFORE, conditions(), ["run.seed", "model.rope.base"]) == Changes(told=[], refused={})
+    assert changes(BEFORE, conditions(), ["run.seed", "model.rope.base"]) == Changes(reported=[], refused={})
 
 
 @pytest.mark.parametrize("forth", [True, False])
@@ -162,7 +162,7 @@ def test_whatever_is_refused_can_be_allowed(forth: bool) -> None:
 def test_a_real_recipe_through_json_has_not_changed() -> None:
     recipe = values(config("model.megatron={apply_rope_fusion: false}", "log.position_edges=[4096]"))
     before = json.loads(json.dumps(conditions(recipe=recipe).plain()))
-    assert changes(before, conditions(recipe=recipe), []) == Changes(told=[], refused={})
+    assert changes(before, conditions(recipe=recipe), []) == Changes(reported=[], refused={})
 
 
 PLAIN = st.recursive(
@@ -177,14 +177,14 @@ PLAIN = st.recursive(
 def test_lists_and_tuples_are_the_same(given_values: dict[str, Any]) -> None:
     now = conditions(plan=given_values, recipe=given_values)
     before = json.loads(json.dumps(now.plain()))
-    assert changes(before, now, []) == Changes(told=[], refused={})
+    assert changes(before, now, []) == Changes(reported=[], refused={})
 
 
 def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
     """model.moe.* came later; a dense run of before goes on."""
     key = "model.moe.normalize_top_k"
     assert key not in RECIPE
-    assert changes(BEFORE, conditions(recipe={**RECIPE, key: True}), []) == Changes(told=[], refused={})
+    assert changes(BEFORE, conditions(recipe={**RECIPE, key: True}), []) == Changes(reported=[], refused={})
     refused = changes(BEFORE, conditions(recipe={**RECIPE, key: False}), []).refused
     assert refused == {key: "was True, is False"}
 
@@ -192,7 +192,7 @@ def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
 def test_a_key_that_is_new_and_unset_has_not_changed() -> None:
     """Another version of the trainer wrote the checkpoint."""
     now = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})
-    assert changes(BEFORE, now, []) == Changes(told=[], refused={})
+    assert changes(BEFORE, now, []) == Changes(reported=[], refused={})
 
 
 def test_versions_are_of_what_is_installed() -> None:

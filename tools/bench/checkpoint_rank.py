@@ -41,7 +41,9 @@ def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list
     layout = Layout.resolve(config, dist.get_world_size())
     groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = RankBench(Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100), Path(folder))
-    num_bytes = all_gather_objects(lambda: engine_state.snapshot(bench.engine, {}).part.num_bytes, groups.control)
+    num_bytes = all_gather_objects(
+        lambda: engine_state.snapshot(bench.engine, {}).rank_shards.num_bytes, groups.control
+    )
     turns: dict[str, list[Took]] = {}
     for turn in range(repeats + 1):
         for measure in (bench.torch_save, bench.sync_save, bench.async_save):
@@ -85,14 +87,14 @@ class RankBench:
             for is_async in (False, True)
         )
         self.a, self.b, self.c = (torch.randn(768, 768) for _ in range(3))
-        for state in optimizer_shards.held(engine.optimizer):
+        for state in optimizer_shards.optimizer_slices(engine.optimizer):
             for name in optimizer_shards.MOMENTS:
                 state.tensors[name].normal_()  # zeros that nobody wrote have no memory yet
 
     def torch_save(self) -> dict[str, Took]:
         """Of copies, as torch.save writes the whole of a buffer that a tensor is a part of."""
         path = self.folder / f"rank{dist.get_rank()}.pt"
-        tensors = [shard.data.clone() for shard in engine_state.snapshot(self.engine, {}).part.shards]
+        tensors = [shard.data.clone() for shard in engine_state.snapshot(self.engine, {}).rank_shards.shards]
 
         def save() -> None:
             torch.save(tensors, path)
@@ -121,7 +123,7 @@ class RankBench:
             self._work(1)
             units += 1
         beside = time.perf_counter() - start
-        self.background.drain(must=True)
+        self.background.drain(must_succeed=True)
         self._remove(self.folder / folders.name_of(self.step))
         return {
             name: stall,

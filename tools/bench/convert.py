@@ -26,7 +26,7 @@ from sft.atomic_files import flush
 from sft.checkpoint import folders, manifest
 from sft.console import size
 from sft.hf.architecture import CONFIG, architecture
-from sft.hf.convert.safetensors_writer import Planned, TensorWriter
+from sft.hf.convert.safetensors_writer import PlannedTensor, SafetensorsWriter
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
 from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
@@ -51,14 +51,14 @@ def config_of(shape: str, num_layers: int) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", **sizes}
 
 
-def tensors_of(content: Mapping[str, Any]) -> list[Planned]:
+def tensors_of(content: Mapping[str, Any]) -> list[PlannedTensor]:
     """The tensors of such a model."""
     model = architecture(content, CONFIG)
-    items = model.family.items(model.model, model.vocab_size)
-    return [Planned(part.name, torch.bfloat16, part.shape) for item in items for part in item.parts]
+    mappings = model.family.mappings(model.model, model.vocab_size)
+    return [PlannedTensor(part.name, torch.bfloat16, part.shape) for mapping in mappings for part in mapping.sources]
 
 
-def num_bytes(tensors: Sequence[Planned]) -> int:
+def num_bytes(tensors: Sequence[PlannedTensor]) -> int:
     return sum(tensor.num_bytes for tensor in tensors)
 
 
@@ -73,7 +73,7 @@ def make(folder: Path, content: Mapping[str, Any]) -> None:
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
-    writer = TensorWriter(folder, tensors)
+    writer = SafetensorsWriter(folder, tensors)
     for tensor in tensors:  # bits of finite numbers; normal ones take five times as long
         bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
         writer.write(tensor.name, bits.view(tensor.dtype))

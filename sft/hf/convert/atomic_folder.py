@@ -1,6 +1,6 @@
-"""A folder that is whole or not there: written under a temporary name beside its own, renamed at the end.
+"""A folder that is complete or absent: it is written under a temporary name beside its own, and renamed at the end.
 
-Also which small files go along with weights.
+Also the list of small files that are copied along with weights.
 """
 
 import os
@@ -14,7 +14,7 @@ from sft.atomic_files import flush
 from sft.console import size
 from sft.errors import CheckpointError
 
-# Beside config.json.  Weights of other formats, and code, stay behind.
+# Besides config.json.  Weights of other formats, and code, are not copied.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -35,15 +35,15 @@ _SPARE = 16 << 20  # indexes, headers and companions
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """An empty folder to write into, which is `target` when the block ends without an error, and gone otherwise.
+    """An empty folder.  It becomes `target` when the block ends without an error, and is removed otherwise.
 
-    num_bytes: of what will be in it, about
+    num_bytes: about how much will be written
     Raises CheckpointError where the target exists, or the disk has no room; also for errors of the disk in the block.
     """
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
     parent = target.absolute().parent
-    written = parent / f"{target.name}.tmp-{secrets.token_hex(4)}"
+    temporary = parent / f"{target.name}.tmp-{secrets.token_hex(4)}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(parent).free
@@ -51,32 +51,32 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
             raise CheckpointError(
                 f"{target} takes {size(num_bytes)}, and {parent} has {size(free)} left; nothing was written."
             )
-        written.mkdir()
-        yield written
-        for folder, _, names in os.walk(written, topdown=False):
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary, topdown=False):
             for name in names:
                 flush(Path(folder, name))
             flush(Path(folder))
         if os.path.lexists(target):
-            raise CheckpointError(f"{target} was made by somebody else meanwhile; nothing was written.")
-        os.rename(written, target)
+            raise CheckpointError(f"{target} was created by another process meanwhile; nothing was written.")
+        os.rename(temporary, target)
         flush(parent)
     except OSError as error:
-        shutil.rmtree(written, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{target} was not written: {error}.") from error
     except BaseException:
-        shutil.rmtree(written, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy what belongs to a model beside its weights; their names."""
-    found = []
+    """Copy the files of `COMPANIONS` that are there; returns their names."""
+    copied = []
     for pattern in COMPANIONS:
         for path in sorted(source.glob(pattern)):
-            if path.is_file():  # or a link to one: downloads are kept as links
+            if path.is_file():  # or a link to one: the hub's cache keeps downloads as links
                 name = path.relative_to(source)
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target / name)
-                found.append(str(name))
-    return found
+                copied.append(str(name))
+    return copied

@@ -1,4 +1,4 @@
-"""The plain values of a checkpoint that holds weights and nothing else, as Megatron-LM looks for them."""
+"""What Megatron-LM reads beside the tensors of a checkpoint that holds weights only: common.pt, and extra states."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from sft.config import ModelConfig
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
 
-# What Megatron keeps beside each of these, by layer: scales of FP8.  None means that there are none.  Norms have it
-# under Transformer Engine alone; that a checkpoint has more than is asked for does no harm.
+# Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one under Transformer
+# Engine only; Megatron ignores those that it does not ask for.
 _ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
 _QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
@@ -16,7 +16,7 @@ _EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
 def write_common_file(folder: Path, model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> None:
-    """The files beside the tensors.  positions: the longest sequence that the model is meant for, in tokens"""
+    """Write common.pt and metadata.json.  positions: the longest sequence that the model is meant for, in tokens"""
     args = Namespace(
         **model_arguments(model, padded_vocab_size=padded_vocab_size, positions=positions, bf16=bf16),
         tensor_model_parallel_size=1,
@@ -49,5 +49,5 @@ def extra_state_keys(model: ModelConfig) -> list[str]:
     ]
 
 
-def _key(module: str, place: str) -> str:
-    return f"decoder.layers.{module}._extra_state/shard_{place}"
+def _key(module: str, shard: str) -> str:
+    return f"decoder.layers.{module}._extra_state/shard_{shard}"

@@ -1,6 +1,6 @@
-"""Reading any box of a tensor from a torch_dist checkpoint, however its writers had cut it.  One process.
+"""Reads any slice of a tensor from a torch_dist checkpoint, into whatever chunks its writers had cut it.  One process.
 
-What the checkpoint may contain is decided by `sft.mcore.checkpoint_io.safe_reader`, through which every byte is read.
+Every byte is read through `sft.mcore.checkpoint_io.safe_reader`, which decides what a checkpoint may contain.
 """
 
 import math
@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io.chunk_index import Parts
-from sft.mcore.checkpoint_io.safe_reader import Reader
+from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+from sft.mcore.checkpoint_io.safe_reader import SafeReader
 
 
-class _Into(DefaultLoadPlanner):
-    """All that is read goes into one tensor."""
+class _SingleTensorPlanner(DefaultLoadPlanner):
+    """Has everything read into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class _Into(DefaultLoadPlanner):
 
 
 class TorchDistReader:
-    """The tensors of the checkpoint in `folder`.  Raises CheckpointError where it has no harmless index."""
+    """The tensors of the checkpoint in `folder`.  Raises CheckpointError where its index is missing or unsafe."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._reader = folder, Reader(folder)
+        self._folder, self._reader = folder, SafeReader(folder)
         index = self._reader.read_metadata()
         self._reader.set_up_storage_reader(index, is_coordinator=True)
         self._entries = {
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
         }
-        self._parts = {key: Parts(key, entry) for key, entry in self._entries.items()}
+        self._chunks = {key: ChunkIndex(key, entry) for key, entry in self._entries.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -49,11 +49,11 @@ class TorchDistReader:
         return dtype
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The box of `sizes` at `offset`.  Takes the memory of it, and of the largest part that was written at once."""
+        """The slice of shape `sizes` at `offset`.  Takes its memory, and that of the largest stored chunk."""
         target = torch.empty(*sizes, dtype=self.dtype(key))
-        box = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
-        items = self._parts[key].items([box])
+        wanted = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
+        items = self._chunks[key].read_items([wanted])
         if sum(math.prod(item.lengths) for item in items) != target.numel():
-            raise CheckpointError(f"{self._folder}: parts of {key} are missing, or there more than once.")
-        self._reader.read_data(LoadPlan(items), _Into(target))
+            raise CheckpointError(f"{self._folder}: chunks of {key} are missing or stored more than once.")
+        self._reader.read_data(LoadPlan(items), _SingleTensorPlanner(target))
         return target

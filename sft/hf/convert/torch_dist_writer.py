@@ -1,8 +1,8 @@
-"""A torch_dist checkpoint, written one part of a tensor after the other by one process, digests on the way.
+"""Writes a torch_dist checkpoint from one process, one chunk of a tensor after the other, and computes its digests.
 
-torch's own writer wants all of a rank's tensors at once, and keeps the last of each key until its file is done: twice
-the largest tensor and more.  The format is the same: what `torch.save` makes of each part, one after the other, and an
-index that says where each is.
+torch's own writer takes all tensors of a rank at once, and keeps the last of each key until its file is complete: twice
+the largest tensor and more.  The format is the same: the output of `torch.save` for each chunk, one after the other,
+and an index of their offsets.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from sft.checkpoint.manifest import Entry
 from sft.mcore.checkpoint_io.metadata_index import INDEX
 
-FILE_BYTES = 4 << 30  # of one file: ranks that verify a checkpoint share its files
+FILE_BYTES = 4 << 30  # of one file; ranks that verify a checkpoint divide its files among themselves
 
 
 class _File:
-    """What torch.save writes into: counts and digests what goes through.
+    """The stream that torch.save writes into: counts the bytes and computes their digest.
 
-    An error is kept for `check`: of one that goes through its writer, torch makes another one, by version.
+    An OSError is kept for `check`: raised inside torch.save it would become an error of torch, by version another one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,12 +45,12 @@ class _File:
         return len(view)
 
     def _put(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            done += self._stream.write(view[done:])
+        written = 0
+        while written < len(view):
+            written += self._stream.write(view[written:])
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def check(self) -> None:
         """Raise the OSError of an earlier write."""
@@ -58,7 +58,7 @@ class _File:
             raise self._error
 
     def close(self) -> Entry:
-        """On the disk."""
+        """Have the disk take the file; returns its size and digest."""
         self.check()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -69,46 +69,46 @@ class _File:
 
 
 class TorchDistWriter:
-    """Writes into the existing, empty `folder`; `files` has what was written when `finish` returns."""
+    """Writes into the existing, empty `folder`.  `files` lists every file once `finish` returns."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes
         self._name, self._file = "", None  # type: tuple[str, _File | None]
         self._entries: dict[str, Any] = {}
-        self._places: dict[md.MetadataIndex, _StorageInfo] = {}
+        self._offsets: dict[md.MetadataIndex, _StorageInfo] = {}
         self.files: dict[str, Entry] = {}
 
-    def tensor(self, key: str, shape: Sequence[int], offset: Sequence[int], part: torch.Tensor) -> None:
-        """A box of the tensor `key`, which is of `shape` in all."""
+    def write_chunk(self, key: str, shape: Sequence[int], offset: Sequence[int], chunk: torch.Tensor) -> None:
+        """Write the chunk at `offset` of the tensor `key`, whose whole shape is `shape`."""
         entry = self._entries.setdefault(
             key,
             md.TensorStorageMetadata(
-                properties=md.TensorProperties(dtype=part.dtype), size=torch.Size(shape), chunks=[]
+                properties=md.TensorProperties(dtype=chunk.dtype), size=torch.Size(shape), chunks=[]
             ),
         )
-        where = torch.Size(offset)
-        entry.chunks.append(md.ChunkStorageMetadata(offsets=where, sizes=part.size()))
-        self._save(part, md.MetadataIndex(key, where))
+        offsets = torch.Size(offset)
+        entry.chunks.append(md.ChunkStorageMetadata(offsets=offsets, sizes=chunk.size()))
+        self._save(chunk, md.MetadataIndex(key, offsets))
 
-    def value(self, key: str, value: Any) -> None:
-        """A plain value beside the tensors."""
+    def write_object(self, key: str, value: Any) -> None:
+        """Write a plain value, as Megatron stores objects beside tensors."""
         self._entries[key] = md.BytesStorageMetadata()
         self._save([value], md.MetadataIndex(key))
 
     def finish(self) -> None:
-        """The index, without which the rest is nothing.  All of it is on the disk then."""
+        """Write the index.  The disk has all files when this returns."""
         self._close()
-        index = md.Metadata(self._entries, planner_data={}, storage_data=self._places, storage_meta=md.StorageMeta())
+        index = md.Metadata(self._entries, planner_data={}, storage_data=self._offsets, storage_meta=md.StorageMeta())
         file = _File(self._folder / INDEX)
         file.write(pickle.dumps(index))
         self.files[INDEX] = file.close()
 
     def abandon(self) -> None:
-        """Nobody wants it any more."""
+        """Close the file that is being written; the folder is incomplete."""
         if self._file is not None:
             self._file.abandon()
 
-    def _save(self, value: Any, where: md.MetadataIndex) -> None:
+    def _save(self, value: Any, index: md.MetadataIndex) -> None:
         if self._file is None or self._file.num_bytes >= self._file_bytes:
             self._close()
             self._name = f"__0_{len(self.files)}.distcp"
@@ -121,7 +121,7 @@ class TorchDistWriter:
             torch.save(value, stream)
             self._file.write(stream.getvalue())  # a view, kept by an error's traceback, crashes Python 3.12.1
         self._file.check()
-        self._places[where] = _StorageInfo(self._name, start, self._file.num_bytes - start)
+        self._offsets[index] = _StorageInfo(self._name, start, self._file.num_bytes - start)
 
     def _close(self) -> None:
         if self._file is not None:

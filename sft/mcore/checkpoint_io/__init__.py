@@ -1,7 +1,7 @@
-"""What of a run is stored, and how: sharded tensors and plain values of megatron-core's checkpoints.
+"""The state of a training engine <-> sharded tensors and plain values of megatron-core's checkpoints.
 
-shards      what is in one, and whether it suits the model; calls all the rest
-moments     the optimizer's part, scales that of FP8, rng that of random generators
-torch_dist  which rank writes and reads which bytes; overlap which stored parts a box needs
-safe        reading without running anything of it; index the table of contents
+engine_state      what a checkpoint holds, and whether it suits the model; calls all the rest
+optimizer_shards  the optimizer's part; fp8_state that of FP8, rng that of the random generators
+torch_dist_files  which rank writes and reads which bytes; chunk_index which stored chunks a slice needs
+safe_reader       reads without running code of a file; metadata_index its table of contents
 """

@@ -1,9 +1,9 @@
-"""The trainer's state <-> a checkpoint in Megatron's torch_dist format.
+"""The engine's state <-> a checkpoint in Megatron's torch_dist format.
 
 A folder written here holds the model under Megatron-LM's own keys, the optimizer's tensors under those of its fully
-reshardable form (so any tp, cp, pp, dp, and either optimizer, can read them), generators, and one dictionary of plain
-values.  Decides what is in it; how bytes get there is `torch_dist_files.py`, how an optimizer's tensors are cut
-`optimizer_shards.py`; which folder, when, and which is the latest is the business of `sft.checkpoint`.
+reshardable form (so any tp, cp, pp, dp, and either optimizer, can read them), random generators, and one dictionary of
+plain values.  Decides what is stored.  `torch_dist_files.py` moves the bytes, `optimizer_shards.py` cuts the
+optimizer's tensors; `sft.checkpoint` decides when to save, into which folder, and which checkpoint is the latest.
 """
 
 import io
@@ -28,74 +28,68 @@ from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
-COMMON = "common.pt"  # where every core up to 0.18 keeps plain values; later ones look there first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's part of a checkpoint, and the plain values that rank 0 writes.
+    """What one rank writes of a checkpoint, and the plain values that rank 0 writes.
 
-    It refers to the living tensors: write it before the next step, or take copies.
+    It refers to the engine's own tensors: write it before the next step, or copy it.
     """
 
-    part: torch_dist_files.Part
+    rank_shards: torch_dist_files.RankShards
     common: dict[str, Any]
 
-    def copied(self, copies: torch_dist_files.Copies, group: dist.ProcessGroup) -> "Snapshot":
-        """Collective over `group`: where one rank has no memory for it, all raise StorageError."""
+    def copied(self, buffers: torch_dist_files.CopyBuffers, group: dist.ProcessGroup) -> "Snapshot":
+        """Copy the tensors to `buffers`.  Collective over `group`: all raise StorageError where one has no memory."""
 
         def copy() -> None:
             try:
-                made.extend(copies.of(self.part.shards))
+                copies.extend(buffers.copy(self.rank_shards.shards))
             except (RuntimeError, MemoryError) as error:
                 raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
 
-        made: list[Any] = []
+        copies: list[Any] = []
         all_gather_objects(copy, group)
-        return replace(self, part=replace(self.part, shards=made))
+        return replace(self, rank_shards=replace(self.rank_shards, shards=copies))
 
 
 def snapshot(engine: Engine, plain: dict[str, Any]) -> Snapshot:
-    """What this rank is to write: all of the engine's state, and `plain` (JSON-like values).  Collective."""
+    """All of the engine's state, of which this rank writes its part, and `plain` (JSON-like values).  Collective."""
     model = _model_state(engine)
-    held = list(optimizer_shards.held(engine.optimizer))
+    slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
-    tensors = [*sharded_tensors(model), *optimizer_shards.sharded(held, model, main=main)]
+    tensors = [*sharded_tensors(model), *optimizer_shards.sharded_slices(slices, model, main=main)]
     objects = [*_objects(model), rng.describe(engine.groups)]
-    part = torch_dist_files.part_of_rank(tensors, objects, engine.groups.collection.dp_cp)
-    return Snapshot(part=part, common=_common(engine, plain))
+    rank_shards = torch_dist_files.select_rank_shards(tensors, objects, engine.groups.collection.dp_cp)
+    return Snapshot(rank_shards=rank_shards, common=_common(engine, plain))
 
 
 def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 
-    The files are complete, and on the disk, when it returns, but nothing says so yet.  Raises StorageError or
+    The disk has all files when it returns; the caller marks the checkpoint as complete.  Raises StorageError or
     OSError, on all ranks.
     """
-    torch_dist_files.write(taken.part, folder, group)
+    torch_dist_files.write(taken.rank_shards, folder, group)
     broadcast_from_rank0(lambda: write_common(taken.common, folder), group)
-
-
-def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
-    """Both at once."""
-    write(snapshot(engine, plain), folder)
 
 
 def load(engine: Engine, folder: Path) -> dict[str, Any]:
     """Read model, optimizer, schedule and generators into `engine`; return the plain values.  Collective.
 
-    Generators are left as they are where the checkpoint is of another layout, or has none.
+    Generators stay as they are where the checkpoint is of another layout, or has none.
     Raises CheckpointError where the folder does not hold what this model needs.
     """
-    reader = safe_reader.Reader(folder)
-    common, there = safe_reader.common_state(reader), safe_reader.tensors(reader)
+    reader = safe_reader.SafeReader(folder)
+    common, stored = safe_reader.common_state(reader), safe_reader.tensors(reader)
     model = _model_state(engine)
-    held = list(optimizer_shards.held(engine.optimizer))
-    # An fp32 run without the distributed optimizer has no weights but the model's own.
-    main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in there)), "")
-    wanted = optimizer_shards.sharded(held, model, main=main)
+    slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
+    # An fp32 run without the distributed optimizer has no fp32 weights besides the model's own.
+    main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in stored)), "")
+    wanted = optimizer_shards.sharded_slices(slices, model, main=main)
     step = _stored_step(common, folder)
-    _check_shapes([*sharded_tensors(model), *wanted], there, folder)
+    _check_shapes([*sharded_tensors(model), *wanted], stored, folder)
     _read_model(engine, model, reader)
     torch_dist_files.read(wanted, reader)
     if engine.config.run.fp8 == "delayed":
@@ -104,42 +98,42 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     _set_schedule(engine, int(common["iteration"]))
     key = rng.key_of(engine.groups)
     if is_same_layout(engine, common) and key in safe_reader.objects(reader):
-        stored: dict[str, Any] = {key: None}
-        safe_reader.load(stored, reader)
-        rng.restore(engine.groups, stored[key][0])
+        states: dict[str, Any] = {key: None}
+        safe_reader.load(states, reader)
+        rng.restore(engine.groups, states[key][0])
     return common
 
 
 def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
-    """Whether every rank stands where one stood that wrote the checkpoint with these plain values."""
-    before, now = common.get("args"), _arguments(engine, 0)
-    kinds = ("tensor_model", "pipeline_model", "context", "data", "expert_model", "expert_tensor")
-    sizes = [f"{kind}_parallel_size" for kind in kinds]
-    return all(getattr(before, size, 1) == getattr(now, size) for size in sizes)
+    """Whether the checkpoint with these plain values was written on the layout of `engine`."""
+    stored, current = common.get("args"), _arguments(engine, 0)
+    axes = ("tensor_model", "pipeline_model", "context", "data", "expert_model", "expert_tensor")
+    sizes = [f"{axis}_parallel_size" for axis in axes]
+    return all(getattr(stored, size, 1) == getattr(current, size) for size in sizes)
 
 
 def load_weights(engine: Engine, folder: Path) -> None:
     """Read the model only; moments, schedule and step stay those of a new run.  Collective."""
-    model, reader = _model_state(engine), safe_reader.Reader(folder)
+    model, reader = _model_state(engine), safe_reader.SafeReader(folder)
     _check_shapes(list(sharded_tensors(model)), safe_reader.tensors(reader), folder)
     _read_model(engine, model, reader)
     engine.optimizer.reload_model_params()
 
 
 def is_finite(engine: Engine) -> bool:
-    """Whether every weight of this rank is a number, copies of other ranks' among them."""
+    """Whether every weight of this rank is finite, including those that other ranks hold too."""
     return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
 
 
 def _model_state(engine: Engine) -> dict[str, Any]:
-    """One entry per model chunk, named as Megatron-LM names them."""
+    """One entry per model chunk, with Megatron-LM's names."""
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it
     return {n: chunk.module.sharded_state_dict(metadata=dict(form)) for n, chunk in zip(names, engine.chunks)}
 
 
 def _form(engine: Engine) -> dict[str, Any]:
-    """How tensors are described, by the names under which core looks for it in a checkpoint."""
+    """The form of the sharded state dict, in core's words: core reads it back from a checkpoint."""
     form: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if engine.config.parallel.distributed_optimizer:
         form["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -147,15 +141,15 @@ def _form(engine: Engine) -> dict[str, Any]:
 
 
 def _objects(state: Any) -> list[ShardedObject]:
-    """What modules keep beside their tensors (Transformer Engine's scaling factors)."""
+    """What modules store besides tensors (Transformer Engine's scaling factors)."""
     if isinstance(state, ShardedObject):
         return [state]
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return [found for value in values for found in _objects(value)]
+    return [entry for value in values for entry in _objects(value)]
 
 
 def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
-    """The plain values, as Megatron-LM looks for them."""
+    """The plain values, under Megatron-LM's names."""
     return {
         "args": _arguments(engine, plain.get("iteration", 0)),
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -167,7 +161,7 @@ def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(engine: Engine, step: int) -> Namespace:
-    """The command line that Megatron-LM compares with its own before it goes on from a checkpoint."""
+    """The arguments that Megatron-LM compares with its own before it continues from a checkpoint."""
     config, layout = engine.config, engine.layout
     return Namespace(
         **model_arguments(
@@ -195,7 +189,7 @@ def _arguments(engine: Engine, step: int) -> Namespace:
 
 
 def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
-    """The part of that command line which says what the model is.
+    """Those of Megatron-LM's arguments that describe the model.
 
     positions: the longest sequence that it is meant for, in tokens
     """
@@ -210,7 +204,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         qk_layernorm=model.qk_norm,
         add_qkv_bias=model.qkv_bias,
         add_bias_linear=False,
-        add_position_embedding=True,  # Megatron-LM's default, which it leaves as it is for rotary positions
+        add_position_embedding=True,  # Megatron-LM's default, which it keeps with rotary positions
         position_embedding_type="rope",
         rotary_base=model.rope.base,
         norm_epsilon=model.norm_epsilon,
@@ -266,31 +260,31 @@ def _stored_step(common: dict[str, Any], folder: Path) -> int:
         ) from error
 
 
-def _check_shapes(wanted: list[Any], there: dict[str, Any], folder: Path) -> None:
-    """Name what is missing or of another shape, which a failed read does not."""
+def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError naming what is missing or of another shape; an error of the read would not."""
     problems = {}
     for shard in wanted:
-        if shard.key not in there:
-            problems[shard.key] = "not there"
-        elif there[shard.key][0] != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
-            problems[shard.key] = f"{there[shard.key][0]} there, {tuple(shard.global_shape)} here"
+        if shard.key not in stored:
+            problems[shard.key] = "missing"
+        elif stored[shard.key][0] != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
+            problems[shard.key] = f"{stored[shard.key][0]} stored, {tuple(shard.global_shape)} wanted"
     if problems:
-        shown = [f"{key}: {what}" for key, what in sorted(problems.items())[:5]]
+        shown = [f"{key}: {problem}" for key, problem in sorted(problems.items())[:5]]
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(shown)}{more}.")
 
 
-def _read_model(engine: Engine, model: dict[str, Any], reader: safe_reader.Reader) -> None:
-    """In place.  Objects of modules are the business of `fp8_state.py`: without fp8 they say nothing."""
-    torch_dist_files.read_shared(list(sharded_tensors(model)), reader, engine.groups.collection.dp_cp)
+def _read_model(engine: Engine, model: dict[str, Any], reader: safe_reader.SafeReader) -> None:
+    """Read the model's tensors in place.  `fp8_state.py` reads the objects of modules."""
+    torch_dist_files.read_replicated(list(sharded_tensors(model)), reader, engine.groups.collection.dp_cp)
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:
-    """The files beside the tensors, for the disk to hold: plain values, and Megatron's mark of the format."""
-    stream = io.BytesIO()  # torch makes something else than an OSError of a full disk
+    """Write and flush the files beside the tensors: plain values, and Megatron's marker of the format."""
+    stream = io.BytesIO()  # torch.save to a file raises another error than OSError on a full disk
     torch.save(common, stream)
-    (folder / COMMON).write_bytes(stream.getvalue())
+    (folder / safe_reader.COMMON_FILE).write_bytes(stream.getvalue())
     config = {**asdict(CheckpointingConfig("torch_dist")), "common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config), encoding="ascii")
-    for name in (COMMON, "metadata.json"):
+    for name in (safe_reader.COMMON_FILE, "metadata.json"):
         flush(folder / name)

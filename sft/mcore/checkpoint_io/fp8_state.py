@@ -1,11 +1,12 @@
-"""Scales of FP8 in a checkpoint: those of run.fp8 = delayed, which follow from the steps before.
+"""FP8 scales in a checkpoint: those of run.fp8 = delayed, which follow from earlier steps.
 
-The other recipes scale by what they multiply and keep nothing.  Transformer Engine stores a layer's scales, and the
-largest values of its last steps, as a pickle; reading one can run anything, so its newer releases refuse to.  Here
-the numbers are taken out of the stored pickle without running it, looked at, and handed over in a pickle made anew.
+The other FP8 recipes compute scales from the current values and keep nothing.  Transformer Engine stores a layer's
+scales, and the largest values of its last steps, as a pickle.  Reading a pickle can run any code, so newer releases of
+it refuse to.  Here the numbers are extracted from the stored pickle without running it, checked, and passed on in a new
+pickle.
 
-Layers of a mixture of experts begin with new scales: megatron-core stores one entry per expert of a layer that has
-them all in one.
+Layers of a mixture of experts begin with new scales: megatron-core stores one entry per expert, and the layer keeps one
+entry for all experts.
 """
 
 import io
@@ -23,13 +24,13 @@ from torch import Tensor
 
 from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import safe_reader
-from sft.mcore.checkpoint_io.metadata_index import Record, first_line
+from sft.mcore.checkpoint_io.metadata_index import InertRecord, first_line
 
-# Whose objects say how scales were made, which this run's recipe decides anew; megatron-core's is a subclass.
+# Modules of FP8 recipes.  A stored recipe is ignored: this run's decides.  megatron-core's is a subclass.
 _RECIPES = ("transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine")
 _SUFFIX = "._extra_state"
-_ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # Transformer Engine looks at it since 2.18
-# Of one product: input, weight, output forward; gradients of output and input backward.
+_ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # read by Transformer Engine since 2.18
+# Scales of one GEMM: input, weight, output in forward; gradients of output and input in backward.
 _WIDTHS = {"fwd": 3, "bwd": 2}
 
 
@@ -40,7 +41,7 @@ def _storage(stored: bytes) -> Any:
 _NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): _storage,
-    ("megatron.core.safe_globals", "safe_load_from_bytes"): _storage,  # core puts it in the place of torch's
+    ("megatron.core.safe_globals", "safe_load_from_bytes"): _storage,  # core's replacement of torch's
     ("collections", "OrderedDict"): dict,
 }
 
@@ -48,38 +49,38 @@ _NAMES: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in _RECIPES:
-            return Record
+            return InertRecord
         try:
             return _NAMES[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no scales need") from None
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no FP8 scales need") from None
 
 
 def restore(
     chunks: Sequence[torch.nn.Module],
     state: Mapping[str, Mapping[str, Any]],
     core: TransformerConfig,
-    reader: safe_reader.Reader,
+    reader: safe_reader.SafeReader,
 ) -> int:
-    """Give the layers the scales that the checkpoint has for them; returns how many layers had some.  Not collective.
+    """Load the layers' scales from the checkpoint; returns for how many layers it has some.  Not collective.
 
-    state   sharded state dict of each chunk, in their order
+    state   sharded state dict of each model chunk, in their order
     Raises CheckpointError where an entry is not what Transformer Engine writes.
     """
     owners = dict(_owners(chunks, state))
     wanted: dict[str, Any] = {key: None for key in owners if key in safe_reader.objects(reader)}
-    safe_reader.load(wanted, reader, safe_reader.Planner(extra_states=True))
-    found = {key: numbers for key, stored in wanted.items() if (numbers := _numbers(stored, key, reader)) is not None}
+    safe_reader.load(wanted, reader, safe_reader.SafeLoadPlanner(extra_states=True))
+    scales = {key: tensors for key, stored in wanted.items() if (tensors := _scales(stored, key, reader)) is not None}
     with _pickles_allowed():
-        for key, numbers in found.items():
-            owners[key].set_extra_state(_payload(numbers, core))
-    return len(found)
+        for key, tensors in scales.items():
+            owners[key].set_extra_state(_payload(tensors, core))
+    return len(scales)
 
 
 def _owners(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Key in the checkpoint, and the layer that it is of."""
+    """Each key in the checkpoint, and the layer that it belongs to."""
     for chunk, entries in zip(chunks, state.values(), strict=True):
         modules = dict(chunk.named_modules())
         for name, entry in entries.items():
@@ -87,37 +88,37 @@ def _owners(
                 yield entry.unique_key, owner
 
 
-def _numbers(stored: Any, key: str, reader: safe_reader.Reader) -> dict[str, Tensor] | None:
-    """Tensors by Transformer Engine's names; None where there is nothing, as of a run without FP8."""
-    one = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
-    if one is None or (isinstance(one, Tensor) and one.numel() == 0):
+def _scales(stored: Any, key: str, reader: safe_reader.SafeReader) -> dict[str, Tensor] | None:
+    """Tensors by Transformer Engine's names; None where nothing is stored, as by a run without FP8."""
+    payload = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+    if payload is None or (isinstance(payload, Tensor) and payload.numel() == 0):
         return None
     try:
-        values = _Unpickler(io.BytesIO(one.numpy().tobytes())).load()
+        values = _Unpickler(io.BytesIO(payload.numpy().tobytes())).load()
         return _checked(values) if "amax_history_fwd" in values else None
     except Exception as error:  # whatever a broken or hostile file can provoke
         raise CheckpointError(
-            f"{key} of {reader.folder} does not hold scales of FP8: {first_line(error)}.  Nothing of it was run.  "
+            f"{key} of {reader.folder} does not hold FP8 scales: {first_line(error)}.  No code of it was run.  "
             f"model.init_from={reader.folder} takes the weights alone."
         ) from error
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    checked: dict[str, Tensor] = {}
     for way, width in _WIDTHS.items():
         scale, history = values[f"scale_{way}"], values[f"amax_history_{way}"]
         for tensor, shape in ((scale, (width,)), (history, (history.shape[0], width))):
             if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.isfinite().all():
-                raise ValueError(f"{way} are {tensor.dtype} {tuple(tensor.shape)}, or no numbers")
-        found |= {f"scale_{way}": scale, f"amax_history_{way}": history}
-    return found
+                raise ValueError(f"{way} scales are {tensor.dtype} {tuple(tensor.shape)}, or not finite")
+        checked |= {f"scale_{way}": scale, f"amax_history_{way}": history}
+    return checked
 
 
-def _payload(numbers: dict[str, Tensor], core: TransformerConfig) -> Tensor:
-    """uint8, as Transformer Engine's own `get_extra_state` makes it, for a history as long as this run's."""
-    steps, sized = core.fp8_amax_history_len, dict(numbers)
+def _payload(scales: dict[str, Tensor], core: TransformerConfig) -> Tensor:
+    """uint8, as Transformer Engine's own `get_extra_state` makes it, with a history as long as this run's."""
+    steps, sized = core.fp8_amax_history_len, dict(scales)
     for way, width in _WIDTHS.items():
-        history = numbers[f"amax_history_{way}"][:steps]
+        history = scales[f"amax_history_{way}"][:steps]
         sized[f"amax_history_{way}"] = torch.cat([history, history.new_zeros(steps - len(history), width)])
     extra = {"num_gemms": 1, "fp8_checkpoint": True}
     payload = pickle.dumps({"recipe": get_fp8_recipe(core), **sized, "extra_fp8_variables": extra})
@@ -126,7 +127,7 @@ def _payload(numbers: dict[str, Tensor], core: TransformerConfig) -> Tensor:
 
 @contextmanager
 def _pickles_allowed() -> Iterator[None]:
-    """For those made here."""
+    """Have Transformer Engine accept the pickles that `_payload` makes."""
     before = os.environ.get(_ALLOW_PICKLE)
     os.environ[_ALLOW_PICKLE] = "1"
     try:

@@ -1,7 +1,7 @@
-"""The index of a checkpoint (`.metadata`), read without running any of it, and the files that it names.
+"""Reads the index of a checkpoint (`.metadata`) without running code of it, and checks the files that it names.
 
-torch writes it by pickle, and a pickle can call anything.  The unpickler here knows no class of torch at all, only
-records that stand in for them; the index is made anew from the values that they were given, each of which is checked.
+torch writes the index as a pickle, and a pickle can call any function.  The unpickler here knows no class of torch,
+only inert records in their place.  The index is built anew from the values of the records, each of which is checked.
 """
 
 import pickle
@@ -17,32 +17,32 @@ from sft.errors import CheckpointError
 INDEX = ".metadata"
 
 
-class Record:
-    """Stands in for each class that an index names: keeps what it is given, does nothing with it.
+class InertRecord:
+    """Stands in for each class that an index names: keeps its arguments and its state, and does nothing with them.
 
-    That __setstate__ is here matters: without it, a pickle can set attributes of the class itself.
+    __setstate__ is needed: without it, a pickle can set attributes of the class itself.
     """
 
-    given: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()
     state: Any = None
 
-    def __init__(self, *given: Any) -> None:
-        self.given = given
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 def _records(module: str, names: str) -> dict[tuple[str, str], type]:
-    return {(module, name): type(name, (Record,), {}) for name in names.split()}
+    return {(module, name): type(name, (InertRecord,), {}) for name in names.split()}
 
 
-# Written by torch 2.13 under core 0.16.1 and 0.19.2; the plans of all ranks are in it, and passed over.  Core up to
-# 0.15 had classes of its own for two of them.
+# What torch 2.13 writes under core 0.16.1 and 0.19.2.  The index also holds the plans of all ranks, which are ignored.
+# Core up to 0.15 had classes of its own for two of these.
 _DCP = "torch.distributed.checkpoint"
 _INDEX_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): Record,
+    ("torch.serialization", "_get_layout"): InertRecord,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **_records(f"{_DCP}.metadata", "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING"),
     **_records(f"{_DCP}.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
@@ -69,7 +69,7 @@ def _sizes(value: Any) -> torch.Size:
 
 
 def _kind(record: Any) -> str:
-    return type(record).__name__ if isinstance(record, Record) else ""
+    return type(record).__name__ if isinstance(record, InertRecord) else ""
 
 
 def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
@@ -77,7 +77,7 @@ def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
         return md.BytesStorageMetadata()
     if _kind(record) != "TensorStorageMetadata":
         raise ValueError(f"an entry is a {type(record).__name__}")
-    dtype = record.state["properties"].state[0]  # the rest is deprecated, and read by nothing
+    dtype = record.state["properties"].state[0]  # the rest is deprecated, and nothing reads it
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is not a dtype")
     chunks = [
@@ -86,20 +86,20 @@ def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
     return md.TensorStorageMetadata(md.TensorProperties(dtype=dtype), _sizes(record.state["size"]), chunks)
 
 
-def _place(record: Any) -> _StorageInfo:
+def _storage_info(record: Any) -> _StorageInfo:
     name, offset, length = (record.state[field] for field in ("relative_path", "offset", "length"))
     if type(name) is not str or type(offset) is not int or type(length) is not int:
-        raise ValueError(f"a part is at {name!r}, {offset!r}, {length!r}")
+        raise ValueError(f"a chunk is at {name!r}, {offset!r}, {length!r}")
     if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"it places a part of the checkpoint at {name!r}, not directly in the folder")
+        raise ValueError(f"it places a chunk of the checkpoint at {name!r}, not directly in the folder")
     if offset < 0 or length < 0:
-        raise ValueError(f"it places a part of {name} at offset {offset}, length {length}")
+        raise ValueError(f"it places a chunk of {name} at offset {offset}, length {length}")
     if record.state.get("transform_descriptors"):
-        raise ValueError(f"parts of {name} are compressed or encoded, which Megatron does not do")
+        raise ValueError(f"chunks of {name} are compressed or encoded, which Megatron does not do")
     return _StorageInfo(name, offset, length)
 
 
-def _index(record: Any) -> md.MetadataIndex:
+def _metadata_index(record: Any) -> md.MetadataIndex:
     name, offset = record.state["fqn"], record.state.get("offset")
     if type(name) is not str:
         raise ValueError(f"{name!r} is not a key")
@@ -107,7 +107,7 @@ def _index(record: Any) -> md.MetadataIndex:
 
 
 def read_index(folder: Path) -> md.Metadata:
-    """The index of a checkpoint, made anew from plain values."""
+    """The index of the checkpoint in `folder`, built from plain values.  Raises CheckpointError where it is unsafe."""
     path = regular_file(folder, INDEX)
     try:
         with path.open("rb") as stream:
@@ -115,31 +115,32 @@ def read_index(folder: Path) -> md.Metadata:
         if _kind(record) not in ("Metadata", "MCoreMetadata"):
             raise ValueError(f"it holds a {type(record).__name__}")
         entries = {str(key): _entry(entry) for key, entry in record.state["state_dict_metadata"].items()}
-        places = {_index(key): _place(place) for key, place in record.state["storage_data"].items()}
+        storage = {_metadata_index(key): _storage_info(info) for key, info in record.state["storage_data"].items()}
     except Exception as error:  # whatever a broken or hostile file can provoke
         raise CheckpointError(
             f"{path} is not the index of a torch_dist checkpoint, or not a harmless one: {first_line(error)}.  "
-            f"Nothing of it was run.  Take the checkpoint from a source you trust, or save it again."
+            f"No code of it was run.  Take the checkpoint from a source you trust, or save it again."
         ) from error
-    return md.Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=md.StorageMeta())
+    return md.Metadata(state_dict_metadata=entries, storage_data=storage, storage_meta=md.StorageMeta())
 
 
-def check_files(folder: Path, places: dict[md.MetadataIndex, _StorageInfo]) -> None:
+def check_files(folder: Path, storage: dict[md.MetadataIndex, _StorageInfo]) -> None:
+    """Raise CheckpointError where a file that the index names is missing or too short."""
     num_bytes: dict[str, int] = {}
-    for place in places.values():
-        name = place.relative_path
+    for info in storage.values():
+        name = info.relative_path
         if name not in num_bytes:
             num_bytes[name] = regular_file(folder, name).stat().st_size
-        if place.offset + place.length > num_bytes[name]:
+        if info.offset + info.length > num_bytes[name]:
             raise CheckpointError(
-                f"{folder / name} is cut short: {num_bytes[name]} bytes, and {INDEX} names parts of it up to byte "
-                f"{place.offset + place.length}.  The copy or the disk lost the rest: copy it again, or use another "
+                f"{folder / name} is cut short: {num_bytes[name]} bytes, and {INDEX} names chunks of it up to byte "
+                f"{info.offset + info.length}.  The copy or the disk lost the rest: copy it again, or use another "
                 f"checkpoint."
             )
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The file of that name in the folder.  A pipe would block for ever, and a link could lead anywhere."""
+    """The file of that name in the folder; neither a pipe, which would block, nor a link to another folder."""
     path = folder / name
     try:
         real = path.resolve(strict=True)

@@ -1,11 +1,11 @@
-"""What the optimizer of this rank holds of each parameter, as parts of whole tensors.
+"""The optimizer's tensors on this rank, described as chunks of whole tensors.
 
-Decides how Adam's moments and the fp32 weights are named in a checkpoint and where each piece lies: the keys and the
-shapes of the whole tensors are those of Megatron-LM's fully reshardable form, whichever optimizer wrote them.
+Decides the keys of Adam's moments and of the fp32 weights in a checkpoint, and the position of each chunk.  Keys and
+shapes are those of Megatron-LM's fully reshardable form, whichever optimizer wrote them.
 
-The distributed optimizer cuts a parameter where its buffer happens to be cut, as flat elements a to b.  Such a run of
-elements is a few boxes of the parameter, and a checkpoint may hold a tensor in any boxes.  So every rank writes and
-reads just what it has, in place; core's own way gathers all of it on every rank first.
+The distributed optimizer cuts its buffer evenly over ranks, so a rank holds flat elements a to b of a parameter.  Such
+a range is a few rectangular chunks of the parameter, and a checkpoint may store a tensor in any chunks.  So every rank
+writes and reads what it holds, in place; core's own way first gathers everything on every rank.
 
     a parameter of 4 x 5, of which this rank has elements 3 to 16:
     . . . x x        row 0, columns 3 to 5
@@ -27,50 +27,58 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sft.mcore.model import sharded_tensors
-from sft.mcore.optimizer.offload import adams, counts_by_parameter, finder, group_values, new_step, parts
+from sft.mcore.optimizer.offload import (
+    adam_instances,
+    adam_lookup,
+    chained_optimizers,
+    counts_by_parameter,
+    group_values,
+    new_step,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "param"  # the weights that the optimizer works on, in fp32
 PREFIX = "optimizer.state."
-# What core's distributed optimizer calls them, and what the other one does.
+# Prefix of the fp32 weights under core's distributed optimizer, and under the other one.
 MAIN_PREFIX = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """Elements `start` to `start + n` of `param`, flattened: tensors of [n] by name."""
+class OptimizerSlice:
+    """What this rank's optimizer holds of flat elements `start` to `start + n` of `param`: tensors of [n] by name."""
 
     param: Tensor
     start: int
     tensors: dict[str, Tensor]
-    is_part: bool  # other data-parallel ranks hold other elements; otherwise they all hold the same
+    is_distributed: bool  # other data-parallel ranks hold other elements; otherwise they all hold the same
 
 
-def held(optimizer: MegatronOptimizer) -> Iterator[Held]:
-    """Everything that this rank's optimizer keeps of its parameters.  Makes Adam's state where no step has yet."""
-    for part in parts(optimizer):
-        yield from _held_in_part(part) if isinstance(part, DistributedOptimizer) else _held_whole(part)
+def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
+    """Everything that this rank's optimizer holds.  Allocates Adam's state where no step has done so yet."""
+    for core in chained_optimizers(optimizer):
+        yield from _distributed_slices(core) if isinstance(core, DistributedOptimizer) else _whole_slices(core)
 
 
-def sharded(held_here: Sequence[Held], model: Any, *, main: str) -> list[ShardedTensor]:
-    """The tensors of `held_here`, described as boxes of whole tensors; `model` describes the parameters themselves.
+def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -> list[ShardedTensor]:
+    """The tensors of the slices, described as chunks of whole tensors.
 
+    model: sharded state dict, which describes the parameters
     main: the prefix of the fp32 weights; empty: they are those of the model
     """
-    places = _places(model)
+    param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
     return [
         shard
-        for one in held_here
-        for name, flat in one.tensors.items()
-        for place in places[id(one.param)]
-        for shard in _boxes_of(place, prefixes[name], flat, one)
+        for part in slices
+        for name, flat in part.tensors.items()
+        for param_shard in param_shards[id(part.param)]
+        for shard in _sharded(param_shard, prefixes[name], flat, part)
     ]
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """Updates that Adam has made; core keeps all parameters at the same."""
-    for adam in _all_adams(optimizer):
+    """How many updates Adam has made; it is the same for all parameters."""
+    for adam in _all_adam_instances(optimizer):
         for state in adam.state.values():
             if "step" in state:
                 return int(state["step"])
@@ -81,8 +89,8 @@ def step_of(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Give every parameter a step of its own: one shared tensor would advance once per parameter."""
-    for adam in _all_adams(optimizer):
+    """Set Adam's step.  Every parameter gets its own tensor: a shared one would advance once per parameter."""
+    for adam in _all_adam_instances(optimizer):
         if counts_by_parameter(adam):
             for state in adam.state.values():
                 state["step"] = torch.full_like(state["step"], step)
@@ -92,17 +100,17 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def plain_form(optimizer: MegatronOptimizer, ep: int) -> Any:
-    """What Megatron-LM stores of an optimizer beside its tensors, in the form that it loads.
+    """The plain values of an optimizer, in the form that Megatron-LM loads.
 
-    It has an optimizer of its own for experts only where expert parallelism, `ep`, is above 1.  Here there may be one
-    at 1 as well (see `model._reduce_experts_apart`), which says nothing that the first does not.
+    Megatron-LM has a separate optimizer for experts only where expert parallelism, `ep`, is above 1.  Here there may be
+    one at 1 as well (see `model._reduce_experts_apart`); its values are those of the first.
     """
-    forms = [_plain_form(part) for part in parts(optimizer)]
+    forms = [_plain_form(core) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]
 
 
 def stored_step(plain: Any) -> int:
-    """The step that a form made by `plain_form`, or by core, tells.  Raises KeyError where it tells none."""
+    """The step in a form made by `plain_form`, or by core.  Raises KeyError where there is none."""
     if 0 in plain:
         return stored_step(plain[0])
     inner = plain.get("optimizer", plain)
@@ -116,42 +124,43 @@ def stored_step(plain: Any) -> int:
     raise KeyError("step")
 
 
-def _plain_form(part: MegatronOptimizer) -> dict[str, Any]:
-    step = step_of(part)
-    # Transformer Engine's Adam takes its step from a group, and asks for bias_correction, which torch's has not.
-    groups = [{"bias_correction": True, **group, "step": step} for group in group_values(part)]
-    if isinstance(part, DistributedOptimizer):
+def _plain_form(core: MegatronOptimizer) -> dict[str, Any]:
+    step = step_of(core)
+    # Transformer Engine's Adam reads its step from a group, and needs bias_correction, which torch's does not have.
+    groups = [{"bias_correction": True, **group, "step": step} for group in group_values(core)]
+    if isinstance(core, DistributedOptimizer):
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    has_common = step and counts_by_parameter(part.optimizer)
+    has_common = step and counts_by_parameter(core.optimizer)
     inner = {"state": {"common_step": torch.tensor(float(step))} if has_common else {}, "param_groups": groups}
-    return {"optimizer": inner} if hasattr(part, "fp32_from_float16_groups") else inner
+    return {"optimizer": inner} if hasattr(core, "fp32_from_float16_groups") else inner
 
 
-def _all_adams(optimizer: MegatronOptimizer) -> Iterator[Optimizer]:
-    for part in parts(optimizer):
-        yield from adams(part)
+def _all_adam_instances(optimizer: MegatronOptimizer) -> Iterator[Optimizer]:
+    for core in chained_optimizers(optimizer):
+        yield from adam_instances(core)
 
 
-def _held_in_part(part: Any) -> Iterator[Held]:
-    find = finder(part)
-    for param, (group, order) in part.model_param_group_index_map.items():
-        elements = part._get_model_param_range_map(param)["param"]
-        adam, main = find(part.optimizer.param_groups[group]["params"][order])
+def _distributed_slices(core: Any) -> Iterator[OptimizerSlice]:
+    find = adam_lookup(core)
+    for param, (group, order) in core.model_param_group_index_map.items():
+        elements = core._get_model_param_range_map(param)["param"]
+        adam, main = find(core.optimizer.param_groups[group]["params"][order])
         tensors = {MAIN: main.detach(), **_moments(adam, main)}
-        yield Held(param=param, start=elements.start, tensors=tensors, is_part=True)
+        yield OptimizerSlice(param=param, start=elements.start, tensors=tensors, is_distributed=True)
 
 
-def _held_whole(part: Any) -> Iterator[Held]:
-    if hasattr(part, "fp32_from_float16_groups"):
-        for params, mains in zip(part.float16_groups, part.fp32_from_float16_groups):
+def _whole_slices(core: Any) -> Iterator[OptimizerSlice]:
+    if hasattr(core, "fp32_from_float16_groups"):
+        for params, mains in zip(core.float16_groups, core.fp32_from_float16_groups):
             for param, main in zip(params, mains):
-                tensors = {MAIN: main.detach().flatten(), **_moments(part.optimizer, main)}
-                yield Held(param=param, start=0, tensors=tensors, is_part=False)
-        params = [param for group in part.fp32_from_fp32_groups for param in group]
+                tensors = {MAIN: main.detach().flatten(), **_moments(core.optimizer, main)}
+                yield OptimizerSlice(param=param, start=0, tensors=tensors, is_distributed=False)
+        params = [param for group in core.fp32_from_fp32_groups for param in group]
     else:
-        params = [param for group in part.optimizer.param_groups for param in group["params"]]
+        params = [param for group in core.optimizer.param_groups for param in group["params"]]
     for param in params:
-        yield Held(param=param, start=0, tensors=_moments(part.optimizer, param), is_part=False)
+        tensors = _moments(core.optimizer, param)
+        yield OptimizerSlice(param=param, start=0, tensors=tensors, is_distributed=False)
 
 
 def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
@@ -164,22 +173,22 @@ def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Elements `start` to `start + n` of a parameter, flattened, are this shard of a whole tensor."""
+class _ParamShard:
+    """Flat elements `start` to `start + n` of a parameter are this shard of a whole tensor."""
 
     start: int
     shard: ShardedTensor
 
 
-def _places(model: Any) -> dict[int, list[_Place]]:
+def _param_shards(model: Any) -> dict[int, list[_ParamShard]]:
     """By id of the parameter.  A factory (gate and up projection in one) makes several shards of one parameter."""
-    found: dict[int, list[_Place]] = {}
+    by_param: dict[int, list[_ParamShard]] = {}
     for leaf in _leaves(model):
         for shard in sharded_tensors(leaf):
             assert shard.data.is_contiguous(), shard.key
             start = shard.data.storage_offset() - leaf.data.storage_offset()
-            found.setdefault(id(leaf.data), []).append(_Place(start=start, shard=shard))
-    return found
+            by_param.setdefault(id(leaf.data), []).append(_ParamShard(start=start, shard=shard))
+    return by_param
 
 
 def _leaves(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
@@ -194,17 +203,17 @@ def _leaves(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
             yield from _leaves(value)
 
 
-def _boxes_of(place: _Place, prefix: str, flat: Tensor, one: Held) -> Iterator[ShardedTensor]:
-    """The part of `flat` that belongs to `place`, in boxes."""
-    shard = place.shard
+def _sharded(param_shard: _ParamShard, prefix: str, flat: Tensor, part: OptimizerSlice) -> Iterator[ShardedTensor]:
+    """Those elements of `flat` that belong to `param_shard`, in chunks.  flat: one of the tensors of `part`"""
+    shard = param_shard.shard
     shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
-    first = max(one.start, place.start)
-    last = min(one.start + flat.numel(), place.start + prod(shape))
-    replica = (*shard.replica_id[:-1], 0) if one.is_part else shard.replica_id
-    for offset, size in boxes(first - place.start, last - place.start, shape):
-        begin = place.start + _flat_index(offset, shape) - one.start
+    first = max(part.start, param_shard.start)
+    last = min(part.start + flat.numel(), param_shard.start + prod(shape))
+    replica = (*shard.replica_id[:-1], 0) if part.is_distributed else shard.replica_id
+    for offset, size in rectangular_chunks(first - param_shard.start, last - param_shard.start, shape):
+        begin = param_shard.start + _flat_index(offset, shape) - part.start
         data = flat[begin : begin + prod(size)].view((1,) * axes + size)
-        inner = tuple(o + here for o, here in zip(shard.global_offset[axes:], offset))
+        inner = tuple(outer + local for outer, local in zip(shard.global_offset[axes:], offset))
         yield replace(
             shard,
             key=prefix + shard.key,
@@ -218,10 +227,12 @@ def _boxes_of(place: _Place, prefix: str, flat: Tensor, one: Held) -> Iterator[S
         )
 
 
-def boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and size of the boxes that hold flat elements `first` to `last` of a tensor, in order.
+def rectangular_chunks(
+    first: int, last: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and size of the chunks that hold flat elements `first` to `last` of a tensor, in order.
 
-    boxes(3, 16, (4, 5)) -> ((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))
+    rectangular_chunks(3, 16, (4, 5)) -> ((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))
     """
     if first >= last:
         return
@@ -244,7 +255,7 @@ def boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple
 def _in_row(
     index: int, first: int, last: int, rest: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offset, size in boxes(first, last, rest):
+    for offset, size in rectangular_chunks(first, last, rest):
         yield (index, *offset), (1, *size)
 
 

@@ -1,8 +1,8 @@
 """The state of every random number generator of this rank, in Megatron-LM's form.
 
-Nothing random happens in a step today (no dropout), but a generator that is not restored is the kind of thing that
-goes unnoticed the day something does.  A state belongs to a place in the layout; on another layout there is nothing
-to restore, and generators start from the seed.
+No step uses random numbers today (there is no dropout).  Generators are stored all the same, because a missing state
+would go unnoticed once a step does.  A state belongs to a position in the layout; on another layout there is none to
+restore, and generators start from the seed.
 """
 
 import random
@@ -20,7 +20,7 @@ KEY = "rng_state"
 
 
 def describe(groups: ProcessGroups) -> ShardedObject:
-    """One object a (pipeline, tensor) position: the states of its data- and context-parallel ranks, in order.
+    """One object per (pipeline, tensor) position: the states of its data- and context-parallel ranks, in order.
 
     Collective.  Megatron-LM reads the first, or with --data-parallel-random-init each rank its own.
     """
@@ -31,13 +31,13 @@ def describe(groups: ProcessGroups) -> ShardedObject:
 
 
 def key_of(groups: ProcessGroups) -> str:
-    """What the object of this rank's position is called in a checkpoint of the same layout."""
+    """The key of this rank's object in a checkpoint of the same layout."""
     name: str = _object(groups, None).unique_key
     return name
 
 
 def restore(groups: ProcessGroups, states: list[dict[str, Any]]) -> None:
-    """Set every generator of this rank from what `describe` gathered; a single state (Megatron-LM's way) is for all."""
+    """Set every generator of this rank from the states of `describe`; a single state, as of Megatron-LM, serves all."""
     state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])

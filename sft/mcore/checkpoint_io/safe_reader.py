@@ -1,11 +1,11 @@
-"""What a torch_dist checkpoint holds, read without running any of it.
+"""Reads a torch_dist checkpoint without running code of its files.
 
-Stock readers run code that a file names in three places: the index `.metadata` (plain pickle), every byte object inside
-the shards (random states, extra states, since core 0.19 the plain values) and, one step later, Transformer Engine,
-which up to 2.17 unpickles the extra states it is handed.  Here the index is taken apart by `index.py`; byte objects go
-through torch's weights-only unpickler with a short list of classes; extra states come out as None, but for `scales.py`.
+Stock readers run code that a file names in three places: the index `.metadata` (a pickle), every byte object inside the
+shards (random states, extra states, since core 0.19 the plain values) and Transformer Engine, which up to 2.17
+unpickles the extra states that it loads.  Here `metadata_index.py` reads the index; torch's weights-only unpickler
+reads byte objects, with a short list of classes; extra states are read as None, except for `fp8_state.py`.
 
-Decides what may be read.  What a checkpoint must hold to suit a model is `shards.py`'s business.
+Decides what may be read.  `engine_state.py` decides what a checkpoint must hold to suit a model.
 """
 
 import argparse
@@ -33,16 +33,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from sft.errors import CheckpointError
-from sft.mcore.checkpoint_io.chunk_index import Parts
+from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import check_files, first_line, read_index, regular_file
 
-COMMON_FILE = "common.pt"  # the plain values up to core 0.18
-COMMON_OBJECT = "common_state/shard_0_1"  # and from 0.19 on
+COMMON_FILE = "common.pt"  # holds the plain values up to core 0.18
+COMMON_OBJECT = "common_state/shard_0_1"  # holds them from 0.19 on
 EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
 
 
-class _Dtype:
-    """numpy.dtype, but of numbers and text alone: one of objects has numpy take bytes of the file for pointers."""
+class _SafeDtype:
+    """numpy.dtype of numbers and text only: with one of objects numpy would use bytes of the file as pointers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self._code, self._order = str(code), "="
@@ -56,20 +56,20 @@ class _Dtype:
         return np.dtype(self._order + self._code)
 
 
-class _Array(np.ndarray[Any, Any]):
-    """numpy.ndarray, filled by its own __setstate__ from a _Dtype and bytes, and made in no other way."""
+class _SafeArray(np.ndarray[Any, Any]):
+    """numpy.ndarray that can only be filled by __setstate__, from a _SafeDtype and bytes."""
 
-    def __new__(cls, *_: Any) -> "_Array":
+    def __new__(cls, *_: Any) -> "_SafeArray":
         return super().__new__(cls, 0)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, data = state
-        if type(dtype) is not _Dtype or type(data) is not bytes:
+        if type(dtype) is not _SafeDtype or type(data) is not bytes:
             raise pickle.UnpicklingError("numpy array of other than plain bytes")
         super().__setstate__((1, shape, dtype.numpy(), bool(fortran), data))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
-        return np.asarray(self).__reduce__()  # saved again, it is an array like any other
+        return np.asarray(self).__reduce__()  # saved as a plain array
 
 
 # Megatron-LM's own list (megatron.core.safe_globals), of all supported versions.
@@ -88,7 +88,7 @@ _MEGATRON = (
 
 @functools.cache
 def _allowed() -> list[tuple[Any, str]]:
-    """What a byte object may name, and under which name."""
+    """The classes that a byte object may name, with their names."""
     classes = [
         argparse.Namespace,
         types.SimpleNamespace,
@@ -98,19 +98,19 @@ def _allowed() -> list[tuple[Any, str]]:
         torch.Generator,
     ]
     for module, _, name in (entry.partition(":") for entry in _MEGATRON):
-        found = getattr(importlib.import_module(module), name, None)
-        classes += [found] if found is not None else []
-    numpy = [(_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray")]
-    numpy += [(_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
-    return [(found, f"{found.__module__}.{found.__qualname__}") for found in classes] + numpy
+        known = getattr(importlib.import_module(module), name, None)
+        classes += [known] if known is not None else []
+    numpy = [(_SafeDtype, "numpy.dtype"), (_SafeArray, "numpy.ndarray")]
+    numpy += [(_SafeArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
+    return [(known, f"{known.__module__}.{known.__qualname__}") for known in classes] + numpy
 
 
 @contextmanager
-def _only(classes: list[tuple[Any, str]]) -> Iterator[None]:
-    """Have torch.load know these classes and no others.
+def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
+    """Have torch.load accept these classes and no others.
 
-    torch's own context manager adds to what was registered before; core registers numpy's own types as it is imported,
-    and of two objects under one name torch takes either.
+    torch's own context manager adds to the registered classes.  core registers numpy's types when it is imported, and
+    of two objects with one name torch may take either.
     """
     registered = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -122,20 +122,20 @@ def _only(classes: list[tuple[Any, str]]) -> Iterator[None]:
         torch.serialization.add_safe_globals(registered)
 
 
-def _values(stream: io.BytesIO, what: str) -> Any:
-    """The plain values and tensors that torch.save wrote.  what: for the error, e.g. the file."""
+def _plain_values(stream: io.BytesIO, subject: str) -> Any:
+    """The plain values and tensors that torch.save wrote.  subject: of the error message, e.g. the file"""
     try:
-        with _only(_allowed()):
+        with _only_safe_globals(_allowed()):
             return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a broken or hostile file can provoke
         raise CheckpointError(
-            f"{what} does not hold plain values: {_refusal(error)}.  Nothing of it was run.  Take the checkpoint from "
-            f"a source you trust, or save it again without that object."
+            f"{subject} does not hold plain values: {_refusal(error)}.  No code of it was run.  Take the checkpoint "
+            f"from a source you trust, or save it again without that object."
         ) from error
 
 
 def _refusal(error: Exception) -> str:
-    """What torch.load says, without its advice to load unsafely."""
+    """The message of torch.load, without its advice to load unsafely."""
     named = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
     if named:
         return f"it names {named[1]}, which is not on the list of harmless classes"
@@ -143,20 +143,20 @@ def _refusal(error: Exception) -> str:
     return text.splitlines()[0].rstrip(". ")
 
 
-class Reader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint folder, which trusts nothing in it.
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint folder, with every file checked before it is used.
 
-    Its errors are CheckpointError; through torch's own `load` they get out as such inside `unwrapped`.
+    Raises CheckpointError.  torch's own `load` wraps it; `unwrapped` undoes that.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = Path(folder)
         self._index: md.Metadata | None = None
-        self._reading: _StorageInfo | None = None
+        self._current: _StorageInfo | None = None
 
-    def read_metadata(self) -> md.Metadata:  # without **kwargs torch asks for no other index
-        """The checked index; read once.  Every file it names is there, and long enough."""
+    def read_metadata(self) -> md.Metadata:  # without **kwargs, so that torch asks for no other index
+        """The checked index, read once.  Every file that it names exists and is long enough."""
         if self._index is None:
             index = read_index(self.folder)
             check_files(self.folder, index.storage_data)
@@ -165,114 +165,117 @@ class Reader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         try:
-            with _only([]):  # tensors need none
+            with _only_safe_globals([]):  # tensors need none
                 return super().read_data(plan, planner)
         except CheckpointError:
             raise
         except Exception as error:  # whatever a broken or hostile file can provoke
-            raise CheckpointError(f"{self._where()} cannot be read: {_refusal(error)}.") from error
+            raise CheckpointError(f"{self._position()} cannot be read: {_refusal(error)}.") from error
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        self._reading = sinfo
+        self._current = sinfo
         return super()._slice_file(file, sinfo)
 
-    def _where(self) -> str:
-        keys = [key.fqn for key, place in self.storage_data.items() if place is self._reading]
-        return f"{keys[0]} in {self.folder / self._reading.relative_path}" if self._reading else str(self.folder)
+    def _position(self) -> str:
+        """Key and file of what is being read, for an error message."""
+        if self._current is None:
+            return str(self.folder)
+        keys = [key.fqn for key, info in self.storage_data.items() if info is self._current]
+        return f"{keys[0]} in {self.folder / self._current.relative_path}"
 
 
-def _reader(source: Path | Reader) -> Reader:
-    """A folder is read by a reader of its own, which reads the index again: 1.5 s where there are many experts."""
-    return source if isinstance(source, Reader) else Reader(source)
+def _reader(source: Path | SafeReader) -> SafeReader:
+    """A new reader of a folder reads its index again: 1.5 s where there are many experts."""
+    return source if isinstance(source, SafeReader) else SafeReader(source)
 
 
-class Planner(MCoreLoadPlanner):
-    """Core's planner (shapes checked, FP8 targets), quick for many experts, with byte objects read as plain values."""
+class SafeLoadPlanner(MCoreLoadPlanner):
+    """Core's planner (checks shapes, fills FP8 targets), fast for many experts; reads byte objects as plain values."""
 
     state_dict: dict[str, Any]
 
     def __init__(self, *, extra_states: bool = False, **arguments: Any) -> None:
-        """extra_states: as they are stored, for `scales.py`, and not None; nobody else may be handed them."""
+        """extra_states: read them as they are stored, for `fp8_state.py` only; otherwise as None"""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **arguments)
         self._extra_states = extra_states
 
     def create_local_plan(self) -> LoadPlan:
-        everything, entries = self.state_dict, self.metadata.state_dict_metadata
-        many = {
-            key: Parts(key, entries[key]).items(value.__create_chunk_list__())
-            for key, value in everything.items()
+        state_dict, entries = self.state_dict, self.metadata.state_dict_metadata
+        indexed = {
+            key: ChunkIndex(key, entries[key]).read_items(value.__create_chunk_list__())
+            for key, value in state_dict.items()
             if isinstance(value, LocalShardsContainer) and isinstance(entries.get(key), md.TensorStorageMetadata)
         }
-        self.state_dict = {key: value for key, value in everything.items() if key not in many}
+        self.state_dict = {key: value for key, value in state_dict.items() if key not in indexed}
         try:
-            rest = super().create_local_plan().items
+            others = super().create_local_plan().items
         finally:
-            self.state_dict = everything
-        return LoadPlan([*rest, *(item for items in many.values() for item in items)])
+            self.state_dict = state_dict
+        return LoadPlan([*others, *(item for items in indexed.values() for item in items)])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        found = _values(value, f"The object {key} of the checkpoint")
+        values = _plain_values(value, f"The object {key} of the checkpoint")
         if EXTRA_STATE.search(key) and not self._extra_states:
-            # FP8 scales, as a pickle inside: Transformer Engine would run it.  None means that there are none.
-            found = [None] * len(found) if isinstance(found, list) else None
-        self.state_dict[key] = found
+            # It contains a pickle of FP8 scales, which Transformer Engine would run.  None means that there are none.
+            values = [None] * len(values) if isinstance(values, list) else None
+        self.state_dict[key] = values
 
 
 @contextmanager
 def unwrapped(folder: Path) -> Iterator[None]:
-    """torch's CheckpointException, which is no Exception and wraps the real one, as a CheckpointError."""
+    """Raise torch's CheckpointException, a BaseException around the real errors, as a CheckpointError."""
     try:
         yield
     except dcp.CheckpointException as failure:
         causes = [cause for cause, _ in failure.failures.values()]
-        ours = [cause for cause in causes if isinstance(cause, CheckpointError)]
-        if ours:
-            raise ours[0] from failure
+        checkpoint_errors = [cause for cause in causes if isinstance(cause, CheckpointError)]
+        if checkpoint_errors:
+            raise checkpoint_errors[0] from failure
         if not isinstance(causes[0], Exception):  # an interrupt
             raise causes[0] from failure
         raise CheckpointError(f"{folder} cannot be loaded: {first_line(causes[0])}.") from failure
 
 
-def load(wanted: dict[str, Any], source: Path | Reader, planner: Planner | None = None) -> None:
-    """Replace the values of `wanted`, {key: tensor or anything in the place of an object}, by what the folder holds.
+def load(wanted: dict[str, Any], source: Path | SafeReader, planner: SafeLoadPlanner | None = None) -> None:
+    """Replace the values of `wanted`, {key: tensor, or any value where an object is stored}, by those of the folder.
 
     Not collective: every process reads for itself, with or without a process group.
     """
     reader = _reader(source)
-    reader.read_metadata()  # torch would swallow its error
+    reader.read_metadata()  # inside torch's load its error would be lost
     with unwrapped(reader.folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=reader, planner=planner or Planner(), no_dist=True)
+        dcp.load(wanted, storage_reader=reader, planner=planner or SafeLoadPlanner(), no_dist=True)
 
 
-def common_state(source: Path | Reader) -> dict[str, Any]:
-    """The plain values of a checkpoint, wherever its version of core put them.  Not collective."""
+def common_state(source: Path | SafeReader) -> dict[str, Any]:
+    """The plain values of a checkpoint, from the file or object that its version of core writes.  Not collective."""
     reader = _reader(source)
     folder = reader.folder
     if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():
-        what = str(folder / COMMON_FILE)
-        # From memory: of a file, torch also tries a tar format of long ago, and unpacks it before it looks inside.
-        found = _values(io.BytesIO(regular_file(folder, COMMON_FILE).read_bytes()), what)
+        subject = str(folder / COMMON_FILE)
+        # From memory: given a file, torch also tries an old tar format, and unpacks it before any check.
+        values = _plain_values(io.BytesIO(regular_file(folder, COMMON_FILE).read_bytes()), subject)
     elif COMMON_OBJECT in objects(reader):
-        what, wanted = f"The object {COMMON_OBJECT} of {folder}", {COMMON_OBJECT: io.BytesIO()}
+        subject, wanted = f"The object {COMMON_OBJECT} of {folder}", {COMMON_OBJECT: io.BytesIO()}
         load(wanted, reader)
         stored: Any = wanted[COMMON_OBJECT]
-        found = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+        values = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
     else:
         raise CheckpointError(f"{folder} has no plain values: neither {COMMON_FILE} nor an object {COMMON_OBJECT}.")
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{what} is a {type(found).__name__}, not the plain values of a checkpoint by name.")
-    return found
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{subject} is a {type(values).__name__}, not the plain values of a checkpoint by name.")
+    return values
 
 
-def tensors(source: Path | Reader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensors(source: Path | SafeReader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Global shape and type of each stored tensor, by key."""
     entries = _reader(source).read_metadata().state_dict_metadata.items()
     return {k: (tuple(e.size), e.properties.dtype) for k, e in entries if isinstance(e, md.TensorStorageMetadata)}
 
 
-def objects(source: Path | Reader) -> set[str]:
-    """Keys of what is stored beside tensors."""
+def objects(source: Path | SafeReader) -> set[str]:
+    """Keys of the objects stored beside tensors."""
     entries = _reader(source).read_metadata().state_dict_metadata.items()
     return {key for key, entry in entries if isinstance(entry, md.BytesStorageMetadata)}

@@ -1,15 +1,15 @@
 """The loss head: hidden states -> the objective, summed over the supervised tokens on this rank.
 
     fused    no logits: supervised rows only, chunk by chunk, gradients in the forward pass (3 GEMMs, not 4)
-    chunked  logits of every row, their softmax and its gradient chunk by chunk; what most trainers do
+    chunked  logits of every row, with softmax and its gradient taken chunk by chunk, as most trainers do
     full     logits of every row and megatron-core's own cross-entropy; the reference
 
 All are split over the vocabulary (tp), work on the sequence-parallel slice, and stay on the context-parallel
 rank: no communication over cp, no division.  Rows that only pad the vocabulary never enter the softmax.
 
-One call from top to bottom: `lm_loss` here, `terms.py` (what is minimised), then `fused.py`, `chunked.py` or
-`full.py`, which share `shard.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of
-scores, by_torch.py or by_triton.py).
+Reading order: `lm_loss` here, `objective.py` (what is minimised), then `fused.py`, `chunked.py` or `full.py`.  These
+share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores, computed by
+`softmax_torch.py` or `softmax_triton.py`).
 """
 
 from torch import Tensor
@@ -27,7 +27,7 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     of these tokens, without gradient.
 
     hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
-    Without a supervised token the objective is exactly 0 and so are its gradients; all collectives are joined.
+    Without a supervised token the objective and its gradients are exactly 0, and the rank still joins all collectives.
     """
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
@@ -38,9 +38,9 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """Log-probability, log-sum-exp and entropy of every supervised token, each with a gradient of its own.
 
-    For objectives that are no fixed sum over tokens.  `fused` computes the scores a second time in backward, as it
-    cannot know the upstream gradients before (4 GEMMs).  Entropy is None unless the config asks for it, and has a
-    gradient only where entropy_coef is not 0.
+    For objectives other than a sum over tokens with fixed weights.  `fused` computes the scores a second time in
+    backward (4 GEMMs), because the upstream gradients are not known before.  Entropy is None unless the config asks for
+    it, and has a gradient only where entropy_coef is not 0.
     """
     if loss.impl == "fused":
         return fused.token_statistics(hidden, shard, targets, loss)

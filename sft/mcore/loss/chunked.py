@@ -1,6 +1,6 @@
-"""Logits in, statistics of their rows out: the softmax and its gradient taken in chunks of tokens.
+"""Statistics of the rows of whole logits: the softmax and its gradient are computed in chunks of tokens.
 
-The logits themselves exist whole, once, and their gradient once more, in their own dtype.
+The logits exist once, and their gradient once, in their own dtype.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.objective import RowStatistics, Targets, slopes
+from sft.mcore.loss.objective import RowStatistics, Targets, upstream_coefficients
 from sft.mcore.loss.softmax import gradient, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard
 
@@ -21,7 +21,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """The same from logits [t, rows of this shard].  They are never written to, whoever else holds them."""
+    """The same from logits [t, rows of this shard], which are not modified."""
     return RowStatistics.of(_RowStatistics.apply(logits, shard, targets, loss))
 
 
@@ -34,10 +34,10 @@ class _RowStatistics(torch.autograd.Function):
         num_tokens = logits.shape[0]
         labels = targets.labels.new_zeros(num_tokens).index_copy_(0, targets.rows, targets.labels)
         entropy = loss.measures_entropy
-        every = RowStatistics.empty(num_tokens, logits, entropy=entropy)
+        all_rows = RowStatistics.empty(num_tokens, logits, entropy=entropy)
         for c in _chunks(num_tokens, loss):
-            every[c] = statistics(logits[c], labels[c], shard, entropy=entropy)
-        rows = every.map(lambda column: column[targets.rows])
+            all_rows[c] = statistics(logits[c], labels[c], shard, entropy=entropy)
+        rows = all_rows.map(lambda column: column[targets.rows])
         ctx.mark_non_differentiable(*rows.without_gradient(loss))
         ctx.save_for_backward(logits, labels, *rows.columns)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
@@ -52,12 +52,12 @@ class _RowStatistics(torch.autograd.Function):
         def spread(values: Tensor) -> Tensor:
             return values.new_zeros(num_tokens).index_copy_(0, index, values)
 
-        every, on_every = rows.map(spread), slopes(rows, *upstream).map(spread)
+        all_rows, all_coefficients = rows.map(spread), upstream_coefficients(rows, *upstream).map(spread)
         unsupervised = labels.new_ones(num_tokens, dtype=torch.bool).index_fill_(0, index, False)
         dlogits = torch.empty_like(logits)
         for c in _chunks(num_tokens, ctx.loss):
-            gradient(logits[c], labels[c], every[c], on_every[c], ctx.shard, out=dlogits[c])
-            if index.numel() < num_tokens:  # whatever their scores are, NaN included
+            gradient(logits[c], labels[c], all_rows[c], all_coefficients[c], ctx.shard, out=dlogits[c])
+            if index.numel() < num_tokens:  # their scores may be NaN
                 dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
         return dlogits, None, None, None
 

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.loss.objective import RowStatistics, Targets
-from sft.mcore.loss.vocab_parallel import VocabShard, wide
+from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """See `sft.mcore.loss.token_statistics`."""
     logits = shard.logits(hidden, targets.rows)
-    logits = logits.to(wide(logits.dtype))
+    logits = logits.to(accumulation_dtype(logits.dtype))
     labels = targets.labels.new_zeros(logits.shape[0]).index_copy(0, targets.rows, targets.labels)
-    # A copy, as core's function works in its input: the log-sum-exp below reads the logits again.
+    # A copy, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
     correct = _correct(masked.detach()[targets.rows], targets.labels - shard.first, shard)
@@ -30,9 +30,9 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
     """[n, rows of this shard], labels counted from its first row -> [n]"""
-    here = (local >= 0) & (local < shard.num_real)
+    is_local = (local >= 0) & (local < shard.num_real)
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
-    largest = torch.stack([scores.amax(-1), torch.where(here, own, -torch.inf)])
+    largest = torch.stack([scores.amax(-1), torch.where(is_local, own, -torch.inf)])
     if shard.group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
     return (largest[1] >= largest[0]).to(scores.dtype)
@@ -48,7 +48,7 @@ def _lse_and_entropy(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
     total = _sum_over_tp((scores - largest[:, None]).exp().sum(-1), shard)
     lse = largest + total.log()
-    # Each shard's part of the entropy depends on lse: its gradient has to be added up.
+    # Each shard's part of the entropy depends on lse, so the gradients of lse are summed over the shards.
     logprobs = scores - tensor_parallel.copy_to_tensor_model_parallel_region(lse, group=shard.group)[:, None]
     return lse, -_sum_over_tp((logprobs.exp() * logprobs).sum(-1), shard)
 

@@ -2,7 +2,7 @@
 
     loss of a token = weight * (-log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
 
-with lse the log-sum-exp of its scores: pulled towards 0, it keeps the scores of a long run from drifting.
+lse is the log-sum-exp of its scores.  Pulling it towards 0 keeps the scores of a long run from drifting.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import LossConfig
 from sft.mcore.device import send
-from sft.mcore.loss.vocab_parallel import wide
+from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Targets:
 
     @staticmethod
     def of(microbatch: Microbatch, device: torch.device) -> "Targets":
-        """Chosen on the CPU, where the microbatch is: a GPU would have to be waited for."""
+        """Selects on the CPU, where the microbatch is: on a GPU the host would have to synchronise."""
         weights = microbatch.loss_weights.flatten()
         rows = weights.nonzero().squeeze(-1)
         chosen = rows, microbatch.labels.flatten()[rows], weights[rows]
@@ -51,7 +51,7 @@ class RowStatistics:
     lse      log-sum-exp of the scores
     entropy  in nats
     correct  1 where no score is above the label's, 0 elsewhere; has no gradient
-    lse and entropy are None where nobody asked; `softmax.statistics` always gives lse.
+    lse and entropy are None where the config does not need them; `softmax.statistics` always gives lse.
     """
 
     logprob: Tensor
@@ -61,8 +61,10 @@ class RowStatistics:
 
     @staticmethod
     def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
-        """Room for the statistics of `num_rows` rows of scores like those; parts of it may be assigned."""
-        logprob, lse, correct, *rest = like.new_empty((4 if entropy else 3, num_rows), dtype=wide(like.dtype))
+        """Uninitialised statistics of `num_rows` rows of scores like those; slices can be assigned."""
+        logprob, lse, correct, *rest = like.new_empty(
+            (4 if entropy else 3, num_rows), dtype=accumulation_dtype(like.dtype)
+        )
         return RowStatistics(logprob=logprob, lse=lse, entropy=rest[0] if entropy else None, correct=correct)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RowStatistics":
@@ -74,13 +76,13 @@ class RowStatistics:
         return self.map(lambda column: column[part])
 
     def __setitem__(self, part: slice, rows: "RowStatistics") -> None:
-        for mine, theirs in zip(self.columns, rows.columns):
-            if mine is not None and theirs is not None:
-                mine[part] = theirs
+        for target, source in zip(self.columns, rows.columns):
+            if target is not None and source is not None:
+                target[part] = source
 
     @property
     def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """In the order of `slopes`; what an autograd.Function can return and save."""
+        """In the order of the arguments of `upstream_coefficients`; an autograd.Function can return and save them."""
         return self.logprob, self.lse, self.entropy, self.correct
 
     def without_gradient(self, loss: LossConfig) -> list[Tensor]:
@@ -96,24 +98,24 @@ class RowStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slopes:
-    """The gradient of any function of (logprob, lse, entropy) with respect to the scores z of a row, p = softmax(z):
+class GradientCoefficients:
+    """Coefficients of the gradient of a function of (logprob, lse, entropy) with respect to the scores z of a row:
 
-        d/dz_j = softmax * p_j + surprise * p_j * log p_j + label * [j is the label]
+        d/dz_j = softmax * p_j + entropy * p_j * log p_j + label * [j is the label]          p = softmax(z)
 
-    Each [n]; `surprise` is None where the entropy has no part in it.
+    Each [n]; `entropy` is None where the function does not depend on the entropy.
     """
 
     softmax: Tensor
-    surprise: Tensor | None
+    entropy: Tensor | None
     label: Tensor
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Slopes":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "GradientCoefficients":
         """`change` of each column that is there."""
-        surprise = None if self.surprise is None else change(self.surprise)
-        return Slopes(softmax=change(self.softmax), surprise=surprise, label=change(self.label))
+        entropy = None if self.entropy is None else change(self.entropy)
+        return GradientCoefficients(softmax=change(self.softmax), entropy=entropy, label=change(self.label))
 
-    def __getitem__(self, part: slice) -> "Slopes":
+    def __getitem__(self, part: slice) -> "GradientCoefficients":
         return self.map(lambda column: column[part])
 
 
@@ -129,33 +131,33 @@ def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
     return (weights * per_token).sum(dtype=torch.float64)
 
 
-def objective_slopes(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Slopes:
-    """The slopes of `objective`, for an upstream gradient of 1.
+def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> GradientCoefficients:
+    """Those of `objective`, for an upstream gradient of 1.
 
     d(-logprob) = p - onehot,  d lse^2 = 2 lse p,  d entropy = -p (log p + entropy)
     """
     weights = weights.to(rows.logprob.dtype)
-    softmax, surprise = weights, None
+    softmax, entropy = weights, None
     if loss.z_loss_coef:
         assert rows.lse is not None
         softmax = softmax + 2 * loss.z_loss_coef * weights * rows.lse
     if loss.entropy_coef:
         assert rows.entropy is not None
-        surprise = loss.entropy_coef * weights
-        softmax = softmax + surprise * rows.entropy
-    return Slopes(softmax=softmax, surprise=surprise, label=-weights)
+        entropy = loss.entropy_coef * weights
+        softmax = softmax + entropy * rows.entropy
+    return GradientCoefficients(softmax=softmax, entropy=entropy, label=-weights)
 
 
-def slopes(
+def upstream_coefficients(
     rows: RowStatistics, of_logprob: Tensor | None, of_lse: Tensor | None, of_entropy: Tensor | None, *_: Tensor | None
-) -> Slopes:
-    """From upstream gradients of logprob, lse and entropy, None standing for zeros; `correct` has no gradient."""
+) -> GradientCoefficients:
+    """Those of upstream gradients of logprob, lse and entropy, None meaning zeros; `correct` has no gradient."""
     zeros = torch.zeros_like(rows.logprob)
     label = zeros if of_logprob is None else of_logprob
     softmax = (zeros if of_lse is None else of_lse) - label
-    surprise = None
+    entropy = None
     if of_entropy is not None:
         assert rows.entropy is not None
-        surprise = -of_entropy
+        entropy = -of_entropy
         softmax = softmax - of_entropy * rows.entropy
-    return Slopes(softmax=softmax, surprise=surprise, label=label)
+    return GradientCoefficients(softmax=softmax, entropy=entropy, label=label)

@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from sft.mcore.loss import softmax_torch
-from sft.mcore.loss.objective import RowStatistics, Slopes
+from sft.mcore.loss.objective import GradientCoefficients, RowStatistics
 from sft.mcore.loss.vocab_parallel import VocabShard
 
 _FAR = -1e4  # exp(_FAR) is 0 in every format; keeps an empty shard's "-inf - x" out of products with 0
@@ -19,12 +19,12 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
     """scores [n, rows of this shard], labels int64 [n] -> over the whole vocabulary.  Collective over tp: one call,
     3 floats a row, 4 with entropy."""
     local = labels - shard.first
-    mine: Tensor = _passes(scores).row_sums(scores, local, shard.num_real, entropy)
+    local_sums: Tensor = _passes(scores).row_sums(scores, local, shard.num_real, entropy)
     if shard.group.size() == 1:
-        largest, total, score, *moment = mine.unbind(0)
+        largest, total, score, *moment = local_sums.unbind(0)
     else:
-        everyone = shard.all_gather(mine)
-        largests, totals, scores_, *moments = everyone.unbind(1)
+        gathered = shard.all_gather(local_sums)
+        largests, totals, scores_, *moments = gathered.unbind(1)
         largest = largests.amax(0)
         shift = (largests - largest).clamp_(min=_FAR)
         scale = shift.exp()
@@ -33,7 +33,7 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
         moment = [(scale * (part + totals * shift)).sum(0) for part in moments]
     log_total = total.log()
     return RowStatistics(
-        logprob=score - largest - log_total,  # in this order: near 0 for a token that is almost certain
+        logprob=score - largest - log_total,  # in this order: exact where it is near 0
         lse=largest + log_total,
         entropy=log_total - moment[0] / total if moment else None,
         correct=(score >= largest).to(score.dtype),
@@ -41,12 +41,20 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
 
 
 def gradient(
-    scores: Tensor, labels: Tensor, rows: RowStatistics, slopes: Slopes, shard: VocabShard, *, out: Tensor
+    scores: Tensor,
+    labels: Tensor,
+    rows: RowStatistics,
+    coefficients: GradientCoefficients,
+    shard: VocabShard,
+    *,
+    out: Tensor,
 ) -> None:
-    """The gradient with respect to the scores, as `Slopes` defines it, to `out` [n, rows]: the scores themselves or
-    a buffer of their shape and dtype.  Columns that pad the vocabulary get 0."""
+    """Write the gradient with respect to the scores, as `GradientCoefficients` defines it, to `out` [n, rows].
+
+    out: the scores themselves, or a buffer of their shape and dtype; columns that pad the vocabulary get 0
+    """
     local = labels - shard.first
-    _passes(scores).score_gradient(scores, local, shard.num_real, rows.logprob, rows.lse, slopes, out)
+    _passes(scores).score_gradient(scores, local, shard.num_real, rows.logprob, rows.lse, coefficients, out)
 
 
 def _passes(scores: Tensor) -> ModuleType:

@@ -1,6 +1,6 @@
-"""Two passes over the scores of one shard in plain torch: what `by_triton.py` does on CUDA, and its definition.
+"""Two passes over the scores of one shard in plain torch: what `softmax_triton.py` does on CUDA, and its definition.
 
-Both go in blocks of a few rows, so that nothing of the scores' size is made beside them.
+Both work on blocks of a few rows, so that no temporary has the size of the scores.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sft.mcore.loss.objective import Slopes
-from sft.mcore.loss.vocab_parallel import wide
+from sft.mcore.loss.objective import GradientCoefficients
+from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 # Bytes of a block: within a CPU core's cache; on CUDA enough to fill the device, and little beside the scores.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -18,8 +18,8 @@ _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
     """[3 or 4, n] of this shard's real columns: largest score m, sum of exp(z - m), the label's score (0 where
     the label is in another shard), and sum of exp(z - m) (z - m)."""
-    sums = scores.new_zeros((4 if entropy else 3, scores.shape[0]), dtype=wide(scores.dtype))
-    if num_real == 0:  # nothing but padding of the vocabulary here
+    sums = scores.new_zeros((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
+    if num_real == 0:  # this shard holds only padding of the vocabulary
         sums[0] = -torch.inf
         return sums
     for block in blocks(scores):
@@ -31,7 +31,7 @@ def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Ten
 
 
 def _sum_block(scores: Tensor, sums: Tensor) -> None:
-    """A function, so that what it makes is gone when the next block is made."""
+    """A function of its own, so that its temporaries are freed before the next block."""
     wider = scores.to(sums.dtype)
     torch.amax(wider, -1, out=sums[0])
     shifted = wider - sums[0][:, None]
@@ -41,27 +41,35 @@ def _sum_block(scores: Tensor, sums: Tensor) -> None:
 
 
 def score_gradient(
-    scores: Tensor, local: Tensor, num_real: int, logprob: Tensor, lse: Tensor, slopes: Slopes, out: Tensor
+    scores: Tensor,
+    local: Tensor,
+    num_real: int,
+    logprob: Tensor,
+    lse: Tensor,
+    coefficients: GradientCoefficients,
+    out: Tensor,
 ) -> None:
     out[:, num_real:] = 0.0
     if num_real == 0:
         return
     own, column = _own(local, num_real)
     for block in blocks(scores):
-        _gradient_block(scores[block, :num_real], lse[block, None], slopes[block], out[block, :num_real])
-    # The label's column once more, from the statistics: a narrow format would round p before 1 is taken off.
-    slope = slopes.softmax if slopes.surprise is None else slopes.softmax + slopes.surprise * logprob
-    exact = (logprob.exp() * slope + slopes.label).to(out.dtype)
+        _gradient_block(scores[block, :num_real], lse[block, None], coefficients[block], out[block, :num_real])
+    # The label's column again, from the statistics: bf16 would round p before 1 is subtracted.
+    slope = (
+        coefficients.softmax if coefficients.entropy is None else coefficients.softmax + coefficients.entropy * logprob
+    )
+    exact = (logprob.exp() * slope + coefficients.label).to(out.dtype)
     column = column[:, None]
     out.scatter_(1, column, torch.where(own[:, None], exact[:, None], out.gather(1, column)))
 
 
-def _gradient_block(scores: Tensor, lse: Tensor, slopes: Slopes, out: Tensor) -> None:
-    softmax = slopes.softmax[:, None]
-    if slopes.surprise is not None:
+def _gradient_block(scores: Tensor, lse: Tensor, coefficients: GradientCoefficients, out: Tensor) -> None:
+    softmax = coefficients.softmax[:, None]
+    if coefficients.entropy is not None:
         logprobs = scores.to(lse.dtype) - lse
         powers = logprobs.exp()
-        out.copy_(powers.mul_(logprobs.mul_(slopes.surprise[:, None]).add_(softmax)))
+        out.copy_(powers.mul_(logprobs.mul_(coefficients.entropy[:, None]).add_(softmax)))
     elif out.dtype == lse.dtype:
         torch.sub(scores, lse, out=out).exp_().mul_(softmax)
     else:
@@ -70,7 +78,7 @@ def _gradient_block(scores: Tensor, lse: Tensor, slopes: Slopes, out: Tensor) ->
 
 def blocks(x: Tensor) -> Iterator[slice]:
     """Runs of rows of `x` [n, ...] of some _BLOCK_BYTES each, at least one row."""
-    row_bytes = max(1, x[:1].numel()) * torch.empty((), dtype=wide(x.dtype)).element_size()
+    row_bytes = max(1, x[:1].numel()) * torch.empty((), dtype=accumulation_dtype(x.dtype)).element_size()
     rows = max(1, _BLOCK_BYTES[x.device.type] // row_bytes)
     for start in range(0, x.shape[0], rows):
         yield slice(start, min(start + rows, x.shape[0]))

@@ -1,4 +1,4 @@
-"""The two passes of `by_torch.py` in Triton, taken on CUDA: one program per row, which reads it once.
+"""The two passes of `softmax_torch.py` in Triton, used on CUDA: one program per row, which reads it once.
 
 `row_sums` keeps a running maximum and rescales what it has summed when that grows; `score_gradient` may write
 over the scores, as every element is read and written by the same program.
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.mcore.loss.objective import Slopes
-from sft.mcore.loss.vocab_parallel import wide
+from sft.mcore.loss.objective import GradientCoefficients
+from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 _BLOCK = 4096  # columns at a time
 _WARPS = 8
 
 
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
-    """See `by_torch.row_sums`."""
-    sums = scores.new_empty((4 if entropy else 3, scores.shape[0]), dtype=wide(scores.dtype))
+    """See `softmax_torch.row_sums`."""
+    sums = scores.new_empty((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
     if scores.shape[0]:
         block = min(_BLOCK, triton.next_power_of_2(scores.shape[1]))
         _row_sums[(scores.shape[0],)](
@@ -37,12 +37,20 @@ def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Ten
 
 
 def score_gradient(
-    scores: Tensor, local: Tensor, num_real: int, logprob: Tensor, lse: Tensor, slopes: Slopes, out: Tensor
+    scores: Tensor,
+    local: Tensor,
+    num_real: int,
+    logprob: Tensor,
+    lse: Tensor,
+    coefficients: GradientCoefficients,
+    out: Tensor,
 ) -> None:
-    """See `by_torch.score_gradient`."""
+    """See `softmax_torch.score_gradient`."""
     if scores.shape[0] == 0:
         return
-    surprise = slopes.softmax if slopes.surprise is None else slopes.surprise  # not read where it is None
+    entropy = (
+        coefficients.softmax if coefficients.entropy is None else coefficients.entropy
+    )  # not read where ENTROPY is false
     _score_gradient[(scores.shape[0],)](
         scores,
         scores.stride(0),
@@ -53,10 +61,10 @@ def score_gradient(
         scores.shape[1],
         logprob.contiguous(),
         lse.contiguous(),
-        slopes.softmax.contiguous(),
-        surprise.contiguous(),
-        slopes.label.contiguous(),
-        SURPRISE=slopes.surprise is not None,
+        coefficients.softmax.contiguous(),
+        entropy.contiguous(),
+        coefficients.label.contiguous(),
+        ENTROPY=coefficients.entropy is not None,
         WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
         BLOCK=min(_BLOCK, triton.next_power_of_2(scores.shape[1])),
         num_warps=_WARPS,
@@ -84,7 +92,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(base + columns, mask=columns < num_real, other=float("-inf")).to(WIDE)
         new = tl.maximum(largest, tl.max(z, 0))
-        # Sums so far were taken from `largest`; the first block has none, and -inf - new must not meet them.
+        # Earlier sums are relative to `largest`.  It is -inf in the first block, and -inf - new must not be used.
         shift = tl.where(total > 0, largest - new, 0.0)
         scale = tl.exp(shift)
         away = z - new
@@ -115,9 +123,9 @@ def _score_gradient(  # type: ignore[no-untyped-def]
     logprob,
     lse,
     softmax,
-    surprise,
+    entropy,
     label,
-    SURPRISE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -126,7 +134,7 @@ def _score_gradient(  # type: ignore[no-untyped-def]
     norm = tl.load(lse + row)
     slope = tl.load(softmax + row)
     on_label = tl.load(label + row)
-    exact = tl.load(logprob + row)  # not score - lse: near 0 that would be two large numbers' difference
+    exact = tl.load(logprob + row)  # not score - lse, which cancels near 0
     target = tl.load(local + row)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -134,8 +142,8 @@ def _score_gradient(  # type: ignore[no-untyped-def]
         logprobs = tl.load(base + columns, mask=real, other=0.0).to(WIDE) - norm
         logprobs = tl.where(columns == target, exact, logprobs)
         g = tl.exp(logprobs) * slope
-        if SURPRISE:
-            g += tl.exp(logprobs) * logprobs * tl.load(surprise + row)
+        if ENTROPY:
+            g += tl.exp(logprobs) * logprobs * tl.load(entropy + row)
         g += tl.where(columns == target, on_label, 0.0)
         g = tl.where(real, g, 0.0)
         tl.store(out + row * out_stride + columns, g.to(out.dtype.element_ty), mask=columns < num_columns)

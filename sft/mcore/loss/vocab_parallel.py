@@ -1,4 +1,4 @@
-"""The vocabulary over the tensor-parallel ranks: which rows are here, and every collective of the loss head."""
+"""The vocabulary over the tensor-parallel ranks: which rows this rank has, and every collective of the loss head."""
 
 from dataclasses import dataclass
 
@@ -38,12 +38,13 @@ class VocabShard:
         buffer: Tensor | None = getattr(self.weight, "main_grad", None)
         if buffer is None or not self.weight.requires_grad:
             return None
-        return buffer if buffer.dtype == wide(self.weight.dtype) else None
+        return buffer if buffer.dtype == accumulation_dtype(self.weight.dtype) else None
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Scores [t, rows of this shard] of all t tokens, by autograd; tokens that are not in `rows` count as zeros.
+        """Scores [t, rows of this shard] of all t tokens, with autograd.
 
-        Their hidden states may be NaN, and the gradient of the weight would multiply those by 0.
+        Hidden states of tokens that are not in `rows` are replaced by zeros: they may be NaN, and the gradient of the
+        weight would multiply them by 0.
         """
         if self.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)
@@ -75,13 +76,13 @@ class VocabShard:
         dist.reduce_scatter_tensor(local, partial, group=self.group)
         return local
 
-    def all_gather(self, mine: Tensor) -> Tensor:
+    def all_gather(self, local: Tensor) -> Tensor:
         """[k, n] of each rank -> [tp, k, n]"""
-        everyone = mine.new_empty((self.group.size() * mine.shape[0], mine.shape[1]))
-        dist.all_gather_into_tensor(everyone, mine, group=self.group)
-        return everyone.view(self.group.size(), *mine.shape)
+        gathered = local.new_empty((self.group.size() * local.shape[0], local.shape[1]))
+        dist.all_gather_into_tensor(gathered, local, group=self.group)
+        return gathered.view(self.group.size(), *local.shape)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision sums are taken in: float32, or float64 of float64."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums are accumulated in: float32, or float64 of float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

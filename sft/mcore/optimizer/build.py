@@ -42,30 +42,30 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
     if optim.offload_fraction:
-        offload.offload(core, optim.offload_fraction)
+        offload.enable_offload(core, optim.offload_fraction)
     optimizer = get_megatron_optimizer(
         core, chunks, config_overrides=get_standard_config_overrides(core), use_gloo_process_groups=False
     )
     if optim.offload_fraction:
-        offload.settle(optimizer)
-    offload.fuse(optimizer)
+        offload.check_and_free(optimizer)
+    offload.use_fused_kernel(optimizer)
     return optimizer
 
 
 def update(optimizer: MegatronOptimizer, here: torch.device) -> float:
-    """Clip and step, unless the norm of the gradient is not finite; the norm before clipping.  Collective.
+    """Clip and step, unless the norm of the gradient is not finite; returns the norm before clipping.  Collective.
 
-    Core's `step` would divide all gradients by that norm, and so make every weight a NaN.  And where Transformer Engine
-    is not installed, its norm waits for the GPU once for each weight.
+    Core's `step` would divide all gradients by a non-finite norm, which makes every weight a NaN.  And without
+    Transformer Engine its norm synchronises with the GPU once for each weight.
     """
     optimizer.prepare_grads()
     norm = _norm(optimizer, here)
     if math.isfinite(norm):
-        for part in offload.parts(optimizer):
-            core, params = part.config, part.get_parameters()
-            if core.clip_grad and params:
-                decoupled = core.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(params, core.clip_grad, norm, decoupled)
+        for core in offload.chained_optimizers(optimizer):
+            config, params = core.config, core.get_parameters()
+            if config.clip_grad and params:
+                decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(params, config.clip_grad, norm, decoupled)
         optimizer.step_with_ready_grads()
     return norm
 
@@ -76,7 +76,9 @@ def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
     Infinite where fp32 cannot hold the sum: neither could Adam hold its mean square, and would never update again.
     """
     total = torch.zeros((), dtype=torch.float64, device=here)
-    for part in offload.parts(optimizer):  # with experts there are two, whose weights are shared by other ranks
+    for part in offload.chained_optimizers(
+        optimizer
+    ):  # with experts there are two, whose weights are shared by other ranks
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
         square = sum_of_squares(gradients(), here)
         dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
@@ -87,7 +89,7 @@ def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps of warm-up, of final decay (wsd) and in all."""
+    """Number of steps: of the run, of its warm-up, and of its final decay (wsd)."""
 
     num_steps: int
     warmup_steps: int
@@ -110,7 +112,7 @@ class Schedule:
 
 
 def build_scheduler(optim: OptimConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
-    """Sets lr and weight decay on the optimizer's groups; `step(1)` belongs before each update."""
+    """Sets lr and weight decay on the optimizer's groups; `step(1)` is to be called before each update."""
     schedule = Schedule.resolve(optim, num_steps)
     return OptimizerParamScheduler(
         optimizer,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.ends import End, assert_same_end
-from tests.faults.runs import Case, Lifecycle
+from tests.faults.runs import Case, Start
 
 STEP = "sft.mcore.engine:Engine.train_step"
 SHORT = ["run.step_timeout_s=3"]
@@ -18,7 +18,7 @@ def stacks(one: Case, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def assert_named(one: Case, start: Lifecycle, phases: dict[int, str], frame: str) -> None:
+def assert_named(one: Case, start: Start, phases: dict[int, str], frame: str) -> None:
     """Both left by themselves; stacks of both are in files and on stderr."""
     assert start.wait(45) == [1, 1], start.told()
     for rank, phase in phases.items():

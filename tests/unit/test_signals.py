@@ -19,7 +19,7 @@ from tests.unit.fixtures.held import held, threads
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken
 
-# `stuck()` never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
+# stuck never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
 HEAD = """
 import ctypes, os, signal, sys, threading, time
 from sft.run import signals

@@ -115,7 +115,7 @@ class Config(Section):
             (
                 fp8 and self.run.precision == "fp32",
                 "run.fp8",
-                "stands beside bf16, and run.precision is fp32; use bf16",
+                "needs run.precision = bf16, and it is fp32; use bf16",
             ),
             (
                 fp8 and not self.attention.may_have_fp8,

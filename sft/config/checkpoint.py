@@ -16,7 +16,7 @@ class CheckpointConfig(Section):
     verify: Literal["off", "size", "full"] = "full"
     """What is compared with the manifest before a checkpoint is loaded: nothing, sizes, or every byte (SHA-256)."""
     allow_changes: list[str] = []
-    """Keys that may differ from the run that wrote the checkpoint although that makes another run: [run.seed, data]."""
+    """Keys that may differ from the run that wrote the checkpoint although they change training: [run.seed, data]."""
     save_every: Positive | None = None
     """Steps between checkpoints; null means only after the last step."""
     save_every_minutes: Annotated[float, Field(gt=0.0)] | None = None
@@ -24,13 +24,13 @@ class CheckpointConfig(Section):
     save_last: bool = True
     """Save after the last step."""
     async_save: bool = False
-    """Training waits for a copy in memory only, and goes on while that is written; needs the memory for it."""
+    """Training waits only for a copy in memory, and goes on while the copy is written; needs memory for the copy."""
     keep_last: Annotated[int, Field(ge=2)] | None = None
     """Checkpoints kept, at least 2 (the newest may turn out damaged); null keeps all."""
     keep_every: Positive | None = None
-    """Checkpoints of the multiples of this many steps stay whatever keep_last says."""
+    """Also keep the checkpoints of every multiple of this many steps."""
     keep_best: str | None = None
-    """The best one stays too: SET/METRIC such as eval/lm loss, of a held-out set evaluated when it was saved."""
+    """Also keep the best one by SET/METRIC, such as eval/lm loss: of a held-out set that was evaluated at that step."""
 
     @property
     def best(self) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ class LossConfig(Section):
     impl: Literal["fused", "chunked", "full"] = "fused"
     """fused never builds the logits and projects supervised rows only; full is megatron-core's own."""
     chunk_size: Positive | None | Literal["auto"] = "auto"
-    """Rows taken at once: supervised ones (fused) or all (chunked).  auto means 4096 and 1024; null all of them."""
+    """Rows projected at one time: supervised ones (fused) or all (chunked).  auto means 4096 and 1024; null, all."""
     reduction: Literal["token", "sample", "sqrt"] = "token"
     """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
     denominator: Literal["weights", "tokens"] = "weights"
@@ -19,9 +19,9 @@ class LossConfig(Section):
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Adds this times the squared log-sum-exp of the scores, which keeps them from drifting; 1e-4 is usual."""
     entropy_coef: float = 0.0
-    """Takes this times the entropy off the loss: above 0 for flatter predictions, below 0 for sharper ones."""
+    """Subtracts this times the entropy from the loss: above 0 for flatter predictions, below 0 for sharper ones."""
     entropy: bool = False
-    """Log the mean entropy over supervised tokens, also where entropy_coef is 0; without gradient then."""
+    """Log the mean entropy of supervised tokens even where entropy_coef is 0; it has no gradient then."""
 
     @property
     def measures_entropy(self) -> bool:

@@ -13,7 +13,7 @@ class RunConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = Field("auto", json_schema_extra=UNREPORTED)
     """auto takes CUDA where torch sees it.  The CPU runs every parallelism, on gloo."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 keeps main parameters and gradients in fp32.  fp32 is for proofs and CPU runs."""
+    """bf16 keeps main parameters and gradients in fp32.  fp32 is for comparisons and CPU runs."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """FP8 recipe of the linear layers (not yet run on GPUs); needs Transformer Engine and precision bf16."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
@@ -23,6 +23,6 @@ class RunConfig(Section):
     step_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)
     """Seconds after which a step, evaluation or save counts as hung: every rank writes its stacks, and the run ends."""
     exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = Field(None, json_schema_extra=UNREPORTED)
-    """Save and leave after this long; under SLURM always run.grace_s before the job's end."""
+    """Minutes after which the run saves and exits; under SLURM it also does so run.grace_s before the job's end."""
     grace_s: Positive = Field(100, json_schema_extra=UNREPORTED)
-    """Seconds between a signal to stop and the moment this process is ended, which a step and a save must fit in."""
+    """Seconds between a signal to stop and the end of the process; a step and a save must fit into them."""

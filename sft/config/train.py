@@ -15,11 +15,11 @@ class TrainConfig(Section):
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward: none; norms and the MLP or experts (selective); or whole layers."""
+    """Activations to recompute in backward: none; norms and the MLP or experts (selective); or whole layers (full)."""
     mlp_tile: Positive | None = None
-    """Tokens of a rank that the MLP takes at once, which is then computed again in backward; null takes all."""
+    """Tokens of a rank that the MLP takes at one time; it is then recomputed in backward.  null takes all."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of a rank's layers, the first ones, whose activations wait in host memory; needs recompute."""
+    """Share of a rank's layers, the first ones, whose activations are offloaded to host memory; needs recompute."""
     eval_every: Positive | None = None
     """Steps between evaluations; null means before the first step and at the end only."""
     max_nonfinite_steps: NonNegative = 2

@@ -1,6 +1,6 @@
 """The faults that have to be survived, by the ids of the project's fault matrix, and where each is proved.
 
-A row is proved by the tests here that count their faults for it (`Matrix.hit`), by tests elsewhere, or is not proved,
+A row is proved by the tests here that count their faults for it (`hit`), by tests elsewhere, or is not proved,
 with the reason.  `test_matrix.py` holds this against what there is.
 """
 

@@ -598,7 +598,7 @@ CLASHES = {
     ),
     "fp8 beside fp32": (
         ["run.fp8=mxfp8", "run.precision=fp32"],
-        'run.fp8 = "mxfp8" (command line: run.fp8=mxfp8) stands beside bf16, and run.precision is fp32; use bf16.',
+        'run.fp8 = "mxfp8" (command line: run.fp8=mxfp8) needs run.precision = bf16, and it is fp32; use bf16.',
     ),
     "fp8 without its layers": (
         ["run.fp8=blockwise", "attention.backend=portable"],

@@ -1,51 +1,59 @@
-"""tools/bench_loss_head.py: what it counts, what it refuses to time, and the bars that are counts.
+"""tools/bench: what the loss head's benchmark counts, what it refuses to time, and the bars that are counts.
 
-Bytes at the default shape are counted on fake tensors, which have storages and no contents.
+Bytes at the default sizes are counted on fake tensors, which have storages and no contents.
 """
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tools import bench_loss_head as bench
-from tools.bench_loss_head import BASELINE, CONCATENATE, RECOMPUTE, Block, Counter, Problem, Result, Shape
+from sft.mcore.process_groups import parallel_state
+from tools.bench import __main__ as bench
+from tools.bench import loss_head, loss_ways, problem, ranks
+from tools.bench.clock import check_close, medians
+from tools.bench.counter import Counter
+from tools.bench.harness import Bar, Refused, Row
+from tools.bench.loss_bars import BASELINE, CONCATENATE, RECOMPUTE, bars
+from tools.bench.loss_head import Sizes
+from tools.bench.problem import Problem, count
 
-CPU = torch.device("cpu")
-TINY = Shape(tokens=24, hidden=8, vocab=50)
-# Narrow, so that it is fast; the scores are as wide as at the default shape, and so is what 2% of a chunk must hold.
-NARROW = Shape(tokens=512, hidden=64, vocab=32_768)
-TINY_COMMAND = ["--device", "cpu", "--tokens", "24", "--hidden", "8", "--vocab", "50", "--chunks", "5,9"]
-TINY_COMMAND += ["--repeats", "1"]
-ALL_ROWS = ["fused 5", "fused 9", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE]
+FRACTIONS = [1.0, 0.5, 0.1, 0.0]
+TINY = Sizes(tokens=24, hidden=8, vocab=50, chunks=(5, 9))
+# Narrow, so that it is fast; the scores are as wide as at the default sizes, and so is what 2% of a chunk must hold.
+NARROW = Sizes(tokens=512, hidden=64)
+ALL_WAYS = ["fused 5", "fused 9", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE]
 
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with bench.world("cpu", 0, 1):
+    with ranks.alone("cpu"):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
         yield
+        parallel_state.destroy_model_parallel()
 
 
-def problem(
-    shape: Shape = TINY,
-    fraction: float = 1.0,
-    chunks: tuple[int, ...] = (5, 9),
-    dtype: torch.dtype = torch.float32,
-    only: list[str] = bench.ROWS,
-) -> Problem:
-    return bench.loss_head(shape, fraction=fraction, chunks=chunks, dtype=dtype, device=CPU, only=only)
+def tiny(**changes: Any) -> Problem:
+    return loss_head.loss_head(replace(TINY, **changes))
 
 
-def block(results: dict[str, Result], shape: Shape = TINY, fraction: float = 1.0, device_type: str = "cpu") -> Block:
-    dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
-    return Block(shape=shape, fraction=fraction, dtype=dtype, device_type=device_type, tp=1, results=results)
+def rows_of(results: dict[str, Row], sizes: Sizes = Sizes(), device: str = "cpu") -> list[Row]:
+    """The rows of one case, as they are judged."""
+    facts = {
+        "tokens": sizes.tokens, "hidden": sizes.hidden, "vocab": sizes.vocab, "fraction": sizes.fraction, "tp": 1,
+        "supervised": sizes.num_supervised, "dtype": "fp32" if device == "cpu" else "bf16", "device": device,
+        "unit": 2 * sizes.tokens * sizes.hidden * sizes.vocab,
+    }  # fmt: skip
+    return [{**facts, "way": name, **result} for name, result in results.items()]
 
 
-def missed(of: Block) -> list[str]:
-    return [words for words, met in bench.bars(of) if not met]
+def missed(rows: list[Row]) -> list[Bar]:
+    return [bar for bar in bars(rows) if bar.is_missed]
 
 
 # --- bytes: written out, 400 bytes are 100 floats ------------------------------------------------------------
@@ -151,12 +159,11 @@ def test_what_autograd_frees_on_its_way_is_noticed() -> None:
 def test_the_baseline_written_out() -> None:
     """24 x 50 scores of 4 bytes are 4,800; at its widest backward has three of them: log-probs, the gradient of the
     chosen ones and that of the scores.  The scores themselves went when their log-probs were there."""
-    found = bench.count(problem(), BASELINE)
+    row = count(tiny(), BASELINE)
     scores = 24 * 50 * 4
-    assert found.extra is not None and found.total is not None
-    assert 3 * scores <= found.extra <= 3 * scores + 64
+    assert 3 * scores <= row["extra"] <= 3 * scores + 64
     inputs = (24 * 8 + 50 * 8) * 4 + 24 * (8 + 8 + 8 + 4)
-    assert inputs + 3 * scores <= found.total <= inputs + 3 * scores + (24 * 8 + 50 * 8) * 4 + 64
+    assert inputs + 3 * scores <= row["total"] <= inputs + 3 * scores + (24 * 8 + 50 * 8) * 4 + 64
 
 
 # --- FLOPs and bytes sent ------------------------------------------------------------------------------------
@@ -175,71 +182,58 @@ def test_flops_of_every_kind_of_product() -> None:
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
-def test_flops_are_those_of_torch(fraction: float) -> None:
-    p = problem(fraction=fraction)
-    assert sorted(p.rows) == sorted(ALL_ROWS)
-    for name in p.rows:
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_flops_are_those_of_torch_and_six_per_supervised_token_and_weight(fraction: float) -> None:
+    p = tiny(fraction=fraction)
+    weights, rows, units = 8 * 50, round(24 * fraction), {}
+    for name in p.ways:
         with FlopCounterMode(display=False) as torch_counts:
             p.backward(name)
-        assert bench.count(p, name, peak=False).flops == torch_counts.get_total_flops(), name
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("fraction", bench.EVERY_FRACTION)
-def test_flops_are_six_per_supervised_token_and_weight(fraction: float) -> None:
-    p = problem(fraction=fraction)
-    weights, rows = 8 * 50, round(24 * fraction)
-    units = {name: bench.count(p, name, peak=False).flops / weights for name in p.rows}
+        flops = count(p, name, peak=False)["flops"]
+        assert flops == torch_counts.get_total_flops(), name
+        units[name] = flops / weights
     every = dict.fromkeys(["chunked", "full", BASELINE, CONCATENATE], 6 * 24)
     supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "token_statistics": 8 * rows}
     assert units == {**every, **supervised, RECOMPUTE: 8 * 24}
 
 
-def test_two_ranks_send_what_the_loss_head_says(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_send_what_the_loss_head_says() -> None:
     """Of 24 tokens, 8 wide: 3 floats each for the statistics, and the gradient of the hidden states."""
-    only = ["--only", "fused,full", "--no-peak"]
-    assert bench.main([*TINY_COMMAND, *only, "--tp", "2", "--check", "--fraction", "1"]) == 0
-    out = capfd.readouterr().out
-    lines = {line[:28].strip(): line.split() for line in out.splitlines()}
-    assert lines["fused 5"][-2:] == lines["fused 9"][-2:] == ["3.000", f"{24 * (3 + 8) * 4:,}"]
-    assert lines["full"][-2] == "3.000"
-    assert "bench_loss_head: 2 of 2 bars met" in out
+    rows = {row["way"]: row for row in ranks.rows_of_rank0(2, loss_head.measure_on_rank, TINY, ["fused"], 1, False)}
+    assert list(rows) == ["full", "fused 5", "fused 9"]
+    assert rows["fused 5"]["bytes_sent"] == rows["fused 9"]["bytes_sent"] == 24 * (3 + 8) * 4
+    assert {row["gemm"] for row in rows.values()} == {3.0}
+    assert [bar.is_missed for bar in bars(list(rows.values()))] == [False, False]
 
 
 # --- the bars that are counts --------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("fraction", bench.EVERY_FRACTION)
-@pytest.mark.parametrize("shape, fake", [(NARROW, False), (bench.CPU_SHAPE, True)], ids=["narrow", "default shape"])
-def test_bars(shape: Shape, fake: bool, fraction: float) -> None:
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("sizes, fake", [(NARROW, False), (Sizes(), True)], ids=["narrow", "default sizes"])
+def test_bars(sizes: Sizes, fake: bool, fraction: float) -> None:
+    sizes = replace(sizes, fraction=fraction)
     with FakeTensorMode() if fake else nullcontext():
-        p = problem(shape, fraction, chunks=(256, 512), only=["fused", CONCATENATE, RECOMPUTE])
-        results = {name: bench.count(p, name) for name in p.rows}
-    outcomes = list(bench.bars(block(results, shape, fraction)))
-    assert len(outcomes) == 6  # FLOPs and bytes of two chunks, and what the two others must be worse at
-    assert not missed(block(results, shape, fraction))
+        p = loss_head.loss_head(sizes, ["fused", CONCATENATE, RECOMPUTE])
+        rows = rows_of({name: count(p, name) for name in p.ways}, sizes)
+    assert len(list(bars(rows))) == 6  # FLOPs and bytes of two chunks, and what the two others must be worse at
+    assert not missed(rows)
 
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 def test_bytes_of_fake_tensors_are_those_of_real_ones(fraction: float) -> None:
     """Down to a scalar, which is sometimes kept and sometimes not."""
-    found = []
+    sizes, counts = Sizes(tokens=96, hidden=16, fraction=fraction, chunks=(20, 36)), []
     for mode in (nullcontext(), FakeTensorMode()):
         with mode:
-            p = problem(
-                Shape(tokens=96, hidden=16, vocab=32_768),
-                fraction,
-                chunks=(20, 36),
-                only=["fused", "chunked", CONCATENATE, RECOMPUTE],
-            )
-            found.append({name: bench.count(p, name) for name in p.rows})
-    real, fake = found
+            p = loss_head.loss_head(sizes, ["fused", "chunked", CONCATENATE, RECOMPUTE])
+            counts.append({name: count(p, name) for name in p.ways})
+    real, fake = counts
     for name in real:
-        assert real[name].flops == fake[name].flops
-        assert real[name].extra == pytest.approx(fake[name].extra, abs=16), name
+        assert real[name]["flops"] == fake[name]["flops"]
+        assert real[name]["extra"] == pytest.approx(fake[name]["extra"], abs=16), name
 
 
 @pytest.mark.usefixtures("world")
@@ -247,196 +241,131 @@ def test_bytes_of_fake_tensors_are_those_of_real_ones(fraction: float) -> None:
 def test_extra_bytes_do_not_grow_with_the_tokens(fraction: float, chunk: int) -> None:
     extra = []
     for tokens in (2048, 4096):
-        p = problem(Shape(tokens=tokens, hidden=8, vocab=4096), fraction, chunks=(chunk,), only=["fused"])
-        found = bench.count(p, f"fused {chunk}").extra
-        assert found is not None
-        extra.append(found)
+        sizes = Sizes(tokens=tokens, hidden=8, vocab=4096, fraction=fraction, chunks=(chunk,))
+        extra.append(count(loss_head.loss_head(sizes, ["fused"]), f"fused {chunk}")["extra"])
     assert 0 <= extra[1] - extra[0] <= 32 * 2048
 
 
 @pytest.mark.usefixtures("world")
-def test_without_the_gradients_of_everything_fused_is_smallest() -> None:
-    p = problem(Shape(tokens=512, hidden=16, vocab=8192), chunks=(64,))
-    extra = {name: bench.count(p, name).extra or 0 for name in p.rows}
+def test_fused_is_smallest() -> None:
+    p = loss_head.loss_head(Sizes(tokens=512, hidden=16, vocab=8192, chunks=(64,)))
+    extra = {name: count(p, name)["extra"] for name in p.ways}
     assert min(extra, key=lambda name: extra[name]) in ("fused 64", "token_statistics")
     assert max(extra, key=lambda name: extra[name]) == CONCATENATE
 
 
-def test_a_missed_bar_is_named() -> None:
-    scores = 256 * 32_768 * 4
-    good = Result(ms=100.0, extra=scores, flops=6 * 2048 * 1024 * 32_768)
-    reference = Result(ms=100.0)
-    fused = {"fused 256": good}
-    shape = bench.CPU_SHAPE
-    assert not missed(block({BASELINE: reference, **fused}, shape))
+SCORES = 256 * 32_768 * 4
+FLOPS = 6 * 2048 * 1024 * 32_768
+GOOD = {"seconds": 0.1, "extra": SCORES, "flops": FLOPS}
 
-    slow = Result(ms=109.0, extra=scores, flops=good.flops)
-    assert missed(block({BASELINE: reference, "fused 256": slow}, shape)) == [
-        f"fraction 1, fused 256: 1.090 of the time of {BASELINE} (at most 1.08)"
-    ]
-    wide = Result(ms=100.0, extra=int(1.03 * scores), flops=good.flops)
-    (words,) = missed(block({BASELINE: reference, "fused 256": wide}, shape))
-    assert words.startswith("fraction 1, fused 256: 34,561,064 bytes extra (at most 34,291,057")
-    more = Result(ms=100.0, extra=scores, flops=good.flops + 1)
-    (words,) = missed(block({BASELINE: reference, "fused 256": more}, shape))
-    assert words == f"fraction 1, fused 256: {good.flops + 1:,} FLOPs (exactly {good.flops:,})"
-    (words,) = missed(block({**fused, CONCATENATE: Result(extra=scores)}, shape))
-    assert words.startswith(f"fraction 1, {CONCATENATE}")
-    (words,) = missed(block({**fused, RECOMPUTE: Result(flops=good.flops)}, shape))
-    assert words.startswith(f"fraction 1, {RECOMPUTE}")
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, ""),
+        ({"fused 256": {**GOOD, "seconds": 0.109}}, f"fused 256, of the time of {BASELINE}: 1.09, at most 1.08"),
+        (
+            {"fused 256": {**GOOD, "extra": int(1.03 * SCORES)}},
+            "fused 256, bytes extra: 34,561,064, at most 34,291,057",
+        ),
+        ({"fused 256": {**GOOD, "flops": FLOPS + 1}}, f"fused 256, FLOPs: {FLOPS + 1:,}, exactly {FLOPS:,}"),
+        ({CONCATENATE: {"extra": SCORES, "flops": 0}}, f"more than fused: {SCORES:,}, above {SCORES:,}"),
+        ({RECOMPUTE: {"flops": FLOPS}}, f"{RECOMPUTE}, FLOPs: {FLOPS:,}, exactly {FLOPS // 3 * 4:,}"),
+        ({RECOMPUTE: {"status": "out of memory"}}, ""),
+    ],
+)
+def test_a_missed_bar_is_named(changes: dict[str, Row], message: str) -> None:
+    rows = rows_of({BASELINE: {"seconds": 0.1}, "fused 256": GOOD, **changes})
+    assert len(missed(rows)) == bool(message) and all(message in str(bar) for bar in missed(rows))
 
 
 @pytest.mark.parametrize("fraction, chunk, most", [(1.0, 512, 1.0), (0.1, 256, 0.15), (0.1, 512, 0.15)])
 def test_the_bars_of_time(fraction: float, chunk: int, most: float) -> None:
-    flops = 6 * round(2048 * fraction) * 1024 * 32_768
-    for ms, met in ((most * 100 - 0.1, True), (most * 100 + 0.1, False)):
-        results = {BASELINE: Result(ms=100.0), f"fused {chunk}": Result(ms=ms, flops=flops)}
-        assert (not missed(block(results, bench.CPU_SHAPE, fraction))) == met
-        assert not missed(block(results, Shape(tokens=2048, hidden=1024, vocab=32_767), fraction)) is False  # FLOPs
+    sizes = Sizes(fraction=fraction)
+    flops = 6 * sizes.num_supervised * 1024 * 32_768
+    for seconds, num_missed in ((most - 0.001, 0), (most + 0.001, 1)):
+        results = {BASELINE: {"seconds": 1.0}, f"fused {chunk}": {"seconds": seconds, "flops": flops}}
+        assert len(missed(rows_of(results, sizes))) == num_missed
+        other = rows_of(results, replace(sizes, vocab=32_767))  # a size without a bar of time
+        assert [bar.name.rpartition(", ")[2] for bar in bars(other)] == ["FLOPs"]
 
 
 def test_the_bars_on_cuda() -> None:
-    flops = 6 * 262_144 * 2048 * 62_080
-    fits = Result(ms=300.0, total=int(3.2 * 2**30), flops=flops)
-    assert not missed(block({"fused 4096": fits}, bench.CUDA_SHAPE, device_type="cuda"))
-    not_quite = Result(ms=317.0, total=int(3.4 * 2**30), flops=flops)
-    assert missed(block({"fused 4096": not_quite}, bench.CUDA_SHAPE, device_type="cuda")) == [
-        "fraction 1, fused 4096: 317.0 ms (at most 316)",
-        "fraction 1, fused 4096: 3.40 GiB (at most 3.3)",
+    sizes, flops = Sizes(tokens=262_144, hidden=2048, vocab=62_080), 6 * 262_144 * 2048 * 62_080
+    fits = {"seconds": 0.300, "total": int(3.2 * 2**30), "flops": flops}
+    assert not missed(rows_of({"fused 4096": fits}, sizes, "cuda"))
+    not_quite = {"seconds": 0.317, "total": int(3.4 * 2**30), "flops": flops}
+    assert [str(bar) for bar in missed(rows_of({"fused 4096": not_quite}, sizes, "cuda"))] == [
+        "MISSED        fraction 1, fused 4096, ms: 317, at most 316",
+        "MISSED        fraction 1, fused 4096, GiB: 3.4, at most 3.3",
     ]
 
 
 # --- what is timed -------------------------------------------------------------------------------------------
 
 
-def test_rows_take_turns_after_a_round_that_does_not_count() -> None:
+def test_calls_take_turns_after_a_round_that_warms_up() -> None:
     order: list[str] = []
-    x = torch.ones((), requires_grad=True)
+    seconds = iter([9.0, 9.0, 1.0, 5.0, 3.0, 7.0, 2.0, 6.0])
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
 
-    def row(name: str) -> torch.Tensor:
-        order.append(name)
-        return x * 1
+    def clock(call: Any) -> float:
+        call()
+        return next(seconds)
 
-    p = Problem(rows={"a": lambda: row("a"), "b": lambda: row("b")}, leaves=(x,), constants=())
-    assert sorted(bench.time_all(p, ["a", "b"], 2)) == ["a", "b"]
-    assert order == ["a", "b"] * 3
+    assert medians(calls, repeats=3, clock=clock) == {"a": 2.0, "b": 6.0}
+    assert order == ["a", "b"] * 4
 
 
 @pytest.mark.parametrize("factor", [1.001, 0.0, torch.nan])
 def test_a_wrong_gradient_is_refused(
     factor: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
-        return factor * bench.baseline(hidden, weight, labels)
-
-    def never(*_: object) -> None:
-        raise AssertionError("a wrong row was timed")
-
-    monkeypatch.setattr(bench, "recompute", wrong)
-    monkeypatch.setattr(bench, "time_all", never)
-    assert bench.main(TINY_COMMAND) == 2
-    said = capsys.readouterr()
-    assert f"{RECOMPUTE}: a gradient of norm" in said.err
-    assert BASELINE not in said.out  # no table
+    plain = loss_ways.plain
+    monkeypatch.setattr(loss_ways, "recompute", lambda h, w, labels, chunk: factor * plain(h, w, labels))
+    monkeypatch.setattr(problem, "medians", lambda *a, **k: pytest.fail("a wrong way was timed"))
+    assert bench.main(["loss_head", "--tiny"]) == 2
+    output = capsys.readouterr()
+    assert f"{RECOMPUTE}: gradient 0, of norm" in output.err and BASELINE not in output.out  # no row
 
 
 def test_a_wrong_gradient_of_one_input_is_refused() -> None:
     right = [torch.ones(3), torch.ones(4)]
-    bench.check_gradients("row", right, right)
-    with pytest.raises(bench.WrongGradient, match="row: a gradient of norm 2 is off by 1"):
-        bench.check_gradients("row", [right[0], torch.tensor([1.0, 1, 1, 2])], right)
-    with pytest.raises(bench.WrongGradient, match="row: 1 of 2 gradients"):
-        bench.check_gradients("row", right[:1], right)
-    nothing = [torch.zeros(3), torch.zeros(4)]
-    with pytest.raises(bench.WrongGradient):  # of nothing supervised, exactly nothing
-        bench.check_gradients("row", [torch.zeros(3), torch.full((4,), 1e-9)], nothing)
+    check_close("way", {"a": right[0], "b": right[1]}, right, 1e-5)
+    with pytest.raises(Refused, match="way: b, of norm 2, is off by 1"):
+        check_close("way", {"a": right[0], "b": torch.tensor([1.0, 1, 1, 2])}, right, 1e-5)
+    with pytest.raises(Refused, match="way: 1 of 2 results"):
+        check_close("way", {"a": right[0]}, right, 1e-5)
+    with pytest.raises(Refused):  # of nothing supervised, exactly nothing
+        check_close("way", {"a": torch.full((4,), 1e-9)}, [torch.zeros(4)], 1e-5)
 
 
 @pytest.mark.usefixtures("world")
 def test_gradients_of_many_tokens_are_checked_on_fewer() -> None:
-    many, few = problem(), problem(Shape(tokens=10, hidden=8, vocab=50))
-    results = bench.measure(many, few, repeats=1)
-    assert sorted(results) == sorted(ALL_ROWS)
-    assert all(leaf.grad is None for leaf in few.leaves)
+    fewer = tiny(tokens=10)
+    rows = list(problem.measure(tiny(), fewer, repeats=1))
+    assert sorted(row["way"] for row in rows) == sorted(ALL_WAYS)
+    assert all(leaf.grad is None for leaf in fewer.leaves)
 
 
 @pytest.mark.usefixtures("world")
-def test_out_of_memory_is_a_result() -> None:
-    p = problem(only=["fused"])
-
+def test_out_of_memory_is_a_row() -> None:
     def too_much() -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    p.rows["fused 5"] = too_much
-    results = bench.measure(p, problem(only=["fused"]), repeats=1)
-    assert {name: result.fits for name, result in results.items()} == {
-        BASELINE: True,
-        "fused 5": False,
-        "fused 9": True,
+    p = loss_head.loss_head(TINY, ["fused"])
+    p.ways["fused 5"] = too_much
+    rows = {row["way"]: row for row in problem.measure(p, loss_head.loss_head(TINY, ["fused"]), repeats=1)}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        BASELINE: "done",
+        "fused 5": "out of memory",
+        "fused 9": "done",
     }
-    assert results["fused 5"].ms is None
+    assert rows["fused 5"]["seconds"] is None
 
 
-# --- the command line ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_row_is_printed(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([*TINY_COMMAND, "--dtype", dtype, "--fraction", "1,0.5,0"]) == 0
-    out = capsys.readouterr().out
-    header, *lines = out.splitlines()
-    assert header.startswith(f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}, 24 tokens")
-    for name in ALL_ROWS:
-        assert sum(line.startswith(f"{name} ") for line in lines) == 3
-    for rows in (24, 12, 0):
-        assert f"supervised {rows} of 24" in lines
-
-
-def test_check_names_what_is_missed_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    """At this shape a few blocks of rows take more than 2% of a chunk."""
-    assert bench.main([*TINY_COMMAND, "--check"]) == 1
-    out = capsys.readouterr().out
-    assert "of 24 bars met" in out
-    assert "MISSED  fraction 1, fused 9: " in out
-    for rows in (24, 12, 2, 0):
-        assert f"supervised {rows} of 24" in out
-
-
-def test_a_choice_of_rows_and_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([*TINY_COMMAND, "--only", "recompute,fused", "--no-peak", "--check"]) == 0
-    out = capsys.readouterr().out
-    assert "12 of 12 bars met" in out  # FLOPs only
-    assert CONCATENATE not in out
-    names = [line[:28].strip() for line in out.splitlines()[4:8]]
-    assert names == [BASELINE, "fused 5", "fused 9", RECOMPUTE]
-
-
-def test_a_sweep_is_many_chunks_of_fused() -> None:
-    options = bench.parse(["--sweep", "--device", "cpu"])
-    assert (options.chunks[0], options.chunks[-1], options.only) == (512, 16384, ["fused"])
-
-
-@pytest.mark.usefixtures("world")
-def test_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.print_grid([40, 70], [9, 20], chunk=4, dtype=torch.bfloat16, device=CPU, repeats=1)
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert len(lines) == 2 * 2 * 3
-    assert [line.split()[:2] for line in lines[::3]] == [["40", "9"], ["40", "20"], ["70", "9"], ["70", "20"]]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--grid", "--device", "cpu"], "--grid needs"),
-        (["--only", "fu"], "is the start of"),
-        (["--only", "nothing"], "is the start of none"),
-        (["--fraction", "1.5"], "not within 0 and 1"),
-        (["--tokens", "0"], "0 is below 1"),
-        (["--tp", "2", "--vocab", "31"], "not a multiple"),
-    ],
-)
-def test_what_cannot_be_measured(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench.parse(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_choice_of_ways_and_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ways", "recompute,fused", "--no-peak", "--check", "--dtype", "bf16"]
+    assert bench.main(["loss_head", "--tiny", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "9 of 9 bars met" in output and CONCATENATE not in output  # FLOPs only

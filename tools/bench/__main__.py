@@ -66,7 +66,7 @@ def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
 
 
 def ways_of(names: Sequence[str], text: str) -> list[str]:
-    """All of them, or those that the text starts: `fu,re` -> fused, recompute in backward.  Raises ValueError."""
+    """All of them, or those that the text starts: `fus,re` -> fused, recompute in backward.  Raises ValueError."""
     chosen: list[str] = []
     for start in text.split(","):
         matches = [name for name in names if name.lower().startswith(start.strip().lower())]

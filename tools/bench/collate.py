@@ -12,7 +12,7 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.data.cache.corpus import Corpus
-from sft.data.cache.encoder import Block
+from sft.data.cache.encoder import EncodedRows
 from sft.data.cache.row_report import LINE
 from sft.data.cache.store import open_store, write_store
 from sft.data.collate import Collator
@@ -42,7 +42,7 @@ def corpus_of(folder: Path, lengths: np.ndarray) -> Corpus:
     rows, palette = np.ones(len(lengths), dtype=LINE), np.array([0, 1], dtype=np.float32)
     rows["row"], rows["tokens"] = np.arange(len(lengths)) + 1, lengths
     weights = np.ones(int(lengths.sum()), dtype=np.uint8)
-    write_store(folder / "a", [Block(weights.astype(np.int32), weights, palette, rows, ())], palette)
+    write_store(folder / "a", [EncodedRows(weights.astype(np.int32), weights, palette, rows, ())], palette)
     store = open_store(folder / "a")
     assert store is not None
     return Corpus([Path("a")], [store])

@@ -61,7 +61,7 @@ def measure_folder(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     from transformers import AutoTokenizer
 
     from sft.config import DataConfig
-    from sft.data.chat.chat import encode_chat
+    from sft.data.chat.encode_chat import encode_chat
     from sft.data.chat.formats import Chat
     from sft.data.chat.tokenizer import load_tokenizer
 

@@ -20,7 +20,7 @@ def main() -> None:
     """Until the end of stdin."""
     import torch.utils.tensorboard  # noqa: F401
 
-    import sft.train  # noqa: F401
+    import sft.trainer  # noqa: F401
     from tests.faults import inject
 
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork has none of the other threads"

@@ -18,7 +18,7 @@ from sft.hf.family import Family
 from sft.hf.rotary import rope_of
 
 CONFIG = "config.json"
-_REQUIRED = (  # of those that a family has
+_REQUIRED = (  # where the family has the key
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k"),
 )
@@ -26,9 +26,9 @@ _REQUIRED = (  # of those that a family has
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a config.json describes.
+    """The model that a config.json describes.
 
-    values: dotted keys below `model`, and what they are; sources: the key of config.json each comes from
+    values: by dotted key below `model`; sources: the key of config.json that each comes from
     """
 
     family: Family
@@ -43,7 +43,7 @@ class Architecture:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The content of config.json.  Raises ConfigError where there is none."""
+    """The content of config.json.  Raises ConfigError where it cannot be read."""
     path = folder / CONFIG
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -67,21 +67,21 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     if family is None:
         raise ConfigError(
             f"{path}: model_type = {json.dumps(content.get('model_type'))} is not known here.  Known: "
-            f"{', '.join(FAMILIES)}.  docs/models.md tells how to add one."
+            f"{', '.join(FAMILIES)}.  docs/models.md says how to add one."
         )
     problems = [*_options(content, family)]
     values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
-    for ours, theirs in family.keys.items():
-        there = names_in(content, theirs, family)
-        told = [content[name] for name in there]
-        value, sources[ours] = (told or [family.defaults.get(theirs)])[0], (there or [theirs])[0]
-        if any(other != value for other in told):
-            both = " and ".join(f"{name} = {json.dumps(content[name])}" for name in there)
+    for key, hf_key in family.keys.items():
+        names = names_in(content, hf_key, family)
+        present = [content[name] for name in names]
+        value, sources[key] = (present or [family.defaults.get(hf_key)])[0], (names or [hf_key])[0]
+        if any(other != value for other in present):
+            both = " and ".join(f"{name} = {json.dumps(content[name])}" for name in names)
             problems.append(f"{both} are two names of one thing; remove the one that is wrong")
         elif value is not None:
-            values[ours] = value
-        elif ours in _REQUIRED:
-            problems.append(f"{theirs} is missing")
+            values[key] = value
+        elif key in _REQUIRED:
+            problems.append(f"{hf_key} is missing")
     _derive(values)
     rope, wrong = rope_of(content, family.defaults.get("rope_theta", 10000.0))
     problems += wrong
@@ -95,8 +95,8 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 
 
 def names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str]:
-    """Under which of its names the file has it."""
-    return [one for one in dict.fromkeys((name, family.aliases.get(name, name))) if one in content]
+    """Those of a key's names, its own and its alias, that are in the file."""
+    return [key for key in dict.fromkeys((name, family.aliases.get(name, name))) if key in content]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _derive(values: dict[str, Any]) -> None:
-    """What transformers makes of sizes that are not there, or null."""
+    """Fill in sizes that are absent or null, as transformers does."""
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if type(heads) is int:
         values.setdefault("num_query_groups", heads)
@@ -118,16 +118,16 @@ def _derive(values: dict[str, Any]) -> None:
 
 
 def _options(content: Mapping[str, Any], family: Family) -> list[str]:
-    """What the model would compute and ours cannot."""
+    """One line for each option under which the model computes something that key cannot."""
     problems = []
     for name, allowed in family.options.items():
         value = content.get(name, family.defaults.get(name, allowed[0]))
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-            absent = "" if name in content else " (not given, and so the default of transformers)"
+        if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
+            absent = "" if name in content else " (not present, and so the default of transformers)"
             shown = json.dumps(value)
             problems.append(
                 f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}{absent} is not supported, only "
-                f"{' or '.join(json.dumps(one) for one in allowed)}"
+                f"{' or '.join(json.dumps(option) for option in allowed)}"
             )
     kinds = content.get("layer_types") or []
     other = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else [kinds]
@@ -146,10 +146,10 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
         for error in invalid.errors(include_url=False):
             group = ".".join(map(str, error["loc"]))
             cause = error.get("ctx", {}).get("error")
-            told = cause.problems if isinstance(cause, Conflict) else [("", error["msg"].lower())]
-            for name, why in told:
+            reasons = cause.problems if isinstance(cause, Conflict) else [("", error["msg"].lower())]
+            for name, reason in reasons:
                 key = ".".join(part for part in (group, name) if part)
-                problems.append(f"{sources.get(key, key)} = {json.dumps(values.get(key))} ({key}) {why}")
+                problems.append(f"{sources.get(key, key)} = {json.dumps(values.get(key))} ({key}) {reason}")
         return None
 
 

@@ -24,26 +24,26 @@ Form = Literal["rows", "groups", "vocabulary"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of ours and the Hugging Face tensors, `theirs`, that it is made of.
+    """One tensor of ours and the Hugging Face tensors, `hf_tensors`, that it is made of.
 
-    form says how theirs are put together:
+    form says how hf_tensors are put together:
     rows        one below the other (gate and up in linear_fc1)
     groups      queries, keys and values by query group: its query heads, its key, its value, then the next group
     vocabulary  with rows of padding below
     """
 
     ours: str
-    theirs: tuple[tuple[str, str], ...]  # name and shape
+    hf_tensors: tuple[tuple[str, str], ...]  # name and shape
     form: Form = "rows"
     is_head: bool = False  # stored only where the output is not tied to the embedding
 
     @property
     def in_layers(self) -> bool:
-        return LAYER in self.theirs[0][0]
+        return LAYER in self.hf_tensors[0][0]
 
     @property
     def in_experts(self) -> bool:
-        return EXPERT in self.theirs[0][0]
+        return EXPERT in self.hf_tensors[0][0]
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _mapping(
         layer=layer,
         expert=expert,
         stack=tuple(count for number, count in counts if number is not None),
-        sources=tuple(source(name, shape) for name, shape in rule.theirs),
+        sources=tuple(source(name, shape) for name, shape in rule.hf_tensors),
         form=rule.form,
         num_groups=model.resolved_query_groups,
     )

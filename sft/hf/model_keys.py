@@ -12,14 +12,14 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
 
     folder: as save_pretrained writes it, or made by tools/import_hf.py
-    Raises ConfigError where there is no config.json, or one of a model that ours cannot be.
+    Raises ConfigError where config.json is missing, or describes a model that is not supported.
     """
     path = Path(folder)
     if not (path / CONFIG).exists() and (path / IMPORTED / CONFIG).exists():
         path /= IMPORTED
-    found = architecture(read(path), str(path / CONFIG))
+    model = architecture(read(path), str(path / CONFIG))
     return {
-        f"model.{key}": (value, f"{path / CONFIG}, {found.sources[key]}")
-        for key, value in found.values.items()
-        if value is not None or key in found.family.implied
+        f"model.{key}": (value, f"{path / CONFIG}, {model.sources[key]}")
+        for key, value in model.values.items()
+        if value is not None or key in model.family.implied
     }

@@ -1,7 +1,7 @@
 """Rotary positions in config.json <-> `model.rope`.
 
-transformers 5 writes `rope_parameters`, before it was `rope_theta` and `rope_scaling`; both are read as transformers 5
-reads them, and a change is written in the form that the file has.
+transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`.  Both are read as
+transformers 5 reads them, and changes are written in the form that the file has.
 """
 
 import json
@@ -23,7 +23,7 @@ _READ = {  # by kind: their name -> ours
         "attention_factor": "attention_factor",
     },
 }
-# Without effect at these values, and of an effect that ours cannot have at any other.
+# These have no effect at these values.  Any other value has an effect that our model does not support.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "truncate": (None, True),
@@ -33,27 +33,27 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[dict[str, Any], list[str]]:
-    """The keys below `model.rope`, and what is wrong.  default_base: of the family, where no base is given
+    """The keys below `model.rope`, and a list of problems.  default_base: of the family, where config.json has none
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
-    given = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        return {"base": default_base}, [f"rope_scaling = {json.dumps(given)} is not a group of values"]
-    base = _first(given.get("rope_theta"), content.get("rope_theta"), default_base)
-    named = _first(given.get("rope_type"), given.get("type"), "default")
+    group = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(group, dict):
+        return {"base": default_base}, [f"rope_scaling = {json.dumps(group)} is not a group of values"]
+    base = _first(group.get("rope_theta"), content.get("rope_theta"), default_base)
+    named = _first(group.get("rope_type"), group.get("type"), "default")
     kind = _KINDS.get(named) if isinstance(named, str) else None
     if kind is None:
         return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
     problems = []
     known = {*_READ[kind], "rope_type", "type", "rope_theta", *([_ORIGINAL] if kind in ("llama3", "yarn") else [])}
-    for name, value in given.items():
+    for name, value in group.items():
         if name not in known and value not in _NEUTRAL.get(name, ()):
             problems.append(f"{name} = {json.dumps(value)} is not supported with rope_type = {named}")
-    rope = {ours: given[theirs] for theirs, ours in _READ[kind].items() if given.get(theirs) is not None}
+    rope = {ours: group[hf_name] for hf_name, ours in _READ[kind].items() if group.get(hf_name) is not None}
     if kind in ("llama3", "yarn"):
-        outer, inner = content.get(_ORIGINAL), given.get(_ORIGINAL)
-        if outer is not None and inner is not None and outer != inner:  # versions of transformers differ here
+        outer, inner = content.get(_ORIGINAL), group.get(_ORIGINAL)
+        if outer is not None and inner is not None and outer != inner:  # versions of transformers read different ones
             problems.append(
                 f"{_ORIGINAL} is {json.dumps(inner)} for positions, and {json.dumps(outer)} outside of them"
             )
@@ -72,20 +72,20 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
 
 
 def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
-    """The keys of config.json that say it; is_new: as transformers 5 writes them.
+    """The keys of config.json for these positions.  is_new: in the form of transformers 5
 
     base 1e6, yarn by 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """
-    kind = {ours: theirs for theirs, ours in _KINDS.items()}[rope.scaling]
-    told: dict[str, Any] = {"rope_type": kind}
-    for theirs, ours in _READ[rope.scaling].items():
+    kind = {ours: hf_name for hf_name, ours in _KINDS.items()}[rope.scaling]
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for hf_name, ours in _READ[rope.scaling].items():
         if (value := getattr(rope, ours)) is not None:
-            told[theirs] = value
+            scaling[hf_name] = value
     if rope.scaling in ("llama3", "yarn"):
-        told[_ORIGINAL] = rope.original_max_position
+        scaling[_ORIGINAL] = rope.original_max_position
     if is_new:
-        return {"rope_parameters": {"rope_theta": rope.base, **told}}
-    return {"rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else told}
+        return {"rope_parameters": {"rope_theta": rope.base, **scaling}}
+    return {"rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}
 
 
 def _first(*values: Any) -> Any:

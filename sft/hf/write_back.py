@@ -1,6 +1,6 @@
-"""`model.*` -> config.json: the file that the weights came with, changed where the model is another one now.
+"""`model.*` -> config.json: the file that the weights came with, changed where the model has changed.
 
-A file of which nothing changes stays as it is, byte for byte.
+A file without changes stays as it is, byte for byte.
 """
 
 import json
@@ -31,12 +31,12 @@ def write_back(
     changed = dict(content)
     new = resolved(now, before.vocab_size, family)
     old = resolved(before.model, before.vocab_size, family)
-    for ours, theirs in family.keys.items():
+    for ours, hf_key in family.keys.items():
         if new[ours] != old[ours]:
-            changed |= dict.fromkeys(names_in(content, theirs, family) or [theirs], new[ours])
-    if _says(now) != _says(before.model):
+            changed |= dict.fromkeys(names_in(content, hf_key, family) or [hf_key], new[ours])
+    if _effective_rope(now) != _effective_rope(before.model):
         is_new = "rope_parameters" in content or "rope_theta" not in content
-        # Outside of the group, these would win over what is inside.
+        # Outside of the group these would override the values inside.
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
         changed = {key: value for key, value in changed.items() if key not in outer} | written(now.rope, is_new=is_new)
     if seq_length is not None and isinstance(content.get(_LONGEST), int):
@@ -45,7 +45,9 @@ def write_back(
     if name in content or dtype != "float32":
         changed[name] = dtype
     after = architecture(changed, path)
-    assert resolved(after.model, after.vocab_size, family) == new and _says(after.model) == _says(now), (
+    assert resolved(after.model, after.vocab_size, family) == new and _effective_rope(after.model) == _effective_rope(
+        now
+    ), (
         after.model,
         now,
     )
@@ -53,25 +55,25 @@ def write_back(
 
 
 def resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
-    """Our keys as config.json has them, nothing left to be derived.  vocab_size: where the recipe leaves it open"""
+    """Our keys with all derived values filled in.  vocab_size: used where the recipe gives none"""
     derived = {
         "num_query_groups": model.resolved_query_groups,
         "head_dim": model.resolved_head_dim,
         "vocab_size": model.vocab_size or vocab_size,
         "moe.ffn_hidden_size": model.resolved_expert_ffn,
     }
-    if "moe.ffn_hidden_size" not in family.keys:  # there is one width, whatever the recipe calls it
+    if "moe.ffn_hidden_size" not in family.keys:  # such a family has one width only
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
     return {key: derived[key] if key in derived else attrgetter(key)(model) for key in family.keys}
 
 
-def _says(model: ModelConfig) -> dict[str, Any]:
-    """What `model.rope` means, without the keys that have no effect."""
+def _effective_rope(model: ModelConfig) -> dict[str, Any]:
+    """`model.rope` without the keys that have no effect."""
     return written(model.rope, is_new=True)
 
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:
-    """Raise ConfigError for what `now` is and the family is not."""
+    """Raise ConfigError where `now` is a model that the family cannot be."""
     values = {key: attrgetter(key)(now) for key in family.implied}
     wrong = [
         f"model.{key} = {json.dumps(values[key])}, and it is {json.dumps(value)} in every {family.model_type} ({path})."

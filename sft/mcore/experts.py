@@ -1,18 +1,18 @@
-"""The mixture of experts: where each token goes, what keeps experts evenly loaded, and how evenly they were.
+"""The mixture of experts: routing, the losses that balance the load of experts, and statistics of the load.
 
-Choosing, sending and computing are megatron-core's.  The balancing losses are ours, because core's depend on the
-layout: they are taken over whatever tokens share a microbatch, which packing decides anew for every number of
-data-parallel ranks, and up to core 0.16 they are weighed too low under context parallelism.  Here a document is
-balanced by itself, wherever its tokens lie, so no document's gradient depends on what it was packed with:
+megatron-core selects experts, sends tokens and computes.  The balancing losses are ours, because core's depend on the
+layout: they are taken over the tokens of a microbatch, which packing composes differently for every number of
+data-parallel ranks, and up to core 0.16 their weight is too low under context parallelism.  Here each document is
+balanced by itself, on whichever ranks its tokens are, so no document's gradient depends on what it is packed with:
 
     aux  of a document and a layer: E * sum over experts of (share of choices) * (mean probability); 1 is even
     z    of a token and a layer: the squared log-sum-exp of its scores
 
-    the mean loss gets  aux_loss_coef * sum over layers of the mean of aux over real tokens, each told its document's
+    the mean loss gets  aux_loss_coef * sum over layers of the mean over real tokens of their document's aux
                       + z_loss_coef * sum over layers of the mean of z over real tokens
 
-Padding, which looks all alike to a router, is sent to all experts in turn, with a weight of 0, and counted nowhere;
-with a capacity it goes nowhere.  Evaluation, and the first pass of layers that are recomputed, count nothing.
+Padding tokens are all alike, so they are sent to all experts in turn, with a weight of 0, and are not counted; with a
+capacity they are not sent.  Evaluation, and the first forward pass of recomputed layers, are not counted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,16 +29,16 @@ from torch import Tensor
 
 from sft.metrics.totals import ExpertLoad
 
-_AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.seen`, behind one for each expert
+_AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, behind one for each expert
 _BLOCK = 1 << 14  # tokens whose probabilities are float64 at once: 16 MiB for 128 experts
 
 
 class ExpertLayer(MoELayer):
-    """Core's layer, which tells its router the document of each token.
+    """Core's layer, with the document of each token passed to its router.
 
-    What core calls padding_mask is the one thing of every token that it hands down to experts, through pipeline
-    stages, sequence parallelism and recomputation.  Here it holds numbers of documents, int32 [1, t], -1 for padding;
-    core's own `forward` would make truth values of them.
+    padding_mask is the only per-token argument that core passes to experts through pipeline stages, sequence
+    parallelism and recomputation.  Here it holds document numbers, int32 [1, t], -1 for padding; core's own `forward`
+    would convert them to booleans.
     """
 
     def forward(
@@ -54,15 +54,15 @@ class ExpertLayer(MoELayer):
 
 
 class Router(TopKRouter):
-    """Scores and weights in fp32; choice of `moe_router_topk` experts; balancing losses."""
+    """Computes scores and weights in fp32, selects `moe_router_topk` experts, and adds the balancing losses."""
 
     def __init__(self, config: TransformerConfig, **core: Any) -> None:
         super().__init__(config=config, **core)
         self.loss_scale, self.max_documents = 1.0, 0  # of the step, see `begin`
-        self.seen: Tensor | None = None  # float64 [experts + 4], of this rank and step
+        self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight of each expert for each local token, 0 for those not chosen; and which are chosen.  [t, experts]
+        """Weight of each expert for each local token, 0 for those not chosen; and which are chosen; both [t, experts].
 
         input      [t, 1, h]
         documents  int32 [1, t], -1 for padding
@@ -81,51 +81,51 @@ class Router(TopKRouter):
         else:
             sent = chosen | self._in_turn(len(documents), chosen.device) & ~real
         if self.training and torch.is_grad_enabled():
-            self._see(slice(self.num_experts), chosen.sum(0))
-            self._see(_DROPPED, (chosen & ~sent).sum())
-            self._see(_TOKENS, real.sum())
+            self._add(slice(self.num_experts), chosen.sum(0))
+            self._add(_DROPPED, (chosen & ~sent).sum())
+            self._add(_TOKENS, real.sum())
             weights = self._balanced(weights, logits, chosen, documents)
         return weights, sent
 
     def _in_turn(self, num_tokens: int, device: torch.device) -> Tensor:
         """bool [tokens, experts]: the first token to the first experts, the second to the next."""
         first = torch.arange(num_tokens, device=device)[:, None] * self.topk
-        places = torch.arange(self.num_experts, device=device)[None, :]
-        return (places - first) % self.num_experts < self.topk
+        experts = torch.arange(self.num_experts, device=device)[None, :]
+        return (experts - first) % self.num_experts < self.topk
 
     def _balanced(self, weights: Tensor, logits: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
-        """`weights`, whose gradient brings that of the balancing losses along; what is only looked at has none."""
+        """`weights`, with the gradients of those balancing losses that have a coefficient attached."""
         aux_coef, z_coef = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         with torch.set_grad_enabled(bool(z_coef)):
             z = (torch.logsumexp(logits, -1).square() * (documents >= 0)).sum()
-        self._see(_Z, z)
+        self._add(_Z, z)
         if z_coef:
             weights = _Attach.apply(weights, z, z_coef * self.loss_scale)
         if aux_coef:
             aux = self._aux(logits.softmax(-1), chosen, documents)
-            self._see(_AUX, aux)
+            self._add(_AUX, aux)
             weights = _Attach.apply(weights, aux, aux_coef * self.loss_scale)
         return weights
 
     def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
-        rows = documents + 1  # of tables by document; padding goes to the first, which is left out
+        rows = documents + 1  # of the table; row 0 is padding, which is left out
         table = probabilities.new_zeros(self.max_documents + 1, self.num_experts)
         choices = table.index_add(0, rows, chosen.to(table.dtype))  # exact up to 2^24 tokens of a document
-        dist.all_reduce(choices, group=self.tp_cp_group)  # cp cuts documents, and sequence parallelism again
+        dist.all_reduce(choices, group=self.tp_cp_group)  # cp and sequence parallelism cut documents
         share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)
         probability: Tensor = _SumOfRows.apply(probabilities, rows, len(table))
         return self.num_experts * (share * probability)[1:].sum()
 
-    def _see(self, where: int | slice, value: Tensor) -> None:
-        if self.seen is None:
-            self.seen = torch.zeros(self.num_experts + 4, dtype=torch.float64, device=value.device)
-        self.seen[self.num_experts + where if isinstance(where, int) else where] += value.detach()
+    def _add(self, where: int | slice, value: Tensor) -> None:
+        if self.totals is None:
+            self.totals = torch.zeros(self.num_experts + 4, dtype=torch.float64, device=value.device)
+        self.totals[self.num_experts + where if isinstance(where, int) else where] += value.detach()
 
 
 class _Scores(torch.autograd.Function):
     """Tokens [t, h] and router's weight [experts, h] -> scores [t, experts] in fp32 at least.
 
-    Keeps both as they came: autograd would keep a wide copy of the tokens in every layer.
+    Saves both in their own type: autograd would save an fp32 copy of the tokens in every layer.
     """
 
     @staticmethod
@@ -163,7 +163,7 @@ class _SumOfRows(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Its first argument as it is; backward, `loss` is part of the objective, `scale` times."""
+    """Returns `through`; in backward `loss` counts as part of the objective, with weight `scale`."""
 
     @staticmethod
     def forward(ctx: Any, through: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -182,18 +182,18 @@ def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents
     max_documents  most of any pack; the same on the ranks that share a pack
     """
     for router in _routers(chunks):
-        router.loss_scale, router.max_documents, router.seen = loss_scale, max_documents, None
+        router.loss_scale, router.max_documents, router.totals = loss_scale, max_documents, None
 
 
 def load(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> ExpertLoad:
     """What all ranks saw since `begin`.  Collective over all: one exchange of layers x (experts + 4) numbers."""
     table = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
-        if router.seen is not None:
-            table[router.layer_number - 1] = router.seen
+        if router.totals is not None:
+            table[router.layer_number - 1] = router.totals
     dist.all_reduce(table)
-    seen = table.cpu().numpy()
-    chosen, rest = seen[:, :num_experts], seen[:, num_experts:]
+    totals = table.cpu().numpy()
+    chosen, rest = totals[:, :num_experts], totals[:, num_experts:]
     tokens = np.maximum(rest[:, _TOKENS], 1.0)
     return ExpertLoad(chosen=chosen, dropped=rest[:, _DROPPED], aux=rest[:, _AUX] / tokens, z=rest[:, _Z] / tokens)
 

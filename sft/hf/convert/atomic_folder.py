@@ -30,7 +30,7 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-_SPARE = 16 << 20  # indexes, headers and companions
+_OVERHEAD_BYTES = 16 << 20  # indexes, headers and companions
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(parent).free
-        if free < num_bytes + _SPARE:
+        if free < num_bytes + _OVERHEAD_BYTES:
             raise CheckpointError(
                 f"{target} takes {size(num_bytes)}, and {parent} has {size(free)} left; nothing was written."
             )

@@ -52,14 +52,14 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     return optimizer
 
 
-def update(optimizer: MegatronOptimizer, here: torch.device) -> float:
+def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """Clip and step, unless the norm of the gradient is not finite; returns the norm before clipping.  Collective.
 
     Core's `step` would divide all gradients by a non-finite norm, which makes every weight a NaN.  And without
     Transformer Engine its norm synchronises with the GPU once for each weight.
     """
     optimizer.prepare_grads()
-    norm = _norm(optimizer, here)
+    norm = _norm(optimizer, device)
     if math.isfinite(norm):
         for core in offload.chained_optimizers(optimizer):
             config, params = core.config, core.get_parameters()

@@ -5,7 +5,7 @@ hybrid optimizer instead.  That one makes an fp32 copy of each parameter of its 
 and an Adam for each copy on the host.
 
 Core's own state dict of the hybrid optimizer has Python classes among the values of its groups, and fails where a
-parameter is fp32.  So checkpoints read and write the Adams' states in place; `optimizer_shards.py` decides how.
+parameter is fp32.  So checkpoints read and write Adam's states in place; `optimizer_shards.py` decides how.
 """
 
 import gc
@@ -38,7 +38,7 @@ def enable_offload(core: OptimizerConfig, fraction: float) -> None:
     """
     core.optimizer_cpu_offload = True
     core.optimizer_offload_fraction = fraction
-    # Gradients are copied to the host, and weights back to the device, while other parameters are updated.
+    # Gradients move to the host, and weights back to the device, while other parameters are updated.
     core.overlap_cpu_optimizer_d2h_h2d = True
     # With these core leaves the fp32 weights to the hybrid optimizer.  Otherwise the device would keep all of them, and
     # the host copies of its fraction besides.

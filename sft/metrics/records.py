@@ -31,12 +31,12 @@ def eval_record(step: int, totals: Totals, run: RunFacts, *, set_name: str, seco
     return _record({"kind": "eval", "step": step, "set": set_name}, replace(run, seconds=seconds), totals)
 
 
-def _record(given: Record, run: RunFacts, totals: Totals | None = None) -> Record:
-    """The rows of one kind of record; `given` holds those without a source."""
+def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Record:
+    """The rows of one kind of record; `facts` holds the rows that have no source."""
     record: Record = {}
     for row in ROWS:
-        if given["kind"] in row.records and (row.only_if is None or row.only_if(totals, run)):
-            value = row.source.value(totals, run) if row.source else given[row.name]
+        if facts["kind"] in row.records and (row.only_if is None or row.only_if(totals, run)):
+            value = row.source.value(totals, run) if row.source else facts[row.name]
             _put(record, row, value)
     return record
 

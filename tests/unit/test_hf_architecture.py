@@ -274,7 +274,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 def test_an_unknown_model_type_is_told_with_the_known_ones() -> None:
     assert refusal(llama(model_type="gpt_neox")) == (
         'config.json: model_type = "gpt_neox" is not known here.  Known: llama, mistral, qwen2, qwen3, '
-        "qwen3_moe, mixtral.  docs/models.md tells how to add one."
+        "qwen3_moe, mixtral.  docs/models.md says how to add one."
     )
     assert "model_type = null" in refusal({})
     assert "model_type = [1]" in refusal({"model_type": [1]})

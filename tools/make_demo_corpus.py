@@ -1,6 +1,6 @@
 """Writes a real chat corpus from text that every machine has: Python's own documentation and sources.
 
-    python tools/make_demo_corpus.py --out demo
+    python -m tools.make_demo_corpus --out demo
 
 train.jsonl and heldout.jsonl hold questions about the standard library: mostly short ones ("What does
 json.dumps do?"), and documents up to --max-tokens ("Here is the source of module json ... What does function
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from sft.data.chat.chat import Chat, encode_chat
+from sft.data.chat.encode_chat import Chat, encode_chat
 from sft.data.chat.tokenizer import ByteTokenizer, Message
 
 HELD_OUT = 0.1  # of modules, topics and samples
@@ -51,14 +51,14 @@ def modules() -> Iterator[Module]:
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue
         source = Path(spec.origin).read_text(encoding="utf-8")
-        found = []
+        functions = []
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 doc = ast.get_docstring(node) or ""
                 if 20 <= len(doc) <= 700:
-                    found.append(Function(node.name, doc, node.lineno, node.end_lineno or node.lineno))
-        if len(found) >= 2:
-            yield Module(name, source.splitlines(), found)
+                    functions.append(Function(node.name, doc, node.lineno, node.end_lineno or node.lineno))
+        if len(functions) >= 2:
+            yield Module(name, source.splitlines(), functions)
 
 
 def num_tokens(messages: list[Message]) -> int:

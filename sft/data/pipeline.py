@@ -38,15 +38,15 @@ class GlobalBatch:
 class DataPipeline:
     """Loaders of training and held-out data.  Making one is collective.
 
-    plan       what the order of the data follows from
-    row_reports    by set, how many rows became how many samples
-    num_steps  of the whole run
+    plan         what the order of the data follows from
+    row_reports  by set, how many rows became how many samples
+    num_steps    of the whole run
     """
 
     def __init__(self, config: Config, arguments: str, layout: Layout, position: Position, console: Console) -> None:
         """`arguments` are what a shell is given for this recipe: `a.yaml parallel.cp=4`."""
         self._config, self._layout, self._position, self._console = config, layout, position, console
-        self._how = f"sft data prepare {arguments}"
+        self._command = f"sft data prepare {arguments}"
         data = config.data
         tokenizer = load_tokenizer(data)
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
@@ -54,11 +54,11 @@ class DataPipeline:
         held_out = {name: self._prepared(files, tokenizer) for name, files in data.eval_sets.items()}
         mixture = Mixture.of(data.sources, self._corpus.source_ids, self._corpus.lengths)
         self.train = self._loader(self._corpus, tokenizer, mixture, replayed_plans(config, self._corpus))
-        self.held_out = {name: self._loader(found, tokenizer) for name, found in held_out.items()}
+        self.held_out = {name: self._loader(corpus, tokenizer) for name, corpus in held_out.items()}
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
         self.row_reports = {
             "train": self._corpus.report(),
-            **{name: found.report() for name, found in held_out.items()},
+            **{name: corpus.report() for name, corpus in held_out.items()},
         }
         self._epoch: int | None = None  # the newest whose packing was reported
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
@@ -88,8 +88,8 @@ class DataPipeline:
     def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
         data, cache_dir = self._config.data, Path(self._config.cache_dir)
-        folders = broadcast_from_rank0(lambda: find_prepared(paths, data, tokenizer, cache_dir, how=self._how))
-        corpus = map_prepared(paths, folders, data, names, how=self._how)
+        folders = broadcast_from_rank0(lambda: find_prepared(paths, data, tokenizer, cache_dir, command=self._command))
+        corpus = map_prepared(paths, folders, data, names, command=self._command)
         self._console.say(corpus.summary())
         return corpus
 

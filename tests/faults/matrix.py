@@ -89,7 +89,7 @@ ROWS = {
         "broken rows and files",
         _unit("test_rows.py::test_bad_files", "test_rows.py::test_a_bad_row_is_named_and_alone"),
     ),
-    "D2": Row("chats that make no sense", _unit("test_rows.py", "test_chat.py")),
+    "D2": Row("chats that make no sense", _unit("test_rows.py", "test_encode_chat.py")),
     "D3": Row(
         "over-long samples",
         _unit("test_corpus.py::test_over_long_is_an_error_by_default", "test_corpus.py::test_over_long_dropped"),
@@ -101,7 +101,7 @@ ROWS = {
     "D5": Row("data edited between starts", (HERE,)),
     "D6": Row("a process that tokenises dies", _unit("test_prepare.py::test_a_tokenising_process_that_is_killed")),
     "D7": Row("cache damaged, or of other settings", _unit("test_prepare.py::test_a_damaged_store_is_made_again")),
-    "D8": Row("control tokens in what a user wrote", _unit("test_chat.py::test_typed_control_strings_stay_text")),
+    "D8": Row("control tokens in what a user wrote", _unit("test_encode_chat.py::test_typed_control_strings_stay_text")),
     "N1": Row("loss of one rank is NaN", (HERE,)),
     "N2": Row("gradient of one rank is infinite", (HERE,)),
     "N3": Row("loss spike", _unit("test_loss_spikes.py")),

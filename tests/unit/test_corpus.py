@@ -15,7 +15,7 @@ from sft.console import Console
 from sft.data.cache import workers
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
-from sft.data.cache.row_report import Ledger
+from sft.data.cache.row_report import RowReport
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config, make_folder, template
@@ -93,17 +93,17 @@ def test_over_long_counts_padded_length(tmp_path: Path) -> None:
         corpus_of(path, seq_length=40, doc_multiple=16)
 
 
-def ledger(**counts: Any) -> Ledger:
+def ledger(**counts: Any) -> RowReport:
     """Every row is a chat."""
-    nothing = {name: () if "tuple" in str(kind) else 0 for name, kind in Ledger.__annotations__.items()}
-    return Ledger(**nothing | {"chats": counts.get("rows", 0)} | counts)
+    nothing = {name: () if "tuple" in str(kind) else 0 for name, kind in RowReport.__annotations__.items()}
+    return RowReport(**nothing | {"chats": counts.get("rows", 0)} | counts)
 
 
 def test_over_long_dropped(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROW, LONG, ROW)
     corpus = corpus_of(path, seq_length=64, over_long="drop")
     assert corpus.lengths.tolist() == [39, 39] and corpus.name(1).endswith("a.jsonl:3")
-    assert corpus.ledgers == {
+    assert corpus.row_reports == {
         Path(path): ledger(
             rows=3, rows_whole=2, samples=2, tokens_kept=78, supervised_kept=10, longest=39,
             rows_dropped=1, tokens_dropped=116, supervised_dropped=9, dropped=(2,),
@@ -120,7 +120,7 @@ def test_over_long_cut_after_a_turn(tmp_path: Path) -> None:
     begun = "<|im_start|>user\nHello, friend!<|im_end|>\n<|im_start|>assistant\nFine<|im_end|>"
     assert texts(corpus) == [begun + "\n", begun, begun]
     assert corpus.num_supervised.tolist() == [5, 5, 5]
-    assert corpus.ledgers == {
+    assert corpus.row_reports == {
         Path(path): ledger(
             rows=4, rows_whole=1, samples=3, tokens_kept=39 + 38 + 38, supervised_kept=15, longest=39,
             rows_cut=2, tokens_cut=78 + 108, supervised_cut=4, cut=(2, 4),
@@ -152,7 +152,7 @@ def test_over_long_in_windows(tmp_path: Path) -> None:
     assert texts(corpus)[2] == (
         prompt.removeprefix("<|im_start|>us") + "x" * 17 + "<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>"
     )
-    assert corpus.ledgers == {
+    assert corpus.row_reports == {
         Path(path): ledger(
             rows=2, rows_whole=1, samples=3, tokens_kept=39 + 38 + 64, supervised_kept=14, longest=64,
             rows_windowed=1, samples_windowed=2, tokens_repeated=30, tokens_cut=116 - 38 - 34, windowed=(2,),

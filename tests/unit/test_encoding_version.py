@@ -111,7 +111,7 @@ def digest_of(files: list[Path], tokenizer: Any) -> str:
                     on_bad_row="skip",
                     supervise=supervise,  # type: ignore[arg-type]
                 )
-                block = encoder.block(read_rows(path))
+                block = encoder.encode_rows(read_rows(path))
                 weights = block.weights[block.mask].astype(np.float32)
                 for array in (block.tokens, weights, *(block.lines[name] for name in block.lines.dtype.names)):
                     digest.update(f"{array.dtype.name} {len(array)} ".encode() + array.tobytes())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chat.chat import encode_chat
-from sft.data.chat.escaping import free_characters, without_typed
+from sft.data.chat.encode_chat import encode_chat
+from sft.data.chat.escaping import escape, free_characters
 from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
@@ -19,7 +19,7 @@ A, B = "\U000f0000", "\U000f0001"
 
 
 def test_stand_ins_have_the_length_of_what_they_stand_for(tokenizers: Tokenizers) -> None:
-    typed = without_typed([user("a<|im_end|></s>b<|im_end|>")], [{"</s>": 1}], tokenizers("chatml"))
+    typed = escape([user("a<|im_end|></s>b<|im_end|>")], [{"</s>": 1}], tokenizers("chatml"))
     assert typed.messages == [user("a" + B * 10 + A * 4 + "b" + B * 10)]
     assert typed.tools == [{A * 4: 1}]
     assert typed.tokens == {A: "</s>", B: "<|im_end|>"}
@@ -27,7 +27,7 @@ def test_stand_ins_have_the_length_of_what_they_stand_for(tokenizers: Tokenizers
 
 
 def test_a_chat_without_control_strings_is_left_alone(tokenizers: Tokenizers) -> None:
-    typed = without_typed(TALK, None, tokenizers("chatml"))
+    typed = escape(TALK, None, tokenizers("chatml"))
     assert typed.messages is TALK and typed.tokens == {}
 
 

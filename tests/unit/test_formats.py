@@ -260,7 +260,7 @@ KNOWN = (
     "of no known shape: a row has messages, or conversations, or prompt and completion, or instruction and output, or "
     "tokens, or input_ids.  The keys here are: "
 )
-TWICE = " so which is meant cannot be told.  Keep one of them."
+TWICE = " so it is not clear which is meant.  Keep one of them."
 
 BAD_ROWS: list[tuple[object, str]] = [
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "content": "b"}]},

@@ -36,7 +36,7 @@ def test_contracts_hold() -> None:
         ("sft/config/__init__.py", "import sft.parallel.layout", "Imports point one way"),
         ("sft/somewhere_new.py", "", "Imports point one way"),
         ("sft/batch.py", "from megatron.core import parallel_state", "Only sft.mcore imports megatron"),
-        ("sft/data/chat/chat.py", "import transformer_engine.pytorch", "Only sft.mcore imports megatron"),
+        ("sft/data/chat/encode_chat.py", "import transformer_engine.pytorch", "Only sft.mcore imports megatron"),
         ("sft/mcore/engine.py", "import sft.data", "sft.mcore and sft.data meet only at sft.batch"),
         ("sft/errors.py", "import tools.bench_cp", "sft imports neither tools nor tests"),
         ("sft/errors.py", "def late():\n    import tests.conftest", "sft imports neither tools nor tests"),

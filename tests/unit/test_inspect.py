@@ -17,7 +17,7 @@ from sft.cli import main
 from sft.console import QUIET
 from sft.data.cache.prepare import prepare
 from sft.data.cache.row_report import LINE
-from sft.data.chat.chat import encode_chat
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
 from sft.data.inspect.counts import whole_rows

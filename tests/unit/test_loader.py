@@ -31,7 +31,7 @@ def corpus_of(lengths: list[int]) -> Corpus:
     tokens = np.concatenate([np.arange(n) + 1000 * i for i, n in enumerate(lengths)]).astype(np.int32)
     mask = np.concatenate([np.arange(n) >= max(1, n // 2) for n in lengths]).astype(np.uint8)
     weights = np.array([0, 1], dtype=np.float32)
-    store = Store(tokens=tokens, mask=mask, rows=table, weights=weights, ledger=count_rows(table), digest="0")
+    store = Store(tokens=tokens, mask=mask, rows=table, weights=weights, row_report=count_rows(table), digest="0")
     return Corpus([Path("a.jsonl")], [store])
 
 

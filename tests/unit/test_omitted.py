@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft.data.chat import omitted as module
-from sft.data.chat.chat import encode, why_omitted
+from sft.data.chat.encode_chat import encode, why_omitted
 from sft.data.chat.formats import Chat
 from sft.data.chat.template import prepared
 from sft.data.chat.texts import Marked

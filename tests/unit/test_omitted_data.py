@@ -47,7 +47,7 @@ def corpus(path: str, **overrides: Any) -> Any:
 def test_counts_and_rows_are_in_the_ledger_and_in_the_list() -> None:
     path = write(Path("a.jsonl"), PLAIN, LAW, TOKENS, THINKING, LAW)
     log: list[str] = []
-    ledger = corpus(path, log=log).ledgers[Path(path)]
+    ledger = corpus(path, log=log).row_reports[Path(path)]
     assert ledger.chats == 4 and ledger.rows == 5
     system, reasoning = ledger.omitted
     assert (system.role, system.kind, system.count, system.chats, system.rows) == ("system", "content", 2, 2, (2, 5))
@@ -76,14 +76,14 @@ def test_parts_and_processes_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -
     path = write(Path("a.jsonl"), *[PLAIN, LAW, THINKING, PLAIN] * 8)
     one = corpus(path)
     monkeypatch.setattr(workers, "ROWS_PER_PART", 3)
-    assert corpus_of(path, tokenizer="nemo", num_workers=2, cache=Path("other")).ledgers == one.ledgers
+    assert corpus_of(path, tokenizer="nemo", num_workers=2, cache=Path("other")).row_reports == one.row_reports
     [first], [second] = Path("cache").glob("*/*.jsonl"), Path("other").glob("*/*.jsonl")
     assert first.read_bytes() == second.read_bytes()
 
 
 def test_nothing_left_out_is_no_list() -> None:
     path = write(Path("a.jsonl"), PLAIN, TOKENS)
-    assert corpus(path).ledgers[Path(path)].omitted == () and not list(Path("cache").glob("*/omitted.jsonl"))
+    assert corpus(path).row_reports[Path(path)].omitted == () and not list(Path("cache").glob("*/omitted.jsonl"))
 
 
 # --- data.on_omitted = error ---
@@ -113,12 +113,12 @@ def test_an_error_where_the_data_were_prepared_before() -> None:
     data = config(tokenizer="nemo", on_omitted="error")
     tokenizer = load_tokenizer(data)
     with pytest.raises(DataError, match="not tokenised for these settings"):
-        find_prepared([path], data, tokenizer, Path("cache"), how="so")
+        find_prepared([path], data, tokenizer, Path("cache"), command="so")
     corpus(path)
     with pytest.raises(DataError) as refused:
-        find_prepared([path], data, tokenizer, Path("cache"), how="so")
+        find_prepared([path], data, tokenizer, Path("cache"), command="so")
     assert str(refused.value) == REFUSED
-    assert find_prepared([path], config(tokenizer="nemo"), tokenizer, Path("cache"), how="so")
+    assert find_prepared([path], config(tokenizer="nemo"), tokenizer, Path("cache"), command="so")
 
 
 def test_nothing_to_refuse() -> None:
@@ -162,10 +162,10 @@ def switched(**kwargs: Any) -> DataConfig:
 def test_a_switch_is_named_and_works() -> None:
     path = write(Path("a.jsonl"), THINKING)
     overrides = {"chat_template": "switches.jinja"}
-    [omitted] = corpus(path, **overrides).ledgers[Path(path)].omitted
+    [omitted] = corpus(path, **overrides).row_reports[Path(path)].omitted
     assert omitted.count == 2 and omitted.why == f"{KEEPS}."
     kept = corpus(path, **overrides, chat_template_kwargs={"preserve_thinking": True}, on_omitted="error")
-    assert kept.ledgers[Path(path)].omitted == () and kept.lengths[0] > corpus(path, **overrides).lengths[0]
+    assert kept.row_reports[Path(path)].omitted == () and kept.lengths[0] > corpus(path, **overrides).lengths[0]
     assert len(list(Path("cache").iterdir())) == 2  # it is part of the store's name
     both = switched(preserve_thinking=True), switched(preserve_thinking=False)
     assert len({load_tokenizer(data).digest for data in both}) == 2

@@ -19,7 +19,7 @@ from sft.data.cache import workers
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.cache.folders import store_folder
 from sft.data.cache.store import open_store
-from sft.data.chat.chat import Encoding
+from sft.data.chat.encode_chat import Encoding
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read.rows import index_rows, read_rows
 from sft.errors import DataError
@@ -312,7 +312,7 @@ def test_training_only_opens_what_is_prepared(tmp_path: Path) -> None:
     other = write(tmp_path / "b.jsonl", LONG)
     tokenizer, cache = load_tokenizer(data), tmp_path / "cache"
     with pytest.raises(DataError) as error:
-        find_prepared([path, other], data, tokenizer, cache, how=HOW)
+        find_prepared([path, other], data, tokenizer, cache, command=HOW)
     assert str(error.value) == (
         f"{path}, {other} are not tokenised for these settings in {cache}.  Run this first, on any machine that sees "
         "the same folders: sft data prepare a.yaml"
@@ -320,14 +320,14 @@ def test_training_only_opens_what_is_prepared(tmp_path: Path) -> None:
     assert not cache.exists()
     prepared = corpus_of(path)
     with pytest.raises(DataError, match="b.jsonl is not tokenised for these settings in "):
-        find_prepared([path, other], data, tokenizer, cache, how=HOW)
-    folders = find_prepared([path], data, tokenizer, cache, how=HOW)
-    opened = map_prepared([path], folders, data, how=HOW)
+        find_prepared([path, other], data, tokenizer, cache, command=HOW)
+    folders = find_prepared([path], data, tokenizer, cache, command=HOW)
+    opened = map_prepared([path], folders, data, command=HOW)
     assert opened.digest == prepared.digest and opened.summary() == prepared.summary()
     assert opened.sample(1).tokens.tolist() == prepared.sample(1).tokens.tolist()
     for attempt in (
         lambda: corpus_of(path, seq_length=32, over_long="drop"),
-        lambda: find_prepared([path], config(seq_length=32, over_long="drop"), tokenizer, cache, how=HOW),
+        lambda: find_prepared([path], config(seq_length=32, over_long="drop"), tokenizer, cache, command=HOW),
     ):
         with pytest.raises(DataError, match="no sample is left"):
             attempt()
@@ -342,7 +342,7 @@ def test_bad_rows_are_skipped_and_listed(tmp_path: Path) -> None:
     for num_workers in (1, 2):
         corpus = corpus_of(path, log=log, on_bad_row="skip", num_workers=num_workers, cache=tmp_path / str(num_workers))
         assert len(corpus) == 37 and corpus.name(18) == f"{path}:22"
-        ledger = corpus.ledgers[Path(path)]
+        ledger = corpus.row_reports[Path(path)]
         assert (ledger.rows, ledger.samples, ledger.rows_skipped, ledger.skipped) == (40, 37, 3, (19, 20, 27))
         assert ledger.reasons == (
             ("no assistant turn, so there is nothing to learn from.", 2),

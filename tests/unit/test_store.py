@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft.data.cache.encoder import Block, to_palette
+from sft.data.cache.encoder import EncodedRows, to_palette
 from sft.data.cache.row_report import LINE, Reject, count_rows
 from sft.data.cache.store import Store, open_store, publish, write_store
 from sft.errors import DataError
 
 
-def block(row: int, weights: list[float], *rejects: Reject) -> Block:
+def block(row: int, weights: list[float], *rejects: Reject) -> EncodedRows:
     """One whole row of tokens 0, 1, ..."""
     palette, mask = to_palette(np.array(weights, dtype=np.float32))
     size, labels = len(weights), sum(weight > 0 for weight in weights[1:])
     lines = np.array([(row, 1, 1, size, labels, size, size, labels)], dtype=LINE)
-    return Block(np.arange(size, dtype=np.int32), mask, palette, lines, rejects)
+    return EncodedRows(np.arange(size, dtype=np.int32), mask, palette, lines, rejects)
 
 
 FIRST = block(1, [0, 0, 1, 1])

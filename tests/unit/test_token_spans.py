@@ -5,24 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chat.escaping import Typed
+from sft.data.chat.escaping import Escaped
 from sft.data.chat.formats import Chat
-from sft.data.chat.token_spans import tokens_of
+from sft.data.chat.render import RenderedChat
+from sft.data.chat.token_spans import find_token_spans
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.data.chat.turns import Turn
 from sft.errors import DataError
 from tests.unit.fixtures.chats import assistant, runs, user
 from tests.unit.fixtures.folder import load_letters
 
-NOTHING_TYPED = Typed([], None, {}, "")
+NOTHING_TYPED = Escaped([], None, {}, "")
 
 
 def tokens(text: str, turns: list[str], tokenizer: FolderTokenizer) -> list[str]:
     """What the tokens of some parts of the text decode to."""
     spans = [Turn(i, text.index(part), text.index(part) + len(part), "blank") for i, part in enumerate(turns)]
     encoded = tokenizer.encode(text)
-    found = tokens_of(spans, text, encoded, NOTHING_TYPED, tokenizer)
-    return [tokenizer.decode(encoded.ids[first:last]) for first, last in found]
+    found = find_token_spans(spans, RenderedChat(text, [], NOTHING_TYPED, tokenizer), encoded)
+    return [tokenizer.decode(encoded.ids[first:last]) for _, first, last in found]
 
 
 @pytest.mark.parametrize(

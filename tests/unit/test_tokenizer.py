@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft.data.chat.template import Frame
+from sft.data.chat.template import TurnDelimiters
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
@@ -38,13 +38,13 @@ def test_folder(folder: Path) -> None:
     assert tokenizer.end_of_turn == "<|im_end|>"
     assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0  # no pad token: the end of text serves
     assert not tokenizer.template.has_markers
-    assert tokenizer.frame == Frame(ends=("<|im_end|>",), header="<|im_start|>assistant\n", lead="")
+    assert tokenizer.delimiters == TurnDelimiters(ends=("<|im_end|>",), header="<|im_start|>assistant\n", lead="")
     encoded = tokenizer.encode("<|im_start|>x \n y")
     assert encoded.ids[0] == 1
     # Each character belongs to exactly one token: the saved post-processor would drop the spaces.
     assert encoded.starts.tolist() == [0, *encoded.ends[:-1].tolist()]
     assert encoded.ends[-1] == 17
-    assert encoded.cover(0, 13) == (0, 2)
+    assert encoded.token_span(0, 13) == (0, 2)
 
 
 def test_control_strings_as_text(folder: Path) -> None:
@@ -68,7 +68,7 @@ def test_control_strings_as_text(folder: Path) -> None:
 )
 def test_frames(tmp_path: Path, name: str, ends: tuple[str, ...], header: str, lead: str) -> None:
     """What a template writes around a turn: the tokens that end one, what asks for one, what it puts before one."""
-    assert load_folder(tmp_path, template(name)).frame == Frame(ends, header, lead)
+    assert load_folder(tmp_path, template(name)).delimiters == TurnDelimiters(ends, header, lead)
 
 
 def test_a_turn_without_an_end_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_unreadable_template_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out what the assistant said"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out what the assistant wrote"),
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", "with nothing: the model"),
         ("{% for m in messages %}{{ m.content }} ### End\n{% endfor %}", "with '### End', which is not"),
         ("{% for m in messages %}{{ m.content }}{% endif %}", "refused the chat: .*endif"),

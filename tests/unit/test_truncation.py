@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.data.cache.truncation import OverLong, Piece, pieces, turns
+from sft.data.cache.truncation import Excerpt, OverLong, excerpts, turns
 from sft.errors import DataError
 
 # Runs of tokens of one weight, end to end: a prompt, an answer, a message, an answer of half the weight ...
@@ -18,11 +18,11 @@ def weights_of(runs: list[tuple[int, float]]) -> np.ndarray:
     return np.concatenate([np.full(size, weight, dtype=np.float32) for size, weight in runs])
 
 
-def fitted(runs: list[tuple[int, float]], room: int, over_long: OverLong, doc_multiple: int = 1) -> list[Piece]:
-    return pieces(weights_of(runs), seq_length=room, doc_multiple=doc_multiple, over_long=over_long)
+def fitted(runs: list[tuple[int, float]], room: int, over_long: OverLong, doc_multiple: int = 1) -> list[Excerpt]:
+    return excerpts(weights_of(runs), seq_length=room, doc_multiple=doc_multiple, over_long=over_long)
 
 
-def shown(found: list[Piece]) -> list[tuple[str, str]]:
+def shown(found: list[Excerpt]) -> list[tuple[str, str]]:
     """What each piece holds, and what is learnt in it: ("0-5 14-23", "16-23")."""
     return [(ranges(positions), ranges(positions[weights > 0])) for positions, weights in found]
 
@@ -98,7 +98,7 @@ def test_a_row_that_is_learnt_whole() -> None:
 @given(runs=RUNS, room=st.integers(1, 48), doc_multiple=st.sampled_from([1, 4, 8]))
 def test_windows_conserve_every_label(runs: list[tuple[int, float]], room: int, doc_multiple: int) -> None:
     weights = weights_of(runs)
-    found = pieces(weights, seq_length=room, doc_multiple=doc_multiple, over_long="windows")
+    found = excerpts(weights, seq_length=room, doc_multiple=doc_multiple, over_long="windows")
     largest = room // doc_multiple * doc_multiple
     learnt: Counter[int] = Counter()
     for positions, learning in found:
@@ -118,7 +118,7 @@ def test_windows_conserve_every_label(runs: list[tuple[int, float]], room: int, 
 def test_a_turn_that_fits_is_never_cut(runs: list[tuple[int, float]], room: int) -> None:
     """One that leaves an eighth of the window to what is before it; its message comes with it if it fits, too."""
     weights = weights_of(runs)
-    found = pieces(weights, seq_length=room, doc_multiple=1, over_long="windows")
+    found = excerpts(weights, seq_length=room, doc_multiple=1, over_long="windows")
     ends = [0, *(stop for _, stop in turns(weights))]
     for before, (first, stop) in zip(ends, turns(weights), strict=False):
         holding = [piece for piece in found if {*range(first, stop)} & {*piece.positions[piece.weights > 0].tolist()}]
@@ -135,7 +135,7 @@ def test_a_turn_that_fits_is_never_cut(runs: list[tuple[int, float]], room: int)
 @given(runs=RUNS, room=st.integers(1, 48))
 def test_cut_turns_keeps_a_beginning_that_ends_a_turn(runs: list[tuple[int, float]], room: int) -> None:
     weights = weights_of(runs)
-    found = pieces(weights, seq_length=room, doc_multiple=1, over_long="cut_turns")
+    found = excerpts(weights, seq_length=room, doc_multiple=1, over_long="cut_turns")
     ends = [stop for _, stop in turns(weights)]
     if len(weights) <= room:
         assert [len(piece.positions) for piece in found] == [len(weights)]

@@ -1,4 +1,4 @@
-"""The ladder: which rung proves which turn of which template, and what is refused because none does."""
+"""The ladder: which proof proves which turn of which template, and what is refused because none does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.unit.fixtures.chats import (
     assistant,
     call,
     chat_of,
-    rungs,
+    proofs,
     runs,
     user,
 )
@@ -69,7 +69,7 @@ TABLE = [(line[0], kind, proof) for line in _LINES for kind, proof in zip(_HEADE
 @pytest.mark.parametrize(("name", "kind", "expected"), TABLE)
 def test_rungs(tokenizers: Tokenizers, name: str, kind: str, expected: str) -> None:
     try:
-        proof = "".join(rung[0].upper() for rung in rungs(chat_of(CHATS[kind]), tokenizers(name)))
+        proof = "".join(proof[0].upper() for proof in proofs(chat_of(CHATS[kind]), tokenizers(name)))
     except DataError:
         proof = "-"
     assert proof == expected
@@ -119,8 +119,8 @@ def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Message
 def test_a_prompt_that_is_not_how_the_chat_begins(tokenizers: Tokenizers) -> None:
     """Mistral moves the tools to the last question, so the prompt for the first call is not how the chat begins."""
     with pytest.raises(DataError) as error:
-        rungs(chat_of(CALLING_AGAIN), tokenizers("mistral_tools"))
-    assert "what the assistant wrote in message 2 cannot be told apart" in str(error.value)
+        proofs(chat_of(CALLING_AGAIN), tokenizers("mistral_tools"))
+    assert "what the assistant wrote in message 2 cannot be located" in str(error.value)
 
 
 def test_an_unproven_turn_shows_both_renderings(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_an_unproven_turn_shows_both_renderings(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         runs(Chat([user("Hi"), assistant("Hello")], None), load_folder(tmp_path, jinja))
     assert str(error.value) == (
-        f"chat template of {tmp_path}: what the assistant wrote in message 2 cannot be told apart.  "
+        f"chat template of {tmp_path}: what the assistant wrote in message 2 cannot be located.  "
         'The template writes "<|im_start|>Hi<|im_end|><|im_start|>olleH<|im_end|>".  '
-        'With ... in place of what the assistant said it writes "<|im_start|>Hi<|im_end|><|im_start|>...<|im_end|>".  '
+        'With ... in place of what the assistant wrote it writes "<|im_start|>Hi<|im_end|><|im_start|>...<|im_end|>".  '
         'The content is "Hello" and a turn ends with <|im_end|>.  '
         "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
     )
@@ -148,7 +148,7 @@ ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 def test_a_prompt_of_the_same_length_is_not_a_prefix(tmp_path: Path) -> None:
     jinja = "{% for m in messages %}" + LAST + HEADER + "{{ m.content }}<|im_end|>{% endfor %}" + ASK
     tokenizer = load_folder(tmp_path, jinja)
-    assert rungs(Chat(TALK, None), tokenizer) == ["blank", "blank"]
+    assert proofs(Chat(TALK, None), tokenizer) == ["blank", "blank"]
     assert runs(Chat(TALK, None), tokenizer)[1] == "42\n\nWhat is the question?<|im_end|>"
 
 
@@ -157,7 +157,7 @@ def test_thinking_between_two_insertions(tmp_path: Path) -> None:
     turn = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
     written = "{% if m.role == 'user' %}{{ m.content }}{% else %}" + turn + "{% endif %}<|im_end|>"
     tokenizer = load_folder(tmp_path, "{% for m in messages %}" + LAST + HEADER + written + "{% endfor %}" + ASK)
-    assert rungs(Chat(THINKING, None), tokenizer) == ["blank", "blank"]
+    assert proofs(Chat(THINKING, None), tokenizer) == ["blank", "blank"]
     assert runs(Chat(THINKING, None), tokenizer) == [
         "<think>\nhm\n</think>\n\nHello.<|im_end|>",
         "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>",
@@ -170,15 +170,15 @@ def test_thinking_between_two_insertions(tmp_path: Path) -> None:
         # What follows the prompt is as long as the content, and is not the content.
         (
             "{% for m in messages %}" + HEADER + "{{ m.content | replace('42', '24') }}<|im_end|>{% endfor %}" + ASK,
-            "message 4 cannot be told apart",
+            "message 4 cannot be located",
         ),
         # Only the chat ends, not its turns.
-        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", "message 2 cannot be told apart"),
+        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", "message 2 cannot be located"),
         # Later text depends on what the assistant said.
         (
             "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
             "{{ messages[1].content | length }}",
-            "message 2 cannot be told apart",
+            "message 2 cannot be located",
         ),
         # The assistant is quoted.
         (
@@ -196,7 +196,7 @@ def test_thinking_between_two_insertions(tmp_path: Path) -> None:
 )
 def test_templates_that_cannot_be_proven(tmp_path: Path, jinja: str, complaint: str | None) -> None:
     messages = TALK if complaint else [user("x"), assistant("y", tool_calls=[call()])]
-    with pytest.raises(DataError, match=complaint or "cannot be told apart"):
+    with pytest.raises(DataError, match=complaint or "cannot be located"):
         runs(Chat(messages, None), load_folder(tmp_path, jinja))
 
 
@@ -272,10 +272,10 @@ def test_what_stands_around_a_mark(tmp_path: Path) -> None:
     thought = {**assistant("42"), "reasoning_content": "six seven"}
     tokenizer = load_folder(tmp_path / "a", OUTSIDE.replace("TAIL", ""))
     assert runs(Chat([user("q"), assistant("42")], None), tokenizer) == ["42<|im_end|>"]
-    with pytest.raises(DataError, match="message 2 cannot be told apart"):
+    with pytest.raises(DataError, match="message 2 cannot be located"):
         runs(Chat([user("q"), thought], None), tokenizer)
     tokenizer = load_folder(tmp_path / "b", OUTSIDE.replace("TAIL", "{{ ' and more' if m.content == '42' }}"))
-    with pytest.raises(DataError, match="message 2 cannot be told apart"):
+    with pytest.raises(DataError, match="message 2 cannot be located"):
         runs(Chat([user("q"), assistant("42")], None), tokenizer)
 
 

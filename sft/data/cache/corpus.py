@@ -16,7 +16,7 @@ from sft.batch import Sample
 from sft.config import DataConfig
 from sft.data.cache.folders import store_folder
 from sft.data.cache.omissions import check_omitted
-from sft.data.cache.row_report import Ledger
+from sft.data.cache.row_report import RowReport
 from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import check_file, row_name
@@ -26,7 +26,7 @@ from sft.errors import DataError
 class Corpus:
     """Samples of one or more files, memory-mapped, in the order of the files and their rows.
 
-    names: which source each file belongs to; None: every file is one
+    names  which source each file belongs to; None: every file is one
 
     lengths         int64 [n], tokens of each sample
     num_supervised  int64 [n], supervised labels of each sample
@@ -41,7 +41,9 @@ class Corpus:
             [store.rows["supervised"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         )
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
-        self.ledgers: dict[Path, Ledger] = {path: store.ledger for path, store in zip(paths, stores, strict=True)}
+        self.row_reports: dict[Path, RowReport] = {
+            path: store.row_report for path, store in zip(paths, stores, strict=True)
+        }
         self._paths = list(paths)
         self.sources: tuple[str, ...] = tuple(dict.fromkeys(names or file_names(self._paths)))
         self._source_of = [self.sources.index(name) for name in names or file_names(self._paths)]
@@ -75,21 +77,24 @@ class Corpus:
 
     @property
     def source_ids(self) -> np.ndarray:
-        """int64 [n]: place in `sources` of each sample's."""
+        """int64 [n]: index in `sources` of each sample's."""
         return np.repeat(self._source_of, [len(lines) for lines in self._lines])
 
     def summary(self) -> str:
         """One line per file: samples and tokens kept, cut, dropped and skipped."""
-        return "\n".join(f"{path}: {ledger}" for path, ledger in self.ledgers.items())
+        return "\n".join(f"{path}: {row_report}" for path, row_report in self.row_reports.items())
 
     def report(self) -> dict[str, Any]:
-        """The ledgers as JSON holds them: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
-        return {"digest": self.digest, "files": {str(path): asdict(ledger) for path, ledger in self.ledgers.items()}}
+        """The row reports as JSON holds them: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
+        return {
+            "digest": self.digest,
+            "files": {str(path): asdict(row_report) for path, row_report in self.row_reports.items()},
+        }
 
     def check_omitted(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:
         """Raises DataError where the chat template left something out, and data.on_omitted is error."""
-        for path, ledger in self.ledgers.items() if data.on_omitted == "error" else ():
-            check_omitted(path, ledger.omitted, template_name(tokenizer))
+        for path, row_report in self.row_reports.items() if data.on_omitted == "error" else ():
+            check_omitted(path, row_report.omitted, template_name(tokenizer))
 
     def _find(self, sample_id: int) -> tuple[int, int]:
         assert 0 <= sample_id < len(self), f"sample {sample_id} of {len(self)}"
@@ -104,22 +109,22 @@ def file_names(paths: Sequence[Path]) -> list[str]:
 
 
 def find_prepared(
-    paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, how: str
+    paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
 ) -> list[Path]:
-    """The store of each file; nothing is tokenised or written.  `how` is the command that would.
+    """The store of each file; nothing is tokenised or written.  `command` is the one that would.
 
-    Reads all bytes of the files, so of many ranks one should, and tell the others.  Raises DataError where a file
+    Reads all bytes of the files, so one rank calls it and broadcasts the folders.  Raises DataError where a file
     cannot be read or is not prepared, when no sample is left, and for what data.on_omitted refuses.
     """
     for path in paths:
         check_file(Path(path))
     folders = [store_folder(cache_dir, Path(path), data, tokenizer) for path in paths]
-    map_prepared(paths, folders, data, how=how).check_omitted(data, tokenizer)
+    map_prepared(paths, folders, data, command=command).check_omitted(data, tokenizer)
     return folders
 
 
 def map_prepared(
-    paths: Sequence[str], folders: Sequence[Path], data: DataConfig, names: Sequence[str] | None = None, *, how: str
+    paths: Sequence[str], folders: Sequence[Path], data: DataConfig, names: Sequence[str] | None = None, *, command: str
 ) -> Corpus:
     """The corpus of the stores that `find_prepared` found; `names` are those of each file's source."""
     stores = [open_store(folder) for folder in folders]
@@ -127,7 +132,7 @@ def map_prepared(
     if missing:
         raise DataError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised for these settings in "
-            f"{folders[0].parent}.  Run this first, on any machine that sees the same folders: {how}"
+            f"{folders[0].parent}.  Run this first, on any machine that sees the same folders: {command}"
         )
     return make_corpus([Path(path) for path in paths], [store for store in stores if store is not None], data, names)
 

@@ -1,8 +1,8 @@
-"""From rows to blocks of tokens and weights, in one process.
+"""From rows to arrays of tokens and weights, in one process.
 
-Decides that a row that cannot be used ends the work with its name, or is left out and listed.  What becomes of a
-sample that is too long is `fit.py`'s; who encodes which rows, and how many at once, is `parts.py`'s.  Does not read
-files (`rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
+Decides that a row that cannot be used ends the preparation with its name, or is left out and listed.  `truncation.py`
+decides what becomes of a sample that is too long, `workers.py` which process encodes which rows.  Does not read files
+(`read/rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
 """
 
 from collections import Counter
@@ -13,21 +13,21 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.cache.omissions import Omission
+from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import LINE, Reject
-from sft.data.cache.truncation import NOTHING, OverLong, pieces
-from sft.data.chat.chat import Encoding, Supervise, encode, why_omitted
+from sft.data.cache.truncation import NOTHING, OverLong, excerpts
+from sft.data.chat.encode_chat import Encoding, Supervise, encode, why_omitted
 from sft.data.chat.formats import Chat, Tokenized, check_ids, read_row
-from sft.data.chat.omitted import Missing
+from sft.data.chat.omitted import OmittedText
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import Row, parse, row_name
 from sft.errors import DataError
 
-_SAID = 200  # characters kept of a text that is left out
+_NUM_CHARACTERS = 200  # kept of a text that is left out
 MAX_WEIGHTS = 256  # what a byte can tell apart; the first is 0
 
 
-class Block(NamedTuple):
+class EncodedRows(NamedTuple):
     """Some consecutive rows, tokenised.
 
     tokens   int32 [n], all samples end to end
@@ -36,7 +36,7 @@ class Block(NamedTuple):
     lines    LINE [samples and dropped rows]
     rejects  rows that cannot be used
     omitted  what the chat template left out, by row, role and kind
-    chats    rows with messages that can be used
+    num_chats  rows with messages that can be used
     """
 
     tokens: np.ndarray
@@ -44,13 +44,13 @@ class Block(NamedTuple):
     weights: np.ndarray
     lines: np.ndarray
     rejects: tuple[Reject, ...]
-    omitted: tuple[Omission, ...] = ()
-    chats: int = 0
+    omitted: tuple[RowOmission, ...] = ()
+    num_chats: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """All that turns the rows of one file into blocks."""
+    """All that turns the rows of one file into arrays."""
 
     path: Path
     tokenizer: ChatTokenizer
@@ -60,40 +60,40 @@ class Encoder:
     on_bad_row: Literal["error", "skip"]
     supervise: Supervise
 
-    def block(self, rows: Iterable[Row]) -> Block:
+    def encode_rows(self, rows: Iterable[Row]) -> EncodedRows:
         """Tokenises rows.  Raises DataError beginning with the row's name, for the first that cannot be used."""
         tokens = [np.empty(0, dtype=np.int32)]
         weights = [np.empty(0, dtype=np.float32)]
         lines: list[tuple[int, ...]] = []
         rejects = []
-        omitted: list[Omission] = []
-        chats = 0
+        omitted: list[RowOmission] = []
+        num_chats = 0
         for number, content in rows:
             try:
                 row = read_row(parse(content))
-                ids, full, missing = self._encoded(row)
+                ids, full, texts = self._encode(row)
             except DataError as error:
                 if self.on_bad_row == "error":
                     raise DataError(f"{row_name(self.path, number)}: {error}") from error
                 reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a surrogate pair
                 rejects.append(Reject(number, reason))
                 continue
-            chats += isinstance(row, Chat)
-            if missing:
+            num_chats += isinstance(row, Chat)
+            if texts:
                 assert isinstance(row, Chat)
-                omitted += self._omissions(number, row, missing, {(one.role, one.kind) for one in omitted})
-            for line, positions, learnt in self._fit(number, full):
+                omitted += self._omissions(number, row, texts, {(earlier.role, earlier.kind) for earlier in omitted})
+            for line, positions, kept_weights in self._fit(number, full):
                 tokens.append(ids[positions])
-                weights.append(learnt)
+                weights.append(kept_weights)
                 lines.append(line)
         try:
             palette, mask = to_palette(np.concatenate(weights))
         except DataError as error:
             raise DataError(f"{self.path}: {error}") from error
         table = np.array(lines, dtype=LINE)
-        return Block(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), chats)
+        return EncodedRows(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats)
 
-    def _encoded(self, row: Chat | Tokenized) -> Encoding:
+    def _encode(self, row: Chat | Tokenized) -> Encoding:
         """Tokens and weights of a row, however long."""
         if isinstance(row, Tokenized):
             check_ids(row, self.tokenizer.vocab_size)
@@ -101,15 +101,15 @@ class Encoder:
         return encode(row, self.tokenizer, self.supervise)
 
     def _omissions(
-        self, number: int, chat: Chat, missing: list[Missing], told: set[tuple[str, str]]
-    ) -> Iterator[Omission]:
-        """What is missing, by role and kind; for those not yet told also why, which takes renderings to find."""
-        counts = Counter((one.role, one.kind) for one in missing)
+        self, number: int, chat: Chat, texts: list[OmittedText], explained: set[tuple[str, str]]
+    ) -> Iterator[RowOmission]:
+        """What is left out, by role and kind; of kinds not yet explained also why, which takes renderings to find."""
+        counts = Counter((text.role, text.kind) for text in texts)
         for kind, count in counts.items():
-            first = next(one for one in missing if (one.role, one.kind) == kind)
-            said, why = ("", "") if kind in told else (first.said, why_omitted(chat, self.tokenizer, first))
-            begin = said[:_SAID].encode("utf-8", "backslashreplace").decode()
-            yield Omission(number, first.number, *kind, count, begin, why)
+            first = next(text for text in texts if (text.role, text.kind) == kind)
+            text, why = ("", "") if kind in explained else (first.text, why_omitted(chat, self.tokenizer, first))
+            begin = text[:_NUM_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+            yield RowOmission(number, first.number, *kind, count, begin, why)
 
     def _fit(self, number: int, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
         """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.
@@ -117,15 +117,15 @@ class Encoder:
         One of no tokens where nothing is left of the row.
         """
         try:
-            found = pieces(full, seq_length=self.seq_length, doc_multiple=self.doc_multiple, over_long=self.over_long)
+            parts = excerpts(full, seq_length=self.seq_length, doc_multiple=self.doc_multiple, over_long=self.over_long)
         except DataError as error:
             raise DataError(f"{row_name(self.path, number)}: {error}") from error
-        seen = np.zeros(len(full), dtype=bool)
-        for window, (positions, weights) in enumerate(found or [NOTHING], start=1 if found else 0):
-            new = int(np.count_nonzero(~seen[positions]))
-            seen[positions] = True
-            counts = (len(positions), num_labels(weights), new, len(full), num_labels(full))
-            yield (number, window, len(found), *counts), positions, weights
+        is_held = np.zeros(len(full), dtype=bool)  # by a sample before
+        for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
+            num_new = int(np.count_nonzero(~is_held[positions]))
+            is_held[positions] = True
+            counts = (len(positions), num_labels(weights), num_new, len(full), num_labels(full))
+            yield (number, window, len(parts), *counts), positions, weights
 
 
 def num_labels(weights: np.ndarray) -> int:

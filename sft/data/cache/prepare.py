@@ -3,8 +3,8 @@
 Decides in which order things reach the disk, so that at any moment a store is there whole or not at all, and how
 many bad rows are too many.  Any number of processes may prepare the same files at once: parts and stores are
 renamed into place and are the same whoever made them; one that loses its work folder to a faster one starts that
-file again, and then finds the store.  Does not decide what a sample is (`encode.py`) or on what a store
-depends (`cache.py`).
+file again, and then finds the store.  Does not decide what a sample is (`encoder.py`) or on what a store
+depends (`folders.py`).
 """
 
 import os
@@ -22,12 +22,12 @@ import numpy as np
 from sft.config import Config, DataConfig
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, make_corpus
-from sft.data.cache.encoder import Block, Encoder, check_palette
+from sft.data.cache.encoder import EncodedRows, Encoder, check_palette
 from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
 from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
-from sft.data.cache.workers import Report, Work, make_part, make_parts, part_path, part_ranges, read_part
+from sft.data.cache.workers import FileJob, PartResult, make_part, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import check_file, index_rows, row_name
 from sft.errors import DataError
@@ -60,17 +60,17 @@ def prepare(
     stamps = [stamp(file) for file in files]  # before the digest, so that no later change goes unseen
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
     stores: dict[Path, Store] = {}
-    works: dict[Path, Work] = {}
+    jobs: dict[Path, FileJob] = {}
     try:
         for file, folder, stamp_before in zip(files, folders, stamps, strict=True):
-            if folder in stores or folder in works:  # a file of the same content
+            if folder in stores or folder in jobs:  # a file of the same content
                 continue
             store = _existing(file, folder, console, verify=verify)
             if store is None:
-                works[folder] = _plan_work(file, folder, stamp_before, data, tokenizer)
+                jobs[folder] = _plan_job(file, folder, stamp_before, data, tokenizer)
             else:
                 stores[folder] = store
-        stores |= _tokenise(list(works.values()), num_processes(data), console, refuse=data.on_omitted == "error")
+        stores |= _tokenise(list(jobs.values()), num_processes(data), console, refuse=data.on_omitted == "error")
     except OSError as error:
         raise DataError(f"tokenised data cannot be written to data.cache_dir {cache_dir}: {error}.") from error
     corpus = make_corpus(files, [stores[folder] for folder in folders], data, names)
@@ -115,7 +115,7 @@ def sweep_recipe(config: Config, tokenizer: ChatTokenizer) -> list[Stale]:
 def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> Store | None:
     store = open_store(folder, verify=verify)
     if store is not None:
-        console.say(f"{file}: {store.ledger} ({'verified' if verify else 'cached'})")
+        console.say(f"{file}: {store.row_report} ({'verified' if verify else 'cached'})")
         shutil.rmtree(work_folder(folder), ignore_errors=True)  # of one that was killed after its last step
     elif folder.exists():
         console.say(f"{folder} is not whole or was changed: tokenising {file} again")
@@ -123,7 +123,7 @@ def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> St
     return store
 
 
-def _plan_work(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, tokenizer: ChatTokenizer) -> Work:
+def _plan_job(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, tokenizer: ChatTokenizer) -> FileJob:
     try:
         index = index_rows(file)
     except OSError as error:
@@ -139,18 +139,18 @@ def _plan_work(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, 
         on_bad_row=data.on_bad_row,
         supervise=data.supervise,
     )
-    return Work(encoder=encoder, index=index, ranges=part_ranges(index), store=folder, stamp=stamp_before)
+    return FileJob(encoder=encoder, index=index, ranges=part_ranges(index), store=folder, stamp=stamp_before)
 
 
 class _BadRows(Exception):
     """Rows for which a file cannot be used, in words."""
 
-    def __init__(self, work: Work, message: str) -> None:
+    def __init__(self, job: FileJob, message: str) -> None:
         super().__init__(message)
-        self.work = work
+        self.job = job
 
 
-def _tokenise(works: Sequence[Work], num_workers: int, console: Console, *, refuse: bool) -> dict[Path, Store]:
+def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, refuse: bool) -> dict[Path, Store]:
     """The stores of the files: their parts by all processes, each put together as soon as its last part is there.
 
     refuse: whether what a chat template leaves out is an error
@@ -158,81 +158,83 @@ def _tokenise(works: Sequence[Work], num_workers: int, console: Console, *, refu
     stores = {}
     started = time.monotonic()
     try:
-        with closing(make_parts(works, num_workers)) as made:
-            for work, parts in groupby(made, key=itemgetter(0)):
-                stores[work.store] = _tokenise_file(
-                    work, (report for _, report in parts), console, started, refuse=refuse
+        with closing(make_parts(jobs, num_workers)) as made:
+            for job, parts in groupby(made, key=itemgetter(0)):
+                stores[job.store] = _tokenise_file(
+                    job, (result for _, result in parts), console, started, refuse=refuse
                 )
                 started = time.monotonic()
     except _BadRows as bad:  # by now nobody writes to the folder any more
-        shutil.rmtree(bad.work.folder, ignore_errors=True)  # another file or setting will have another one
+        shutil.rmtree(bad.job.folder, ignore_errors=True)  # another file or setting will have another one
         raise DataError(str(bad)) from None
     return stores
 
 
-def _tokenise_file(work: Work, parts: Iterable[Report], console: Console, started: float, *, refuse: bool) -> Store:
-    reports: list[Report] = []
+def _tokenise_file(
+    job: FileJob, parts: Iterable[PartResult], console: Console, started: float, *, refuse: bool
+) -> Store:
+    results: list[PartResult] = []
     rejects: list[Reject] = []
     num_tokens = 0
-    with console.track(f"tokenising {work.file}", work.index.num_rows, "rows") as progress:
-        for report in parts:
-            reports.append(report)
-            rejects += report.rejects
-            _check_rows(work, report, rejects)
-            if refuse and report.omitted is not None:  # the parts stay: they are right where it is only reported
-                first, template = report.omitted, work.encoder.tokenizer
-                raise refusal(work.file, first.row, first.message, first, template_name(template))
-            num_tokens += report.num_tokens
-            progress.advance(report.num_rows, f"{num_tokens:,} tokens")
-    store = _assemble(work, reports)
-    there = sum(report.was_there for report in reports)
-    continued = f", {there:,} of {len(reports):,} parts were there" if there else ""
-    console.say(f"{work.file}: {store.ledger} (tokenised in {time.monotonic() - started:.1f} s{continued})")
+    with console.track(f"tokenising {job.file}", job.index.num_rows, "rows") as progress:
+        for result in parts:
+            results.append(result)
+            rejects += result.rejects
+            _check_rows(job, result, rejects)
+            if refuse and result.omitted is not None:  # the parts stay: they are right where it is only reported
+                first, template = result.omitted, job.encoder.tokenizer
+                raise refusal(job.file, first.row, first.message, first, template_name(template))
+            num_tokens += result.num_tokens
+            progress.advance(result.num_rows, f"{num_tokens:,} tokens")
+    store = _assemble(job, results)
+    num_kept = sum(result.was_there for result in results)
+    continued = f", {num_kept:,} of {len(results):,} parts were there" if num_kept else ""
+    console.say(f"{job.file}: {store.row_report} (tokenised in {time.monotonic() - started:.1f} s{continued})")
     return store
 
 
-def _check_rows(work: Work, report: Report, rejects: Sequence[Reject]) -> None:
-    if report.error is not None:
-        raise _BadRows(work, report.error)
-    if len(rejects) > MOST_BAD_ROWS * work.index.num_rows:
-        listed = "".join(f"\n  {row_name(work.file, reject.row)}: {reject.reason}" for reject in rejects[:5])
+def _check_rows(job: FileJob, result: PartResult, rejects: Sequence[Reject]) -> None:
+    if result.error is not None:
+        raise _BadRows(job, result.error)
+    if len(rejects) > MOST_BAD_ROWS * job.index.num_rows:
+        listed = "".join(f"\n  {row_name(job.file, reject.row)}: {reject.reason}" for reject in rejects[:5])
         raise _BadRows(
-            work,
-            f"{len(rejects):,} rows or more of the {work.index.num_rows:,} of {work.file} cannot be used.  "
+            job,
+            f"{len(rejects):,} rows or more of the {job.index.num_rows:,} of {job.file} cannot be used.  "
             f"data.on_bad_row = skip leaves out a tenth at most.  The first of them:{listed}",
         )
 
 
-def _assemble(work: Work, reports: Sequence[Report]) -> Store:
-    weights = np.unique(np.array([w for report in reports for w in report.weights], dtype=np.float32))
+def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
+    weights = np.unique(np.array([w for result in results for w in result.weights], dtype=np.float32))
     try:
         check_palette(weights)
     except DataError as error:
-        raise DataError(f"{work.file}: {error}") from error
+        raise DataError(f"{job.file}: {error}") from error
     for _ in range(_ATTEMPTS):
-        temp = work.folder / f"store-{uuid.uuid4().hex[:12]}"
+        temp = job.folder / f"store-{uuid.uuid4().hex[:12]}"
         try:
-            write_store(temp, _blocks(work), weights)
-            publish(temp, work.store)
+            write_store(temp, _parts(job), weights)
+            publish(temp, job.store)
         except FileNotFoundError:  # another process was faster, and cleared up
             pass
         finally:
             shutil.rmtree(temp, ignore_errors=True)
-        store = open_store(work.store)
+        store = open_store(job.store)
         if store is not None:
-            shutil.rmtree(work.folder, ignore_errors=True)
+            shutil.rmtree(job.folder, ignore_errors=True)
             return store
-        for number in range(len(work.ranges)):
-            make_part(work, number)
+        for number in range(len(job.ranges)):
+            make_part(job, number)
     raise DataError(
-        f"{work.folder} was removed {_ATTEMPTS} times while its parts were put together.  Is something clearing "
+        f"{job.folder} was removed {_ATTEMPTS} times while its parts were put together.  Is something clearing "
         "data.cache_dir?"
     )
 
 
-def _blocks(work: Work) -> Iterator[Block]:
-    for number in range(len(work.ranges)):
-        block = read_part(part_path(work, number))
-        if block is None:
-            raise FileNotFoundError(part_path(work, number))
-        yield block
+def _parts(job: FileJob) -> Iterator[EncodedRows]:
+    for number in range(len(job.ranges)):
+        part = read_part(part_path(job, number))
+        if part is None:
+            raise FileNotFoundError(part_path(job, number))
+        yield part

@@ -1,6 +1,6 @@
 """What became of every row of a file: kept whole, cut, in windows, dropped or skipped, in rows, samples and tokens.
 
-Does not decide any of it (`fit.py`, `encode.py`); it only counts, so that nothing is lost silently.
+Does not decide any of it (`truncation.py`, `encoder.py`); it only counts, so that nothing is lost silently.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.cache.omissions import Omitted
+from sft.data.cache.omissions import FileOmission
 
 # One line per sample, in order, and one of 0 tokens, window 0 of 0, for a row of which no sample was made.
 LINE = np.dtype(
@@ -39,7 +39,7 @@ class Reject(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class RowReport:
     """Counts of a file.
 
     rows = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped
@@ -77,7 +77,7 @@ class Ledger:
     skipped: tuple[int, ...]
     reasons: tuple[tuple[str, int], ...]  # of the skipped, most frequent first, numbers and texts left out
     chats: int = 0
-    omitted: tuple[Omitted, ...] = ()
+    omitted: tuple[FileOmission, ...] = ()
 
     def __str__(self) -> str:
         share = 100 * self.supervised_kept / max(1, self.tokens_kept)
@@ -102,24 +102,26 @@ class Ledger:
         if self.rows_skipped:
             reasons = "; ".join(f"{count:,} x {reason}" for reason, count in self.reasons[:3])
             text += f"; skipped {self.rows_skipped:,} bad rows: {_rows(self.skipped, self.rows_skipped)} ({reasons})"
-        for one in self.omitted:
-            where = _rows(one.rows, one.chats)
-            text += f"; the chat template leaves out {one.told(self.chats)}: {where} ({one.why.rstrip('.')})"
+        for omission in self.omitted:
+            where = _rows(omission.rows, omission.chats)
+            text += (
+                f"; the chat template leaves out {omission.describe(self.chats)}: {where} ({omission.why.rstrip('.')})"
+            )
         return text
 
     @classmethod
-    def of_json(cls, counts: dict[str, Any]) -> "Ledger":
+    def of_json(cls, counts: dict[str, Any]) -> "RowReport":
         """The inverse of `dataclasses.asdict` and JSON.  Raises TypeError for other fields."""
         reasons = tuple((reason, count) for reason, count in counts["reasons"])
         listed = {name: tuple(value) for name, value in counts.items() if isinstance(value, list)}
-        omitted = tuple(Omitted(**{**one, "rows": tuple(one["rows"])}) for one in counts["omitted"])
+        omitted = tuple(FileOmission(**{**fields, "rows": tuple(fields["rows"])}) for fields in counts["omitted"])
         return cls(**{**counts, **listed, "reasons": reasons, "omitted": omitted})
 
 
 def count_rows(
-    lines: np.ndarray, rejects: Sequence[Reject] = (), omitted: tuple[Omitted, ...] = (), chats: int = 0
-) -> Ledger:
-    """The ledger of a table.
+    lines: np.ndarray, rejects: Sequence[Reject] = (), omitted: tuple[FileOmission, ...] = (), chats: int = 0
+) -> RowReport:
+    """The report of a table.
 
         row  window  tokens  supervised  new  full_tokens  full_supervised
           1  1 of 1      10           4   10           10                4     whole
@@ -137,7 +139,7 @@ def count_rows(
     full, full_supervised = lines["full_tokens"], lines["full_supervised"]
     tokens, supervised, new = (int(lines[name].sum()) for name in ("tokens", "supervised", "new"))
     reasons = Counter(_kind(reject.reason) for reject in rejects)
-    return Ledger(
+    return RowReport(
         rows=int(first.sum()) + len(rejects),
         rows_whole=int((first & ~dropped & ~windowed & ~cut).sum()),
         rows_cut=int(cut.sum()),
@@ -166,7 +168,7 @@ def count_rows(
 
 def _kind(reason: str, limit: int = 100) -> str:
     """`message 3 has role "assitant"; expected ...` -> `message N has role "..."; expected ...`"""
-    text = _PARTICULARS.sub(lambda found: "N" if found.group()[0].isdigit() else '"..."', reason)
+    text = _PARTICULARS.sub(lambda match: "N" if match.group()[0].isdigit() else '"..."', reason)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

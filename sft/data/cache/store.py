@@ -2,14 +2,14 @@
 
     tokens.npy     int32 [total]   all samples end to end
     mask.npy       uint8 [total]   which weight each token has
-    rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`ledger.LINE`)
+    rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`row_report.LINE`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; only where there are any
     omitted.jsonl  what the chat template left out, by row, role and kind (`omissions.py`); only where it did
     ledger.json    what became of the rows, the weights that mask.npy counts, sizes and digests of the other files,
                    and a digest of itself; written last
 
 Nothing here depends on the file's name, on when or where it was made, or by how many processes.
-Does not decide when a store is out of date: its name is made of everything that it depends on (`cache.py`).
+Does not decide when a store is out of date: its name is made of everything that it depends on (`folders.py`).
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sft.atomic_files import flush
-from sft.data.cache.encoder import Block
-from sft.data.cache.omissions import Omitted, Tally
-from sft.data.cache.row_report import LINE, Ledger, Reject, count_rows
+from sft.data.cache.encoder import EncodedRows
+from sft.data.cache.omissions import FileOmission, OmissionCounter
+from sft.data.cache.row_report import LINE, Reject, RowReport, count_rows
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
 _REJECTS, _OMITTED = "rejects.jsonl", "omitted.jsonl"
@@ -46,14 +46,14 @@ class Store:
     mask: np.ndarray
     rows: np.ndarray
     weights: np.ndarray
-    ledger: Ledger
+    row_report: RowReport
     digest: str
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
     """The store in `folder`, or None if there is none, or not a whole and unchanged one.
 
-    Sizes and the ledger's own digest are checked always, everything else only to `verify`: a training start would
+    Sizes and the digest of ledger.json are checked always, everything else only to `verify`: a training start would
     otherwise read the whole corpus on every rank before its first step (100 GB at 1 GB/s: 2 minutes; by a thousand
     ranks at once from one file system: much longer).  A store is renamed into place when it is whole and on disk, so
     what is left to find is a failing disk or somebody's hand.
@@ -70,26 +70,26 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
         return Store(
             **arrays,
             weights=np.array(content["weights"], dtype=np.float32),
-            ledger=Ledger.of_json(content["rows"]),
+            row_report=RowReport.of_json(content["rows"]),
             digest=_json_digest([content["weights"], [content["files"][f"{name}.npy"]["digest"] for name in _ARRAYS]]),
         )
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write_store(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> None:
-    """Writes the blocks as a store into the new folder `temp`, for `publish`.  Raises OSError.
+def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> None:
+    """Writes the parts of a file as a store into the new folder `temp`, for `publish`.  Raises OSError.
 
-    weights: all that the blocks have, 0 and rising.  Memory stays at one block, whatever the size of the file, but
+    weights: all that the parts have, 0 and rising.  Memory stays at one part, whatever the size of the file, but
     for the rejects.
     """
     temp.mkdir(parents=True)
-    rejects, omitted, chats = _write_blocks(temp, blocks, weights)
+    rejects, omitted, num_chats = _write_parts(temp, parts, weights)
     if rejects:
         lines = [json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects]
         (temp / _REJECTS).write_text("".join(lines), encoding="utf-8")
     content = {
-        "rows": asdict(count_rows(_map(temp / "rows.npy"), rejects, omitted, chats)),
+        "rows": asdict(count_rows(_map(temp / "rows.npy"), rejects, omitted, num_chats)),
         "weights": weights.tolist(),
         "files": _describe(temp),
     }
@@ -99,34 +99,34 @@ def write_store(temp: Path, blocks: Iterable[Block], weights: np.ndarray) -> Non
         flush(path)  # a rename may reach the disk before the bytes do, and leave an empty store after a power cut
 
 
-def _write_blocks(
-    temp: Path, blocks: Iterable[Block], weights: np.ndarray
-) -> tuple[list[Reject], tuple[Omitted, ...], int]:
+def _write_parts(
+    temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray
+) -> tuple[list[Reject], tuple[FileOmission, ...], int]:
     """Writes the arrays, and the list of what the chat template left out; returns the number of chats too."""
     rejects: list[Reject] = []
-    tally, chats = Tally(), 0
+    counter, num_chats = OmissionCounter(), 0
     sizes = dict.fromkeys(_ARRAYS, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in _ARRAYS}
         listed = stack.enter_context((temp / _OMITTED).open("w", encoding="utf-8"))
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], 0)
-        for block in blocks:
-            mask = np.searchsorted(weights, block.weights).astype(np.uint8)[block.mask]
-            for name, array in (("tokens", block.tokens), ("mask", mask), ("rows", block.lines)):
+        for part in parts:
+            mask = np.searchsorted(weights, part.weights).astype(np.uint8)[part.mask]
+            for name, array in (("tokens", part.tokens), ("mask", mask), ("rows", part.lines)):
                 files[name].write(array.astype(_ARRAYS[name], copy=False).tobytes())
                 sizes[name] += len(array)
-            rejects += block.rejects
-            chats += block.chats
-            for omission in block.omitted:
-                tally.add(omission)
+            rejects += part.rejects
+            num_chats += part.num_chats
+            for omission in part.omitted:
+                counter.add(omission)
                 listed.write(omission.as_line())
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], sizes[name])
-    omitted = tally.result()
+    omitted = counter.result()
     if not omitted:
         (temp / _OMITTED).unlink()
-    return rejects, omitted, chats
+    return rejects, omitted, num_chats
 
 
 def publish(temp: Path, folder: Path) -> None:
@@ -164,7 +164,7 @@ def _map(path: Path) -> np.ndarray:
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and digest of every file but the ledger."""
+    """Bytes and digest of every file but ledger.json."""
     described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _ARRAYS}
     for name in (_REJECTS, _OMITTED):
         if (folder / name).exists():

@@ -1,11 +1,11 @@
 """What becomes of a sample that is too long: an error, nothing, its first turns, or several windows.
 
-Decides which tokens of the sample each piece holds, and which of them are learnt there.  It sees weights alone:
+Decides which tokens of the sample each excerpt holds, and which of them are learnt there.  It sees weights alone:
 a turn is a run of tokens of weight above 0, so chats and rows of ready tokens are treated alike.  Does not know
-chats, templates or files, and does not count what was lost (`ledger.py`).
+chats, templates or files, and does not count what was lost (`row_report.py`).
 
-No policy ever separates a turn from its end: a piece ends where a turn ends, or (windows, a turn longer than a
-window) inside a turn whose rest, end-of-turn token included, is learnt in the pieces that follow.
+No policy ever separates a turn from its end: an excerpt ends where a turn ends, or (windows, a turn longer than a
+window) inside a turn whose rest, end-of-turn token included, is learnt in the excerpts that follow.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _PROMPT = 2
 _CONTEXT = 8
 
 
-class Piece(NamedTuple):
+class Excerpt(NamedTuple):
     """A sample made of some tokens of a longer one: which, in order, and what each weighs here.
 
     positions int64 [m], rising · weights float32 [m], 0 or what the token weighs in the whole sample
@@ -34,11 +34,11 @@ class Piece(NamedTuple):
     weights: np.ndarray
 
 
-NOTHING = Piece(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+NOTHING = Excerpt(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
 
 
-def pieces(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long: OverLong) -> list[Piece]:
-    """The pieces of a sample: itself if it fits when padded, else what the policy makes of it, possibly nothing.
+def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long: OverLong) -> list[Excerpt]:
+    """The excerpts of a sample: itself if it fits when padded, else what the policy makes of it, possibly nothing.
 
     12 tokens, 4 to 5 and 8 to 11 supervised, seq_length 8, doc_multiple 1
         drop       nothing
@@ -47,10 +47,10 @@ def pieces(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long
 
     Raises DataError with the sizes for over_long = error.
     """
-    whole = Piece(np.arange(len(weights)), weights)
+    whole = Excerpt(np.arange(len(weights)), weights)
     if aligned(len(weights), doc_multiple) <= seq_length:
         return [whole]
-    room = seq_length // doc_multiple * doc_multiple  # the longest sample that fits
+    capacity = seq_length // doc_multiple * doc_multiple  # the longest sample that fits
     match over_long:
         case "error":
             need = aligned(len(weights), doc_multiple)
@@ -62,11 +62,11 @@ def pieces(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long
         case "drop":
             return []
         case "cut_turns":
-            ends = [stop for _, stop in turns(weights) if stop <= room]
-            return [Piece(whole.positions[: ends[-1]], weights[: ends[-1]])] if ends else []
+            ends = [stop for _, stop in turns(weights) if stop <= capacity]
+            return [Excerpt(whole.positions[: ends[-1]], weights[: ends[-1]])] if ends else []
         case "windows":
-            found = turns(weights)
-            return [_piece(window, weights, found[0][0]) for window in _windows(found, len(weights), room)]
+            spans = turns(weights)
+            return [_excerpt(window, weights, spans[0][0]) for window in _windows(spans, len(weights), capacity)]
 
 
 def turns(weights: np.ndarray) -> list[tuple[int, int]]:
@@ -92,53 +92,55 @@ class _Window(NamedTuple):
         return self.head + self.stop - self.start
 
 
-def _piece(window: _Window, weights: np.ndarray, prompt: int) -> Piece:
+def _excerpt(window: _Window, weights: np.ndarray, prompt: int) -> Excerpt:
     positions = np.concatenate([np.arange(prompt - window.head, prompt), np.arange(window.start, window.stop)])
     learnt = np.where(positions >= window.new, weights[positions], np.float32(0))
-    return Piece(positions, learnt.astype(np.float32))
+    return Excerpt(positions, learnt.astype(np.float32))
 
 
-def _windows(found: list[tuple[int, int]], length: int, room: int) -> Iterator[_Window]:
-    """Windows of at most `room` tokens; each supervised label is learnt in exactly one of them.
+def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterator[_Window]:
+    """Windows of at most `capacity` tokens; each supervised label is learnt in exactly one of them.
 
     A window takes turns, each with all that stands before it since the turn before, as long as they fit.  The next
     window begins with the end of the prompt, and goes on where the last one stopped: from a token that is not
     learnt, so no label is ever predicted across the jump.
     """
-    if not found or room < 2:  # a label needs the token before it
+    if not spans or capacity < 2:  # a label needs the token before it
         return
-    prompt = found[0][0]
+    prompt = spans[0][0]
     last, previous = None, 0
-    for first, stop in found:
-        if last is not None and last.size + stop - previous <= room:
+    for first, stop in spans:
+        if last is not None and last.size + stop - previous <= capacity:
             last = last._replace(stop=stop)
         else:
             if last is not None:
                 yield last
-            *full, last = _turn(first, stop, room, prompt=prompt, between=first - previous)
+            *full, last = _turn(first, stop, capacity, prompt=prompt, between=first - previous)
             yield from full
         previous = stop
     assert last is not None
-    tail = length - last.stop  # of no use, but without it every row would be one newline short in the ledger
-    yield last._replace(stop=last.stop + tail) if last.size + tail <= room else last
+    tail = length - last.stop  # of no use, but without it every row would be one newline short in the row report
+    yield last._replace(stop=last.stop + tail) if last.size + tail <= capacity else last
 
 
-def _turn(first: int, stop: int, room: int, *, prompt: int, between: int) -> list[_Window]:
+def _turn(first: int, stop: int, capacity: int, *, prompt: int, between: int) -> list[_Window]:
     """Windows of one turn that opens a new one: one window, or as many as the turn fills.
 
     A turn that leaves an eighth of the window to what is before it stays whole, and where prompt and messages before
     it do not fit beside it, their beginnings are left out.  A longer turn is cut, and every part but the first
     repeats the eighth before it.
     """
-    overlap = max(1, room // _CONTEXT)
-    replayed = min(prompt, room // _PROMPT) if first > prompt else 0  # the first turn has the prompt right before it
-    fits = stop - first + overlap <= room
-    context = room - (stop - first) if fits else min(room - 1, room // _PROMPT + overlap)
+    overlap = max(1, capacity // _CONTEXT)
+    replayed = (
+        min(prompt, capacity // _PROMPT) if first > prompt else 0
+    )  # the first turn has the prompt right before it
+    fits = stop - first + overlap <= capacity
+    context = capacity - (stop - first) if fits else min(capacity - 1, capacity // _PROMPT + overlap)
     before = min(between, max(context - replayed, (context + 1) // 2))
     head = min(replayed, context - before)
-    windows = [_Window(head, first - before, first, min(stop, first + room - head - before))]
-    head = min(prompt, room // _PROMPT, room - overlap - 1)
+    windows = [_Window(head, first - before, first, min(stop, first + capacity - head - before))]
+    head = min(prompt, capacity // _PROMPT, capacity - overlap - 1)
     while windows[-1].stop < stop:
         new = windows[-1].stop
-        windows.append(_Window(head, new - overlap, new, min(stop, new + room - head - overlap)))
+        windows.append(_Window(head, new - overlap, new, min(stop, new + capacity - head - overlap)))
     return windows

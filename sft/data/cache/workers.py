@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.cache.encoder import Block, Encoder
+from sft.data.cache.encoder import EncodedRows, Encoder
 from sft.data.cache.folders import Stamp, stamp, work_folder
-from sft.data.cache.omissions import Omission
+from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import Reject
 from sft.data.read.rows import RowIndex, read_rows
 from sft.errors import DataError
@@ -39,7 +39,7 @@ _ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
+class FileJob:
     """One file to tokenise.
 
     ranges  rows of each part, counted from 0
@@ -64,14 +64,14 @@ class Work:
         return work_folder(self.store)
 
 
-class Report(NamedTuple):
+class PartResult(NamedTuple):
     """What became of a part.  `was_there`: made by an earlier or another preparation.  `error`: names a row."""
 
     num_rows: int = 0
     num_tokens: int = 0
     weights: tuple[float, ...] = ()
     rejects: tuple[Reject, ...] = ()
-    omitted: Omission | None = None  # the first
+    omitted: RowOmission | None = None  # the first
     was_there: bool = False
     error: str | None = None
 
@@ -94,41 +94,41 @@ def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-def make_part(work: Work, number: int) -> Report:
+def make_part(job: FileJob, number: int) -> PartResult:
     """Tokenises part `number`, unless it is there whole.  Raises OSError where it cannot be written, and DataError
     where the file cannot be read."""
-    path = part_path(work, number)
-    there = read_part(path)
-    if there is not None:
-        return _report(work, number, there, was_there=True)
+    path = part_path(job, number)
+    existing = read_part(path)
+    if existing is not None:
+        return _result(job, number, existing, was_there=True)
     try:
-        block = work.encoder.block(read_rows(work.file, work.index, *work.ranges[number]))
+        encoded = job.encoder.encode_rows(read_rows(job.file, job.index, *job.ranges[number]))
     except DataError as error:
-        _refuse_changed(work)  # that would be why
-        return Report(error=str(error))
+        _refuse_changed(job)  # that would be why
+        return PartResult(error=str(error))
     except OSError as error:
-        raise DataError(f"data file {work.file} cannot be read: {error}.") from error
-    _refuse_changed(work)
-    _write_part(path, block)
-    return _report(work, number, block)
+        raise DataError(f"data file {job.file} cannot be read: {error}.") from error
+    _refuse_changed(job)
+    _write_part(path, encoded)
+    return _result(job, number, encoded)
 
 
-def _refuse_changed(work: Work) -> None:
+def _refuse_changed(job: FileJob) -> None:
     try:
-        changed = stamp(work.file) != work.stamp
+        changed = stamp(job.file) != job.stamp
     except OSError as error:
-        raise DataError(f"data file {work.file} cannot be read: {error}.") from error
+        raise DataError(f"data file {job.file} cannot be read: {error}.") from error
     if changed:
-        raise DataError(f"data file {work.file} changed while it was tokenised.  Start again once it is complete.")
+        raise DataError(f"data file {job.file} changed while it was tokenised.  Start again once it is complete.")
 
 
-def part_path(work: Work, number: int) -> Path:
+def part_path(job: FileJob, number: int) -> Path:
     """The file of a part, named by its rows."""
-    start, stop = work.ranges[number]
-    return work.folder / f"part-{start:09}-{stop:09}"
+    start, stop = job.ranges[number]
+    return job.folder / f"part-{start:09}-{stop:09}"
 
 
-def read_part(path: Path) -> Block | None:
+def read_part(path: Path) -> EncodedRows | None:
     """A part, or None if there is none, or not a whole one."""
     try:
         content = path.read_bytes()
@@ -139,21 +139,21 @@ def read_part(path: Path) -> Block | None:
         return None
     stream = io.BytesIO(payload)
     tokens, mask, weights, lines = (np.load(stream) for _ in range(4))
-    rejects, omitted, chats = json.loads(stream.read())
-    return Block(
+    rejects, omitted, num_chats = json.loads(stream.read())
+    return EncodedRows(
         *(tokens, mask, weights, lines),
         tuple(Reject(*reject) for reject in rejects),
-        tuple(Omission(*one) for one in omitted),
-        chats,
+        tuple(RowOmission(*fields) for fields in omitted),
+        num_chats,
     )
 
 
-def _write_part(path: Path, block: Block) -> None:
+def _write_part(path: Path, encoded: EncodedRows) -> None:
     """Under a name of this process, then renamed: a part is there whole or not at all."""
     stream = io.BytesIO()
-    for array in (block.tokens, block.mask, block.weights, block.lines):
+    for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines):
         np.save(stream, array)
-    stream.write(json.dumps([block.rejects, block.omitted, block.chats]).encode())
+    stream.write(json.dumps([encoded.rejects, encoded.omitted, encoded.num_chats]).encode())
     payload = stream.getbuffer()
     temp = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     for attempt in range(_ATTEMPTS):
@@ -172,27 +172,29 @@ def _write_part(path: Path, block: Block) -> None:
             raise
 
 
-def _report(work: Work, number: int, block: Block, *, was_there: bool = False) -> Report:
-    start, stop = work.ranges[number]
-    omitted = next(iter(block.omitted), None)
-    return Report(stop - start, len(block.tokens), tuple(block.weights.tolist()), block.rejects, omitted, was_there)
+def _result(job: FileJob, number: int, encoded: EncodedRows, *, was_there: bool = False) -> PartResult:
+    start, stop = job.ranges[number]
+    omitted = next(iter(encoded.omitted), None)
+    return PartResult(
+        stop - start, len(encoded.tokens), tuple(encoded.weights.tolist()), encoded.rejects, omitted, was_there
+    )
 
 
-def make_parts(works: Sequence[Work], num_workers: int) -> Generator[tuple[Work, Report], None, None]:
+def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:
     """All parts of all files, in order, by at most `num_workers` processes; by this one alone if that is 1 or there
     is one part."""
-    jobs = [(i, number) for i, work in enumerate(works) for number in range(len(work.ranges))]
-    num_workers = min(num_workers, len(jobs))
+    parts = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.ranges))]
+    num_workers = min(num_workers, len(parts))
     if num_workers <= 1:
-        for i, number in jobs:
-            yield works[i], make_part(works[i], number)
+        for i, number in parts:
+            yield jobs[i], make_part(jobs[i], number)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(list(works),))
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(list(jobs),))
     try:
-        futures = [pool.submit(_make_in_worker, i, number) for i, number in jobs]
-        for (i, _), future in zip(jobs, futures, strict=True):
-            yield works[i], future.result()
+        futures = [pool.submit(_make_in_worker, i, number) for i, number in parts]
+        for (i, _), future in zip(parts, futures, strict=True):
+            yield jobs[i], future.result()
     except BrokenProcessPool as error:
         raise DataError(
             "a process that tokenised was killed, most likely for want of memory.  What it had finished is kept.  "
@@ -203,11 +205,11 @@ def make_parts(works: Sequence[Work], num_workers: int) -> Generator[tuple[Work,
 
 
 # Set once in each tokenising process: sending the tokenizer with every part would cost more than the work.
-_works: list[Work] = []
+_jobs: list[FileJob] = []
 
 
-def _start_worker(works: list[Work]) -> None:
-    _works[:] = works
+def _start_worker(jobs: list[FileJob]) -> None:
+    _jobs[:] = jobs
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -219,5 +221,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _make_in_worker(work: int, number: int) -> Report:
-    return make_part(_works[work], number)
+def _make_in_worker(job_index: int, number: int) -> PartResult:
+    return make_part(_jobs[job_index], number)

@@ -1,4 +1,4 @@
-"""What an assistant said: content, thinking, tool calls; and whether a text is that and nothing else.
+"""What an assistant wrote: content, thinking, tool calls; and whether a text is that and nothing else.
 
 Does not decide where in a rendered chat it stands (`turns.py`).
 """
@@ -12,10 +12,10 @@ from sft.data.chat.tokenizer import FolderTokenizer
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
 
-def says(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:
-    """Whether `text` is what the assistant said: its content, or with its thinking and tool calls.
+def is_assistant_text(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:
+    """Whether `text` is what the assistant wrote: its content, or with its thinking and tool calls.
 
-    inserted  what the template may have put before that
+    inserted  what the template may have put before it
     """
     content, answer, thinking = content_of(message), answer_of(message), thinking_of(message)
     text = text.strip().removeprefix(inserted).strip()
@@ -23,26 +23,25 @@ def says(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: s
         if text in (content, answer):
             return True
         before = text.removesuffix(answer)
-        thought = bool(thinking) and text.endswith(answer) and thinking in before
-        return thought and not _has_header(text, message, tokenizer)
+        has_thinking = bool(thinking) and text.endswith(answer) and thinking in before
+        return has_thinking and not _has_header(text, message, tokenizer)
     names = [str((call.get("function") or call).get("name", "")) for call in message["tool_calls"]]
-    said = next((part for part in (content, answer) if part in text), None)
-    if said is None or _has_header(text, message, tokenizer):
+    prose = next((part for part in (content, answer) if part in text), None)
+    if prose is None or _has_header(text, message, tokenizer):
         return False
-    calls = text.replace(said, "", 1) if said else text  # a call named in the content is not yet a call
+    calls = text.replace(prose, "", 1) if prose else text  # a call named in the content is not yet a call
     return all(calls.count(name) >= names.count(name) for name in names)
 
 
 def _has_header(text: str, message: Message, tokenizer: FolderTokenizer) -> bool:
     """Whether text begins with what asks for an answer, or with the last plain words of that: "assistant"."""
-    header = tokenizer.frame.header.strip()
+    header = tokenizer.delimiters.header.strip()
     if tokenizer.control.search(header) and header in text:
         return True
     words = tokenizer.control.split(header)[-1].strip()
-    own = any(
-        said and text.startswith(said) for said in (content_of(message), answer_of(message), thinking_of(message))
-    )
-    return bool(words) and not own and re.match(re.escape(words) + r"\s", text) is not None
+    texts = (content_of(message), answer_of(message), thinking_of(message))
+    is_own = any(own and text.startswith(own) for own in texts)
+    return bool(words) and not is_own and re.match(re.escape(words) + r"\s", text) is not None
 
 
 def is_plain(message: Message) -> bool:
@@ -56,9 +55,9 @@ def content_of(message: Message) -> str:
 
 def thinking_of(message: Message) -> str:
     """What the assistant thought, given by itself or at the head of the content: <think>...</think>."""
-    given = next((str(message[key]) for key in THINKING if message.get(key)), None)
-    if given is not None:
-        return given.strip()
+    separate = next((str(message[key]) for key in THINKING if message.get(key)), None)
+    if separate is not None:
+        return separate.strip()
     inside = THOUGHT.match(str(message.get("content") or ""))
     return inside[2] if inside else ""
 

@@ -9,7 +9,7 @@ not known.  Does not render (`omitted.py`).
 
 from collections.abc import Sequence
 
-from sft.data.chat.texts import NUM_FORMS, Text
+from sft.data.chat.texts import NUM_FORMS, ChatText
 
 _START, _END = "start", "end"
 _MARGIN = 64  # spaces that a template may write or take away
@@ -29,44 +29,44 @@ class Between:
         self._reach = _MARGIN
         self._characters = 0
 
-    def left_out(self, text: str, texts: Sequence[Text], asides: Sequence[str]) -> list[Text] | None:
+    def left_out(self, text: str, texts: Sequence[ChatText], asides: Sequence[str]) -> list[ChatText] | None:
         """The texts that a rendering does not hold; None where that is not known.
 
         All between two texts must be known for their labels, so a short text that also stands in a header, or in
         another text, is not taken for itself.
         """
         at, before = 0, _START
-        skipped: list[tuple[Text, int]] = []
-        doubtful: list[tuple[Text, int, int]] = []  # texts, and where else they would stand
-        for one in texts:
+        skipped: list[tuple[ChatText, int]] = []
+        doubtful: list[tuple[ChatText, int, int]] = []  # texts, and where else they would stand
+        for part in texts:
             if skipped and self._moved:
                 at, before = self._catch_up(text, skipped, at, before, asides)
-            end = self._end_of(text, one, at, before, asides)
+            end = self._end_of(text, part, at, before, asides)
             if end < 0:
-                skipped.append((one, at))
+                skipped.append((part, at))
                 continue
             if skipped:
                 doubtful += [(missed, since, end) for missed, since in skipped if since == at]
-            at, before = end, one.label
+            at, before = end, part.label
         if skipped and self._moved:
             at, before = self._catch_up(text, skipped, at, before, asides)
         if (before, _END, _bare(text[at:], asides)) not in self._known:
             return None
-        missed = [one for one, _ in skipped]
-        doubtful += [(one, since, len(text)) for one, since in skipped if since == at or one.label in self._moved]
-        for one, since, end in doubtful:
-            if one in missed and text.find(one.said, 0 if one.label in self._moved else since, end) >= 0:
+        missed = [part for part, _ in skipped]
+        doubtful += [(part, since, len(text)) for part, since in skipped if since == at or part.label in self._moved]
+        for part, since, end in doubtful:
+            if part in missed and text.find(part.written, 0 if part.label in self._moved else since, end) >= 0:
                 return None  # it may be this text that stands there, and another one that does not
         return missed
 
     def _catch_up(
-        self, text: str, skipped: list[tuple[Text, int]], at: int, before: str, asides: Sequence[str]
+        self, text: str, skipped: list[tuple[ChatText, int]], at: int, before: str, asides: Sequence[str]
     ) -> tuple[int, str]:
         """Takes the texts from `skipped` that the template writes here, later than where their message stands."""
         waiting = [entry for entry in skipped if entry[0].label in self._moved]
         while waiting:
-            ends = [(self._end_of(text, one, at, before, asides), (one, since)) for one, since in waiting]
-            end, entry = next((found for found in ends if found[0] >= 0), (-1, None))
+            ends = [(self._end_of(text, part, at, before, asides), (part, since)) for part, since in waiting]
+            end, entry = next((reached for reached in ends if reached[0] >= 0), (-1, None))
             if entry is None:
                 break
             skipped.remove(entry)
@@ -74,36 +74,37 @@ class Between:
             at, before = end, entry[0].label
         return at, before
 
-    def _end_of(self, text: str, one: Text, at: int, before: str, asides: Sequence[str]) -> int:
-        label, said, _ = one
-        limit = at + self._reach + len(said)
-        start = text.find(said, at, limit)
+    def _end_of(self, text: str, part: ChatText, at: int, before: str, asides: Sequence[str]) -> int:
+        """Where a text ends that stands next in the rendering, behind `at`; -1 where it does not."""
+        label, written, _ = part
+        limit = at + self._reach + len(written)
+        start = text.find(written, at, limit)
         while start >= 0:
             between = text[at:start].strip() if not asides else _bare(text[at:start], asides)
             if (before, label, between) in self._known:
-                return start + len(said)
-            start = text.find(said, start + 1, limit)
+                return start + len(written)
+            start = text.find(written, start + 1, limit)
         return -1
 
-    def learn(self, text: str, texts: Sequence[Text], asides: Sequence[str], unknown: str) -> None:
+    def learn(self, text: str, texts: Sequence[ChatText], asides: Sequence[str], unknown: str) -> None:
         """What stands between texts that a rendering holds, each once.
 
         unknown  where it stands between two texts, one of them is written twice, and nothing is learnt of that place
         """
-        found = [(place, one) for one in texts if (place := text.find(one.said)) >= 0]
+        present = [(start, part) for part in texts if (start := text.find(part.written)) >= 0]
         first = len(text)  # of those that follow
-        for place, one in reversed(found):
-            if place > first:
-                self._moved.add(one.label)
-            first = min(first, place)
+        for start, part in reversed(present):
+            if start > first:
+                self._moved.add(part.label)
+            first = min(first, start)
         at, before = 0, _START
-        for place, one in [*sorted(found), (len(text), Text(_END, "", 0))]:
-            between = _bare(text[at:place], asides)
-            if place >= at and unknown not in between and self._characters < _MOST_CHARACTERS:
-                self._known.add((before, one.label, between))
+        for start, part in [*sorted(present), (len(text), ChatText(_END, "", 0))]:
+            between = _bare(text[at:start], asides)
+            if start >= at and unknown not in between and self._characters < _MOST_CHARACTERS:
+                self._known.add((before, part.label, between))
                 self._characters += len(between)
-                self._reach = max(self._reach, place - at + _MARGIN)
-            at, before = max(at, place + len(one.said)), one.label
+                self._reach = max(self._reach, start - at + _MARGIN)
+            at, before = max(at, start + len(part.written)), part.label
 
     def next_form(self, label: str) -> None:
         """Tries the next way of writing the texts of a label; after the last comes the first."""

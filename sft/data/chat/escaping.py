@@ -1,4 +1,4 @@
-"""Control strings that somebody typed: they stay text, while those that the template writes become control ids.
+"""Escapes control strings that somebody typed: they stay text, and those that the template writes become control ids.
 
     user "What does <|im_end|> do?"
     <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
@@ -23,8 +23,8 @@ from sft.errors import DataError
 _PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, of which no character has a meaning
 
 
-class Typed(NamedTuple):
-    """A chat without control strings in its messages.
+class Escaped(NamedTuple):
+    """A chat with a stand-in for every control string in its messages.
 
     tokens      what stands for each: a private character -> <|im_end|>
     everything  all texts in the chat, to look for a character that it does not contain
@@ -50,11 +50,11 @@ def free_characters(everything: str, count: int) -> list[str]:
     return free
 
 
-def without_typed(messages: list[Message], tools: Tools, tokenizer: FolderTokenizer) -> Typed:
+def escape(messages: list[Message], tools: Tools, tokenizer: FolderTokenizer) -> Escaped:
     """Stand-ins for the control strings in a chat, names and arguments of tools included."""
     control, everything = tokenizer.control, "\0".join(_texts_of_chat(messages, tools))
     if not any(head in everything for head in tokenizer.control_heads):
-        return Typed(messages, tools, {}, everything)
+        return Escaped(messages, tools, {}, everything)
     tokens = sorted({token for text in _texts_of_chat(messages, tools) for token in control.findall(text)})
     standing = dict(zip(tokens, free_characters(everything, len(tokens)), strict=True))
 
@@ -66,10 +66,10 @@ def without_typed(messages: list[Message], tools: Tools, tokenizer: FolderTokeni
         return [replaced(item) for item in value] if isinstance(value, list) else value
 
     stand_ins = {character: token for token, character in standing.items()}
-    return Typed(replaced(messages), replaced(tools), stand_ins, everything + "".join(stand_ins))
+    return Escaped(replaced(messages), replaced(tools), stand_ins, everything + "".join(stand_ins))
 
 
-def encode_typed(masked: str, typed: Typed, tokenizer: FolderTokenizer) -> Encoded:
+def encode_escaped(masked: str, escaped: Escaped, tokenizer: FolderTokenizer) -> Encoded:
     """Tokens of the real text, where `masked` has stand-ins: what lies between two control tokens of the template is
     tokenised as plain text.  Raises DataError where the tokenizer cannot be shown to do that."""
     whole = tokenizer.encode(masked)
@@ -79,11 +79,11 @@ def encode_typed(masked: str, typed: Typed, tokenizer: FolderTokenizer) -> Encod
             f"the tokenizer of {tokenizer.name} reads a control token out of characters that only resemble one.  "
             "Remove them or write them differently."
         )
-    if not typed.tokens:
+    if not escaped.tokens:
         return whole
     is_control &= [bool(tokenizer.control.match(masked[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
     edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
-    stand_in = re.compile("[" + "".join(typed.tokens) + "]")
+    stand_in = re.compile("[" + "".join(escaped.tokens) + "]")
     ids, offsets = [], []
     for before, after in zip(edges[:-1], edges[1:], strict=True):
         first = int(whole.ends[before]) if before >= 0 else 0
@@ -91,7 +91,7 @@ def encode_typed(masked: str, typed: Typed, tokenizer: FolderTokenizer) -> Encod
         part = slice(before + 1, after)
         control = slice(after, after + 1)
         if stand_in.search(masked, first, last):
-            plain = _as_text(masked[first:last], whole.ids[part], typed, tokenizer)
+            plain = _as_text(masked[first:last], whole.ids[part], escaped, tokenizer)
             ids.append(plain.ids)
             offsets.append(np.stack([plain.starts, plain.ends], axis=1) + first)
         else:
@@ -102,16 +102,16 @@ def encode_typed(masked: str, typed: Typed, tokenizer: FolderTokenizer) -> Encod
     return Encoded(np.concatenate(ids), lambda: np.concatenate(offsets).reshape(-1))
 
 
-def _as_text(masked: str, ids: np.ndarray, typed: Typed, tokenizer: FolderTokenizer) -> Encoded:
+def _as_text(masked: str, ids: np.ndarray, escaped: Escaped, tokenizer: FolderTokenizer) -> Encoded:
     """Tokens of a piece between two control tokens, whose stand-ins are the tokens `ids` of the whole chat."""
-    text = typed.restore(masked)
+    text = escaped.restore(masked)
     plain = tokenizer.encode(text, as_text=True)
     # The piece by itself must give what it gives within the chat, keep its text, and make no control token.
     alone = np.array_equal(tokenizer.encode(masked, as_text=True).ids, ids)
     lossless = tokenizer.decode(plain.ids).strip() in (text.strip(), tokenizer.normalize(text).strip())
     if not alone or not lossless or tokenizer.is_control[plain.ids].any():
         raise DataError(
-            f"the chat contains the text {next(iter(typed.tokens.values()))}, which the tokenizer of "
+            f"the chat contains the text {next(iter(escaped.tokens.values()))}, which the tokenizer of "
             f"{tokenizer.name} cannot be shown to keep as text.  Remove it or write it differently."
         )
     return plain

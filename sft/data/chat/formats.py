@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.messages import Turn, check_calls, kind, read_json, read_turns, read_weight, short
+from sft.data.chat.messages import (
+    CheckedMessage,
+    check_calls,
+    read_json,
+    read_messages,
+    read_weight,
+    shortened,
+    type_name,
+)
 from sft.data.chat.tokenizer import Message, Tools
 from sft.errors import DataError
 
@@ -55,15 +63,15 @@ def read_row(row: object) -> Chat | Tokenized:
     Raises DataError: `message 3 has role "assitant"; expected one of system, user, assistant, tool.`
     """
     if not isinstance(row, dict):
-        raise DataError(f"a row is an object; got {kind(row)}.")
+        raise DataError(f"a row is an object; got {type_name(row)}.")
     given = {key: value for key, value in row.items() if value is not None}
     fitting = [keys for keys in _SHAPES if all(key in given for key in keys)]
     if not fitting:
         keys = ", ".join(f"{key}" if key in given else f"{key} (null)" for key in row) or "none"
-        raise DataError(f"of no known shape: a row has {_KNOWN}.  The keys here are: {short(keys, 200)}.")
+        raise DataError(f"of no known shape: a row has {_KNOWN}.  The keys here are: {shortened(keys, 200)}.")
     if len(fitting) > 1:
         names = " as well as ".join(" and ".join(keys) for keys in fitting)
-        raise DataError(f"the row has {names}, so which is meant cannot be told.  Keep one of them.")
+        raise DataError(f"the row has {names}, so it is not clear which is meant.  Keep one of them.")
     return _SHAPES[fitting[0]](given)
 
 
@@ -83,12 +91,12 @@ def check_ids(row: Tokenized, vocab_size: int) -> None:
 # Chats
 
 
-def _read_messages(row: Row) -> Chat:
-    return _chat(row, read_turns(row["messages"], "messages"))
+def _read_openai(row: Row) -> Chat:
+    return _chat(row, read_messages(row["messages"], "messages"))
 
 
 def _read_conversations(row: Row) -> Chat:
-    return _chat(row, read_turns(row["conversations"], "conversations"))
+    return _chat(row, read_messages(row["conversations"], "conversations"))
 
 
 def _read_completion(row: Row) -> Chat:
@@ -96,7 +104,7 @@ def _read_completion(row: Row) -> Chat:
     turns = []
     for key, role, weight in (("prompt", "user", 0.0), ("completion", "assistant", 1.0)):
         value = row[key]
-        part = [_turn(role, value, key)] if isinstance(value, str) else read_turns(value, key)
+        part = [_turn(role, value, key)] if isinstance(value, str) else read_messages(value, key)
         turns += [turn if turn.weight is not None else turn._replace(weight=weight) for turn in part]
     if not any(turn.message["role"] == "assistant" and turn.where.startswith("completion") for turn in turns):
         raise DataError("the completion has no assistant message, so there is nothing to learn from.")
@@ -117,26 +125,26 @@ def _read_instruction(row: Row) -> Chat:
     return _chat(row, [*turns, _turn("user", question, "instruction"), _turn("assistant", row["output"], "output")])
 
 
-def _turn(role: str, content: object, where: str) -> Turn:
+def _turn(role: str, content: object, where: str) -> CheckedMessage:
     if not isinstance(content, str):
-        raise DataError(f"{where} must be a string; got {kind(content)}.")
+        raise DataError(f"{where} must be a string; got {type_name(content)}.")
     if role == "assistant" and not content.strip():
         raise DataError(f"{where} is empty: it would teach to end a turn without a word.")
-    return Turn({"role": role, "content": content}, None, where)
+    return CheckedMessage({"role": role, "content": content}, None, where)
 
 
 def _string(row: Row, key: str) -> str:
     if not isinstance(row[key], str):
-        raise DataError(f"{key} must be a string; got {kind(row[key])}.")
+        raise DataError(f"{key} must be a string; got {type_name(row[key])}.")
     return str(row[key])
 
 
-def _chat(row: Row, turns: list[Turn], system_weight: float | None = None) -> Chat:
+def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = None) -> Chat:
     system = _string(row, "system") if "system" in row else ""
     if system and turns[0].message != {"role": "system", "content": system}:
         if any(turn.message["role"] == "system" for turn in turns):
             raise DataError("the row has a system text and another system message.  Keep one of them.")
-        turns = [Turn({"role": "system", "content": system}, system_weight, "system"), *turns]
+        turns = [CheckedMessage({"role": "system", "content": system}, system_weight, "system"), *turns]
     check_calls(turns)
     tools = _tools(row)
     for turn in turns:
@@ -172,14 +180,14 @@ def _tools(row: Row) -> Tools:
     if tools is None:
         return None
     if not isinstance(tools, list):
-        raise DataError(f"tools must be a list of objects; got {kind(tools)}.")
+        raise DataError(f"tools must be a list of objects; got {type_name(tools)}.")
     tools = [
         read_json(tool, f"tool {number}") if isinstance(tool, str) else tool
         for number, tool in enumerate(tools, start=1)
     ]
     for number, tool in enumerate(tools, start=1):
         if not isinstance(tool, dict):
-            raise DataError(f"tools must be a list of objects; tool {number} is {kind(tool)}.")
+            raise DataError(f"tools must be a list of objects; tool {number} is {type_name(tool)}.")
         schema = tool.get("function", tool)
         if not isinstance(schema, dict) or not isinstance(schema.get("name"), str) or not schema["name"]:
             raise DataError(f"tool {number} has no name.")
@@ -201,7 +209,9 @@ def _tokenized(row: Row, key: str) -> Tokenized:
     tokens = _numbers(row, key, (int,), "ids are integers")
     if min(tokens) < 0 or max(tokens) > _LARGEST_ID:
         at = next(i for i, token in enumerate(tokens) if not 0 <= token <= _LARGEST_ID)
-        raise DataError(f"{key} has {short(str(tokens[at]))} at {at + 1}; ids are integers from 0 to {_LARGEST_ID:,}.")
+        raise DataError(
+            f"{key} has {shortened(str(tokens[at]))} at {at + 1}; ids are integers from 0 to {_LARGEST_ID:,}."
+        )
     masks = [name for name in (*_MASKS, "labels") if name in row]
     if len(masks) != 1:
         raise DataError(
@@ -227,7 +237,7 @@ def _from_labels(row: Row, key: str, tokens: list[int]) -> list[float]:
     for number, (token, label) in enumerate(zip(tokens, labels), start=1):
         if label not in (token, _UNSUPERVISED):
             raise DataError(
-                f"label {number} is {short(str(label))}, but token {number} is {token}: a label is its own token, "
+                f"label {number} is {shortened(str(label))}, but token {number} is {token}: a label is its own token, "
                 f"not shifted, or {_UNSUPERVISED}."
             )
     return [float(label != _UNSUPERVISED) for label in labels]
@@ -236,15 +246,15 @@ def _from_labels(row: Row, key: str, tokens: list[int]) -> list[float]:
 def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list[Any]:
     values = row[key]
     if not isinstance(values, list) or not values:
-        raise DataError(f"{key} must be a list of at least one number; got {kind(values)}.")
+        raise DataError(f"{key} must be a list of at least one number; got {type_name(values)}.")
     if not set(map(type, values)) <= set(types):
         at = next(i for i, value in enumerate(values) if type(value) not in types)
-        raise DataError(f"{key} has {kind(values[at])} at {at + 1}; {expected}.")
+        raise DataError(f"{key} has {type_name(values[at])} at {at + 1}; {expected}.")
     return values
 
 
 _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Tokenized]] = {
-    ("messages",): _read_messages,
+    ("messages",): _read_openai,
     ("conversations",): _read_conversations,
     ("prompt", "completion"): _read_completion,
     ("instruction", "output"): _read_instruction,

@@ -37,7 +37,7 @@ _SWITCHES = ("train", "training", "loss")
 _SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # far from where float32 products of weights overflow or vanish
 
 
-class Turn(NamedTuple):
+class CheckedMessage(NamedTuple):
     """A message that has been checked; its weight where it gave one; and how an error calls it."""
 
     message: Message
@@ -45,39 +45,43 @@ class Turn(NamedTuple):
     where: str
 
 
-def read_turns(messages: object, name: str) -> list[Turn]:
+def read_messages(messages: object, name: str) -> list[CheckedMessage]:
     """Checked messages of a list, or of the JSON text of one.  Raises DataError.
 
-    [{"from": "human", "value": "Six?"}]  ->  [Turn({"role": "user", "content": "Six?"}, None, "message 1")]
+    [{"from": "human", "value": "Six?"}]  ->  [CheckedMessage({"role": "user", "content": "Six?"}, None, "message 1")]
     """
     if isinstance(messages, str):
         messages = read_json(messages, name)
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{name} must be a list of at least one message; got {kind(messages)}.")
+        raise DataError(f"{name} must be a list of at least one message; got {type_name(messages)}.")
     prefix = f"{name} " if name in ("prompt", "completion") else ""
-    return [_read_turn(message, f"{prefix}message {number}") for number, message in enumerate(messages, start=1)]
+    return [_read_message(message, f"{prefix}message {number}") for number, message in enumerate(messages, start=1)]
 
 
-def check_calls(turns: Sequence[Turn]) -> None:
+def check_calls(turns: Sequence[CheckedMessage]) -> None:
     """Raises DataError where two tool calls share an id, or a result names a call that was not made before it."""
     made: set[str] = set()
     for message, _, where in turns:
         for call in message.get("tool_calls", []):
             if "id" in call:
                 if call["id"] in made:
-                    raise DataError(f"{where} has a second tool call with id {short(text_of(call['id']))}.")
+                    raise DataError(f"{where} has a second tool call with id {shortened(to_json(call['id']))}.")
                 made.add(call["id"])
         answered = message.get("tool_call_id")
         if answered is not None and (not isinstance(answered, str) or answered not in made):
-            raise DataError(f"{where} answers tool call {short(text_of(answered))}, which no earlier message makes.")
+            raise DataError(
+                f"{where} answers tool call {shortened(to_json(answered))}, which no earlier message makes."
+            )
 
 
 def read_weight(value: Any, name: str) -> float:
     """A weight as it is written: a number, or true for 1 and false for 0.  Raises DataError."""
     if not isinstance(value, (int, float)):
-        raise DataError(f"{name} is {kind(value)}; expected a number of at least 0.")
+        raise DataError(f"{name} is {type_name(value)}; expected a number of at least 0.")
     if value != 0 and not _SMALLEST_WEIGHT <= value <= _LARGEST_WEIGHT:  # NaN too
-        raise DataError(f"{name} is {short(str(value))}; expected 0, or {_SMALLEST_WEIGHT} to {_LARGEST_WEIGHT:.0e}.")
+        raise DataError(
+            f"{name} is {shortened(str(value))}; expected 0, or {_SMALLEST_WEIGHT} to {_LARGEST_WEIGHT:.0e}."
+        )
     return float(value)
 
 
@@ -89,35 +93,35 @@ def read_json(text: str, name: str) -> Any:
         raise DataError(f"{name}: {error}") from error
 
 
-def text_of(part: object) -> str:
+def to_json(part: object) -> str:
     """A part of a chat as one text, for searching in it."""
     return json.dumps(part, ensure_ascii=False, default=str)
 
 
-def kind(value: Any) -> str:
+def type_name(value: Any) -> str:
     """What a value is, for errors: `a list`, `null`, `7`."""
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     if isinstance(value, dict):
         return "an object"
-    return "a string" if isinstance(value, str) else short(text_of(value))
+    return "a string" if isinstance(value, str) else shortened(to_json(value))
 
 
-def short(text: str, limit: int = 60) -> str:
+def shortened(text: str, limit: int = 60) -> str:
     """The beginning of a text, for errors."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _read_turn(raw: object, where: str) -> Turn:
+def _read_message(raw: object, where: str) -> CheckedMessage:
     if not isinstance(raw, dict):
-        raise DataError(f"{where} must be an object with role and content; got {kind(raw)}.")
+        raise DataError(f"{where} must be an object with role and content; got {type_name(raw)}.")
     message = {key: value for key, value in raw.items() if value is not None}
     weight = _take_weight(message, where)
     if "from" in message and "role" not in message:
         message = _from_sharegpt(message, where)
     role = message.get("role")
     if not isinstance(role, str) or role not in _ALIASES:
-        got = f"role {short(text_of(role))}" if "role" in message else "no role"
+        got = f"role {shortened(to_json(role))}" if "role" in message else "no role"
         raise DataError(f"{where} has {got}; expected one of {', '.join(ROLES)}.")
     message["role"] = role = _ALIASES[role]
     calls = _read_calls(message.pop("tool_calls", None), role, where)
@@ -129,7 +133,7 @@ def _read_turn(raw: object, where: str) -> Turn:
     if role == "assistant" and not (content or "").strip() and not calls:
         raise DataError(f"{where} (assistant) is empty: it would teach to end a turn without a word.")
     _check_rest(message, role, where)
-    return Turn(message, weight, where)
+    return CheckedMessage(message, weight, where)
 
 
 def _take_weight(message: Message, where: str) -> float | None:
@@ -139,7 +143,7 @@ def _take_weight(message: Message, where: str) -> float | None:
         raise DataError(f"{where} has {' and '.join(given)}, which say the same.  Keep one of them.")
     for name, value in given.items():
         if name in _SWITCHES and not isinstance(value, bool):
-            raise DataError(f"{where} has {name} {kind(value)}; expected true or false (weight takes a number).")
+            raise DataError(f"{where} has {name} {type_name(value)}; expected true or false (weight takes a number).")
         return read_weight(value, f"the weight of {where}")
     return None
 
@@ -147,9 +151,9 @@ def _take_weight(message: Message, where: str) -> float | None:
 def _from_sharegpt(message: Message, where: str) -> Message:
     sender, value = message["from"], message.get("value")
     if not isinstance(sender, str) or sender not in _SENDERS:
-        raise DataError(f"{where} is from {short(text_of(sender))}; expected one of {', '.join(_SENDERS)}.")
+        raise DataError(f"{where} is from {shortened(to_json(sender))}; expected one of {', '.join(_SENDERS)}.")
     if not isinstance(value, str):
-        raise DataError(f"{where} (from {sender}) must have a string as value; got {kind(value)}.")
+        raise DataError(f"{where} (from {sender}) must have a string as value; got {type_name(value)}.")
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}
     given = "tool_calls" if sender == "function_call" else "content"
     if given in rest:
@@ -165,15 +169,19 @@ def _read_content(message: Message, role: str, calls: bool, where: str) -> str |
     if isinstance(content, list):
         return "".join(_text_part(part, role, where) for part in content)
     if not isinstance(content, str) and not (content is None and calls):
-        raise DataError(f"{where} ({role}) must have a string as content; got {kind(content)}.")
+        raise DataError(f"{where} ({role}) must have a string as content; got {type_name(content)}.")
     return content
 
 
 def _text_part(part: object, role: str, where: str) -> str:
     if not isinstance(part, dict):
-        raise DataError(f"{where} ({role}) must have a string, or parts of type text, as content; got {kind(part)}.")
+        raise DataError(
+            f"{where} ({role}) must have a string, or parts of type text, as content; got {type_name(part)}."
+        )
     if part.get("type") != "text":
-        raise DataError(f"{where} ({role}) has a part of type {short(text_of(part.get('type')))}; only text is learnt.")
+        raise DataError(
+            f"{where} ({role}) has a part of type {shortened(to_json(part.get('type')))}; only text is learnt."
+        )
     if not isinstance(part.get("text"), str):
         raise DataError(f"{where} ({role}) has a part of type text without a text.")
     return str(part["text"])
@@ -206,14 +214,14 @@ def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if "parameters" in {**function, **call}:
         raise DataError(f"{where} has a tool call with parameters; what a call passes is written as arguments.")
     if not isinstance(call.get("id", ""), str):
-        raise DataError(f"{where} has a tool call with id {kind(call['id'])}; an id is a string.")
+        raise DataError(f"{where} has a tool call with id {type_name(call['id'])}; an id is a string.")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
     elif isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        arguments = read_json(arguments, f"{where}: arguments of {short(function['name'])}")
+        arguments = read_json(arguments, f"{where}: arguments of {shortened(function['name'])}")
     elif not isinstance(arguments, (dict, str)):
-        raise DataError(f"{where} has a tool call with {kind(arguments)} as arguments; expected an object.")
+        raise DataError(f"{where} has a tool call with {type_name(arguments)} as arguments; expected an object.")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -223,7 +231,7 @@ def _check_rest(message: Message, role: str, where: str) -> None:
     thoughts = {name: message[name] for name in _REASONING if name in message}
     for name, thought in thoughts.items():
         if role != "assistant" or not isinstance(thought, str):
-            got = f"of the {role}" if role != "assistant" else kind(thought)
+            got = f"of the {role}" if role != "assistant" else type_name(thought)
             raise DataError(f"{where} has {name}, which is {got}; it is a string of an assistant.")
     if len(set(thoughts.values())) > 1:
         raise DataError(f"{where} has {' and '.join(thoughts)}, which differ.  Keep one of them.")

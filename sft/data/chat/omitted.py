@@ -17,28 +17,29 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from sft.data.chat.texts import COMPOSITE, Marked, Text, asides_of, texts_of
-from sft.data.chat.turns import Rendered
+from sft.data.chat.render import RenderedChat
+from sft.data.chat.template import Message
+from sft.data.chat.texts import COMPOSITE, ChatText, Marked, asides_of, texts_of
 from sft.errors import DataError
 
 _NOT_WORDS = re.compile(r"[\W_]+")
 _MOST_FORMS = 12  # each label's ways of writing, whole times
 
 
-class Missing(NamedTuple):
-    """Texts of one message that are left out.
+class OmittedText(NamedTuple):
+    """Texts of one message and kind that are left out.
 
     number  of the message or tool, from 1
-    said    the first of the texts
+    text    the first of them
     """
 
     number: int
     role: str
     kind: str
-    said: str
+    text: str
 
 
-def omitted(chat: Rendered) -> list[Missing]:
+def find_omitted(chat: RenderedChat) -> list[OmittedText]:
     """What the template leaves out of a chat, in the order of the messages."""
     between = chat.tokenizer.template.between
     texts, asides = texts_of(chat.messages, chat.tools, between.forms), asides_of(chat.messages)
@@ -48,35 +49,38 @@ def omitted(chat: Rendered) -> list[Missing]:
     return _by_message(lost) if lost else []
 
 
-def omitted_with(chat: Rendered, switches: dict[str, Any]) -> list[Missing] | None:
+def omitted_with(chat: RenderedChat, switches: dict[str, Any]) -> list[OmittedText] | None:
     """The same with other variables for the template; None where it refuses the chat then."""
-    marked = Marked(chat.messages, chat.tools, chat.everything)
-    probe = _rendered(chat, marked, switches=switches)
+    return _omitted_of(chat, chat.messages, switches=switches)
+
+
+def is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:
+    """Whether the template writes a text where the chat has its first `num_messages` messages only."""
+    lost = _omitted_of(chat, chat.messages[:num_messages], prompt=prompt)
+    return lost is not None and omitted[:3] not in {text[:3] for text in lost}
+
+
+def _omitted_of(
+    chat: RenderedChat, messages: list[Message], *, prompt: bool = False, switches: dict[str, Any] | None = None
+) -> list[OmittedText] | None:
+    """What is left out of these messages, by their words; None where the template refuses them."""
+    chat = chat._replace(escaped=chat.escaped._replace(messages=messages))
+    marked = Marked(messages, chat.tools, chat.escaped.everything)
+    probe = _render_marked(chat, marked, prompt=prompt, switches=switches)
     return None if probe is None else _by_message(_without_word(chat, marked, probe))
 
 
-def writes(chat: Rendered, missing: Missing, upto: int, *, prompt: bool) -> bool:
-    """Whether the template writes a text in the chat's first `upto` messages."""
-    marked = Marked(chat.messages[:upto], chat.tools, chat.everything)
-    probe = _rendered(chat, marked, prompt=prompt)
-    if probe is None:
-        return False
-    short = chat._replace(messages=chat.messages[:upto])
-    lost = {(one.number, one.role, one.kind) for one in _by_message(_without_word(short, marked, probe))}
-    return missing[:3] not in lost
-
-
-def _by_words(chat: Rendered, asides: list[str]) -> list[Text]:
+def _by_words(chat: RenderedChat, asides: list[str]) -> list[ChatText]:
     """The texts whose words the template does not write; it is learnt from that what it writes between texts."""
-    marked = Marked(chat.messages, chat.tools, chat.everything)
-    probe = _rendered(chat, marked)
+    marked = Marked(chat.messages, chat.tools, chat.escaped.everything)
+    probe = _render_marked(chat, marked)
     if probe is None:
         return _by_searching(chat)
-    between, found = chat.tokenizer.template.between, set(marked.words(probe))
+    between, present = chat.tokenizer.template.between, set(marked.words(probe))
     for _ in range(_MOST_FORMS):
         texts = texts_of(marked.messages, marked.tools, between.forms)
-        written = [one for one in texts if (words := marked.words(one.said)) and found.issuperset(words)]
-        unlike = {one.label for one in written if one.said not in probe}
+        written = [text for text in texts if (words := marked.words(text.written)) and present.issuperset(words)]
+        unlike = {text.label for text in written if text.written not in probe}
         for label in sorted(unlike):
             between.next_form(label)
         if not unlike:
@@ -85,45 +89,45 @@ def _by_words(chat: Rendered, asides: list[str]) -> list[Text]:
     return _without_word(chat, marked, probe, chat.text)
 
 
-def _without_word(chat: Rendered, marked: Marked, probe: str, text: str | None = None) -> list[Text]:
-    """The texts of which `probe`, the rendering of the marked chat, lacks a word; with `text`, the rendering of the
-    chat itself, also those of which not all stands there."""
-    forms, found = chat.tokenizer.template.between.forms, set(marked.words(probe))
+def _without_word(chat: RenderedChat, marked: Marked, probe: str, rendering: str | None = None) -> list[ChatText]:
+    """The texts of which `probe`, the rendering of the marked chat, lacks a word; with `rendering`, that of the chat
+    itself, also those of which not all stands there."""
+    forms, present = chat.tokenizer.template.between.forms, set(marked.words(probe))
     with_words = texts_of(marked.messages, marked.tools, forms)
     lost = []
-    for one, other in zip(texts_of(chat.messages, chat.tools, forms), with_words, strict=True):
+    for text, with_word in zip(texts_of(chat.messages, chat.tools, forms), with_words, strict=True):
         is_cut = (
-            text is not None and one.label not in COMPOSITE and one.said not in text and not _is_like(one.said, text)
+            rendering is not None
+            and text.label not in COMPOSITE
+            and text.written not in rendering
+            and not _is_like(text.written, rendering)
         )
-        if is_cut or not found.issuperset(marked.words(other.said)):
-            lost.append(one)
+        if is_cut or not present.issuperset(marked.words(with_word.written)):
+            lost.append(text)
     return lost
 
 
-def _is_like(said: str, text: str) -> bool:
-    """Whether all letters and digits of a text stand in another one, however it writes spaces, quotes and escapes."""
-    bare = _NOT_WORDS.sub("", text)
-    forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1], repr(said)[1:-1])
+def _is_like(text: str, rendering: str) -> bool:
+    """Whether all letters and digits of a text stand in a rendering, however it writes spaces, quotes and escapes."""
+    bare = _NOT_WORDS.sub("", rendering)
+    forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1])
     return any(_NOT_WORDS.sub("", form) in bare for form in forms)
 
 
-def _by_searching(chat: Rendered) -> list[Text]:
+def _by_searching(chat: RenderedChat) -> list[ChatText]:
     """Where the template refuses the words: a text is left out if it stands nowhere, longer ones taken first."""
-    text, lost = chat.text, []
-    for one in sorted(texts_of(chat.messages, chat.tools, chat.tokenizer.template.between.forms), key=_by_length):
-        if one.said in text:
-            text = text.replace(one.said, "\0", 1)
-        elif one.label in COMPOSITE or not _is_like(one.said, text):
-            lost.append(one)
+    rest, lost = chat.text, []
+    texts = texts_of(chat.messages, chat.tools, chat.tokenizer.template.between.forms)
+    for text in sorted(texts, key=lambda text: -len(text.written)):
+        if text.written in rest:
+            rest = rest.replace(text.written, "\0", 1)
+        elif text.label in COMPOSITE or not _is_like(text.written, rest):
+            lost.append(text)
     return lost
 
 
-def _by_length(text: Text) -> int:
-    return -len(text.said)
-
-
-def _rendered(
-    chat: Rendered, marked: Marked, *, prompt: bool = False, switches: dict[str, Any] | None = None
+def _render_marked(
+    chat: RenderedChat, marked: Marked, *, prompt: bool = False, switches: dict[str, Any] | None = None
 ) -> str | None:
     """The marked chat; None where the template refuses it."""
     try:
@@ -132,10 +136,10 @@ def _rendered(
         return None
 
 
-def _by_message(texts: list[Text]) -> list[Missing]:
+def _by_message(texts: list[ChatText]) -> list[OmittedText]:
     """One for each message and kind, tools first."""
-    missing: dict[tuple[bool, int, str, str], str] = {}
-    for one in texts:
-        role, kind, _ = one.label.split("/")
-        missing.setdefault((role != "tools", one.place, role, kind), one.said)
-    return [Missing(place + 1, role, kind, said) for (_, place, role, kind), said in sorted(missing.items())]
+    firsts: dict[tuple[bool, int, str, str], str] = {}
+    for text in texts:
+        role, kind, _ = text.label.split("/")
+        firsts.setdefault((role != "tools", text.position, role, kind), text.written)
+    return [OmittedText(index + 1, role, kind, text) for (_, index, role, kind), text in sorted(firsts.items())]

@@ -1,7 +1,7 @@
 """A chat template: what it writes for a chat, and what it is known to write around an assistant's turn.
 
 Decides how messages are handed to a template (as transformers does) and when a template is of no use at all: it
-leaves out what the assistant said, or ends a turn with nothing that a model could learn to stop by.  Does not decide
+leaves out what the assistant wrote, or ends a turn with nothing that a model could learn to stop by.  Does not decide
 what is supervised (`turns.py`) or what a template may cost (`sandbox.py`).
 """
 
@@ -117,9 +117,9 @@ class ChatTemplate:
             sandbox, template = self._compiled
             sandbox.begin()
             chunks = []
-            given = {**self.special_tokens, **self.switches, **(switches or {})}
+            variables = {**self.special_tokens, **self.switches, **(switches or {})}
             for chunk in template.generate(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **given
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **variables
             ):
                 chunks.append(chunk)
                 sandbox.position += len(chunk)
@@ -140,12 +140,8 @@ class ChatTemplate:
         return sandbox, sandbox.bounded(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, (
-            self.source,
-            self.name,
-            self.special_tokens,
-            self.switches,
-        )  # compiled again in another process
+        # Another process compiles it again, and learns anew what it writes.
+        return ChatTemplate, (self.source, self.name, self.special_tokens, self.switches)
 
 
 def prepared(messages: list[Message]) -> list[Message]:
@@ -177,7 +173,7 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-class Frame(NamedTuple):
+class TurnDelimiters(NamedTuple):
     """What a template writes around an assistant's turn, learned from small chats.
 
     ends    tokens that end a turn, the usual one first: <|eot_id|>, <|eom_id|>
@@ -190,29 +186,35 @@ class Frame(NamedTuple):
     lead: str
 
     def end_at(self, text: str, start: int) -> str | None:
-        """The token that ends a turn at this place of the text."""
+        """The token that ends a turn at this character of the text."""
         return next((end for end in self.ends if text.startswith(end, start)), None)
 
     def first_end(self, text: str, start: int) -> tuple[int, int] | None:
         """The characters of the first token from `start` on that ends a turn."""
-        found = [(at, at + len(end)) for end in self.ends if (at := text.find(end, start)) >= 0]
-        return min(found, default=None)
+        spans = [(at, at + len(end)) for end in self.ends if (at := text.find(end, start)) >= 0]
+        return min(spans, default=None)
 
 
 _USER, _ANSWER = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
 _CALL = {"name": "FUNCTION", "arguments": {"x": 1}}
-_CALLING = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _CALL}],
-}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "FUNCTION", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
+_CALLS = [{"id": "abcdefghi", "type": "function", "function": _CALL}]
+_CALLING = {"role": "assistant", "content": "", "tool_calls": _CALLS}
+_SCHEMA = {"name": "FUNCTION", "description": "", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": _SCHEMA}
 
 
-def learn_frame(template: ChatTemplate, added: Iterable[str], special: Iterable[str]) -> Frame:
+def _end_after_call(template: ChatTemplate, end: str, special: Iterable[str]) -> list[str]:
+    """A turn that calls a tool may end with a token of its own.  Not every template knows tools."""
+    try:
+        calling = template.render([_USER, _CALLING], [_TOOL]).rstrip()
+        own = [token for token in special if calling.endswith(token)]
+        is_other = own and end not in calling[calling.rindex(str(_CALL["name"])) :]
+    except (Refused, ValueError):
+        return []
+    return [max(own, key=len)] if is_other else []
+
+
+def learn_delimiters(template: ChatTemplate, added: Iterable[str], special: Iterable[str]) -> TurnDelimiters:
     """Renders small chats.  Raises DataError where no control token ends a turn.
 
     ChatML "...assistant\\nANSWER<|im_end|>\\n" -> ends <|im_end|>, header "<|im_start|>assistant\\n", lead ""
@@ -220,7 +222,7 @@ def learn_frame(template: ChatTemplate, added: Iterable[str], special: Iterable[
     text = template.render([_USER, _ANSWER], None)
     answer = str(_ANSWER["content"])
     if answer not in text:
-        raise DataError(f"chat template {template.name} leaves out what the assistant said; it wrote {text!r}.")
+        raise DataError(f"chat template {template.name} leaves out what the assistant wrote; it wrote {text!r}.")
     tail = text[text.rindex(answer) + len(answer) :].strip()
     tokens = [token for token in added if tail.startswith(token)]
     if not tokens:
@@ -231,19 +233,13 @@ def learn_frame(template: ChatTemplate, added: Iterable[str], special: Iterable[
             "this tokenizer."
         )
     ends = [max(tokens, key=len)]
-    try:  # a turn that calls a tool may end with a token of its own; not every template knows tools
-        calling = template.render([_USER, _CALLING], [_TOOL]).rstrip()
-        own = [token for token in special if calling.endswith(token)]
-        if own and ends[0] not in calling[calling.rindex(str(_CALL["name"])) :]:
-            ends.append(max(own, key=len))
-    except (Refused, ValueError):
-        pass
+    ends += _end_after_call(template, ends[0], special)
     try:
         prompt, before = template.render([_USER], None, prompt=True), template.render([_USER], None)
     except Refused:
-        return Frame(tuple(ends), "", "")
+        return TurnDelimiters(tuple(ends), "", "")
     for token in special:  # some templates end a chat with one more token
         before = before.removesuffix(token) if not prompt.startswith(before) else before
     header = prompt.removeprefix(before) if prompt.startswith(before) else ""
     lead = text[len(prompt) : text.rindex(answer)] if text.startswith(prompt) else ""
-    return Frame(tuple(ends), header, lead)
+    return TurnDelimiters(tuple(ends), header, lead)

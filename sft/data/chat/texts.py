@@ -29,55 +29,55 @@ COMPOSITE = frozenset(
 _INDENTS = (None, 4, 2)
 
 
-class Text(NamedTuple):
+class ChatText(NamedTuple):
     """A text without the spaces around it.
 
-    label  role/kind/part: `system/content/`, `assistant/tool call/name`
-    said   as a template would write it: arguments of a call are JSON
-    place  number of the message, or of the tool, from 0
+    label     role/kind/part: `system/content/`, `assistant/tool call/name`
+    written   as a template would write it: arguments of a call are JSON
+    position  of the message among the messages, or of the tool among the tools
     """
 
     label: str
-    said: str
-    place: int
+    written: str
+    position: int
 
 
-def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) -> list[Text]:
+def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) -> list[ChatText]:
     """The texts in the order of the messages; tools stand behind a first system message.  Empty ones are none.
 
     forms  how a template writes a label's texts, where that is not the first way: as it stands, or as in JSON; for
            arguments and tools JSON, with an indent of 4, of 2; then arguments leaf by leaf, or a tool's function alone
     """
-    texts: list[Text] = []
+    texts: list[ChatText] = []
     pending = tools
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         role = message["role"]
-        if pending and (place or role != "system"):
+        if pending and (index or role != "system"):
             texts += _of_tools(pending, forms)
             pending = None
         if role == "assistant":
-            _add_assistant(texts, message, place, forms)
-        elif said := (message.get("content") or "").strip():
+            _add_assistant(texts, message, index, forms)
+        elif content := (message.get("content") or "").strip():
             label = _CONTENT[role]
-            texts.append(Text(label, _written(said, forms[label]) if label in forms else said, place))
+            texts.append(ChatText(label, _written(content, forms[label]) if label in forms else content, index))
     return texts + _of_tools(pending, forms) if pending else texts
 
 
-def _add_assistant(texts: list[Text], message: Message, place: int, forms: Mapping[str, int]) -> None:
+def _add_assistant(texts: list[ChatText], message: Message, index: int, forms: Mapping[str, int]) -> None:
     content = message.get("content") or ""
-    found = []
+    labelled = []
     if len(message) > 2 and (thought := next((message[key] for key in THINKING if message.get(key)), "")):
-        found.append((_REASONING, thought))
+        labelled.append((_REASONING, thought))
     inside = THOUGHT.match(content) if "</think>" in content else None
     if inside:
-        found.append((_INSIDE, inside[2]))
-    found.append((_CONTENT["assistant"], inside[4] if inside else content))
+        labelled.append((_INSIDE, inside[2]))
+    labelled.append((_CONTENT["assistant"], inside[4] if inside else content))
     for call in message.get("tool_calls") or ():
-        found += _of_call(call.get("function") or call, forms)
-    for label, whole in found:
-        if said := whole.strip():
+        labelled += _of_call(call.get("function") or call, forms)
+    for label, text in labelled:
+        if bare := text.strip():
             form = forms.get(label, 0) if label not in COMPOSITE else 0
-            texts.append(Text(label, _written(said, form), place))
+            texts.append(ChatText(label, _written(bare, form), index))
 
 
 def _of_call(function: Mapping[str, Any], forms: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -94,14 +94,14 @@ def _of_call(function: Mapping[str, Any], forms: Mapping[str, int]) -> Iterator[
         )
 
 
-def _of_tools(tools: list[dict[str, Any]], forms: Mapping[str, int]) -> list[Text]:
+def _of_tools(tools: list[dict[str, Any]], forms: Mapping[str, int]) -> list[ChatText]:
     alone, indent = divmod(forms.get(_TOOL, 0), len(_INDENTS))
-    written = [tool.get("function", tool) if alone else tool for tool in tools]
-    return [Text(_TOOL, _json(tool, _INDENTS[indent]), place) for place, tool in enumerate(written)]
+    shown = [tool.get("function", tool) if alone else tool for tool in tools]
+    return [ChatText(_TOOL, _json(tool, _INDENTS[indent]), index) for index, tool in enumerate(shown)]
 
 
-def _written(said: str, form: int) -> str:
-    return json.dumps(said, ensure_ascii=False)[1:-1] if form else said
+def _written(text: str, form: int) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1] if form else text
 
 
 def _json(value: Any, indent: int | None = None) -> str:
@@ -111,12 +111,12 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 def asides_of(messages: list[Message]) -> list[str]:
     """What a template may write besides the texts and differs from chat to chat: ids, names; longer ones first."""
-    found: set[str] = set()
+    asides: set[str] = set()
     for message in messages:
         if len(message) > 2:
-            found |= {value for key, value in message.items() if key not in _KNOWN and isinstance(value, str)}
-            found |= {call["id"] for call in message.get("tool_calls") or () if isinstance(call.get("id"), str)}
-    return sorted(found - {""}, key=lambda aside: (-len(aside), aside))
+            asides |= {value for key, value in message.items() if key not in _KNOWN and isinstance(value, str)}
+            asides |= {call["id"] for call in message.get("tool_calls") or () if isinstance(call.get("id"), str)}
+    return sorted(asides - {""}, key=lambda aside: (-len(aside), aside))
 
 
 class Marked:
@@ -144,10 +144,10 @@ class Marked:
         return self._word.findall(text)
 
     def _mark(self, text: str) -> str:
-        said = text.strip()
-        if not said:
+        bare = text.strip()
+        if not bare:
             return text
-        middle = text.index(said) + (len(said) + 1) // 2
+        middle = text.index(bare) + (len(bare) + 1) // 2
         return text[:middle] + self._new() + text[middle:]
 
     def _new(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sft.config import DataConfig
-from sft.data.chat.template import ChatTemplate, Frame, Message, Tools, learn_frame, plain
+from sft.data.chat.template import ChatTemplate, Message, Tools, TurnDelimiters, learn_delimiters, plain
 from sft.errors import DataError
 
 __all__ = [
@@ -77,8 +77,8 @@ class Encoded:
     def ends(self) -> np.ndarray:
         return self._offsets[1::2]
 
-    def cover(self, start: int, end: int) -> tuple[int, int]:
-        """The tokens that cover text[start:end], from the first that ends behind its start."""
+    def token_span(self, start: int, end: int) -> tuple[int, int]:
+        """First token and end of those that cover text[start:end], from the first that ends behind its start."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         return first, max(first, int(np.searchsorted(self.starts, end, side="left")))
 
@@ -96,7 +96,7 @@ class FolderTokenizer:
     pad_id: int
     digest: str
     template: ChatTemplate
-    frame: Frame
+    delimiters: TurnDelimiters
     control: re.Pattern[str]  # special tokens and those that end a turn, which contents must not hold
     control_names: dict[int, str]  # those by their ids
     control_heads: tuple[str, ...]  # the first two characters of those: quicker to look for
@@ -105,7 +105,7 @@ class FolderTokenizer:
     @property
     def end_of_turn(self) -> str:
         """The token that ends an assistant's turn (a turn that calls a tool may have another)."""
-        return self.frame.ends[0]
+        return self.delimiters.ends[0]
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -200,8 +200,8 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
     backend.no_padding()
     vocabulary = hf.get_vocab()
     special = {str(token): i for i, token in hf.added_tokens_decoder.items() if token.special}
-    frame = learn_frame(template, hf.get_added_vocab(), special)
-    names = {**special, **{end: vocabulary[end] for end in frame.ends}}
+    delimiters = learn_delimiters(template, hf.get_added_vocab(), special)
+    names = {**special, **{end: vocabulary[end] for end in delimiters.ends}}
     # Longer ones first, so that a token is found before another that it begins with.
     control = sorted(names, key=len, reverse=True)
     pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
@@ -211,7 +211,7 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
         pad_id=0 if pad is None else int(pad),
         digest=_folder_digest(Path(name), source, switches),
         template=template,
-        frame=frame,
+        delimiters=delimiters,
         control_names={i: token for token, i in names.items()},
         control_heads=tuple(sorted({token[:2] for token in control})),
         control=re.compile("|".join(re.escape(token) for token in control) or "(?!)"),  # (?!) never matches
@@ -229,10 +229,10 @@ def _read_folder(name: str) -> Any:
     try:
         hf = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its many tokenizer classes raise
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
         reason = str(error).strip().splitlines()
         raise DataError(
-            f"{name} is not a tokenizer folder that can be used (it holds {found}): "
+            f"{name} is not a tokenizer folder that can be used (it holds {names}): "
             f"{reason[0].strip() if reason else type(error).__name__}  {expected}."
         ) from error
     if not hf.is_fast:

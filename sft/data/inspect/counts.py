@@ -1,7 +1,7 @@
 """Data files as numbers: how many rows and tokens, how long, what is cut, windowed, dropped and skipped.
 
 Decides that a survey goes on where the trainer stops because of lengths, and that a length is a whole row's, counted
-once however many windows the row makes.  What became of rows is the ledgers' (`data/store/ledger.py`).
+once however many windows the row makes.  `cache/row_report.py` says what became of rows.
 """
 
 from collections import Counter
@@ -15,10 +15,9 @@ import numpy as np
 from sft.config import DataConfig
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, file_names
-from sft.data.cache.omissions import Omitted
-from sft.data.cache.omissions import added as sum_omitted
+from sft.data.cache.omissions import FileOmission, sum_omissions
 from sft.data.cache.prepare import prepare
-from sft.data.cache.row_report import Ledger
+from sft.data.cache.row_report import RowReport
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.inspect.lengths import Bucket, histogram, quantiles
 from sft.errors import DataError
@@ -69,7 +68,7 @@ class Counts:
     reasons: tuple[tuple[str, int], ...]
     histogram: tuple[Bucket, ...]
     chats: int
-    omitted: tuple[Omitted, ...]
+    omitted: tuple[FileOmission, ...]
 
 
 def prepare_any(
@@ -104,7 +103,7 @@ def of_files(corpus: Corpus, files: Sequence[str], part: str, sources: Sequence[
     """Each file of the corpus, in order; `sources` are those of each file."""
     paths = [Path(file) for file in files]
     return [
-        _counts([corpus.ledgers[path]], [table], name=name, path=str(path), part=part, source=source)
+        _counts([corpus.row_reports[path]], [table], name=name, path=str(path), part=part, source=source)
         for path, name, table, source in zip(
             paths, file_names(paths), corpus.tables, sources or repeat(None, len(paths)), strict=True
         )
@@ -133,13 +132,13 @@ def whole_rows(table: np.ndarray) -> np.ndarray:
 
 
 def _sum(corpus: Corpus, files: Sequence[str], chosen: Sequence[int], *, source: str | None) -> Counts:
-    ledgers = [corpus.ledgers[Path(files[i])] for i in chosen]
+    reports = [corpus.row_reports[Path(files[i])] for i in chosen]
     tables = [corpus.tables[i] for i in chosen]
-    return _counts(ledgers, tables, name="all", path=None, part="train", source=source)
+    return _counts(reports, tables, name="all", path=None, part="train", source=source)
 
 
 def _counts(
-    ledgers: Sequence[Ledger],
+    reports: Sequence[RowReport],
     tables: Sequence[np.ndarray],
     *,
     name: str,
@@ -148,13 +147,13 @@ def _counts(
     source: str | None,
 ) -> Counts:
     def added(field: str) -> int:
-        return sum(getattr(ledger, field) for ledger in ledgers)
+        return sum(getattr(report, field) for report in reports)
 
     full = np.concatenate([whole_rows(table)["full_tokens"] for table in tables])
     p50, p90, p99 = quantiles(full)
     reasons: Counter[str] = Counter()
-    for ledger in ledgers:
-        reasons.update(dict(ledger.reasons))
+    for report in reports:
+        reasons.update(dict(report.reasons))
     return Counts(
         name=name,
         path=path,
@@ -183,5 +182,5 @@ def _counts(
         reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
         histogram=histogram(full),
         chats=added("chats"),
-        omitted=ledgers[0].omitted if len(ledgers) == 1 else sum_omitted(ledger.omitted for ledger in ledgers),
+        omitted=reports[0].omitted if len(reports) == 1 else sum_omissions(report.omitted for report in reports),
     )

@@ -1,7 +1,7 @@
 """What in the data deserves a look before training: counts of it, and where the first few are.
 
 Decides which rows and samples count as unusable, too long, unlearnable, short, copied or unfinished.  None of it is an
-error: the trainer takes such data, or leaves it out as it was told to.  How a finding is worded is `text.py`.
+error: the trainer takes such data, or leaves it out where the recipe says so.  `text.py` decides how a finding reads.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ import numpy as np
 
 from sft.config import DataConfig
 from sft.data.cache.corpus import Corpus
-from sft.data.chat.chat import Supervise
+from sft.data.cache.omissions import FileOmission
+from sft.data.chat.encode_chat import Supervise
 from sft.data.inspect.counts import whole_rows
 from sft.data.inspect.message_counts import NUM_EXAMPLES, Messages
 from sft.data.inspect.scan import Scan, copies, other_answers, sample_lines
@@ -37,36 +38,42 @@ class Finding:
 
 def of_rows(corpus: Corpus, paths: Sequence[Path], data: DataConfig) -> list[Finding]:
     """Rows that were skipped, and rows that, padded to doc_multiple, are longer than seq_length."""
-    num_rows = num_bad = num_long = 0
-    bad: list[str] = []
+    num_rows = num_skipped = num_long = 0
+    skipped: list[str] = []
     long: list[str] = []
     for path, table in zip(paths, corpus.tables, strict=True):
-        ledger, rows = corpus.ledgers[path], whole_rows(table)
+        report, rows = corpus.row_reports[path], whole_rows(table)
         numbers = rows["row"][aligned(rows["full_tokens"], data.doc_multiple) > data.seq_length]
-        num_rows, num_bad, num_long = num_rows + ledger.rows, num_bad + ledger.rows_skipped, num_long + len(numbers)
-        bad += [row_name(path, number) for number in ledger.skipped]
+        num_rows, num_skipped, num_long = (
+            num_rows + report.rows,
+            num_skipped + report.rows_skipped,
+            num_long + len(numbers),
+        )
+        skipped += [row_name(path, number) for number in report.skipped]
         long += [row_name(path, int(number)) for number in numbers[:NUM_EXAMPLES]]
     return [
-        _finding("unusable", num_bad, num_rows, bad[:NUM_EXAMPLES]),
-        _finding("too_long", num_long, num_rows - num_bad, long[:NUM_EXAMPLES]),
+        _finding("unusable", num_skipped, num_rows, skipped[:NUM_EXAMPLES]),
+        _finding("too_long", num_long, num_rows - num_skipped, long[:NUM_EXAMPLES]),
     ]
 
 
 def of_template(corpus: Corpus, paths: Sequence[Path], part: str = "train") -> list[Finding]:
     """Chats of which the chat template leaves texts out, for each role and kind."""
-    listed = [(path, one) for path in paths for one in corpus.ledgers[path].omitted]
-    total = sum(corpus.ledgers[path].chats for path in paths)
-    found = []
-    for name in dict.fromkeys(one.name for _, one in listed):
-        files = [(path, one) for path, one in listed if one.name == name]
-        count = sum(one.chats for _, one in files)
-        examples = [row_name(path, row) for path, one in files for row in one.rows[:NUM_EXAMPLES]][:NUM_EXAMPLES]
-        found.append(replace(_finding("omitted", count, total, examples, part), of=name))
-    return found or ([replace(_finding("omitted", 0, total, []), of="texts")] if part == "train" else [])
+    total = sum(corpus.row_reports[path].chats for path in paths)
+    by_name: dict[str, list[tuple[Path, FileOmission]]] = {}
+    for path in paths:
+        for omission in corpus.row_reports[path].omitted:
+            by_name.setdefault(omission.name, []).append((path, omission))
+    findings = []
+    for name, files in by_name.items():
+        count = sum(omission.chats for _, omission in files)
+        examples = [row_name(path, row) for path, omission in files for row in omission.rows[:NUM_EXAMPLES]]
+        findings.append(replace(_finding("omitted", count, total, examples[:NUM_EXAMPLES], part), of=name))
+    return findings or ([replace(_finding("omitted", 0, total, []), of="texts")] if part == "train" else [])
 
 
 def of_samples(corpus: Corpus, scanned: Scan, supervise: Supervise) -> list[Finding]:
-    """What tokens and masks tell.  A window of few supervised tokens is short only if the whole row is, and where all
+    """From tokens and masks.  A window of few supervised tokens is short only if the whole row is, and where all
     is supervised no turn can be told from the next."""
     lines, total = sample_lines(corpus), len(corpus)
     answered = np.where(lines["windows"] > 1, lines["full_supervised"], lines["supervised"])
@@ -85,7 +92,7 @@ def of_samples(corpus: Corpus, scanned: Scan, supervise: Supervise) -> list[Find
 
 
 def of_messages(messages: Messages) -> list[Finding]:
-    """What the rows tell."""
+    """From the rows as written."""
     empty, unanswered = messages.empty_user_turns, messages.unanswered_ends
     return [
         _finding("empty_user_turns", empty.count, messages.num_user_turns, empty.examples),
@@ -95,18 +102,18 @@ def of_messages(messages: Messages) -> list[Finding]:
 
 def held_out(name: str, corpus: Corpus, scanned: Scan, train: Corpus, trained: Scan) -> list[Finding]:
     """Samples of a held-out set that training sees too: the same tokens, or the same prompt with another answer."""
-    same, alike = _seen(scanned.wholes, trained.wholes), _seen(scanned.prompts, trained.prompts)
-    alike = alike[~np.isin(alike[:, 0], _seen(scanned.openings, trained.openings)[:, 0])]
+    same, alike = _shared(scanned.wholes, trained.wholes), _shared(scanned.prompts, trained.prompts)
+    alike = alike[~np.isin(alike[:, 0], _shared(scanned.openings, trained.openings)[:, 0])]
     return [
         _finding("held_out_copies", len(same), len(corpus), _pairs(corpus, train, same), name),
         _finding("held_out_prompts", len(alike), len(corpus), _pairs(corpus, train, alike), name),
     ]
 
 
-def _seen(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Which of ours equals which of theirs, int64 [k, 2]: ours c a, theirs a b -> (1, 0)"""
-    pairs = copies(np.concatenate([theirs, ours])) - np.array([len(theirs), 0])
-    return pairs[(pairs[:, 0] >= 0) & (pairs[:, 1] < len(theirs))]
+def _shared(held_out: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Which held-out digest equals which of training, int64 [k, 2]: held out c a, training a b -> (1, 0)"""
+    pairs = copies(np.concatenate([train, held_out])) - np.array([len(train), 0])
+    return pairs[(pairs[:, 0] >= 0) & (pairs[:, 1] < len(train))]
 
 
 def _finding(what: str, count: int, total: int, examples: Sequence[str], part: str = "train") -> Finding:
@@ -117,6 +124,6 @@ def _names(corpus: Corpus, ids: Sequence[int] | np.ndarray) -> list[str]:
     return [corpus.name(int(i)) for i in ids[:NUM_EXAMPLES]]
 
 
-def _pairs(ours: Corpus, theirs: Corpus, pairs: np.ndarray) -> list[str]:
+def _pairs(corpus: Corpus, other: Corpus, pairs: np.ndarray) -> list[str]:
     """`a.jsonl:7 = a.jsonl:1`"""
-    return [f"{ours.name(int(i))} = {theirs.name(int(j))}" for i, j in pairs[:NUM_EXAMPLES]]
+    return [f"{corpus.name(int(i))} = {other.name(int(j))}" for i, j in pairs[:NUM_EXAMPLES]]

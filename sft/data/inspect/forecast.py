@@ -1,6 +1,6 @@
 """What the plan of a run comes to, before a GPU is touched: `sft data plan`.
 
-Decides what is told of it.  Everything is taken from a `Loader`, so it is what the run does.  Nothing is read but
+Decides what is printed of it.  Everything is taken from a `Loader`, so it is what the run does.  Nothing is read but
 lengths: no sample.
 """
 
@@ -27,7 +27,7 @@ LIMITED = 0.95  # below this a larger cp is looked for
 
 
 def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
-    """The loader of rank 0 as `sft train` makes it, but for the tokens' places: it plans and makes no microbatch."""
+    """The loader of rank 0 as `sft train` makes it, but for the tokens' positions: it plans and makes no microbatch."""
     return make_loader(
         config,
         layout,
@@ -54,7 +54,7 @@ def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[s
 
 
 def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
-    """Writes the plans of all epochs of a run, and tells how many those are."""
+    """Writes the plans of all epochs of a run, and says how many those are."""
     loader = loader_of(config, layout, corpus)
     epochs = config.train.num_epochs or 1 + loader.plans.locate((config.train.num_steps or 1) - 1)[0]
     plans = [loader.plans.plan(epoch) for epoch in range(epochs)]
@@ -104,13 +104,13 @@ def _per_step(plan: Plan, counts: np.ndarray, global_batch_size: int) -> np.ndar
 def _sources(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
     """chat 70.01% of tokens (wanted 70.00%), each sample 1.75 times"""
     sources, lengths = corpus.source_ids, corpus.lengths
-    seen = np.bincount(sources[plan.samples], weights=lengths[plan.samples], minlength=len(corpus.sources))
-    there = np.bincount(sources, weights=lengths, minlength=len(corpus.sources))
+    taken = np.bincount(sources[plan.samples], weights=lengths[plan.samples], minlength=len(corpus.sources))
+    held = np.bincount(sources, weights=lengths, minlength=len(corpus.sources))
     mixture = Mixture.of(config.data.sources, sources, lengths)
-    wanted = np.array(mixture.wanted) if mixture else there
+    wanted = np.array(mixture.wanted) if mixture else held
     return [
-        f"{name} {have / seen.sum():.2%} of tokens (wanted {want / wanted.sum():.2%}), seen {have / own:.2f} times"
-        for name, have, want, own in zip(corpus.sources, seen, wanted, there, strict=True)
+        f"{name} {have / taken.sum():.2%} of tokens (wanted {want / wanted.sum():.2%}), seen {have / own:.2f} times"
+        for name, have, want, own in zip(corpus.sources, taken, wanted, held, strict=True)
         if own
     ]
 
@@ -149,7 +149,7 @@ def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) 
 
 def _larger_cp(config: Config, layout: Layout, corpus: Corpus, loader: Loader, looked_at: list[int]) -> str:
     """Which cp would do, with the same tp, pp and processes."""
-    found = "no larger cp fits that would do"
+    advice = "no larger cp fits that would do"
     ranks = layout.world_size // smallest_world(config) * layout.cp  # dp * cp
     for cp in range(2 * layout.cp, ranks + 1, layout.cp):
         fits = ranks % cp == 0 and config.train.global_batch_size % (ranks // cp) == 0
@@ -157,9 +157,9 @@ def _larger_cp(config: Config, layout: Layout, corpus: Corpus, loader: Loader, l
             reached = median(_limits(config, corpus, loader, step, ranks // cp).full for step in looked_at)
             if reached >= LIMITED:
                 multiple = "" if config.data.doc_multiple % (2 * cp) == 0 else f" and data.doc_multiple={2 * cp}"
-                found = f"parallel.cp={cp}{multiple} would lift the limit to {reached:.1%}"
+                advice = f"parallel.cp={cp}{multiple} would lift the limit to {reached:.1%}"
                 break
-    return f"no assignment can be level, as one rank has the longest sequence; {found}"
+    return f"no assignment can be level, as one rank has the longest sequence; {advice}"
 
 
 def _spread(shares: Iterable[float]) -> str:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.console import Console
-from sft.data.chat.chat import Supervise
+from sft.data.chat.encode_chat import Supervise
 from sft.data.chat.formats import Chat, Tokenized, read_row
-from sft.data.chat.messages import ROLES, text_of
+from sft.data.chat.messages import ROLES, to_json
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, Message
 from sft.data.inspect.counts import whole_rows
 from sft.data.read.rows import parse, read_rows, row_name
@@ -39,8 +39,8 @@ class Role:
 
 
 @dataclass(kw_only=True)
-class Places:
-    """How often something was found, and the first few rows where."""
+class Occurrences:
+    """How often something was found, and the names of the first few rows that have it."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Messages(NamedTuple):
     num_chats: int
     num_tokenised: int  # rows of ready tokens
     num_user_turns: int
-    empty_user_turns: Places
-    unanswered_ends: Places
+    empty_user_turns: Occurrences
+    unanswered_ends: Occurrences
 
 
 def count_messages(
@@ -75,8 +75,8 @@ def count_messages(
     user "hé", assistant "yes", byte tokenizer -> user: 1 message, 3 tokens; assistant: 1 message, 3 tokens, all of
     them supervised
     """
-    tallies = {role: _Tally() for role in ROLES}
-    empty, unanswered = Places(), Places()
+    counters = {role: _RoleCounter() for role in ROLES}
+    empty, unanswered = Occurrences(), Occurrences()
     numbers = [whole_rows(table)["row"] for table in tables]
     num_rows = sum(map(len, numbers))
     stride = max(1, num_rows // _TOKENISED_ROWS)
@@ -87,25 +87,25 @@ def count_messages(
             continue
         for i, message in enumerate(chat.messages):
             role, text, is_trained = message["role"], _text(message), _is_trained(chat, i, supervise)
-            tallies[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
+            counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
             if role == "user" and not text.strip():
                 empty.add(path, number)
         if chat.messages[-1]["role"] != "assistant":
             unanswered.add(path, number)
         num_chats += 1
     return Messages(
-        roles=tuple(tally.role(name) for name, tally in tallies.items() if tally.messages),
+        roles=tuple(counter.role(name) for name, counter in counters.items() if counter.messages),
         is_exact=isinstance(tokenizer, ByteTokenizer),
         num_chats=num_chats,
         num_tokenised=num_tokenised,
-        num_user_turns=tallies["user"].messages,
+        num_user_turns=counters["user"].messages,
         empty_user_turns=empty,
         unanswered_ends=unanswered,
     )
 
 
 @dataclass(kw_only=True)
-class _Tally:
+class _RoleCounter:
     """Sizes are in bytes with the byte tokenizer, in characters with any other."""
 
     messages: int = 0
@@ -154,7 +154,7 @@ def _rows(
 
 
 def _is_trained(chat: Chat, i: int, supervise: Supervise) -> bool:
-    """Whether message `i` is supervised, as `chat.py` has it: an assistant's may weigh nothing."""
+    """Whether message `i` is supervised, as `encode_chat.py` has it: an assistant's may weigh nothing."""
     if chat.messages[i]["role"] != "assistant":
         return supervise == "all"
     weighs = chat.weights is None or chat.weights[i] > 0
@@ -162,5 +162,5 @@ def _is_trained(chat: Chat, i: int, supervise: Supervise) -> bool:
 
 
 def _text(message: Message) -> str:
-    calls = [text_of(call) for call in message.get("tool_calls") or []]
+    calls = [to_json(call) for call in message.get("tool_calls") or []]
     return "\n".join([message.get("content") or "", *calls]) if calls else message.get("content") or ""

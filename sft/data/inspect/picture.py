@@ -46,11 +46,11 @@ def draw(survey: Survey, out: Path) -> None:
 
 def _lengths(axes: Axes, survey: Survey) -> None:
     """Bars of the training files or sources, one upon the other; the smallest of them share one colour."""
-    shown = sorted(_trained(survey), key=lambda one: -one.rows)
+    shown = sorted(_trained(survey), key=lambda counts: -counts.rows)
     buckets = survey.total.histogram
     starts = np.log2([bucket.at_least for bucket in buckets])
     below = np.zeros(len(buckets))
-    groups = [[one] for one in shown[: len(_COLORS) - 1]] + [shown[len(_COLORS) - 1 :]]
+    groups = [[counts] for counts in shown[: len(_COLORS) - 1]] + [shown[len(_COLORS) - 1 :]]
     for group, color in zip(filter(None, groups), _COLORS, strict=False):
         rows = {bucket.at_least: 0 for bucket in buckets}
         for counts in group:
@@ -81,7 +81,7 @@ def _fits(axes: Axes, survey: Survey) -> None:
 
 def _share(axes: Axes, bars: list[Counts], kind: str) -> None:
     shares = [counts.supervised_share for counts in bars]
-    names = [_short(_name(one)) + ("" if one.part == "train" else f" ({one.part})") for one in bars]
+    names = [_short(_name(counts)) + ("" if counts.part == "train" else f" ({counts.part})") for counts in bars]
     axes.barh(range(len(bars)), shares, 0.7, color="#2ca02c")
     for i, counts in enumerate(bars):
         text = f" {100 * counts.supervised_share:.1f}% of {counts.tokens:,} tokens"
@@ -115,7 +115,7 @@ def _name(counts: Counts) -> str:
 
 
 def _token_axis(axes: Axes, survey: Survey) -> None:
-    """The same for both panels of tokens: base-2 logarithms, told as 512, 1K, 2K, ...; the recipe's seq_length marked.
+    """The same for both panels of tokens: base-2 logarithms, labelled 512, 1K, 2K, ...; the recipe's seq_length marked.
 
     The legend stands beside the panel: inside, a curve or a bar would run through it sooner or later.
     """

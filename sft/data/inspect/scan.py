@@ -18,7 +18,7 @@ from sft.data.cache.corpus import Corpus
 
 _DIGEST_BYTES = 16
 _KIND = np.dtype(f"S{_DIGEST_BYTES}")
-_PLACES = 16
+_UNFINISHED_LISTED = 16
 
 
 class Scan(NamedTuple):
@@ -57,7 +57,7 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
             is_open = ~np.isin(sample.tokens[ends - 1], ends_of_turn)
             if window < of and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
                 is_open = is_open[:-1]  # the turn goes on in the next window, which counts it
-            if is_open.any() and len(unfinished) < _PLACES:
+            if is_open.any() and len(unfinished) < _UNFINISHED_LISTED:
                 unfinished.append(sample_id)
             unfinished_runs += int(is_open.sum())
             num_runs += len(is_open)

@@ -4,7 +4,7 @@ Decides what is counted over which samples.  Lengths, histogram and retention ar
 tokens, copies and previews are of what training would see: after data.over_long, windows one by one.  Sources that
 data.train names have counts beside those of their files; the shares it gives them are not applied (`sft data plan`).
 Held-out files have their lines too and are compared with data.train; all else is of data.train alone.
-Where the trainer would refuse the data for their lengths, whole samples are surveyed and the refusal is told.
+Where the trainer would refuse the data for their lengths, whole samples are surveyed, and the survey has the refusal.
 
 Does not decide how it looks (`text.py`, `picture.py`).
 """
@@ -77,15 +77,17 @@ def take_survey(
     facts, paths = tokenizer_facts(tokenizer), [Path(file) for file in train]
     scanned = scan(corpus, facts.end_of_turn_ids, console)
     messages = count_messages(paths, corpus.tables, tokenizer, data.supervise, console)
-    found = findings.of_rows(corpus, paths, data) + findings.of_template(corpus, paths)
-    found += findings.of_samples(corpus, scanned, data.supervise) + findings.of_messages(messages)
+    all_findings = findings.of_rows(corpus, paths, data) + findings.of_template(corpus, paths)
+    all_findings += findings.of_samples(corpus, scanned, data.supervise) + findings.of_messages(messages)
     files = counts.of_files(corpus, train, "train", names)
     for name, held_out_files in data.eval_sets.items():
         held_out, why = prepare_any(held_out_files, data, tokenizer, cache_dir, console)
         refused = refused or why
         files += counts.of_files(held_out, held_out_files, name)
-        found += findings.of_template(held_out, [Path(file) for file in held_out_files], name)
-        found += findings.held_out(name, held_out, scan(held_out, facts.end_of_turn_ids, console), corpus, scanned)
+        all_findings += findings.of_template(held_out, [Path(file) for file in held_out_files], name)
+        all_findings += findings.held_out(
+            name, held_out, scan(held_out, facts.end_of_turn_ids, console), corpus, scanned
+        )
     return Survey(
         schema=SCHEMA,
         recipe=recipe,
@@ -102,7 +104,7 @@ def take_survey(
         roles_exact=messages.is_exact,
         rows_of_tokens=messages.num_tokenised,
         tokenizer=facts,
-        findings=tuple(found),
+        findings=tuple(all_findings),
         previews=tuple(_previews(corpus, scanned, tokenizer, num_previews)),
     )
 

@@ -90,7 +90,7 @@ def visible(text: str) -> str:
 
     "a\\tb\\x1b[31m" -> "a⇥b\\\\x1b[31m"
     """
-    return "".join(_SIGNS.get(letter) or (letter if _is_seen(letter) else _escape(letter)) for letter in text)
+    return "".join(_SIGNS.get(letter) or (letter if _is_visible(letter) else _escape(letter)) for letter in text)
 
 
 def percent(part: float, whole: float) -> str:
@@ -163,7 +163,7 @@ def _losses(counts: Counts) -> Iterator[str]:
         more = "; ..." if len(counts.reasons) > _REASONS else ""
         yield f"{name}: data.on_bad_row skips {_rows(counts.rows_skipped)}: {reasons}{more}"
     for omitted in counts.omitted:
-        yield f"{name}: the chat template leaves out {omitted.told(counts.chats)}; {visible(omitted.why)}"
+        yield f"{name}: the chat template leaves out {omitted.describe(counts.chats)}; {visible(omitted.why)}"
 
 
 def _rows(count: int) -> str:
@@ -231,7 +231,7 @@ def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     """First what was found, then what was not."""
-    for finding in sorted(findings, key=lambda one: not one.count):
+    for finding in sorted(findings, key=lambda finding: not finding.count):
         noun, predicate, why = (words.format(of=finding.of) for words in _WORDS[finding.what])
         noun = noun if finding.part == "train" else f"held-out {noun} ({finding.part})"
         if not finding.count:
@@ -240,8 +240,8 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
         share = percent(finding.count, finding.total)
         yield f"! {finding.count:,} of {finding.total:,} {noun} ({share}) {predicate}: {why}"
         more = ", ..." if finding.count > len(finding.examples) else ""
-        places = f"{', '.join(place.replace(' ', _GLUE) for place in finding.examples)}{more}"
-        for line in textwrap.wrap(places, _WIDTH, break_long_words=False, break_on_hyphens=False):
+        examples = f"{', '.join(example.replace(' ', _GLUE) for example in finding.examples)}{more}"
+        for line in textwrap.wrap(examples, _WIDTH, break_long_words=False, break_on_hyphens=False):
             yield f"    {line.replace(_GLUE, ' ')}"
 
 
@@ -276,7 +276,7 @@ def _piece(piece: tuple[str, bool], *, color: bool) -> str:
     return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in text.split("\n"))
 
 
-def _is_seen(letter: str) -> bool:
+def _is_visible(letter: str) -> bool:
     """Not a control, format, private or unassigned character, and no line or paragraph separator."""
     return unicodedata.category(letter)[0] != "C" and letter not in "\u2028\u2029"
 

@@ -39,7 +39,7 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
         ends: tuple[int, ...] = (BYTE_CONTROL[tokenizer.end_of_turn],)
         eos, eos_id = None, None
     else:
-        ends = tuple(tokenizer.ids[end] for end in tokenizer.frame.ends)
+        ends = tuple(tokenizer.ids[end] for end in tokenizer.delimiters.ends)
         eos, eos_id = tokenizer.hf.eos_token, tokenizer.hf.eos_token_id
     return TokenizerFacts(
         name=tokenizer.name,

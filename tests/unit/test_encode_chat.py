@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sft.data.chat.chat import encode_chat
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.errors import DataError
@@ -179,7 +179,7 @@ def test_calls_of_tools(tokenizers: Tokenizers, name: str, data: st.DataObject) 
     turns = [message for message in messages if message["role"] == "assistant"]
     assert len(written) == len(turns)
     for text, message in zip(written, turns, strict=True):
-        assert sum(text.endswith(end) and text.count(end) == 1 for end in tokenizer.frame.ends) == 1
+        assert sum(text.endswith(end) and text.count(end) == 1 for end in tokenizer.delimiters.ends) == 1
         assert (message["content"] or "").strip() in text
         for called in message.get("tool_calls", []):
             assert json.dumps(called["function"]["arguments"], ensure_ascii=False) in text
@@ -257,7 +257,7 @@ def test_nothing_to_learn(tokenizers: Tokenizers, name: str, weights: tuple[floa
 def test_only_turns_that_are_supervised_need_a_proof(tokenizers: Tokenizers) -> None:
     """Mistral's template leaves a tool call's text out, which matters only where it would be learned."""
     chat = chat_of(CALLING_TWICE)
-    with pytest.raises(DataError, match="message 2 cannot be told apart"):
+    with pytest.raises(DataError, match="message 2 cannot be located"):
         encode_chat(chat, tokenizers("mistral_tools"))
     assert runs(chat, tokenizers("mistral_tools"), "last") == [" 3 and 4.</s>"]
     assert runs(Chat(chat.messages, chat.tools, (1, 0, 1, 1, 1)), tokenizers("mistral_tools")) == [" 3 and 4.</s>"]

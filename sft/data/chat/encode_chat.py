@@ -1,0 +1,132 @@
+"""From the messages of a chat to tokens, and the weight of each token in the loss.
+
+`encode` goes through the steps in order: the chat is rendered and tokenised once, as a whole, so the ids are the
+template's own; the assistant's turns are found in the text (`turns.py`), then their tokens (`token_spans.py`); the
+tokens are weighed by `data.supervise` and the weights of the messages:
+
+    assistant  what the assistant wrote and the token that ends each of its turns, once per turn: not the role
+               header, not the newline after the turn
+    last       the same of the last assistant turn only
+    all        every token after the first
+
+A mask that cannot be proven is an error, never a guess.  Errors name the message; the caller adds file and line.  Does
+not decide what happens to a sample that is too long (`cache/truncation.py`).
+"""
+
+import json
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sft.data.chat.escaping import encode_escaped
+from sft.data.chat.formats import Chat
+from sft.data.chat.omission_reason import reason
+from sft.data.chat.omitted import OmittedText, find_omitted
+from sft.data.chat.render import render_chat
+from sft.data.chat.template import THINKING
+from sft.data.chat.token_spans import TokenSpan, find_token_spans
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.data.chat.turns import find_turns
+from sft.errors import DataError
+
+Supervise = Literal["assistant", "last", "all"]
+
+
+class Encoding(NamedTuple):
+    """A chat as tokens int32 [n], their weights float32 [n], and the texts that its template leaves out."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    omitted: list[OmittedText]
+
+
+def encode_chat(
+    chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and weights of `encode`."""
+    tokens, weights, _ = encode(chat, tokenizer, supervise)
+    return tokens, weights
+
+
+def encode(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
+    """Tokens, their weights, 0 where a token is not learned, and what the template leaves out.
+
+    Raises DataError where a mask cannot be proven, and where nothing would be learned.
+
+    user "a", assistant "b", byte tokenizer:
+    <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
+    """
+    by_message = _weights_of_turns(chat, supervise)
+    if isinstance(tokenizer, ByteTokenizer):
+        ids, spans = _encode_bytes(chat)
+        spans = [span for span in spans if span.message in by_message]
+        omitted = []  # this template writes all
+    else:
+        rendered = render_chat(chat, tokenizer)
+        encoded = encode_escaped(rendered.text, rendered.escaped, tokenizer)
+        # A turn of the same weight as the tokens around it needs no proof of where it is.
+        unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
+        turns = find_turns(rendered, unlike)
+        ids, spans = encoded.ids, find_token_spans(turns, rendered, encoded)
+        omitted = [item._replace(text=rendered.escaped.restore(item.text)) for item in find_omitted(rendered)]
+    return Encoding(ids, _weights_of_tokens(len(ids), spans, by_message, supervise), omitted)
+
+
+def why_omitted(chat: Chat, tokenizer: ChatTokenizer, omitted: OmittedText) -> str:
+    """Why the template leaves out a text of a chat that `encode` took, and what would keep it."""
+    assert isinstance(tokenizer, FolderTokenizer)
+    return reason(render_chat(chat, tokenizer), omitted)
+
+
+def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
+    """Weight of the tokens of each assistant turn, by message.  Turns of weight 0 are listed for `all` only."""
+    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    weights = chat.weights or (1.0,) * len(chat.messages)
+    by_message = {i: weights[i] for i in (answers[-1:] if supervise == "last" else answers)}
+    return by_message if supervise == "all" else {i: weight for i, weight in by_message.items() if weight != 0}
+
+
+def _weights_of_tokens(
+    num_tokens: int, spans: list[TokenSpan], by_message: dict[int, float], supervise: Supervise
+) -> np.ndarray:
+    """float32 [num_tokens].  Raises DataError where all are 0."""
+    weights = np.full(num_tokens, float(supervise == "all"), dtype=np.float32)
+    for span in spans:
+        weights[span.start : span.end] = by_message[span.message]
+    weights[:1] = 0  # nothing stands before the first token to predict it from
+    if not weights.any():
+        raise DataError(
+            f"every token weighs 0 with data.supervise = {supervise}, so there is nothing to learn from.  Leave an "
+            "assistant message on, or remove the chat."
+        )
+    return weights
+
+
+def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:
+    """The byte tokenizer's template: ChatML; tools are JSON in a first system block.
+
+    Spans are of contents, an assistant's with its end of turn.
+    """
+    text, controls, spans = bytearray(), [], []
+
+    def block(role: str, body: str) -> tuple[int, int]:
+        controls.append((len(text), BYTE_CONTROL["<|im_start|>"]))
+        text.extend(b"\0" + role.encode() + b"\n")
+        first = len(text)
+        text.extend(body.encode())
+        controls.append((len(text), BYTE_CONTROL["<|im_end|>"]))
+        text.extend(b"\0\n")
+        return first, len(text) - 2
+
+    if chat.tools:
+        block("system", "# Tools\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in chat.tools))
+    for i, message in enumerate(chat.messages):
+        calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or []]
+        thinking = next((f"<think>\n{message[key]}\n</think>" for key in THINKING if message.get(key)), "")
+        body = [thinking, message.get("content") or "", *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+        first, last = block(message["role"], "\n".join(part for part in body if part))
+        spans.append(TokenSpan(i, first, last + (message["role"] == "assistant")))
+    ids = np.frombuffer(bytes(text), dtype=np.uint8).astype(np.int32)
+    for position, control in controls:
+        ids[position] = control
+    return ids, spans

@@ -1,10 +1,10 @@
 """A Megatron checkpoint -> a Hugging Face model.
 
-    python tools/export_hf.py runs/demo models/demo                        the newest checkpoint of a run
-    python tools/export_hf.py runs/demo/checkpoints/iter_0000100 models/demo --hf models/Qwen3-8B
+    python -m tools.export_hf runs/demo models/demo                        the newest checkpoint of a run
+    python -m tools.export_hf runs/demo/checkpoints/iter_0000100 models/demo --hf models/Qwen3-8B
 
 config.json, tokenizer and chat template come from the model that the run began with; --hf names its folder where the
-checkpoint cannot tell.  One process, no GPU.  Which models: docs/models.md.
+checkpoint does not name it.  One process, no GPU.  Which models: docs/models.md.
 """
 
 import argparse
@@ -21,8 +21,8 @@ def main() -> int:
     parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint, folder of checkpoints, or run")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
     parser.add_argument("--hf", metavar="DIR", type=Path, help="the Hugging Face folder that the weights came from")
-    how = "how the checkpoint is compared with its manifest (full: every byte)"
-    parser.add_argument("--verify", choices=("full", "size", "off"), default="full", help=how)
+    verification = "how the checkpoint is compared with its manifest (full: every byte)"
+    parser.add_argument("--verify", choices=("full", "size", "off"), default="full", help=verification)
     arguments = parser.parse_args()
     try:
         export_hf(arguments.source, arguments.target, Console(0), like=arguments.hf, verify=arguments.verify)

@@ -1,6 +1,6 @@
 """A Hugging Face model -> a Megatron checkpoint that a run starts from.
 
-    python tools/import_hf.py models/Qwen3-8B checkpoints/qwen3-8b
+    python -m tools.import_hf models/Qwen3-8B checkpoints/qwen3-8b
     ... then model.init_from=checkpoints/qwen3-8b
 
 One process, no GPU; memory does not grow with the model.  Which models: docs/models.md.

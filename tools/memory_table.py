@@ -31,10 +31,10 @@ MODELS: dict[str, tuple[str, int, Sequence[str]]] = {  # the nearest shape of be
 GPUS = 8
 
 
-def config(model: str, way: str, cp: int) -> tuple[Config, Layout, int]:
+def resolved(model: str, way: str, cp: int) -> tuple[Config, Layout, int]:
     shape, vocab, also = MODELS[model]
-    found = StepCase.read(f"{shape}:64k:one:{way}").config("cuda", also=[*also, f"parallel.cp={cp}"])
-    return found, Layout.resolve(found, cp), vocab
+    config = StepCase.read(f"{shape}:64k:one:{way}").config("cuda", also=[*also, f"parallel.cp={cp}"])
+    return config, Layout.resolve(config, cp), vocab
 
 
 def tables() -> str:
@@ -46,9 +46,9 @@ def _tokens() -> Iterator[str]:
     yield "| model | weights, gradients, optimizer: one GPU | 8, cp 8 | a token in a layer: none | selective | full |"
     yield "|---|---|---|---|---|---|"
     for model in MODELS:
-        alone, node = (memory.estimate(*config(model, "full", cp)).static for cp in (1, GPUS))
+        alone, node = (memory.estimate(*resolved(model, "full", cp)).static for cp in (1, GPUS))
         kept = (
-            memory.LayerBytes.of(PortableBytes(model=config(model, "full", 1)[0].model), way).total
+            memory.LayerBytes.of(PortableBytes(model=resolved(model, "full", 1)[0].model), way).total
             for way in ("none", "selective", "full")
         )
         yield f"| {model} | {_gb(alone)} GB | {_gb(node)} GB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"
@@ -62,13 +62,13 @@ def _lengths(cp: int) -> Iterator[str]:
     yield "|---|" + "---|" * (len(LENGTHS) + len(CARDS))
     for model in MODELS:
         for way in WAYS:
-            needed = [_both(memory.estimate(*config(model, way, cp), length)) for length in LENGTHS]
-            longest = [_tokens_of(memory.longest_context(*config(model, way, cp), card)) for card in CARDS]
+            needed = [_both(memory.estimate(*resolved(model, way, cp), length)) for length in LENGTHS]
+            longest = [_tokens_of(memory.longest_context(*resolved(model, way, cp), card)) for card in CARDS]
             yield f"| {model}, {way} | {' | '.join(needed)} | {' | '.join(longest)} |"
 
 
-def _both(found: memory.Memory) -> str:
-    return _gb(found.device) + (f" + {_gb(found.host)}" if found.host else "")
+def _both(needed: memory.Memory) -> str:
+    return _gb(needed.device) + (f" + {_gb(needed.host)}" if needed.host else "")
 
 
 def _gb(amount: float) -> str:

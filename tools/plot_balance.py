@@ -1,6 +1,6 @@
 """Draws docs/packing.svg: one global batch on 8 ranks of 4 microbatches, packs in order and made level.
 
-    python tools/plot_balance.py
+    python -m tools.plot_balance
 
 Lengths are those of `longmix` in tools/bench/mixes.py, at 128K; a bar is a rank's work in a step, a block of it a
 sequence (short ones of a pack together); a black line ends a microbatch.
@@ -63,8 +63,8 @@ def main() -> None:
         *panel("packs as planned, in order", plain, lengths, work, scale, 18),
         *panel("the same sequences, made level", level, lengths, work, scale, 18 + PANEL),
     ]
-    for place, (least, colour) in enumerate(SHADES):
-        x, y = LEFT + 140 * place, 2 * PANEL + 12
+    for index, (least, colour) in enumerate(SHADES):
+        x, y = LEFT + 140 * index, 2 * PANEL + 12
         parts.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{y}">{f"{least >> 10}K tokens or more" if least else "shorter"}</text>')
     PAGE.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import compare_runs
+from tools import compare_runs, metric_differences, metric_table
 
 START = {"schema": 1, "kind": "start", "step": 0, "time": 1795267288.03}
 
@@ -131,8 +131,8 @@ def test_what_depends_on_the_clock_is_compared_with_all(pair: Pair) -> None:
 
 
 def test_a_source_may_be_named_like_a_clock() -> None:
-    assert not compare_runs.is_timed("loss by source/sentiment/loss")
-    assert compare_runs.is_timed("time by phase/forward") and compare_runs.is_timed("rank 3/step-time-s")
+    assert not metric_differences.is_timed("loss by source/sentiment/loss")
+    assert metric_differences.is_timed("time by phase/forward") and metric_differences.is_timed("rank 3/step-time-s")
 
 
 def test_a_metric_of_one_run_only(pair: Pair) -> None:
@@ -222,8 +222,8 @@ def test_a_last_line_without_its_line_break_counts(tmp_path: Path) -> None:
 
 
 def test_spans() -> None:
-    assert compare_runs.spans([9, 1, 2, 3, 10, 7]) == "1-3, 7, 9-10"
-    assert compare_runs.spans(range(0, 301, 30)) == "0, 30, 60, ..., 300 (11 in all)"
+    assert metric_table.spans([9, 1, 2, 3, 10, 7]) == "1-3, 7, 9-10"
+    assert metric_table.spans(range(0, 301, 30)) == "0, 30, 60, ..., 300 (11 in all)"
 
 
 GOOD = json.dumps(START) + "\n" + json.dumps(train(1)) + "\n"
@@ -256,12 +256,12 @@ def test_runs_that_cannot_be_compared_get_one_paragraph(
     assert compare_runs.main([str(good), str(bad)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("CompareError: ") and message in output.err and output.err.count("\n") == 1
+    assert output.err.startswith("RunError: ") and message in output.err and output.err.count("\n") == 1
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_runs.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert capsys.readouterr().err.startswith(f"CompareError: {tmp_path}/a does not exist. Give the folder of a run")
+    assert capsys.readouterr().err.startswith(f"RunError: {tmp_path}/a does not exist. Give the folder of a run")
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "much"])

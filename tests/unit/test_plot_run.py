@@ -8,7 +8,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools import plot_run
+from tools import plot_positions, plot_run, plotted_run
 
 START = {"schema": 2, "kind": "start", "step": 0}
 
@@ -64,22 +64,22 @@ def test_a_run_without_evaluation_or_with_null_metrics_is_drawn(tmp_path: Path) 
 def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
     """A killed run wrote steps 1 to 3 and resumed after step 1."""
     records = [START, train(1, 5.0), train(2, 4.0), train(3, 3.0), START, train(2, 4.5), train(3, 3.5)]
-    run = plot_run.read_run(write(tmp_path / "demo", *records))
+    run = plotted_run.read_run(write(tmp_path / "demo", *records))
     assert [(entry["step"], entry["lm loss"]) for entry in run.train] == [(1, 5.0), (2, 4.5), (3, 3.5)]
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
-    run = plot_run.read_run(write(tmp_path / "demo", START, train(1, 5.0), tail='{"kind": "tra'))
+    run = plotted_run.read_run(write(tmp_path / "demo", START, train(1, 5.0), tail='{"kind": "tra'))
     assert [entry["step"] for entry in run.train] == [1]
 
 
 def test_smoothing() -> None:
     few = np.array([5.0, 3.0, 4.0])
-    assert plot_run.smoothed(few).tolist() == [5.0, 3.0, 4.0]
+    assert plotted_run.smoothed(few).tolist() == [5.0, 3.0, 4.0]
     many = np.array([1.0, 4.0, 1.0, 1.0, np.nan, 3.0] + 34 * [3.0])  # 40 values: mean of one on each side
-    assert plot_run.smoothed(many)[:6].tolist() == [2.5, 2.0, 2.0, 1.0, 2.0, 3.0]
-    assert plot_run.smoothed(many)[-1] == 3.0
-    assert np.isnan(plot_run.smoothed(np.full(40, np.nan))).all()
+    assert plotted_run.smoothed(many)[:6].tolist() == [2.5, 2.0, 2.0, 1.0, 2.0, 3.0]
+    assert plotted_run.smoothed(many)[-1] == 3.0
+    assert np.isnan(plotted_run.smoothed(np.full(40, np.nan))).all()
 
 
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict]) -> list[Axes]:
@@ -145,7 +145,7 @@ def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.Mo
         "far": {"a": [(0, 2), (1, 2)]},
     }
     colors = {str(line.get_color()) for axes in panels for line in axes.get_lines() if line.get_label() == "a"}
-    assert colors == {plot_run.COLORS[0]}
+    assert colors == {plot_positions.COLORS[0]}
 
 
 def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,5 +195,5 @@ def test_a_run_that_cannot_be_drawn_gets_one_paragraph(
     assert plot_run.main([str(folder)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("PlotError: ") and message in output.err and output.err.count("\n") == 1
+    assert output.err.startswith("RunError: ") and message in output.err and output.err.count("\n") == 1
     assert not (folder / "plot.png").exists()

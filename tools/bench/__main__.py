@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(options.subject.describe(case) for case in options.cases))
         return 0
+    from sft.errors import SftError
     from tools.bench import harness, machine
 
     if options.judge:
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(machine.text(facts), flush=True)
     try:
         return harness.run(options.subject, options, facts)
-    except harness.Refused as error:
+    except (harness.Refused, SftError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""tools/step_bars.py: which rows meet which bar."""
+"""tools/bench/steps/bars.py: which rows meet which bar."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 
-from tools import step_bars
-from tools.step_bars import Bar, judged, missed
+from tools.bench import __main__ as bench
+from tools.bench.harness import Bar
+from tools.bench.steps.bars import bars as judge
+
+
+def judged(rows: list[dict[str, Any]]) -> list[Bar]:
+    return list(judge(rows))
+
+
+def missed(bars: list[Bar]) -> list[Bar]:
+    return [bar for bar in bars if bar.is_missed]
 
 
 def step(case: str, **measured: Any) -> dict[str, Any]:
-    found = {"case": case, "status": "done", "device": "cuda", "seconds": 10.0, "steps": 5, "tokens_per_s": 1000.0}
+    found = {"step": case, "status": "done", "device": "cuda", "seconds": 10.0, "steps": 5, "tokens_per_s": 1000.0}
     return {**found, "of_keep": 0.9, "mfu": 0.45, **measured}
 
 
@@ -22,7 +31,7 @@ def search(shape: str, ratio: float) -> dict[str, Any]:
 def found(rows: list[dict[str, Any]]) -> dict[str, Bar]:
     bars = judged(rows)
     assert len(bars) == 13
-    return {bar.name: bar for bar in bars if bar.found is not None}
+    return {bar.name: bar for bar in bars if bar.value is not None}
 
 
 ALL_MET = [
@@ -36,21 +45,21 @@ ALL_MET = [
 
 def test_all_are_met() -> None:
     bars = judged(ALL_MET)
-    assert missed(bars) == [] and all(bar.found is not None for bar in bars)
+    assert missed(bars) == [] and all(bar.value is not None for bar in bars)
 
 
 def test_nothing_measured_is_nothing_missed() -> None:
-    bars = judged([{"header": {}}, {"case": "4b:64k:one:full", "status": "out of memory at 70 GiB"}])
+    bars = judged([{"step": "4b:64k:one:full", "status": "out of memory at 70 GiB"}])
     assert missed(bars) == [] and [str(bar)[:14] for bar in bars] == ["not measured  "] * 13
     assert judged([{**row, "device": "cpu"} for row in ALL_MET]) == bars
 
 
 def test_the_best_way_counts_for_the_roofline() -> None:
     rows = [step("4b:64k:one:full", of_keep=0.8), step("4b:64k:one:selective+offload", of_keep=0.86)]
-    assert found(rows)["4b at 64K, of the roofline of keep-attention"].found == 0.86
+    assert found(rows)["4b at 64K, of the roofline of keep-attention"].value == 0.86
     assert not found([step("4b:64k:chat:full")])  # documents of another kind
     (bar,) = missed(judged(rows[:1]))
-    assert str(bar) == "MISSED        4b at 64K, of the roofline of keep-attention: 0.800, at least 0.85"
+    assert str(bar) == "MISSED        4b at 64K, of the roofline of keep-attention: 0.8, at least 0.85"
 
 
 def test_mfu_is_judged_at_128k_only() -> None:
@@ -65,7 +74,7 @@ def test_packed_is_compared_with_padded_of_the_same_kind() -> None:
     assert name not in found([packed, step("1.7b:32k:padded:selective")])
     assert name not in found([step("1.7b:32k:chat:selective"), step("1.7b:32k:padded:full")])
     bars = judged([packed, step("1.7b:32k:padded:full")])
-    assert [(bar.name, bar.found) for bar in missed(bars)] == [(name, 1.99)]
+    assert [(bar.name, bar.value) for bar in missed(bars)] == [(name, 1.99)]
 
 
 def test_offloading_is_compared_with_the_same_without() -> None:
@@ -73,11 +82,11 @@ def test_offloading_is_compared_with_the_same_without() -> None:
     name = "1.7b from 64K on, time with activations offloaded over without"
     plain, quick = step("1.7b:64k:one:full"), step("1.7b:64k:one:full+offload", seconds=10.1)
     slow = step("1.7b:128k:one:selective+offload", seconds=10.5)
-    assert found([plain, quick])[name].found == pytest.approx(1.01)
+    assert found([plain, quick])[name].value == pytest.approx(1.01)
     bars = judged([plain, quick, step("1.7b:128k:one:selective"), slow])
-    assert [(bar.name, bar.found) for bar in missed(bars)] == [(name, pytest.approx(1.05))]
+    assert [(bar.name, bar.value) for bar in missed(bars)] == [(name, pytest.approx(1.05))]
     assert name not in found([plain, slow])
-    assert found([plain, step("1.7b:64k:one:full+offload0.5", seconds=10.2)])[name].found == pytest.approx(1.02)
+    assert found([plain, step("1.7b:64k:one:full+offload0.5", seconds=10.2)])[name].value == pytest.approx(1.02)
     assert name not in found([step("1.7b:32k:one:full"), step("1.7b:32k:one:full+offload", seconds=20.0)])
 
 
@@ -91,8 +100,8 @@ def test_rows_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     one.write_text("\n".join(json.dumps(row) for row in ALL_MET[:5]))
     other.write_text("\n".join(json.dumps(row) for row in ALL_MET[5:]))
-    assert step_bars.main([str(one), str(other)]) == 0
+    assert bench.main(["step", "--judge", str(one), str(other)]) == 0
     assert "not measured" not in capsys.readouterr().out
     other.write_text(json.dumps(search("4b", 0.5)))
-    assert step_bars.main([str(one), str(other)]) == 1
-    assert "\n  MISSED        4b, longest context" in capsys.readouterr().out
+    assert bench.main(["step", "--judge", str(one), str(other)]) == 1
+    assert "\nMISSED        4b, longest context" in capsys.readouterr().out

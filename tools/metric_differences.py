@@ -1,0 +1,91 @@
+"""How one metric differs between two runs: where first, and by how much at most.
+
+floats    differ beyond max(rtol x the larger magnitude, atol); NaN differs from everything
+integers  (counts, false and true) differ unless equal
+null      differs from every number
+absent    in one of two records is a difference, unless missing values are ignored
+"""
+
+import json
+import math
+from dataclasses import dataclass
+
+TIMED = ("time", "per-second", "tflop", "mfu", "memory", "data-wait")
+
+Value = int | float | None
+Metrics = dict[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One metric over the steps at which both runs have a record.
+
+    first     step and both values, as text, where they first differ; None where they never do
+    largest   difference, and relative to the larger magnitude; None where no two numbers could be subtracted
+    """
+
+    kind: str
+    name: str
+    num_steps: int
+    num_different: int
+    first: tuple[int, str, str] | None
+    largest: tuple[float, float] | None
+
+
+def is_timed(name: str) -> bool:
+    """By the first and the last part of the name; those between are the user's: `loss by source/sentiment/loss`."""
+    parts = name.lower().split("/")
+    return any(word in part for part in (parts[0], parts[-1]) for word in TIMED)
+
+
+def do_differ(a: Value, b: Value, tolerance: Tolerance) -> bool:
+    if a is None or b is None:
+        return a is not b
+    if isinstance(a, int) and isinstance(b, int):
+        return a != b
+    return not math.isclose(a, b, rel_tol=tolerance.rtol, abs_tol=tolerance.atol)
+
+
+def distance(a: Value, b: Value) -> tuple[float, float] | None:
+    """Absolute and relative difference; None where there is none (null, NaN, two infinities)."""
+    if a is None or b is None or math.isnan(a - b):
+        return None
+    size = max(abs(a), abs(b))
+    return abs(a - b), abs(a - b) / size if 0 < size < math.inf else float(a != b)
+
+
+def compare(
+    kind: str, name: str, pairs: dict[int, tuple[Metrics, Metrics]], tolerance: Tolerance, ignore_missing: bool
+) -> Row:
+    """One metric over the common steps in their order; where neither record has it, the step does not count."""
+    num_steps, different, distances = 0, list[tuple[int, str, str]](), list[tuple[float, float]]()
+    for step, (left, right) in pairs.items():
+        num_steps += name in left or name in right
+        if name in left and name in right:
+            a, b = left[name], right[name]
+            is_different = do_differ(a, b, tolerance)
+            distances += [both] if (both := distance(a, b)) else []
+        else:
+            is_different = (name in left) != (name in right) and not ignore_missing
+        if is_different:
+            different.append((step, shown(left, name), shown(right, name)))
+    largest = (max(d for d, _ in distances), max(r for _, r in distances)) if distances else None
+    return Row(
+        kind=kind,
+        name=name,
+        num_steps=num_steps,
+        num_different=len(different),
+        first=different[0] if different else None,
+        largest=largest,
+    )
+
+
+def shown(metrics: Metrics, name: str) -> str:
+    """A value in as many digits as it has."""
+    return json.dumps(metrics[name]) if name in metrics else "absent"

@@ -1,0 +1,92 @@
+"""What plot_run draws of a run: its records by step, smoothed values, loss by position."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tools.run_records import EVAL, TRAIN, held_out_set, read_records
+
+SMOOTH = 0.05
+BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}
+
+Curves = dict[str, np.ndarray]  # bucket -> steps and losses, [2, points]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlottedRun:
+    """Records of one run in the order of their steps; each has "step" and its metrics by name.
+
+    eval  by held-out set, in the order of the file
+    """
+
+    name: str
+    train: list[dict]
+    eval: dict[str, list[dict]]
+
+
+def read_run(folder: Path) -> PlottedRun:
+    """The run in `folder`.  Raises RunError."""
+    records = read_records(folder)
+    evaluations = dict[str, list[dict]]()
+    for record in records:
+        if record["kind"] == EVAL:
+            evaluations.setdefault(held_out_set(record), []).append(record)
+    return PlottedRun(
+        name=folder.resolve().name,
+        train=by_step([record for record in records if record["kind"] == TRAIN]),
+        eval={name: by_step(entries) for name, entries in evaluations.items()},
+    )
+
+
+def by_step(records: list[dict]) -> list[dict]:
+    """Each step once, in the order of steps."""
+    by_number = {entry["step"]: entry for entry in records}
+    return [by_number[step] for step in sorted(by_number)]
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred mean over SMOOTH of all values, one-sided at both ends; gaps (NaN) are left out.
+
+    20 values or fewer: the values themselves
+    """
+    reach = round(SMOOTH * len(values)) // 2
+    is_known = np.isfinite(values)
+    sums = np.cumsum(np.append(0.0, np.where(is_known, values, 0.0)))
+    counts = np.cumsum(np.append(0, is_known))
+    middle = np.arange(len(values))
+    low, high = np.maximum(middle - reach, 0), np.minimum(middle + reach + 1, len(values))
+    count = counts[high] - counts[low]
+    return np.divide(sums[high] - sums[low], count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def held_out(name: str) -> str:
+    """eval -> held out; code -> held out code"""
+    return "held out" if name == "eval" else f"held out {name}"
+
+
+def by_position(records: Sequence[dict]) -> Curves:
+    """Steps and losses of each bucket where it has tokens; a bucket that never has any is left out."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for entry in records:
+        for bucket, part in (entry.get(BY_POSITION) or {}).items():
+            points.setdefault(bucket, []).extend([(entry["step"], part["loss"])] if part["tokens"] else [])
+    return {bucket: np.array(losses, dtype=float).T for bucket, losses in points.items() if losses}
+
+
+def positions(runs: Sequence[PlottedRun]) -> tuple[str, list[Curves]]:
+    """Which data, the same for all runs that have any, and the curves of each run; those of training smoothed."""
+    first = next((name for run in runs for name in run.eval), "eval")
+    apart, train = [by_position(run.eval.get(first, [])) for run in runs], [by_position(run.train) for run in runs]
+    is_curve = [any(curve.shape[1] > 1 for curve in curves.values()) for curves in apart]
+    if all(long or not any(both) for long, *both in zip(is_curve, apart, train, strict=True)):
+        return held_out(first), apart
+    return "train", [
+        {bucket: np.stack([steps, smoothed(losses)]) for bucket, (steps, losses) in curves.items()} for curves in train
+    ]
+
+
+def names_of(runs: Sequence[Curves]) -> list[str]:
+    """Buckets of all runs, in the order of the records."""
+    return list(dict.fromkeys(bucket for curves in runs for bucket in curves))

@@ -233,7 +233,7 @@ def rows_of_evaluation(overrides: Sequence[str]) -> tuple[list[int], bool]:
             sizes: list[int] = []
             mlp = engine.chunks[0].module.decoder.layers[0].mlp
             mlp.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
-            losses[tile] = engine.evaluate([one_document(engine)]).loss
+            losses[tile] = engine.evaluate([one_document(engine)]).objective
     return sizes, losses["null"] == losses["100"]
 
 

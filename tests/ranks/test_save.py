@@ -104,7 +104,7 @@ def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
         trained, write = threading.Event(), engine_state.write
         if ASYNC in overrides:
             held_back = lambda *given: (trained.wait(END_OF_TEST), write(*given))  # noqa: E731
-            patch.setattr(saving.shards, "write", held_back)
+            patch.setattr(saving.engine_state, "write", held_back)
         run.train(1)
         was = run.hash()
         run.save(1)
@@ -133,7 +133,7 @@ def save_every_step_in_the_background(folder: str) -> bool:
             threading.Event().wait(0.2)
             write(*given)
 
-        patch.setattr(saving.shards, "write", note)
+        patch.setattr(saving.engine_state, "write", note)
         for step in (1, 2, 3):
             run.train(step)
             hashes.append(run.hash())

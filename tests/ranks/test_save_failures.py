@@ -200,7 +200,7 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
         at_work: list[list[str]] = []
         with pytest.MonkeyPatch.context() as patch:
             write = engine_state.write
-            patch.setattr(saving.shards, "write", lambda *given: at_work.append(listing(folder)) or write(*given))
+            patch.setattr(saving.engine_state, "write", lambda *given: at_work.append(listing(folder)) or write(*given))
             if run.engine.groups.rank == case.rank:
                 case.patch(patch, run)
             try:

@@ -57,15 +57,15 @@ $(READY): setup.cfg pyproject.toml constraints.txt | python
 demo: $(READY)
 	@echo "== a fresh run: runs/demo of an earlier demo is removed"
 	rm -rf runs/demo
-	$(BIN)/python tools/make_demo_corpus.py --out runs/demo-data
+	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data
 	$(BIN)/sft data prepare recipes/demo.yaml
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
-	$(BIN)/python tools/plot_run.py runs/demo
+	$(BIN)/python -m tools.plot_run runs/demo
 	@echo
 	@echo "Next, with $(BIN) on PATH (it holds sft and torchrun):"
 	@echo "  continue it         torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml train.num_epochs=3"
 	@echo "  another layout      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2"
-	@echo "  the two curves      python tools/plot_run.py runs/demo runs/demo-tp"
+	@echo "  the two curves      python -m tools.plot_run runs/demo runs/demo-tp"
 	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
 
@@ -119,7 +119,7 @@ lint: $(READY)
 	$(BIN)/python -m $(BLACK) --check $(CODE) || { echo "black would rewrite files: run make fmt" >&2; exit 1; }
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/config_docs.py --check
+	$(BIN)/python -m tools.config_docs --check
 	$(BIN)/python -m tools.room_diagram --check
 	$(BIN)/python tools/metrics_docs.py --check
 
@@ -128,7 +128,7 @@ fmt: $(READY)
 	$(BIN)/python -m $(BLACK) $(CODE)
 
 docs: $(READY)
-	$(BIN)/python tools/config_docs.py
+	$(BIN)/python -m tools.config_docs
 	$(BIN)/python -m tools.room_diagram
 	$(BIN)/python tools/metrics_docs.py
 

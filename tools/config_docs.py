@@ -1,7 +1,7 @@
 """Writes docs/config.md, the page of every key, from the models in sft/config/.
 
-python tools/config_docs.py            write the page
-python tools/config_docs.py --check    exit 1 where the page is out of date
+python -m tools.config_docs            write the page
+python -m tools.config_docs --check    exit 1 where the page is out of date
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> int:
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page():
         print(f"{PAGE.name} is up to date: {len(leaves())} keys")
         return 0
-    print(f"{PAGE.name} is out of date; run: python tools/config_docs.py", file=sys.stderr)
+    print(f"{PAGE.name} is out of date; run: python -m tools.config_docs", file=sys.stderr)
     return 1
 
 

@@ -178,7 +178,7 @@ def test_a_page_out_of_date_is_noticed(tmp_path: Path) -> None:
 
     stale = run("--check")
     assert stale.returncode == 1
-    assert stale.stderr == "config.md is out of date; run: python tools/config_docs.py\n"
+    assert stale.stderr == "config.md is out of date; run: python -m tools.config_docs\n"
     assert run().returncode == 0
     assert (tmp_path / "docs/config.md").read_text() == page
     assert run("--check").returncode == 0

@@ -38,7 +38,7 @@ def test_contracts_hold() -> None:
         ("sft/batch.py", "from megatron.core import parallel_state", "Only sft.mcore imports megatron"),
         ("sft/data/chat/encode_chat.py", "import transformer_engine.pytorch", "Only sft.mcore imports megatron"),
         ("sft/mcore/engine.py", "import sft.data", "sft.mcore and sft.data meet only at sft.batch"),
-        ("sft/errors.py", "import tools.bench_cp", "sft imports neither tools nor tests"),
+        ("sft/errors.py", "import tools.bench.cp_index", "sft imports neither tools nor tests"),
         ("sft/errors.py", "def late():\n    import tests.conftest", "sft imports neither tools nor tests"),
     ],
 )

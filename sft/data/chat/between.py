@@ -26,7 +26,7 @@ class Between:
         self.forms: dict[str, int] = {}
         self._known: set[tuple[str, str, str]] = set()
         self._moved: set[str] = set()  # labels whose texts a template writes out of the order of the messages
-        self._reach = _MARGIN
+        self._reach: dict[tuple[str, str], int] = {}  # how far behind one label another begins, at most
         self._characters = 0
 
     def left_out(self, text: str, texts: Sequence[Text], asides: Sequence[str]) -> list[Text] | None:
@@ -35,9 +35,9 @@ class Between:
         All between two texts must be known for their labels, so a short text that also stands in a header, or in
         another text, is not taken for itself.
         """
-        at, before = 0, _START
+        at, before, begun = 0, _START, 0  # begun: where the text before begins
         skipped: list[tuple[Text, int]] = []
-        doubtful: list[tuple[Text, int, int]] = []  # texts, and where else they would stand
+        doubtful: list[tuple[Text, int, int]] = []  # texts, and where else they may stand
         for one in texts:
             if skipped and self._moved:
                 at, before = self._catch_up(text, skipped, at, before, asides)
@@ -45,17 +45,20 @@ class Between:
             if end < 0:
                 skipped.append((one, at))
                 continue
-            if skipped:
-                doubtful += [(missed, since, end) for missed, since in skipped if since == at]
-            at, before = end, one.label
+            for missed, since in reversed(skipped):
+                if since != at:
+                    break
+                doubtful.append((missed, begun, end))
+            at, before, begun = end, one.label, end - len(one.said)
         if skipped and self._moved:
             at, before = self._catch_up(text, skipped, at, before, asides)
         if (before, _END, _bare(text[at:], asides)) not in self._known:
             return None
         missed = [one for one, _ in skipped]
-        doubtful += [(one, since, len(text)) for one, since in skipped if since == at or one.label in self._moved]
+        doubtful += [(one, begun, len(text)) for one, since in skipped if since == at or one.label in self._moved]
         for one, since, end in doubtful:
-            if one in missed and text.find(one.said, 0 if one.label in self._moved else since, end) >= 0:
+            is_moved = one.label in self._moved
+            if (not is_moved or one in missed) and text.find(one.said, 0 if is_moved else since, end) >= 0:
                 return None  # it may be this text that stands there, and another one that does not
         return missed
 
@@ -76,7 +79,10 @@ class Between:
 
     def _end_of(self, text: str, one: Text, at: int, before: str, asides: Sequence[str]) -> int:
         label, said, _ = one
-        limit = at + self._reach + len(said)
+        reach = self._reach.get((before, label))
+        if reach is None:
+            return -1
+        limit = at + reach + len(said)
         start = text.find(said, at, limit)
         while start >= 0:
             between = text[at:start].strip() if not asides else _bare(text[at:start], asides)
@@ -102,7 +108,8 @@ class Between:
             if place >= at and unknown not in between and self._characters < _MOST_CHARACTERS:
                 self._known.add((before, one.label, between))
                 self._characters += len(between)
-                self._reach = max(self._reach, place - at + _MARGIN)
+                labels = before, one.label
+                self._reach[labels] = max(self._reach.get(labels, 0), place - at + _MARGIN)
             at, before = max(at, place + len(one.said)), one.label
 
     def next_form(self, label: str) -> None:

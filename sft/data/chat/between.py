@@ -45,10 +45,10 @@ class Between:
             if end < 0:
                 skipped.append((one, at))
                 continue
-            for missed, since in reversed(skipped):
+            for other, since in reversed(skipped):
                 if since != at:
                     break
-                doubtful.append((missed, begun, end))
+                doubtful.append((other, begun, end))
             at, before, begun = end, one.label, end - len(one.said)
         if skipped and self._moved:
             at, before = self._catch_up(text, skipped, at, before, asides)

@@ -13,4 +13,6 @@ warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")
 warnings.filterwarnings("ignore", message=r"Please use DTensor instead")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 logging.getLogger("megatron").setLevel(logging.ERROR)
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # core imports it; on a CPU it warns that there is no CUDA
+logging.getLogger("torch.utils.cpp_extension").setLevel(
+    logging.ERROR
+)  # core imports it; on a CPU it warns that there is no CUDA

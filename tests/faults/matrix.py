@@ -101,7 +101,9 @@ ROWS = {
     "D5": Row("data edited between starts", (HERE,)),
     "D6": Row("a process that tokenises dies", _unit("test_prepare.py::test_a_tokenising_process_that_is_killed")),
     "D7": Row("cache damaged, or of other settings", _unit("test_prepare.py::test_a_damaged_store_is_made_again")),
-    "D8": Row("control tokens in what a user wrote", _unit("test_encode_chat.py::test_typed_control_strings_stay_text")),
+    "D8": Row(
+        "control tokens in what a user wrote", _unit("test_encode_chat.py::test_typed_control_strings_stay_text")
+    ),
     "N1": Row("loss of one rank is NaN", (HERE,)),
     "N2": Row("gradient of one rank is infinite", (HERE,)),
     "N3": Row("loss spike", _unit("test_loss_spikes.py")),

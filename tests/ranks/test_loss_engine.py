@@ -16,7 +16,7 @@ from tests.ranks.pool import RankPool
 
 # fp32 sums taken in another order, as in test_one_curve.py; measured 1e-8 (loss) and 2e-7 (norm) over three steps.
 LOSS_TOLERANCE = 1e-6
-NORM_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-6
 
 NUM_STEPS = 3
 LENGTHS = [100, 37, 64, 5, 111, 90, 2, 128, 33, 31, 75] * 3  # 17 packs of up to 128 tokens

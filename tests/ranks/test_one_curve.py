@@ -9,9 +9,9 @@ import pytest
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
-# fp32 sums taken in another order: measured 1e-8 (loss) and 2e-7 (norm) over five steps.
+# fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6
-NORM_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter
 
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]

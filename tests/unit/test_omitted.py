@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft.data.chat import omitted as module
+from sft.data.chat.between import Between
 from sft.data.chat.encode_chat import encode, why_omitted
 from sft.data.chat.formats import Chat
 from sft.data.chat.template import prepared
-from sft.data.chat.texts import Marked
+from sft.data.chat.texts import ChatText, Marked
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import CALLING, SYSTEM, TALK, THINKING, TOOLS, Messages, assistant, tool, user
@@ -130,7 +131,7 @@ LONG = assistant("An answer that goes on and on, and ends")
         ("message.content or message.tool_calls[0].function | tojson(indent=4)", CALLING, None, []),
         ("(message.content if message.role != 'tool') or 'f'", [*TALK, tool("3")], None, ["5 tool tool result"]),
         ("message.content | tojson | trim('\"')", [user('a "b"\nc'), assistant("é\n")], None, []),
-        ("message.content[:30]", [user("Hi"), LONG], None, ["2 assistant content"]),
+        ("message.content[:35]", [user("Hi"), LONG], None, ["2 assistant content"]),
     ],
 )  # fmt: skip
 def test_contents_calls_and_results(load: Load, key: str, messages: Messages, tools: Any, expected: list[str]) -> None:
@@ -197,6 +198,25 @@ def test_a_short_text_is_not_taken_for_another(load: Load, text: str, learnt: bo
     if learnt:
         assert found(talk, tokenizer) == [] and found([SYSTEM, *talk], tokenizer) == ["1 system content"]
     assert found([{"role": "system", "content": text}, *talk], tokenizer) == ["1 system content"]
+
+
+def test_what_is_known_to_stand_between_decides() -> None:
+    """One chat was written as U one A two E, another one, whose answer is thinking alone, as U one A six E."""
+    asked, thought, answer = "user/content/", "assistant/reasoning/", "assistant/content/"
+    between = Between()
+    between.learn("U one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], [], "7")
+    between.learn("U one A six E", [ChatText(asked, "one", 0), ChatText(thought, "six", 1)], [], "7")
+    question, ok, so = ChatText(asked, "x", 0), ChatText(answer, "ok", 1), ChatText(thought, "so", 1)
+    assert between.left_out("U x A ok E", [question, ok], []) == []
+    assert between.left_out("U x A ok E", [question, so, ok], []) == [so]
+    assert between.left_out("U x A so E", [question, so, ok], []) == [ok]
+    assert between.left_out("U x A ok E", [question, ChatText(thought, "ok", 1), ok], []) is None  # which of them?
+    assert between.left_out("U x B ok E", [question, ok], []) is None  # what is B?
+    assert between.left_out("U x A ok E!", [question, ok], []) is None
+    assert between.left_out("Something else", [question, ok], []) is None
+    assert between.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) is None
+    between.learn("U Eve: one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], ["Eve:"], "7")
+    assert between.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) == []
 
 
 @pytest.mark.parametrize("text", ["user", "assistant", "think", "six", "42"])

@@ -95,7 +95,13 @@ def _resolves(dotted: str, names: Names, *, on_page: bool) -> bool:
     if rest[-1] in _FILE_ENDINGS or dotted in names.uses:
         return True
     if first in sections():
-        if in_schema(dotted) in leaves() or dotted in RENAMED or dotted in sections() or dotted.startswith(OPEN) or not dotted.islower():
+        if (
+            in_schema(dotted) in leaves()
+            or dotted in RENAMED
+            or dotted in sections()
+            or dotted.startswith(OPEN)
+            or not dotted.islower()
+        ):
             return True
     if first not in names.attributes:
         return first in (names.imported if on_page else names.uses)

@@ -26,7 +26,7 @@ class Between:
         self.forms: dict[str, int] = {}
         self._known: set[tuple[str, str, str]] = set()
         self._moved: set[str] = set()  # labels whose texts a template writes out of the order of the messages
-        self._reach = _MARGIN
+        self._reach: dict[tuple[str, str], int] = {}  # how far behind one label another begins, at most
         self._characters = 0
 
     def left_out(self, text: str, texts: Sequence[ChatText], asides: Sequence[str]) -> list[ChatText] | None:
@@ -35,9 +35,9 @@ class Between:
         All between two texts must be known for their labels, so a short text that also stands in a header, or in
         another text, is not taken for itself.
         """
-        at, before = 0, _START
+        at, before, last_start = 0, _START, 0  # last_start: of the text before
         skipped: list[tuple[ChatText, int]] = []
-        doubtful: list[tuple[ChatText, int, int]] = []  # texts, and where else they would stand
+        doubtful: list[tuple[ChatText, int, int]] = []  # texts, and where else they may stand
         for part in texts:
             if skipped and self._moved:
                 at, before = self._catch_up(text, skipped, at, before, asides)
@@ -45,17 +45,22 @@ class Between:
             if end < 0:
                 skipped.append((part, at))
                 continue
-            if skipped:
-                doubtful += [(missed, since, end) for missed, since in skipped if since == at]
-            at, before = end, part.label
+            for other, since in reversed(skipped):
+                if since != at:
+                    break
+                doubtful.append((other, last_start, end))
+            at, before, last_start = end, part.label, end - len(part.written)
         if skipped and self._moved:
             at, before = self._catch_up(text, skipped, at, before, asides)
         if (before, _END, _bare(text[at:], asides)) not in self._known:
             return None
         missed = [part for part, _ in skipped]
-        doubtful += [(part, since, len(text)) for part, since in skipped if since == at or part.label in self._moved]
+        doubtful += [
+            (part, last_start, len(text)) for part, since in skipped if since == at or part.label in self._moved
+        ]
         for part, since, end in doubtful:
-            if part in missed and text.find(part.written, 0 if part.label in self._moved else since, end) >= 0:
+            is_moved = part.label in self._moved
+            if (not is_moved or part in missed) and text.find(part.written, 0 if is_moved else since, end) >= 0:
                 return None  # it may be this text that stands there, and another one that does not
         return missed
 
@@ -77,7 +82,10 @@ class Between:
     def _end_of(self, text: str, part: ChatText, at: int, before: str, asides: Sequence[str]) -> int:
         """Where a text ends that stands next in the rendering, behind `at`; -1 where it does not."""
         label, written, _ = part
-        limit = at + self._reach + len(written)
+        reach = self._reach.get((before, label))
+        if reach is None:
+            return -1
+        limit = at + reach + len(written)
         start = text.find(written, at, limit)
         while start >= 0:
             between = text[at:start].strip() if not asides else _bare(text[at:start], asides)
@@ -103,7 +111,8 @@ class Between:
             if start >= at and unknown not in between and self._characters < _MOST_CHARACTERS:
                 self._known.add((before, part.label, between))
                 self._characters += len(between)
-                self._reach = max(self._reach, start - at + _MARGIN)
+                labels = before, part.label
+                self._reach[labels] = max(self._reach.get(labels, 0), start - at + _MARGIN)
             at, before = max(at, start + len(part.written)), part.label
 
     def next_form(self, label: str) -> None:

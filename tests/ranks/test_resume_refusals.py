@@ -169,7 +169,7 @@ def look_late(folder: str, patience_s: float) -> str:
 
         if run.engine.groups.rank == 1:
             patch.setattr(resume.manifest, "damage", late)
-        patch.setattr(resume, "_PATIENCE_S", patience_s)
+        patch.setattr(resume, "_NFS_DELAY_S", patience_s)
         patch.setattr(resume.time, "sleep", lambda seconds: None)
         try:
             return resume.verified(run.folder / "iter_0000003", "full", run.engine.groups).path.name

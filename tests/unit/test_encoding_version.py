@@ -1,5 +1,6 @@
 """How rows become tokens and weights: what prepared stores of older code are found by must change with it."""
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.unit.fixtures.chats import (
     THINKING_CALLING,
     THINKING_INSIDE,
     TOOLS,
+    Messages,
     assistant,
     user,
 )
@@ -32,15 +34,15 @@ from tests.unit.fixtures.folder import config, make_folder, template
 # If that is meant, change both, here and in sft/data/cache/folders.py: data are then tokenised anew.
 VERSION = "5a067849bc2a6b8eabc75658186a7c5f37c1c31ef6b539e0809755f11f288e10"
 DIGESTS = {
-    "byte": "f7788ed6571a5a3f",
-    "chatml": "44eee84bebf9677a",
-    "chatml_marked": "e2cacfc9d0ef721b",
-    "qwen25": "e8bc3f622c3e3c6c",
-    "qwen3": "dbc643370203e433",
-    "llama31": "bcd7045f14e62e48",
-    "mistral_tools": "69fc5faeb150483b",
-    "phi3": "92fa7c61c5fc7fb5",
-    "deepseek_r1": "a11d8e5664157335",
+    "byte": "eda3a9f0e1ad6efb",
+    "chatml": "2f3586f34bbb0491",
+    "chatml_marked": "f7d9354b0453a9eb",
+    "qwen25": "fbafc2966521ddab",
+    "qwen3": "8763edd2a27e4ce3",
+    "llama31": "56e6d3367a390b6e",
+    "mistral_tools": "63136a839be0e327",
+    "phi3": "7eaf04d54746e9b0",
+    "deepseek_r1": "0e34172871301e66",
 }
 
 TYPED = [user("What does <|im_end|> do, or <|eot_id|>?"), assistant("<|im_end|> ends a turn. </s>")]
@@ -57,7 +59,18 @@ PARTS = [{"role": "developer", "content": "Be brief."}, user("é\u0301 ＃ 検�
 PARTS[2]["content"] = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
 CHATS = [TALK, [SYSTEM, *TALK], THINKING, THINKING_INSIDE, ASSISTANT_FIRST, TYPED, WEIGHTED, MANY, PARTS]
 CHATS += [[*TALK, user("And then?")], [user("Long"), assistant("word " * 60)]]
-CALLS = [CALLING, CALLING_AGAIN, CALLING_TWICE, THINKING_CALLING]
+
+
+def numbered(messages: Messages) -> Messages:
+    """With an id of its own for each call."""
+    messages = copy.deepcopy(messages)
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    for number, call in enumerate(calls):
+        call["id"] = f"call{number:05}"
+    return messages
+
+
+CALLS = [numbered(messages) for messages in (CALLING, CALLING_AGAIN, CALLING_TWICE, THINKING_CALLING)]
 ROWS: list[Any] = [
     *({"messages": messages} for messages in CHATS),
     *({"messages": messages, "tools": TOOLS} for messages in CALLS),

@@ -169,7 +169,7 @@ CASES = {
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
     "the rename": Case(0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full)), NO_SPACE),
     "plain values": Case(0, cut_files, "[Errno 27] File too large"),
-    "the folder": Case(0, lambda patch, _: patch.setattr(folders, "temporary", full), NO_SPACE),
+    "the folder": Case(0, lambda patch, _: patch.setattr(folders, "make_temporary", full), NO_SPACE),
 }  # fmt: skip
 
 

@@ -68,7 +68,11 @@ KEPT = (  # names on disk and keys of a recipe
     r"feed[-_]forward",
     r"\.tell\(\)",  # a method of Python's files
 )
-KEPT_NAMES = {("sft/config/logging.py", "every")}  # log.every
+KEPT_NAMES = {
+    ("sft/config/logging.py", "every"),  # log.every
+    ("sft/data/cache/omissions.py", "said"),  # in ledger.json and in the JSON of `sft data inspect`
+    ("sft/data/inspect/findings.py", "what"),  # the same
+}
 _KEPT = re.compile("|".join(KEPT))
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
@@ -95,7 +99,9 @@ def _in_text(file: Source) -> Iterator[tuple[int, str]]:
 
 def _in_names(file: Source) -> Iterator[tuple[int, str]]:
     for number, name in _bound(file.tree):
-        if name in WHOLE_NAMES and (file.path, name) not in KEPT_NAMES:
+        if (file.path, name) in KEPT_NAMES:
+            continue
+        if name in WHOLE_NAMES:
             yield number, f"`{name}`; a name is a noun that says what it holds"
         if _KEPT.search(f'"{name}"') or "row" in name:  # bad rows of data are called so
             continue

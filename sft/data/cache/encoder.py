@@ -24,7 +24,7 @@ from sft.data.read.rows import Row, parse, row_name
 from sft.errors import DataError
 
 _NUM_CHARACTERS = 200  # kept of a text that is left out
-MAX_WEIGHTS = 256  # what a byte can tell apart; the first is 0
+MAX_WEIGHTS = 256  # as many as a byte has values; the first is 0
 
 
 class EncodedRows(NamedTuple):

@@ -1,10 +1,10 @@
 """Where the tokenised samples of a file are kept, and which of those are still of use.
 
-Decides what they depend on: the bytes of the file, the tokenizer and template, the settings named here, and the
-code that makes them.  The parallel layout is not among them, so a change of it never tokenises anew.
+Decides what they depend on: the bytes of the file, the tokenizer and template, the settings named here, and how
+rows become samples (`ENCODING`).  The parallel layout is not among them, so a change of it never tokenises anew.
 
     cache_dir/3f9a...      the store of one file, whole (`store.py`)
-    cache_dir/3f9a....work  parts of one that is being made, or was when its process was killed (`parts.py`)
+    cache_dir/3f9a....work  parts of one that is being made, or was when its process was killed (`workers.py`)
 """
 
 import hashlib
@@ -20,8 +20,9 @@ from sft.config import DataConfig
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
 
-# Names how rows become tokens and weights.  Whoever changes what any row becomes changes this text, and caches of the
-# older code are unused from then on; `tests/unit/test_encoding_version.py` fails where that was forgotten.
+# Names how rows become samples.  Whoever makes any row become other tokens or weights changes it to any other text;
+# stores of the older code are unused from then on.  `tests/unit/test_encoding_version.py` fails where that was
+# forgotten.  This value is the digest that older releases took of their source files, so their stores are still used.
 ENCODING = "5a067849bc2a6b8eabc75658186a7c5f37c1c31ef6b539e0809755f11f288e10"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]

@@ -33,7 +33,7 @@ from sft.data.read.rows import check_file, index_rows, row_name
 from sft.errors import DataError
 
 # With on_bad_row = skip: a wrong template or a file of another shape must not end as a small corpus.
-MOST_BAD_ROWS = 0.1
+LARGEST_SKIPPED_SHARE = 0.1
 _ATTEMPTS = 5
 _MOST_AUTO_WORKERS = 32  # each holds a tokenizer and a part: some hundred megabytes
 
@@ -142,7 +142,7 @@ def _plan_job(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, t
     return FileJob(encoder=encoder, index=index, ranges=part_ranges(index), store=folder, stamp=stamp_before)
 
 
-class _BadRows(Exception):
+class _UnusableRows(Exception):
     """Rows for which a file cannot be used, in words."""
 
     def __init__(self, job: FileJob, message: str) -> None:
@@ -164,9 +164,9 @@ def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, re
                     job, (result for _, result in parts), console, started, refuse=refuse
                 )
                 started = time.monotonic()
-    except _BadRows as bad:  # by now nobody writes to the folder any more
-        shutil.rmtree(bad.job.folder, ignore_errors=True)  # another file or setting will have another one
-        raise DataError(str(bad)) from None
+    except _UnusableRows as unusable:  # by now nobody writes to the folder any more
+        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # another file or setting will have another one
+        raise DataError(str(unusable)) from None
     return stores
 
 
@@ -195,10 +195,10 @@ def _tokenise_file(
 
 def _check_rows(job: FileJob, result: PartResult, rejects: Sequence[Reject]) -> None:
     if result.error is not None:
-        raise _BadRows(job, result.error)
-    if len(rejects) > MOST_BAD_ROWS * job.index.num_rows:
+        raise _UnusableRows(job, result.error)
+    if len(rejects) > LARGEST_SKIPPED_SHARE * job.index.num_rows:
         listed = "".join(f"\n  {row_name(job.file, reject.row)}: {reject.reason}" for reject in rejects[:5])
-        raise _BadRows(
+        raise _UnusableRows(
             job,
             f"{len(rejects):,} rows or more of the {job.index.num_rows:,} of {job.file} cannot be used.  "
             f"data.on_bad_row = skip leaves out a tenth at most.  The first of them:{listed}",

@@ -2,7 +2,7 @@
 
 Decides which shapes are understood, that a row of two shapes is refused, and which rows are wrong by themselves.
 Messages are checked in `messages.py`.  Errors raised here name the message; the caller adds file and line.  Does not
-know tokenizers or templates (`chat.py`).
+know tokenizers or templates (`encode_chat.py`).
 
 A key whose value is null is a key that is not there: many writers fill what a row lacks.  Other keys of a row are
 ignored.
@@ -64,15 +64,15 @@ def read_row(row: object) -> Chat | Tokenized:
     """
     if not isinstance(row, dict):
         raise DataError(f"a row is an object; got {type_name(row)}.")
-    given = {key: value for key, value in row.items() if value is not None}
-    fitting = [keys for keys in _SHAPES if all(key in given for key in keys)]
+    present = {key: value for key, value in row.items() if value is not None}
+    fitting = [keys for keys in _SHAPES if all(key in present for key in keys)]
     if not fitting:
-        keys = ", ".join(f"{key}" if key in given else f"{key} (null)" for key in row) or "none"
+        keys = ", ".join(f"{key}" if key in present else f"{key} (null)" for key in row) or "none"
         raise DataError(f"of no known shape: a row has {_KNOWN}.  The keys here are: {shortened(keys, 200)}.")
     if len(fitting) > 1:
         names = " as well as ".join(" and ".join(keys) for keys in fitting)
         raise DataError(f"the row has {names}, so it is not clear which is meant.  Keep one of them.")
-    return _SHAPES[fitting[0]](given)
+    return _SHAPES[fitting[0]](present)
 
 
 def check_ids(row: Tokenized, vocab_size: int) -> None:
@@ -169,8 +169,8 @@ def _check_values(value: object, where: str) -> None:
         for item in value:
             _check_values(item, where)
     elif value is not None and not (isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))):
-        what = "a number that is none" if isinstance(value, float) else f"a {type(value).__name__}"
-        raise DataError(f"{where} holds {what}, which JSON does not have.  Store the column as text.")
+        type_ = "a number that is none" if isinstance(value, float) else f"a {type(value).__name__}"
+        raise DataError(f"{where} holds {type_}, which JSON does not have.  Store the column as text.")
 
 
 def _tools(row: Row) -> Tools:

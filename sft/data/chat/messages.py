@@ -138,10 +138,10 @@ def _read_message(raw: object, where: str) -> CheckedMessage:
 
 def _take_weight(message: Message, where: str) -> float | None:
     """Removes what says how much a message weighs: a template has no use for it."""
-    given = {name: message.pop(name) for name in ("weight", *_SWITCHES) if name in message}
-    if len(given) > 1:
-        raise DataError(f"{where} has {' and '.join(given)}, which say the same.  Keep one of them.")
-    for name, value in given.items():
+    weights = {name: message.pop(name) for name in ("weight", *_SWITCHES) if name in message}
+    if len(weights) > 1:
+        raise DataError(f"{where} has {' and '.join(weights)}, which say the same.  Keep one of them.")
+    for name, value in weights.items():
         if name in _SWITCHES and not isinstance(value, bool):
             raise DataError(f"{where} has {name} {type_name(value)}; expected true or false (weight takes a number).")
         return read_weight(value, f"the weight of {where}")
@@ -155,9 +155,9 @@ def _from_sharegpt(message: Message, where: str) -> Message:
     if not isinstance(value, str):
         raise DataError(f"{where} (from {sender}) must have a string as value; got {type_name(value)}.")
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}
-    given = "tool_calls" if sender == "function_call" else "content"
-    if given in rest:
-        raise DataError(f"{where} has a value and {given}, which say the same.  Keep one of them.")
+    key = "tool_calls" if sender == "function_call" else "content"
+    if key in rest:
+        raise DataError(f"{where} has a value and {key}, which say the same.  Keep one of them.")
     if sender != "function_call":
         return {**rest, "role": _SENDERS[sender], "content": value}
     calls = read_json(value, f"{where} (from function_call)")

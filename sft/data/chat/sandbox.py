@@ -161,16 +161,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)
         def guard(*args: Any, **kwargs: Any) -> Any:
             self.tick()
-            subject, given = args[first] if len(args) > first else None, args[first + 1 :]
-            if name == "join" and given:
+            subject, others = args[first] if len(args) > first else None, args[first + 1 :]
+            if name == "join" and others:
                 parts = list(subject or ())
-                self._check_join(given[0], parts)
-                args = (*args[:first], parts, *given)
+                self._check_join(others[0], parts)
+                args = (*args[:first], parts, *others)
             elif name == "format":
-                self._check_format(str(subject), (*given, *kwargs.values()))
+                self._check_format(str(subject), (*others, *kwargs.values()))
             elif isinstance(subject, str):
-                self._check_text(name, subject, given, kwargs)
-            elif name == "tojson" and any(isinstance(a, int) and a > 100 for a in (*given, *kwargs.values())):
+                self._check_text(name, subject, others, kwargs)
+            elif name == "tojson" and any(isinstance(a, int) and a > 100 for a in (*others, *kwargs.values())):
                 raise TooMuch("indents JSON by more than 100 columns")
             return function(*args, **kwargs)
 
@@ -240,15 +240,15 @@ class _Generation(Extension):
 
 
 def _add_names(sandbox: Sandbox) -> None:
-    """Filters and functions of transformers' environment: what a name means is theirs to say."""
+    """Filters and functions of transformers' environment: it defines what a name means."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    theirs = _compile_jinja_template("").environment
-    sandbox.globals.update(theirs.globals)
+    environment = _compile_jinja_template("").environment
+    sandbox.globals.update(environment.globals)
     del sandbox.globals["lipsum"]  # random text, of any length
-    sandbox.filters.update({name: sandbox.guarded(name, function) for name, function in theirs.filters.items()})
+    sandbox.filters.update({name: sandbox.guarded(name, function) for name, function in environment.filters.items()})
     sandbox.filters.update(sft_step=sandbox.step, sft_kept=sandbox.kept)
-    sandbox.tests.update(theirs.tests)
+    sandbox.tests.update(environment.tests)
 
 
 def _all(tree: nodes.Template, *kinds: type[nodes.Node]) -> list[Any]:

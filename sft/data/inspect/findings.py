@@ -74,7 +74,7 @@ def of_template(corpus: Corpus, paths: Sequence[Path], part: str = "train") -> l
 
 def of_samples(corpus: Corpus, scanned: Scan, supervise: Supervise) -> list[Finding]:
     """From tokens and masks.  A window of few supervised tokens is short only if the whole row is, and where all
-    is supervised no turn can be told from the next."""
+    is supervised nothing separates one turn from the next."""
     lines, total = sample_lines(corpus), len(corpus)
     answered = np.where(lines["windows"] > 1, lines["full_supervised"], lines["supervised"])
     nothing, short = np.flatnonzero(answered == 0), np.flatnonzero((answered > 0) & (answered <= _SHORT))
@@ -116,8 +116,8 @@ def _shared(held_out: np.ndarray, train: np.ndarray) -> np.ndarray:
     return pairs[(pairs[:, 0] >= 0) & (pairs[:, 1] < len(train))]
 
 
-def _finding(what: str, count: int, total: int, examples: Sequence[str], part: str = "train") -> Finding:
-    return Finding(what=what, part=part, count=count, total=total, examples=tuple(examples))
+def _finding(name: str, count: int, total: int, examples: Sequence[str], part: str = "train") -> Finding:
+    return Finding(what=name, part=part, count=count, total=total, examples=tuple(examples))
 
 
 def _names(corpus: Corpus, ids: Sequence[int] | np.ndarray) -> list[str]:

@@ -135,18 +135,18 @@ class _Batch:
     def _sequences_of_ranks(self) -> list[list[int]] | None:
         """The costliest sequence first, each to the rank with the least cost among those with room for it."""
         of_ranks: list[list[int]] = [[] for _ in self.ranks]
-        room = [int(len(rank) * self._limit * FILL) for rank in self.ranks]
+        left = [int(len(rank) * self._limit * FILL) for rank in self.ranks]
         least = [(0, rank) for rank in range(len(self.ranks))]
         for i, size in enumerate(self._sizes):  # the longest is the costliest
             full = []
-            while least and room[least[0][1]] < size:
+            while least and left[least[0][1]] < size:
                 full.append(heapq.heappop(least))
             if not least:
                 return None
             load, rank = least[0]
             heapq.heapreplace(least, (load + int(self._costs[i]), rank))
             of_ranks[rank].append(i)
-            room[rank] -= size
+            left[rank] -= size
             for entry in full:
                 heapq.heappush(least, entry)
         return of_ranks
@@ -156,15 +156,15 @@ class _Batch:
         both fail."""
         for by_cost in (True, False):
             packs: list[list[int]] = [[] for _ in range(count)]
-            room, cost = [self._limit] * count, [0] * count
+            left, cost = [self._limit] * count, [0] * count
             for i in sequences:
                 size = self._sizes[i]
-                fitting = [(cost[k] if by_cost else left, k) for k, left in enumerate(room) if left >= size]
+                fitting = [(cost[k] if by_cost else free, k) for k, free in enumerate(left) if free >= size]
                 if not fitting:
                     break
                 k = min(fitting)[1]
                 packs[k].append(i)
-                room[k] -= size
+                left[k] -= size
                 cost[k] += int(self._costs[i])
             else:
                 return packs
@@ -186,24 +186,26 @@ class _Batch:
         excess = self.load[heavy] - self.load[light]
         wanted = int(min(self.load[heavy] - self._mean, max(self._mean - self.load[light], excess / 2)))
         good = max(wanted / 4, self._mean * BALANCED / 2)
-        ours, theirs = self.ranks[heavy], self.ranks[light]
-        ours.sort(key=lambda k: (-self.cost[k], k))
-        theirs.sort(key=lambda k: (-self.cost[k], k))
-        more = np.subtract.outer([self.cost[k] for k in ours], [self.cost[k] for k in theirs])
+        heavy_packs, light_packs = self.ranks[heavy], self.ranks[light]
+        heavy_packs.sort(key=lambda k: (-self.cost[k], k))
+        light_packs.sort(key=lambda k: (-self.cost[k], k))
+        more = np.subtract.outer([self.cost[k] for k in heavy_packs], [self.cost[k] for k in light_packs])
 
         # First whole packs: a pack for a pack.
-        i, j = divmod(int(np.abs(more - wanted).argmin()), len(theirs))
+        i, j = divmod(int(np.abs(more - wanted).argmin()), len(light_packs))
         best, change = abs(int(more[i, j]) - wanted), None
         if best > good:
-            near = sorted((abs(i - j), -int(more[i, j]), i, j) for i in range(len(ours)) for j in range(len(theirs)))
+            near = sorted(
+                (abs(i - j), -int(more[i, j]), i, j) for i in range(len(heavy_packs)) for j in range(len(light_packs))
+            )
             for _, _, a, b in near[:NUM_PAIRS]:
-                split = self._split(ours[a], theirs[b], self.cost[ours[a]] - wanted)
-                error = abs(self.cost[ours[a]] - self._cost(split[0]) - wanted) if split else best
+                split = self._split(heavy_packs[a], light_packs[b], self.cost[heavy_packs[a]] - wanted)
+                error = abs(self.cost[heavy_packs[a]] - self._cost(split[0]) - wanted) if split else best
                 if split and error < best:
                     best, change, i, j = error, split, a, b
                 if best <= good:
                     break
-        p, q = ours[i], theirs[j]
+        p, q = heavy_packs[i], light_packs[j]
         moved = self.cost[p] - (self._cost(change[0]) if change else self.cost[q])
         if not self._mean * BALANCED / 2 < moved < excess:
             return False
@@ -211,7 +213,7 @@ class _Batch:
             self._put(p, change[0])
             self._put(q, change[1])
         else:
-            ours[i], theirs[j] = q, p
+            heavy_packs[i], light_packs[j] = q, p
         self.load[heavy] -= moved
         self.load[light] += moved
         return True
@@ -237,9 +239,9 @@ class _Batch:
         """Lowers the largest cost of row j: moves it to another pack of that rank, whose row has room for it."""
         rank = int(rows[:, j].argmax())
         largest, packs = rows.max(axis=0), self.ranks[rank]
-        room = largest - rows[rank]
-        for k in np.argsort(-room, kind="stable")[:NUM_PARTNERS].tolist():
-            wanted = min(int(largest[j] - rows[:, j].mean()), int(room[k]))
+        allowed = largest - rows[rank]
+        for k in np.argsort(-allowed, kind="stable")[:NUM_PARTNERS].tolist():
+            wanted = min(int(largest[j] - rows[:, j].mean()), int(allowed[k]))
             split = self._split(packs[j], packs[k], self.cost[packs[j]] - wanted) if wanted > 0 and k != j else None
             if split:
                 changed = rows.copy()

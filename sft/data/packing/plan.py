@@ -22,7 +22,7 @@ VERSION = 2
 OPEN_PACKS = 64
 # Where a pack holds 16 samples or more on average, a 200th of it stays free as long as another pack has room: enough
 # for ranks to be levelled (`balance.py`).  Longer samples leave as much anyway.
-SHORT, SPARE = 16, 200
+MANY_SAMPLES, FREE_SHARE = 16, 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ def plan_epoch(
     sizes = aligned(lengths[order], doc_multiple) // doc_multiple
     limit = capacity // doc_multiple
     assert sizes.min() > 0 and sizes.max() <= limit, "samples that do not fit are dealt with before"
-    spare = limit // SPARE if int(sizes.sum()) * SHORT <= limit * len(sizes) else 0
-    pack_of = np.array(_best_fit(sizes.tolist(), limit, spare), dtype=np.int64)
+    free = limit // FREE_SHARE if int(sizes.sum()) * MANY_SAMPLES <= limit * len(sizes) else 0
+    pack_of = np.array(_best_fit(sizes.tolist(), limit, free), dtype=np.int64)
     counts = np.bincount(pack_of)
     return plan_of(order[np.argsort(pack_of, kind="stable")], counts, lengths, capacity, doc_multiple)
 
@@ -108,27 +108,29 @@ def plan_of(samples: np.ndarray, counts: np.ndarray, lengths: np.ndarray, capaci
     )
 
 
-def _best_fit(sizes: list[int], limit: int, spare: int) -> list[int]:
-    """Pack number of each size in turn; packs are numbered in the order they are opened.  `spare` is left free where
-    an open pack has that much more room than is needed."""
+def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
+    """Pack number of each size in turn; packs are numbered in the order they are opened.  `free` tokens are left in a
+    pack as long as some open pack has that much more room than is needed."""
     smallest = min(sizes)
-    shift = len(sizes).bit_length()  # an open pack is one integer, room << shift | number: sorted by room, then age
+    shift = len(
+        sizes
+    ).bit_length()  # an open pack is one integer, left << shift | number: sorted by what is left, then age
     number_bits = (1 << shift) - 1
     open_packs: list[int] = []
     pack_of = []
     opened = 0
     for size in sizes:
-        found = bisect_left(open_packs, (size + spare) << shift)
-        if spare and found == len(open_packs):
-            found = bisect_left(open_packs, size << shift)
-        if found < len(open_packs):
-            room, number = open_packs[found] >> shift, open_packs.pop(found) & number_bits
+        index = bisect_left(open_packs, (size + free) << shift)
+        if free and index == len(open_packs):
+            index = bisect_left(open_packs, size << shift)
+        if index < len(open_packs):
+            left, number = open_packs[index] >> shift, open_packs.pop(index) & number_bits
         else:
-            room, number = limit, opened
+            left, number = limit, opened
             opened += 1
             if len(open_packs) == OPEN_PACKS:
                 del open_packs[0]
         pack_of.append(number)
-        if room - size >= smallest:
-            insort(open_packs, (room - size) << shift | number)
+        if left - size >= smallest:
+            insort(open_packs, (left - size) << shift | number)
     return pack_of

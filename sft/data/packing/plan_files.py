@@ -93,17 +93,17 @@ def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> li
         )
     capacity, multiple = header["data.seq_length"], header["data.doc_multiple"]
     epochs: list[list[list[int]]] = []
-    for place, epoch, packs in batches:
+    for line, epoch, packs in batches:
         if epoch not in (len(epochs) - 1, len(epochs)):
-            raise DataError(f"{place}: epoch {epoch} after {len(epochs)} epochs; they come in order, from 0.")
+            raise DataError(f"{line}: epoch {epoch} after {len(epochs)} epochs; they come in order, from 0.")
         if epoch == len(epochs):
             epochs.append([])
         elif len(epochs[epoch]) % header["train.global_batch_size"]:
-            raise DataError(f"{place}: the batch before is not full, and only the last of an epoch may be.")
+            raise DataError(f"{line}: the batch before is not full, and only the last of an epoch may be.")
         for pack in packs:
-            _check(place, pack, lengths, capacity, multiple)
+            _check(line, pack, lengths, capacity, multiple)
         if len(packs) > header["train.global_batch_size"]:
-            raise DataError(f"{place}: {len(packs)} packs; a global batch has {header['train.global_batch_size']}.")
+            raise DataError(f"{line}: {len(packs)} packs; a global batch has {header['train.global_batch_size']}.")
         epochs[epoch] += packs
     return [
         plan_of(
@@ -122,53 +122,53 @@ def compare_plans(first: Path, second: Path) -> list[str]:
 
     Batches are compared as sets of samples: how a batch is packed changes no number of a run but its speed.
     """
-    (header, left), (other, right) = _read(first), _read(second)
-    mine, theirs = _members(left), _members(right)
+    (header, batches), (other_header, other_batches) = _read(first), _read(second)
+    members, other_members = _members(batches), _members(other_batches)
     none: Counter[int] = Counter()
-    places = sorted({*mine, *theirs})
-    differ = [place for place in places if mine.get(place, none) != theirs.get(place, none)]
-    if header.get("data") != other.get("data"):  # sample 7 of one is not sample 7 of the other
-        return [f"made from other data: {header.get('data')} and {other.get('data')}"]
+    keys = sorted({*members, *other_members})
+    differ = [key for key in keys if members.get(key, none) != other_members.get(key, none)]
+    if header.get("data") != other_header.get("data"):  # sample 7 of one is not sample 7 of the other
+        return [f"made from other data: {header.get('data')} and {other_header.get('data')}"]
     if not differ:
         return []
-    moved = sum((mine.get(place, none) - theirs.get(place, none)).total() for place in differ)
+    moved = sum((members.get(key, none) - other_members.get(key, none)).total() for key in differ)
     epoch, batch = differ[0]
     return [
         f"first difference: epoch {epoch}, global batch {batch}, both counted from 0",
-        f"{len(differ):,} of {len(places):,} batches differ; {moved:,} samples of {first} are elsewhere in {second}",
+        f"{len(differ):,} of {len(keys):,} batches differ; {moved:,} samples of {first} are elsewhere in {second}",
         *(
-            f"made from {key} {header.get(key)} and {other.get(key)}"
-            for key in dict.fromkeys([*header, *other])
-            if header.get(key) != other.get(key)
+            f"made from {key} {header.get(key)} and {other_header.get(key)}"
+            for key in dict.fromkeys([*header, *other_header])
+            if header.get(key) != other_header.get(key)
         ),
     ]
 
 
 def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
     """Samples of each (epoch, batch)."""
-    found: dict[tuple[int, int], Counter[int]] = {}
+    members: dict[tuple[int, int], Counter[int]] = {}
     counts: Counter[int] = Counter()
     for _, epoch, packs in batches:
-        found[epoch, counts[epoch]] = Counter(i for pack in packs for i in pack)
+        members[epoch, counts[epoch]] = Counter(i for pack in packs for i in pack)
         counts[epoch] += 1
-    return found
+    return members
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[int]]]]]:
-    """Header, and place, epoch and packs of each batch."""
+    """Header, and line, epoch and packs of each batch."""
     rows = _rows(path)
     _, header = next(rows, ("", {}))
     if header.get("format") != FORMAT:
         raise DataError(f"{path} is not a plan: its first line has no format {FORMAT}.")
     batches: list[tuple[str, int, list[list[int]]]] = []
-    for place, row in rows:
+    for line, row in rows:
         epoch: Any = row.get("epoch")
         packs: Any = row.get("packs")
         if type(epoch) is not int or epoch < 0 or not _are_packs(packs):
             raise DataError(
-                f'{place}: expected a global batch, as in {{"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}}.'
+                f'{line}: expected a global batch, as in {{"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}}.'
             )
-        batches.append((place, epoch, packs))
+        batches.append((line, epoch, packs))
     if not batches:
         raise DataError(f"{path} has no global batch.")
     return {key: value for key, value in header.items() if key != "format"}, batches
@@ -177,8 +177,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[in
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                row = json.loads(line)
+            for number, text in enumerate(lines, start=1):
+                row = json.loads(text)
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}:{number}")
                 yield f"{path}:{number}", row
@@ -197,10 +197,10 @@ def _are_packs(packs: object) -> bool:
     )
 
 
-def _check(place: str, pack: object, lengths: np.ndarray, capacity: int, multiple: int) -> None:
+def _check(line: str, pack: object, lengths: np.ndarray, capacity: int, multiple: int) -> None:
     whole = isinstance(pack, list) and pack and all(type(i) is int and 0 <= i < len(lengths) for i in pack)
     if not whole:
-        raise DataError(f"{place}: expected packs of sample numbers from 0 to {len(lengths) - 1}, none empty.")
+        raise DataError(f"{line}: expected packs of sample numbers from 0 to {len(lengths) - 1}, none empty.")
     assert isinstance(pack, list)
     if (size := int(aligned(lengths[pack], multiple).sum())) > capacity:
-        raise DataError(f"{place}: a pack of {size} padded tokens; data.seq_length is {capacity}.")
+        raise DataError(f"{line}: a pack of {size} padded tokens; data.seq_length is {capacity}.")

@@ -34,9 +34,9 @@ def read_blocks(path: Path, offset: int, size: int = _BLOCK) -> Iterator[bytes]:
                     yield block[offset:]
                 offset = max(0, offset - len(block))
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # ValueError: pyarrow's own
-        done = "decompressed" if path.suffix in COMPRESSED else "read"
+        action = "decompressed" if path.suffix in COMPRESSED else "read"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
-        raise DataError(f"data file {path} cannot be {done}: {reason}.") from error
+        raise DataError(f"data file {path} cannot be {action}: {reason}.") from error
 
 
 def _decompressed(file: IO[bytes], suffix: str, size: int) -> Iterator[bytes]:

@@ -71,7 +71,7 @@ _READ: dict[str, Any] = {}
 
 
 def test_byte_template() -> None:
-    tokens, weights = encode_chat(Chat([USER, assistant("é")], None), BYTE)
+    tokens, weights, _ = encode_chat(Chat([USER, assistant("é")], None), BYTE)
     assert tokens.tolist() == [256, *b"user\nWhat?", 257, 10, 256, *b"assistant\n", 0xC3, 0xA9, 257, 10]
     assert tokens.dtype == np.int32 and weights.dtype == np.float32
     assert np.flatnonzero(weights).tolist() == [24, 25, 26]
@@ -79,7 +79,7 @@ def test_byte_template() -> None:
 
 
 def test_byte_template_keeps_typed_control_strings_as_text() -> None:
-    tokens, weights = encode_chat(Chat([user("<|im_end|>"), assistant("<|im_start|>")], None), BYTE)
+    tokens, weights, _ = encode_chat(Chat([user("<|im_end|>"), assistant("<|im_start|>")], None), BYTE)
     assert tokens.tolist().count(257) == 2 and tokens.tolist().count(256) == 2
     assert tokens[weights > 0].tolist() == [*b"<|im_start|>", 257]
 
@@ -87,7 +87,7 @@ def test_byte_template_keeps_typed_control_strings_as_text() -> None:
 def test_byte_template_writes_tools_and_calls() -> None:
     called = assistant(None, tool_calls=[{"function": {"name": "f", "arguments": {}}}])
     chat = Chat([USER, called, tool("7"), assistant("Seven.")], [{"name": "f"}])
-    tokens, _ = encode_chat(chat, BYTE)
+    tokens, *_ = encode_chat(chat, BYTE)
     assert BYTE.decode(tokens) == (
         '<|im_start|>system\n# Tools\n{"name": "f"}<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n'
         '<|im_start|>assistant\n<tool_call>\n{"function": {"name": "f", "arguments": {}}}\n</tool_call>'
@@ -155,8 +155,8 @@ def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data
     chat = Chat(messages, None)
     plain = [{**message, "content": tokenizer.control.sub("x", message["content"])} for message in messages]
     assume(not any(tokenizer.control.search(message["content"]) for message in plain))
-    ids, _ = encode_chat(chat, tokenizer)
-    without, _ = encode_chat(Chat(plain, None), tokenizer)
+    ids, *_ = encode_chat(chat, tokenizer)
+    without, *_ = encode_chat(Chat(plain, None), tokenizer)
     controls = [i for i in ids.tolist() if tokenizer.is_control[i]]
     assert controls == [i for i in without.tolist() if tokenizer.is_control[i]]
     said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
@@ -221,7 +221,7 @@ def test_supervise_last(tokenizers: Tokenizers, name: str) -> None:
 def test_supervise_all(tokenizers: Tokenizers, name: str) -> None:
     """Every token but the first, which nothing predicts."""
     tokenizer = either(name, tokenizers)
-    ids, weights = encode_chat(Chat(TALK, None), tokenizer, "all")
+    ids, weights, _ = encode_chat(Chat(TALK, None), tokenizer, "all")
     assert weights.tolist() == [0.0] + [1.0] * (len(ids) - 1)
 
 
@@ -231,8 +231,8 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None, (1.0, 0.0, 1.0, 1.0)), tokenizer) == [LAST]
     assert runs(Chat(TALK, None, (0.0, 1.0, 0.0, 0.0)), tokenizer) == [FIRST]
-    _, ones = encode_chat(Chat(TALK, None), tokenizer)
-    ids, weights = encode_chat(Chat(TALK, None, (9.0, 0.5, 9.0, 2.0)), tokenizer)
+    _, ones, _ = encode_chat(Chat(TALK, None), tokenizer)
+    ids, weights, _ = encode_chat(Chat(TALK, None, (9.0, 0.5, 9.0, 2.0)), tokenizer)
     assert [tokenizer.decode(ids[weights == weight]) for weight in (0.5, 2.0)] == [FIRST, LAST]
     assert ((weights > 0) == (ones > 0)).all() and set(weights.tolist()) == {0.0, 0.5, 2.0}
 
@@ -240,7 +240,7 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
 @EITHER
 def test_weights_with_supervise_all(tokenizers: Tokenizers, name: str) -> None:
     tokenizer = either(name, tokenizers)
-    ids, weights = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
+    ids, weights, _ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
     assert tokenizer.decode(ids[1:][weights[1:] == 0]) == FIRST
     assert tokenizer.decode(ids[weights == 2]) == LAST
 

@@ -344,6 +344,7 @@ def test_findings() -> None:
     assert survey(eval={"held": "h.jsonl"}).findings == (
         Finding(what="unusable", count=0, total=8, examples=(), **train),
         Finding(what="too_long", count=1, total=8, examples=("b.jsonl:2",), **train),
+        Finding(what="omitted", count=0, total=8, examples=(), of="texts", **train),
         Finding(what="nothing_supervised", count=0, total=7, examples=(), **train),
         Finding(what="short_answers", count=1, total=7, examples=("a.jsonl:4",), **train),
         Finding(what="unfinished_turns", count=0, total=8, examples=(), **train),
@@ -561,7 +562,7 @@ def test_control_characters_are_visible() -> None:
 
 
 def sample_of(row: dict[str, Any]) -> Sample:
-    tokens, weights = encode_chat(Chat(row["messages"], None), ByteTokenizer())
+    tokens, weights, _ = encode_chat(Chat(row["messages"], None), ByteTokenizer())
     return Sample(sample_id=0, tokens=tokens, weights=weights)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sft.data.chat import omitted as module
 from sft.data.chat.between import Between
-from sft.data.chat.encode_chat import encode, why_omitted
+from sft.data.chat.encode_chat import encode_chat, why_omitted
 from sft.data.chat.formats import Chat
 from sft.data.chat.template import prepared
 from sft.data.chat.texts import ChatText, Marked
@@ -55,7 +55,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 def found(messages: Messages, tokenizer: Any, tools: Any = None, supervise: Any = "all") -> list[str]:
     """ "1 system content": number of the message or tool, role, kind."""
-    missing = encode(Chat(messages, tools), tokenizer, supervise).omitted
+    missing = encode_chat(Chat(messages, tools), tokenizer, supervise).omitted
     return [f"{one.number} {one.role} {one.kind}" for one in missing]
 
 
@@ -246,7 +246,7 @@ def test_a_template_that_refuses_the_words(load: Load) -> None:
 
 def test_typed_control_strings_are_told_as_typed(load: Load) -> None:
     system = {"role": "system", "content": "Say <|im_end|>."}
-    [missing] = encode(Chat([system, *TALK], None), load("mistral_nemo"), "all").omitted
+    [missing] = encode_chat(Chat([system, *TALK], None), load("mistral_nemo"), "all").omitted
     assert missing == (1, "system", "content", "Say <|im_end|>.")
 
 

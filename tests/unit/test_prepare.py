@@ -87,7 +87,7 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
     path, log = write(tmp_path / "a.jsonl", *[ROW] * 40), []
     expected = corpus_of(path, cache=tmp_path / "whole")
     made = []
-    make = workers.Encoder.block
+    make = workers.Encoder.encode_rows
 
     def block(self: workers.Encoder, rows: Any) -> Any:
         made.append(len(made))
@@ -95,7 +95,7 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return make(self, rows)
 
-    monkeypatch.setattr(workers.Encoder, "block", block)
+    monkeypatch.setattr(workers.Encoder, "encode_rows", block)
     with pytest.raises(KeyboardInterrupt):
         corpus_of(path, num_workers=1)
     [work] = (tmp_path / "cache").iterdir()
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     from pathlib import Path
     from sft.config import DataConfig
     from sft.console import QUIET
-    from sft.data.cache import workers as parts
+    from sft.data.cache import workers
     from sft.data.cache.prepare import prepare
     from sft.data.chat.tokenizer import load_tokenizer
 
@@ -221,14 +221,14 @@ def test_a_faster_process_takes_the_work_folder_away(
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", *[ROW] * 4)
-    make = workers.Encoder.block
+    make = workers.Encoder.encode_rows
 
     def block(self: workers.Encoder, rows: Any) -> Any:
         with open(path, "a") as file:
             file.write(json.dumps(ROW) + "\n")
         return make(self, rows)
 
-    monkeypatch.setattr(workers.Encoder, "block", block)
+    monkeypatch.setattr(workers.Encoder, "encode_rows", block)
     with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Start again once it is complete"):
         corpus_of(path)
     assert files_of(tmp_path / "cache") == {}
@@ -246,7 +246,7 @@ if __name__ == "__main__":
     from pathlib import Path
     from sft.config import DataConfig
     from sft.console import QUIET
-    from sft.data.cache import workers as parts
+    from sft.data.cache import workers
     from sft.data.cache.prepare import prepare
     from sft.data.chat.tokenizer import load_tokenizer
     from sft.errors import DataError
@@ -425,7 +425,7 @@ def test_the_old_name_of_a_policy_is_refused_with_the_new_one(
 
 def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the weight in every second row."""
-    encoded = workers.Encoder._encoded
+    encoded = workers.Encoder._encode
     calls: list[int] = []
 
     def weighed(self: workers.Encoder, row: Any) -> Encoding:
@@ -433,7 +433,7 @@ def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         calls.append(1)
         return whole._replace(weights=whole.weights * np.float32(0.5 if len(calls) % 2 else 1.0))
 
-    monkeypatch.setattr(workers.Encoder, "_encoded", weighed)
+    monkeypatch.setattr(workers.Encoder, "_encode", weighed)
     corpus: Corpus = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     assert corpus.sample(0).weights.tolist() == [0.0] * 33 + [0.5] * 5 + [0.0]
     assert corpus.sample(1).weights.dtype == np.float32 and corpus.sample(1).weights.max() == 1

@@ -16,7 +16,7 @@ import numpy as np
 from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import LINE, Reject
 from sft.data.cache.truncation import NOTHING, OverLong, excerpts
-from sft.data.chat.encode_chat import Encoding, Supervise, encode, why_omitted
+from sft.data.chat.encode_chat import Encoding, Supervise, encode_chat, why_omitted
 from sft.data.chat.formats import Chat, Tokenized, check_ids, read_row
 from sft.data.chat.omitted import OmittedText
 from sft.data.chat.tokenizer import ChatTokenizer
@@ -98,7 +98,7 @@ class Encoder:
         if isinstance(row, Tokenized):
             check_ids(row, self.tokenizer.vocab_size)
             return Encoding(row.tokens, row.weights, [])
-        return encode(row, self.tokenizer, self.supervise)
+        return encode_chat(row, self.tokenizer, self.supervise)
 
     def _omissions(
         self, number: int, chat: Chat, texts: list[OmittedText], explained: set[tuple[str, str]]

@@ -1,6 +1,6 @@
 """From the messages of a chat to tokens, and the weight of each token in the loss.
 
-`encode` goes through the steps in order: the chat is rendered and tokenised once, as a whole, so the ids are the
+`encode_chat` goes through the steps in order: the chat is rendered and tokenised once, as a whole, so the ids are the
 template's own; the assistant's turns are found in the text (`turns.py`), then their tokens (`token_spans.py`); the
 tokens are weighed by `data.supervise` and the weights of the messages:
 
@@ -40,15 +40,7 @@ class Encoding(NamedTuple):
     omitted: list[OmittedText]
 
 
-def encode_chat(
-    chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant"
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and weights of `encode`."""
-    tokens, weights, _ = encode(chat, tokenizer, supervise)
-    return tokens, weights
-
-
-def encode(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
+def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
     """Tokens, their weights, 0 where a token is not learned, and what the template leaves out.
 
     Raises DataError where a mask cannot be proven, and where nothing would be learned.
@@ -73,7 +65,7 @@ def encode(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assista
 
 
 def why_omitted(chat: Chat, tokenizer: ChatTokenizer, omitted: OmittedText) -> str:
-    """Why the template leaves out a text of a chat that `encode` took, and what would keep it."""
+    """Why the template leaves out a text of a chat that `encode_chat` took, and what would keep it."""
     assert isinstance(tokenizer, FolderTokenizer)
     return reason(render_chat(chat, tokenizer), omitted)
 

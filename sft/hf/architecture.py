@@ -123,7 +123,7 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     for name, allowed in family.options.items():
         value = content.get(name, family.defaults.get(name, allowed[0]))
         if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
-            absent = "" if name in content else " (not present, and so the default of transformers)"
+            absent = "" if name in content else " (not given, and so the default of transformers)"
             shown = json.dumps(value)
             problems.append(
                 f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}{absent} is not supported, only "

@@ -1,0 +1,33 @@
+"""What ends a held-out pass.  The whole loop is tested in tests/ranks/test_run.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft.config import TrainConfig
+from sft.errors import TrainingError
+from sft.run import evaluation
+from sft.run.evaluation import Evaluator
+from tests.unit.test_metrics import totals
+
+
+def evaluator(**config: Any) -> Evaluator:
+    engine: Any = "an engine"
+    lifecycle: Any = SimpleNamespace(phase=lambda name: None, stop_reason=lambda: None)
+    sets: Any = {"chat": SimpleNamespace(sources=())}
+    return Evaluator(engine, sets, TrainConfig(global_batch_size=1, **config), lifecycle, num_steps=10)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_non_finite_held_out_loss_ends_the_run(loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have the same totals, so all end together."""
+    monkeypatch.setattr(evaluation, "evaluate", lambda engine, loader, goes_on: totals(objective=loss))
+    with pytest.raises(TrainingError, match=f"held-out loss of chat after step 0 is {loss}; nothing was saved"):
+        evaluator(num_steps=10).run(0)
+
+
+def test_when_an_evaluation_is_due() -> None:
+    due = evaluator(num_steps=10, eval_every=4)
+    assert [step for step in range(11) if due.is_due(step)] == [0, 4, 8, 10]
+    assert [step for step in range(11) if evaluator(num_steps=10).is_due(step)] == [0, 10]

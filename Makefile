@@ -119,6 +119,7 @@ lint: $(READY)
 	$(BIN)/python -m $(BLACK) --check $(CODE) || { echo "black would rewrite files: run make fmt" >&2; exit 1; }
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.lint
 	$(BIN)/python -m tools.config_docs --check
 	$(BIN)/python -m tools.room_diagram --check
 	$(BIN)/python tools/metrics_docs.py --check

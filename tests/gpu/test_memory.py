@@ -28,7 +28,8 @@ LONG = [
     "data.seq_length=16384",
     "train.global_batch_size=1",
 ]
-# Of one layer and token, see tests/ranks/test_saved_tensors.py: hidden 512 twice, query and out 512, key and value 128, bf16.
+# Of one layer and token, see tests/ranks/test_saved_tensors.py: hidden 512 twice, query and out 512,
+# key and value 128, bf16.
 HIDDEN, KEPT = 2 * 512, 2 * (512 + 512 + 512 + 512 + 128 + 128)
 # Its fused layers keep what they normalised besides what came in: twice hidden, query and key.
 KEPT_BY_TE = KEPT + 2 * (512 + 512 + 128)

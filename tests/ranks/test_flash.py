@@ -67,7 +67,7 @@ def plain_backward(
 def by_flash(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[str, Any]:
     with (
         mock.patch.object(flash_kernel, "why_not", lambda *told: None),
-        mock.patch.object(flash_kernel, "TORCH", flash_kernel.Operators(plain, plain_backward)),  # type: ignore[arg-type]
+        mock.patch.object(flash_kernel, "TORCH", flash_kernel.Operators(plain, plain_backward)),  # type: ignore
     ):
         return scenarios.gradients(overrides, packs)
 

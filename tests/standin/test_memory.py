@@ -1,4 +1,4 @@
-"""sft/estimate/memory.py against what torch's allocator says of training steps, on one device and on layouts of several."""
+"""sft/estimate/memory.py against what torch's allocator counts in training steps, on one device and on several."""
 
 import json
 

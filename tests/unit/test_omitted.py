@@ -73,7 +73,7 @@ def reads(key: str, words: str = "") -> str:
 
 def why(messages: Messages, tokenizer: FolderTokenizer, tools: Any = None) -> str:
     chat = Chat(messages, tools)
-    return why_omitted(chat, tokenizer, encode(chat, tokenizer, "all").omitted[0])
+    return why_omitted(chat, tokenizer, encode_chat(chat, tokenizer, "all").omitted[0])
 
 
 # --- the three cases that somebody met ---
@@ -170,7 +170,7 @@ def test_the_byte_tokenizer_leaves_out_nothing() -> None:
         {"type": "function", "function": {"name": "weather", "arguments": {"town": "Rome"}}}]), tool("warm"),
         assistant("Warm.")]  # fmt: skip
     chat = Chat(everything, [WEATHER])
-    encoded = encode(chat, ByteTokenizer())
+    encoded = encode_chat(chat, ByteTokenizer())
     written = ByteTokenizer().decode(encoded.tokens)
     assert encoded.omitted == []
     for text in ("Be brief.", "1 + 2?", "hm", "Let me", "Rome", "town", "warm", "Warm.", "Weekday", "Which one"):

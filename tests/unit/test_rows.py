@@ -310,7 +310,10 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "a number": (b"7", "a row is an object; got 7."),
     "a list": (b"[1]", "a row is an object; got a list."),
     "no known shape": (b'{"text": "a", "messages": null}', "The keys here are: text, messages (null)."),
-    "two shapes": (b'{"messages": [], "tokens": []}', "has messages as well as tokens, so it is not clear which is meant"),
+    "two shapes": (
+        b'{"messages": [], "tokens": []}',
+        "has messages as well as tokens, so it is not clear which is meant",
+    ),
     "no messages": (b'{"messages": []}', "messages must be a list of at least one message; got an empty list."),
     "null message": (b'{"messages": [null]}', "message 1 must be an object with role and content; got null."),
     "unknown role": (turn(role="assitant", content="a"), 'message 2 has role "assitant"; expected one of'),

@@ -407,7 +407,7 @@ def test_optimizers_keep_their_parameters_where_we_look() -> None:
 
 
 def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
-    """`adams.py` finds each parameter's Adam and fp32 copy, `device.py` has parameters taken for those of a GPU."""
+    """`optimizer/offload.py` finds each parameter's Adam and fp32 copy, `device.py` has parameters taken for those of a GPU."""
     hybrid = text("optimizer.cpu_offloading.HybridDeviceOptimizer")
     assert "self.param_to_inner_param[param]=inner_param" in hybrid
     assert "self.param_to_fp32_param,)=self._get_sub_optimizer_param_groups(self.offload_fraction)" in hybrid
@@ -421,7 +421,7 @@ def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
 
 
 def test_tensors_of_the_optimizer_are_called_as_core_calls_them() -> None:
-    """`moments.py` writes them itself, for core to read."""
+    """`optimizer_shards.py` writes them itself, for core to read."""
     distributed = text("optimizer.distrib_optimizer.DistributedOptimizer.sharded_param_state_fully_reshardable")
     assert "prefix='optimizer.state'" in distributed
     assert "key=f'{prefix}.{state_key}.{sharded_metadata.key}'" in distributed

@@ -64,7 +64,8 @@ KEPT = (  # names on disk and keys of a recipe
     r"on_bad_row",
     r"bad_steps/",
     r'"bad_steps"',
-    r'"bad_in_a_row"',
+    r"\bnum_bad\b",  # in the state that checkpoints hold
+    r"\bbad_in_a_row\b",
     r"feed[-_]forward",
     r"\.tell\(\)",  # a method of Python's files
 )

@@ -70,21 +70,20 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
     return norm
 
 
-def _norm(optimizer: MegatronOptimizer, here: torch.device) -> float:
-    """Of the gradient of all ranks as one vector, from a float64 sum of squares.  A GPU is waited for once.
+def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+    """The norm of all gradients of all ranks as one vector, from a float64 sum of squares.  One host synchronisation.
 
-    Infinite where fp32 cannot hold the sum: neither could Adam hold its mean square, and would never update again.
+    Infinite where fp32 cannot hold the sum of squares: Adam could not hold the mean square either, and would never
+    update again.
     """
-    total = torch.zeros((), dtype=torch.float64, device=here)
-    for part in offload.chained_optimizers(
-        optimizer
-    ):  # with experts there are two, whose weights are shared by other ranks
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part in offload.chained_optimizers(optimizer):  # experts have an optimizer and a group of their own
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
-        square = sum_of_squares(gradients(), here)
-        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
-        total += square
-    found = total.item()
-    return math.inf if found > torch.finfo(torch.float32).max else math.sqrt(found)
+        squares = sum_of_squares(gradients(), device)
+        dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
+        total += squares
+    sum_of_all = total.item()
+    return math.inf if sum_of_all > torch.finfo(torch.float32).max else math.sqrt(sum_of_all)
 
 
 @dataclass(frozen=True, kw_only=True)

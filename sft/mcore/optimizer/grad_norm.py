@@ -28,21 +28,20 @@ _PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 @torch.no_grad()
-def sum_of_squares(gradients: Iterable[Tensor], here: torch.device) -> Tensor:
-    """float64 scalar on `here`, without waiting for it.  Gradients are contiguous; none at all: 0.
+def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A float64 scalar on `device`, without a host synchronisation; 0 without gradients.  Gradients are contiguous.
 
     [3, 4] and [[12]] -> 169.0
     """
-    total = torch.zeros((), dtype=torch.float64, device=here)
-    for pieces in _alike(gradients):
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for pieces in _by_device_and_dtype(gradients):
         norms = torch._foreach_norm(pieces, 2, dtype=torch.float64)
-        total += torch.stack(norms).square_().sum().to(here)
+        total += torch.stack(norms).square_().sum().to(device)
     return total
 
 
-def _alike(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """All of them in pieces, those of one device and dtype together: on a GPU only such lists have a kernel, and
-    others are copied."""
+def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """All gradients in pieces, grouped by device and dtype: on a GPU only such lists have a kernel; others are copies."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.numel():

@@ -344,6 +344,7 @@ def test_findings() -> None:
     assert survey(eval={"held": "h.jsonl"}).findings == (
         Finding(what="unusable", count=0, total=8, examples=(), **train),
         Finding(what="too_long", count=1, total=8, examples=("b.jsonl:2",), **train),
+        Finding(what="omitted", count=0, total=8, examples=(), of="texts", **train),
         Finding(what="nothing_supervised", count=0, total=7, examples=(), **train),
         Finding(what="short_answers", count=1, total=7, examples=("a.jsonl:4",), **train),
         Finding(what="unfinished_turns", count=0, total=8, examples=(), **train),

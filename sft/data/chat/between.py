@@ -24,9 +24,9 @@ class Between:
 
     def __init__(self) -> None:
         self.forms: dict[str, int] = {}
-        self._known: set[tuple[str, str, str]] = set()
+        # By two labels what is known to stand between them, and how far behind the one the other begins at most.
+        self._known: dict[tuple[str, str], tuple[set[str], int]] = {}
         self._moved: set[str] = set()  # labels whose texts a template writes out of the order of the messages
-        self._reach: dict[tuple[str, str], int] = {}  # how far behind one label another begins, at most
         self._characters = 0
 
     def left_out(self, text: str, texts: Sequence[Text], asides: Sequence[str]) -> list[Text] | None:
@@ -45,15 +45,19 @@ class Between:
             if end < 0:
                 skipped.append((one, at))
                 continue
-            for other, since in reversed(skipped):
-                if since != at:
-                    break
-                doubtful.append((other, begun, end))
-            at, before, begun = end, one.label, end - len(one.said)
+            if skipped:
+                for other, since in reversed(skipped):
+                    if since != at:
+                        break
+                    doubtful.append((other, begun, end))
+            at, before, begun = end, one[0], end - len(one[1])
         if skipped and self._moved:
             at, before = self._catch_up(text, skipped, at, before, asides)
-        if (before, _END, _bare(text[at:], asides)) not in self._known:
+        ends = self._known.get((before, _END))
+        if ends is None or _bare(text[at:], asides) not in ends[0]:
             return None
+        if not skipped:
+            return []
         missed = [one for one, _ in skipped]
         doubtful += [(one, begun, len(text)) for one, since in skipped if since == at or one.label in self._moved]
         for one, since, end in doubtful:
@@ -79,14 +83,13 @@ class Between:
 
     def _end_of(self, text: str, one: Text, at: int, before: str, asides: Sequence[str]) -> int:
         label, said, _ = one
-        reach = self._reach.get((before, label))
-        if reach is None:
+        known = self._known.get((before, label))
+        if known is None:
             return -1
-        limit = at + reach + len(said)
+        limit = at + known[1] + len(said)
         start = text.find(said, at, limit)
         while start >= 0:
-            between = text[at:start].strip() if not asides else _bare(text[at:start], asides)
-            if (before, label, between) in self._known:
+            if (_bare(text[at:start], asides) if asides else text[at:start].strip()) in known[0]:
                 return start + len(said)
             start = text.find(said, start + 1, limit)
         return -1
@@ -106,10 +109,9 @@ class Between:
         for place, one in [*sorted(found), (len(text), Text(_END, "", 0))]:
             between = _bare(text[at:place], asides)
             if place >= at and unknown not in between and self._characters < _MOST_CHARACTERS:
-                self._known.add((before, one.label, between))
+                known, reach = self._known.get((before, one.label), (set(), 0))
+                self._known[before, one.label] = known | {between}, max(reach, place - at + _MARGIN)
                 self._characters += len(between)
-                labels = before, one.label
-                self._reach[labels] = max(self._reach.get(labels, 0), place - at + _MARGIN)
             at, before = max(at, place + len(one.said)), one.label
 
     def next_form(self, label: str) -> None:

@@ -24,9 +24,9 @@ class Between:
 
     def __init__(self) -> None:
         self.forms: dict[str, int] = {}
-        self._known: set[tuple[str, str, str]] = set()
+        # By two labels what is known to stand between them, and how far behind the one the other begins at most.
+        self._known: dict[tuple[str, str], tuple[set[str], int]] = {}
         self._moved: set[str] = set()  # labels whose texts a template writes out of the order of the messages
-        self._reach: dict[tuple[str, str], int] = {}  # how far behind one label another begins, at most
         self._characters = 0
 
     def left_out(self, text: str, texts: Sequence[ChatText], asides: Sequence[str]) -> list[ChatText] | None:
@@ -45,15 +45,19 @@ class Between:
             if end < 0:
                 skipped.append((part, at))
                 continue
-            for other, since in reversed(skipped):
-                if since != at:
-                    break
-                doubtful.append((other, last_start, end))
+            if skipped:
+                for other, since in reversed(skipped):
+                    if since != at:
+                        break
+                    doubtful.append((other, last_start, end))
             at, before, last_start = end, part.label, end - len(part.written)
         if skipped and self._moved:
             at, before = self._catch_up(text, skipped, at, before, asides)
-        if (before, _END, _bare(text[at:], asides)) not in self._known:
+        ends = self._known.get((before, _END))
+        if ends is None or _bare(text[at:], asides) not in ends[0]:
             return None
+        if not skipped:
+            return []
         missed = [part for part, _ in skipped]
         doubtful += [
             (part, last_start, len(text)) for part, since in skipped if since == at or part.label in self._moved
@@ -82,14 +86,13 @@ class Between:
     def _end_of(self, text: str, part: ChatText, at: int, before: str, asides: Sequence[str]) -> int:
         """Where a text ends that stands next in the rendering, behind `at`; -1 where it does not."""
         label, written, _ = part
-        reach = self._reach.get((before, label))
-        if reach is None:
+        known = self._known.get((before, label))
+        if known is None:
             return -1
-        limit = at + reach + len(written)
+        limit = at + known[1] + len(written)
         start = text.find(written, at, limit)
         while start >= 0:
-            between = text[at:start].strip() if not asides else _bare(text[at:start], asides)
-            if (before, label, between) in self._known:
+            if (_bare(text[at:start], asides) if asides else text[at:start].strip()) in known[0]:
                 return start + len(written)
             start = text.find(written, start + 1, limit)
         return -1
@@ -109,10 +112,9 @@ class Between:
         for start, part in [*sorted(present), (len(text), ChatText(_END, "", 0))]:
             between = _bare(text[at:start], asides)
             if start >= at and unknown not in between and self._characters < _MOST_CHARACTERS:
-                self._known.add((before, part.label, between))
+                known, reach = self._known.get((before, part.label), (set(), 0))
+                self._known[before, part.label] = known | {between}, max(reach, start - at + _MARGIN)
                 self._characters += len(between)
-                labels = before, part.label
-                self._reach[labels] = max(self._reach.get(labels, 0), start - at + _MARGIN)
             at, before = max(at, start + len(part.written)), part.label
 
     def next_form(self, label: str) -> None:

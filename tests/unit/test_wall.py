@@ -407,7 +407,7 @@ def test_optimizers_keep_their_parameters_where_we_look() -> None:
 
 
 def test_the_hybrid_optimizer_is_made_as_we_read_it() -> None:
-    """`optimizer/offload.py` finds each parameter's Adam and fp32 copy, `device.py` has parameters taken for those of a GPU."""
+    """`optimizer/offload.py` finds each Adam and fp32 copy; `device.py` shows it parameters of a GPU."""
     hybrid = text("optimizer.cpu_offloading.HybridDeviceOptimizer")
     assert "self.param_to_inner_param[param]=inner_param" in hybrid
     assert "self.param_to_fp32_param,)=self._get_sub_optimizer_param_groups(self.offload_fraction)" in hybrid

@@ -5,11 +5,8 @@ Does not decide where in a rendered chat it stands (`turns.py`).
 
 import re
 
-from sft.data.chat.template import THINKING, Message
+from sft.data.chat.message_types import THINKING, THOUGHT, Message
 from sft.data.chat.tokenizer import FolderTokenizer
-
-# Thinking at the head of a content, in four parts: what opens it, the thinking, what closes it, the answer.
-THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
 
 def is_assistant_text(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:

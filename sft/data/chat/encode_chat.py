@@ -20,10 +20,10 @@ import numpy as np
 
 from sft.data.chat.escaping import encode_escaped
 from sft.data.chat.formats import Chat
+from sft.data.chat.message_types import THINKING
 from sft.data.chat.omission_reason import reason
 from sft.data.chat.omitted import OmittedText, find_omitted
 from sft.data.chat.render import render_chat
-from sft.data.chat.template import THINKING
 from sft.data.chat.token_spans import TokenSpan, find_token_spans
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer
 from sft.data.chat.turns import find_turns

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.template import Message, Tools
+from sft.data.chat.message_types import Message, Tools
 from sft.data.chat.tokenizer import Encoded, FolderTokenizer
 from sft.errors import DataError
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sft.data.chat.message_types import Message, Tools
 from sft.data.chat.messages import (
     CheckedMessage,
     check_calls,
@@ -23,7 +24,6 @@ from sft.data.chat.messages import (
     shortened,
     type_name,
 )
-from sft.data.chat.tokenizer import Message, Tools
 from sft.errors import DataError
 
 _LARGEST_ID = 2**31 - 1

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sft.data.chat.tokenizer import Message
+from sft.data.chat.message_types import Message
 from sft.data.read.strict_json import parse_json
 from sft.errors import DataError
 

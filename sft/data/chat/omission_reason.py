@@ -10,9 +10,9 @@ Tried in this order; the first that holds is the answer:
 Does not decide what is left out (`omitted.py`).
 """
 
+from sft.data.chat.message_types import THINKING
 from sft.data.chat.omitted import OmittedText, is_written, omitted_with
 from sft.data.chat.render import RenderedChat
-from sft.data.chat.template import THINKING
 
 _NAMES = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",)}
 

@@ -17,8 +17,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from sft.data.chat.message_types import Message
 from sft.data.chat.render import RenderedChat
-from sft.data.chat.template import Message
 from sft.data.chat.texts import COMPOSITE, ChatText, Marked, asides_of, texts_of
 from sft.errors import DataError
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from sft.data.chat.escaping import Escaped, escape
 from sft.data.chat.formats import Chat
-from sft.data.chat.template import Message, Refused, Tools, plain, prepared
+from sft.data.chat.message_types import Message, Tools
+from sft.data.chat.template import Refused, plain, prepared
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 

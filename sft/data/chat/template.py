@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sft.data.chat.message_types import THINKING, Message, Tools
 from sft.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from sft.data.chat.between import Between
     from sft.data.chat.sandbox import Sandbox
 
-Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
-
-# Names of an assistant's thinking; the first is what templates read.
-THINKING = ("reasoning_content", "thinking", "reasoning")
 # Variables that every template is given; the others are special tokens and data.chat_template_kwargs.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)

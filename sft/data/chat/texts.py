@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from sft.data.chat.assistant_text import THOUGHT
-from sft.data.chat.template import THINKING, Message, Tools
+from sft.data.chat.message_types import THINKING, THOUGHT, Message, Tools
 
 Kind = Literal["content", "reasoning", "tool call", "tool result", "tool schema"]
 BY_LEAF = 3  # form of arguments that are written name by name and value by value

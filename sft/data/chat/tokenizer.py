@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from sft.config import DataConfig
-from sft.data.chat.template import ChatTemplate, Message, Tools, TurnDelimiters, learn_delimiters, plain
+from sft.data.chat.message_types import Message, Tools
+from sft.data.chat.template import ChatTemplate, TurnDelimiters, learn_delimiters, plain
 from sft.errors import DataError
 
 __all__ = [

@@ -17,10 +17,10 @@ import json
 import re
 from typing import Literal, NamedTuple
 
-from sft.data.chat.assistant_text import THOUGHT, content_of, is_assistant_text, is_plain, thinking_of
+from sft.data.chat.assistant_text import content_of, is_assistant_text, is_plain, thinking_of
 from sft.data.chat.escaping import free_characters
+from sft.data.chat.message_types import THINKING, THOUGHT
 from sft.data.chat.render import RenderedChat
-from sft.data.chat.template import THINKING
 from sft.errors import DataError
 
 Proof = Literal["marks", "prefix", "blank"]

@@ -17,8 +17,9 @@ import numpy as np
 from sft.console import Console
 from sft.data.chat.encode_chat import Supervise
 from sft.data.chat.formats import Chat, Tokenized, read_row
+from sft.data.chat.message_types import Message
 from sft.data.chat.messages import ROLES, to_json
-from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer, Message
+from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect.counts import whole_rows
 from sft.data.read.rows import parse, read_rows, row_name
 

@@ -41,7 +41,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """All gradients in pieces, grouped by device and dtype: on a GPU only such lists have a kernel; others are copies."""
+    """All gradients in pieces, by device and dtype: a GPU has one kernel for such a list, and copies others."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.numel():

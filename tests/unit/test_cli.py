@@ -133,7 +133,7 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[-2:] == ["data    not read (--no-data)", ""]
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
     printed_without = capsys.readouterr().out
-    assert "parameters unknown: the tokenizer gives model.vocab_size" in printed_without
+    assert "parameters unknown: model.vocab_size comes from the tokenizer, which was not read" in printed_without
     assert "memory" not in printed_without
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t", "model.vocab_size=1000"]) == 0
     assert "parameters 210,240 with a vocabulary of 1,000" in capsys.readouterr().out

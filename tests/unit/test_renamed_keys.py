@@ -103,6 +103,6 @@ def test_a_checkpoint_of_before_differs_in_nothing() -> None:
     old = {OLD if key == NEW else key: value for key, value in recipe.items()}
     before = {"plan": {}, "recipe": old, "layout": {}, "versions": {}}
     now = Conditions(plan={}, recipe=recipe, layout={}, versions={})
-    assert changes(before, now, []) == Changes(told=[], refused={})
+    assert changes(before, now, []) == Changes(reported=[], refused={})
     changed = Conditions(plan={}, recipe={**recipe, NEW: 6}, layout={}, versions={})
-    assert changes(before, changed, []) == Changes(told=[f"{NEW} was 5, is 6"], refused={})
+    assert changes(before, changed, []) == Changes(reported=[f"{NEW} was 5, is 6"], refused={})

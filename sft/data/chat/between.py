@@ -92,7 +92,8 @@ class Between:
         limit = at + known[1] + len(written)
         start = text.find(written, at, limit)
         while start >= 0:
-            if (_bare(text[at:start], asides) if asides else text[at:start].strip()) in known[0]:
+            between = text[at:start]
+            if between.strip() in known[0] or (asides and _bare(between, asides) in known[0]):
                 return start + len(written)
             start = text.find(written, start + 1, limit)
         return -1

@@ -43,7 +43,7 @@ class ChatTemplate:
     special_tokens: dict[str, Any]
     switches: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property  # asked for every chat
     def has_markers(self) -> bool:
         """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
         return bool(_GENERATION.search(self.code))

@@ -27,6 +27,7 @@ COMPOSITE = frozenset(
     {_ARGUMENTS, _VALUE, _TOOL}
 )  # texts that hold others, which a template may write in ways of its own
 _INDENTS = (None, 4, 2)
+_ENCODERS = {indent: json.JSONEncoder(ensure_ascii=False, indent=indent) for indent in _INDENTS}
 
 
 class ChatText(NamedTuple):
@@ -115,7 +116,7 @@ def _written(text: str, form: int) -> str:
 
 def _json(value: Any, indent: int | None = None) -> str:
     """As the filter `tojson` of transformers writes it."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return _ENCODERS[indent].encode(value)
 
 
 def asides_of(messages: list[Message]) -> list[str]:

@@ -89,7 +89,8 @@ class Between:
         limit = at + known[1] + len(said)
         start = text.find(said, at, limit)
         while start >= 0:
-            if (_bare(text[at:start], asides) if asides else text[at:start].strip()) in known[0]:
+            between = text[at:start]
+            if between.strip() in known[0] or (asides and _bare(between, asides) in known[0]):
                 return start + len(said)
             start = text.find(said, start + 1, limit)
         return -1

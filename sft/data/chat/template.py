@@ -47,7 +47,7 @@ class ChatTemplate:
     special_tokens: dict[str, Any]
     switches: dict[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property  # asked for every chat
     def has_markers(self) -> bool:
         """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
         return bool(_GENERATION.search(self.code))
@@ -117,7 +117,7 @@ class ChatTemplate:
             sandbox, template = self._compiled
             sandbox.begin()
             chunks = []
-            given = {**self.special_tokens, **self.switches, **(switches or {})}
+            given = self._given if switches is None else {**self._given, **switches}
             for chunk in template.generate(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **given
             ):
@@ -131,6 +131,10 @@ class ChatTemplate:
             raise Refused(
                 f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
             ) from error
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        return {**self.special_tokens, **self.switches}
 
     @cached_property
     def _compiled(self) -> "tuple[Sandbox, Template]":

@@ -28,6 +28,9 @@ COMPOSITE = frozenset(
     {_ARGUMENTS, _VALUE, _TOOL}
 )  # texts that hold others, which a template may write in ways of its own
 _INDENTS = (None, 4, 2)
+_WRITERS = {
+    indent: json.JSONEncoder(ensure_ascii=False, indent=indent) for indent in _INDENTS
+}  # made once: half the time
 
 
 class Text(NamedTuple):
@@ -118,7 +121,7 @@ def _written(said: str, form: int) -> str:
 
 def _json(value: Any, indent: int | None = None) -> str:
     """As the filter `tojson` of transformers writes it."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return _WRITERS[indent].encode(value)
 
 
 def asides_of(messages: list[Message]) -> list[str]:

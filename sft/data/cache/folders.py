@@ -23,7 +23,7 @@ from sft.errors import DataError
 # Names how rows become samples.  Whoever makes any row become other tokens or weights changes it to any other text;
 # stores of the older code are unused from then on.  `tests/unit/test_encoding_version.py` fails where that was
 # forgotten.  This value is the digest that older releases took of their source files, so their stores are still used.
-ENCODING = "77130e220f25bbce384872bb18c820c4997345b3213da31ec58bb3a4fe849301"
+ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 

@@ -113,7 +113,7 @@ class ChatTemplate:
             sandbox, template = self._compiled
             sandbox.begin()
             chunks = []
-            variables = {**self.special_tokens, **self.switches, **(switches or {})}
+            variables = self._given if switches is None else {**self._given, **switches}
             for chunk in template.generate(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **variables
             ):
@@ -127,6 +127,10 @@ class ChatTemplate:
             raise Refused(
                 f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
             ) from error
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        return {**self.special_tokens, **self.switches}
 
     @cached_property
     def _compiled(self) -> "tuple[Sandbox, Template]":

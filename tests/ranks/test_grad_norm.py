@@ -72,7 +72,7 @@ def clipped(overrides: Sequence[str]) -> dict[str, Any]:
             patch.setattr(build, "update", looked_at)
             results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
         return {
-            "loss": [r.totals.loss / r.totals.num_tokens for r in results],
+            "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
             "squares": squares,
         }

@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint by name, and facts for people."""
+    """The files of a checkpoint by name, and facts that only people read."""
 
     files: dict[str, Entry]
     facts: dict[str, Any]

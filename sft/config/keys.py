@@ -1,4 +1,4 @@
-"""What the keys of a recipe are called and what they accept, in words.
+"""Names of the recipe keys, and descriptions of the values each one accepts.
 
 Derived from the models of `config/`, so that errors, `check --explain` and docs/config.md cannot disagree
 with what is accepted.

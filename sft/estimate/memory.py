@@ -163,7 +163,7 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
 
 
 def _mlp_backward(config: Config, everything: LayerBytes, kept: LayerBytes, tokens: float) -> float:
-    """While backward computes the second half: what of it is recomputed, and the gradient of gate and up.
+    """Memory while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
 
     train.mlp_tile limits that to as many tokens.  With recompute = full, the recomputed first half waits meanwhile.
     """

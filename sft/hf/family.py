@@ -122,7 +122,7 @@ class TensorMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: its tensors, the keys of its config.json, and transformers' defaults where that is silent.
+    """One `model_type`: its tensors, the keys of its config.json, and transformers' defaults for keys it omits.
 
     implied  keys of `model.*` whose values follow from the model_type alone
     keys     our key below `model` -> the key of config.json

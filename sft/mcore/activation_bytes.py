@@ -81,7 +81,7 @@ def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """What the loss holds beside its inputs, for all tokens; docs/loss.md.
+    """Bytes that the loss head allocates for all tokens, without its inputs.  See docs/loss.md.
 
     vocab_rows  of the output weight on this rank, padding included
     """

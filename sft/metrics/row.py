@@ -88,7 +88,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Derived:
-    """Made of several quantities, or of what else is known of the run."""
+    """A metric that is computed from several quantities, or from facts of the run such as its layout."""
 
     kind: str
     make: Callable[[Any, RunFacts], Any]

@@ -102,7 +102,7 @@ class ExpertLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(Totals):
-    """The totals of an optimizer step, and what its update did."""
+    """The totals of an optimizer step, and the result of its update: norm, learning rate, whether it was skipped."""
 
     grad_norm: float  # before clipping, of the mean loss
     learning_rate: float

@@ -104,7 +104,10 @@ class Lifecycle:
         return self._stop_and_late(is_late=False)[0]
 
     def after_step(self, step: int) -> Due:
-        """What is due after `step` and its evaluation.  Collective: every rank gets the same answer."""
+        """Whether a save is due after `step` and its evaluation, and whether the run stops.
+
+        Collective: every rank gets the same answer.
+        """
         config, is_last = self._checkpoint, step == self._num_steps
         minutes = config.save_every_minutes
         is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes

@@ -164,7 +164,7 @@ class RunLock:
         return None
 
     def _changes(self, path: Path) -> bool:
-        """Whether the file is renewed, replaced or removed within `stale_s`."""
+        """Watch the lock file for up to `stale_s`: whether its owner renews it, or somebody replaces or removes it."""
         before, end = _stamp(path), time.monotonic() + self._stale_s
         while time.monotonic() < end:
             time.sleep(min(1.0, self._stale_s / 20))
@@ -247,7 +247,7 @@ def _claim(path: Path, stale: bytes) -> Path:
 
 
 def _link(file: Path, name: Path) -> bool:
-    """Give the file one more name, unless another file has it; whether it has that name now."""
+    """Hard-link the file to a second name, unless another file has that name; whether the file has it afterwards."""
     try:
         os.link(file, name)
     except FileExistsError:  # NFS also says so when the link was made and its first answer was lost

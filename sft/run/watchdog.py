@@ -92,7 +92,7 @@ class Watchdog:
             pass
 
     def phase(self, name: str) -> None:
-        """Another phase begins: it has the whole timeout."""
+        """Start a new phase, and its timer."""
         if self._timeout_s is not None and os.getpid() == self._pid:
             self._phase = name, time.monotonic()
             self._arm()

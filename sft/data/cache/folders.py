@@ -31,7 +31,7 @@ _OURS = re.compile(r"[0-9a-f]{32}(\.work)?")
 
 
 def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> Path:
-    """The folder of a file's store; its name is 32 hex digits over everything that the samples depend on."""
+    """The cache folder of one data file; its name is a hash of everything that the samples depend on: 32 hex digits."""
     libraries = (
         []
         if isinstance(tokenizer, ByteTokenizer)

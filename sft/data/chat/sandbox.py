@@ -155,7 +155,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts as a step and does not make more text than is allowed."""
+        """Wrap a filter: a call counts towards the template's budget, and its text towards the limit of characters."""
         first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
         @wraps(function)

@@ -69,7 +69,7 @@ class ChatTemplate:
 
     @cached_property
     def between(self) -> "Between":
-        """What the template is known to write between texts."""
+        """What this template writes between the texts of messages, as learnt from its renderings."""
         from sft.data.chat.between import Between
 
         return Between()
@@ -145,7 +145,7 @@ class ChatTemplate:
 
 
 def prepared(messages: list[Message]) -> list[Message]:
-    """Messages as transformers hands them to a template: without nulls, thinking under each of its names.
+    """Messages as transformers passes them to a template: without nulls, reasoning under each key that templates read.
 
     {"content": None, "tool_calls": [...]} -> {"tool_calls": [...]}
     {"thinking": "so"}                     -> {"thinking": "so", "reasoning_content": "so"}

@@ -145,7 +145,7 @@ def compare_plans(first: Path, second: Path) -> list[str]:
 
 
 def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
-    """Samples of each (epoch, batch)."""
+    """(epoch, batch) -> the ids of its samples."""
     members: dict[tuple[int, int], Counter[int]] = {}
     counts: Counter[int] = Counter()
     for _, epoch, packs in batches:

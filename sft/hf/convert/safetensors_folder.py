@@ -159,7 +159,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _stored_twice(tensors: dict[str, StoredTensor], new: Iterable[str], file: Path) -> list[str]:
-    """One line for each name of `file` that an earlier file has too."""
+    """One error line for each tensor of `file` whose name also occurs in an earlier file."""
     names_by_file = defaultdict(list)
     for name in new:
         if name in tensors:

@@ -180,7 +180,7 @@ class _ForwardPass:
 
     @property
     def _layer(self) -> int:
-        """That is being computed, from 1; 0 before the first."""
+        """Number of the layer that is being computed, from 1; 0 before the first layer."""
         return 0 if self.layers is None else self.layers.num_started
 
     def _save_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensor | None:

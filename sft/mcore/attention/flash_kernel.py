@@ -156,7 +156,7 @@ def _missing() -> str | None:
 
 @cache
 def _arguments() -> frozenset[str]:
-    """Names of the arguments of torch's forward operator; none where this torch lacks it."""
+    """Argument names of torch's flash-attention forward operator; empty where this torch has no such operator."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
 

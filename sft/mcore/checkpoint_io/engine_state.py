@@ -105,7 +105,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
 
 
 def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
-    """Whether the checkpoint with these plain values was written on the layout of `engine`."""
+    """Whether a checkpoint was written with the parallel sizes of `engine`; `plain` holds its non-tensor values."""
     stored, current = common.get("args"), _arguments(engine, 0)
     axes = ("tensor_model", "pipeline_model", "context", "data", "expert_model", "expert_tensor")
     sizes = [f"{axis}_parallel_size" for axis in axes]

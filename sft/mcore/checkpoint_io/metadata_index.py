@@ -107,7 +107,10 @@ def _metadata_index(record: Any) -> md.MetadataIndex:
 
 
 def read_index(folder: Path) -> md.Metadata:
-    """The index of the checkpoint in `folder`, built from plain values.  Raises CheckpointError where it is unsafe."""
+    """Read the index of the checkpoint in `folder` into plain Python values; no code of the pickle runs.
+
+    Raises CheckpointError where it is unsafe.
+    """
     path = regular_file(folder, INDEX)
     try:
         with path.open("rb") as stream:

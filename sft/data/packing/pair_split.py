@@ -57,7 +57,7 @@ class PairSplitter:
         return [i for i in pool if i in chosen], [i for i in pool if i not in chosen]
 
     def _targets(self, long: list[int], rest: list[int], reachable: int, wanted_cost: int) -> _Targets:
-        """For each way to share out the long sequences: how many middle ones, and what size of short ones, join them."""
+        """For each way to share out the long sequences: how many middle ones, and which size of short ones, join."""
         ways = self._ways[: 1 << len(long), : len(long)]
         long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
         pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())

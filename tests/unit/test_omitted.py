@@ -165,6 +165,21 @@ def test_parameters_of_parameters(load: Load) -> None:
     assert found(TALK, tokenizer, [flat]) == []
 
 
+def test_a_chat_without_an_answer_is_explained_too(load: Load) -> None:
+    """data.supervise = all takes chats that hold questions only; a template may still leave out their tools."""
+    tokenizer = load(source=reads("message.content"))
+    chat = Chat([user("Rome?")], [WEATHER])
+    [omitted] = encode_chat(chat, tokenizer, "all").omitted
+    assert (omitted.number, omitted.role, omitted.kind) == (1, "tools", "tool schema")
+    assert (
+        why_omitted(chat, tokenizer, omitted)
+        == "The template never reads tools: give one that does (data.chat_template)."
+    )
+    tokenizer = load(source=reads("message.content", "{% if tools and 0 %}{{ tools }}{% endif %}"))
+    [omitted] = encode_chat(chat, tokenizer, "all").omitted
+    assert why_omitted(chat, tokenizer, omitted) == "Give a template that writes it (data.chat_template)."
+
+
 def test_the_byte_tokenizer_leaves_out_nothing() -> None:
     everything = [SYSTEM, user("1 + 2?"), assistant("Let me", reasoning_content="hm", tool_calls=[
         {"type": "function", "function": {"name": "weather", "arguments": {"town": "Rome"}}}]), tool("warm"),

@@ -31,8 +31,8 @@ def reason(chat: RenderedChat, omitted: OmittedText) -> str:
     in_content = omitted.kind == "reasoning" and not any(chat.messages[index].get(name) for name in names)
     if names and not in_content and not any(name in template.code for name in names):
         return f"The template never reads {names[0]}: give one that does (data.chat_template)."
-    answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    if index < answers[-1] and is_written(chat, omitted, answers[-1], prompt=True):
+    last_answer = max((i for i, message in enumerate(chat.messages) if message["role"] == "assistant"), default=None)
+    if last_answer is not None and index < last_answer and is_written(chat, omitted, last_answer, prompt=True):
         return (
             "The template writes it in the prompt that asks for the last answer, and leaves it out once the answer "
             "follows: the model is trained without it, and used with it.  Give a template that keeps it "

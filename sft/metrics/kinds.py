@@ -80,10 +80,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class SumBy:
-    """`measure` gives a number of each token, [n]; they are added by the token's bucket of the breakdown `by`."""
+    """`measure` gives a number of each token, [n]; they are added by the token's bucket of the breakdown `by`.
+
+    Without `measure`, the tokens of each bucket are counted.
+    """
 
     by: str
-    measure: Callable[[SupervisedTokens], np.ndarray]
+    measure: Callable[[SupervisedTokens], np.ndarray] | None = None
     number: type = int
 
     name: ClassVar[str] = "Sum"
@@ -93,7 +96,8 @@ class SumBy:
     def local(self, tokens: Sequence[SupervisedTokens], names: Sequence[str]) -> np.ndarray:
         sums = np.zeros(len(names))
         for part in tokens if names else ():  # without names of sources nothing is counted by source
-            sums += np.bincount(part.buckets[self.by], weights=self.measure(part), minlength=len(names))
+            weights = None if self.measure is None else self.measure(part)
+            sums += np.bincount(part.buckets[self.by], weights=weights, minlength=len(names))
         return sums
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> dict[str, Any]:

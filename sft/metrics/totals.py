@@ -43,9 +43,9 @@ class Totals:
     num_tokens: int = quantity(Sum(lambda tokens: len(tokens.nll)))  # supervised
     num_correct: int = quantity(Sum(lambda tokens: int(np.count_nonzero(tokens.correct))))
     nll_by_position: dict[str, float] = quantity(SumBy("position", lambda tokens: tokens.nll, float))
-    num_tokens_by_position: dict[str, int] = quantity(SumBy("position", lambda tokens: np.ones(len(tokens.nll))))
+    num_tokens_by_position: dict[str, int] = quantity(SumBy("position"))
     nll_by_source: dict[str, float] = quantity(SumBy("source", lambda tokens: tokens.nll, float))
-    num_tokens_by_source: dict[str, int] = quantity(SumBy("source", lambda tokens: np.ones(len(tokens.nll))))
+    num_tokens_by_source: dict[str, int] = quantity(SumBy("source"))
     # Of packs: tokens of samples, with padding of documents, with filler; squares of the lengths of documents.
     num_real_tokens: int = quantity(Replicated(lambda pack: pack.num_real_tokens))
     num_aligned_tokens: int = quantity(Replicated(lambda pack: pack.num_aligned_tokens))

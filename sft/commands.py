@@ -209,7 +209,8 @@ def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
     Raises ConfigError with the problems of the layout and where their keys were set.
     """
     from sft.config.keys import leaves
-    from sft.parallel.layout import Layout, smallest_world
+    from sft.parallel.alignment import smallest_world
+    from sft.parallel.layout import Layout
 
     if world_size is None:
         world_size = smallest_world(recipe.config)

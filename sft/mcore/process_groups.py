@@ -18,7 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from sft.errors import ConfigError
-from sft.parallel.layout import ETP_NEEDS_NCCL, Layout
+from sft.parallel.alignment import ETP_NEEDS_NCCL
+from sft.parallel.layout import Layout
 from sft.parallel.position import Position
 
 

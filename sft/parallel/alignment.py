@@ -1,14 +1,14 @@
-"""What the tokens of a pack and the widths of a model must be multiples of.
+"""What lengths, widths and counts must be multiples of, and what is said of those that are not.
 
-Decides the multiples, and which widths fit.  sft/parallel/layout.py decides how many ranks there are and whether that
-fits; the loader adds the filler documents that bring a pack to its multiple.
+Decides the multiples, and which sizes fit a recipe and a number of processes.  The loader adds the filler documents
+that bring a pack to its multiple.
 """
 
 from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
-from sft.config import Config, divisors
+from sft.config import Config, ModelConfig, divisors
 
 if TYPE_CHECKING:
     import numpy as np  # a mistake in a recipe is reported before numpy is imported
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FP8_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 # Rows and columns of a rank's part of a weight.  blockwise: 16 on Hopper; Blackwell computes it by way of mxfp8.
 FP8_WIDTHS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 32, "mxfp8": 32}
+
+ETP_NEEDS_NCCL = "needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
 
 Lengths = TypeVar("Lengths", int, "np.ndarray")
 
@@ -45,18 +47,108 @@ def pack_multiple(config: Config) -> int:
     return lcm(config.data.doc_multiple, 2 * parallel.cp, parallel.cp * _split(config) * FP8_TOKENS[config.run.fp8])
 
 
-def explain_multiple(config: Config) -> str:
-    """What the multiple follows from: "doc_multiple 32, cp 2, tp 4 with sequence parallel, 32 tokens of fp8 mxfp8"."""
-    parallel, fp8 = config.parallel, config.run.fp8
-    reasons = [f"doc_multiple {config.data.doc_multiple}", f"cp {parallel.cp}"]
-    if _split(config) > 1:
-        reasons.append(f"tp {parallel.tp} with sequence parallel")
-    if fp8:
-        reasons.append(f"{FP8_TOKENS[fp8]} tokens of a rank for fp8 {fp8}")
-    return ", ".join(reasons)
+def _split(config: Config) -> int:
+    return config.parallel.tp if config.parallel.sequence_parallel else 1
 
 
-def uneven_widths(config: Config) -> Iterator[str]:
+def misfits(config: Config, world_size: int) -> list[str]:
+    """Every reason why the sizes of `config` do not fit each other or `world_size` processes, with sizes that would."""
+    return [
+        *_ranks(config, world_size),
+        *_tensor(config),
+        *_pipeline(config),
+        *_experts(config, world_size),
+        *_batch(config, world_size),
+        *_tokens(config),
+        *_profiled(config, world_size),
+    ]
+
+
+def smallest_world(config: Config) -> int:
+    """tp * cp * pp: the processes that one copy of the model takes."""
+    return config.parallel.tp * config.parallel.cp * config.parallel.pp
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[str]:
+    sizes = {"tp": config.parallel.tp, "cp": config.parallel.cp, "pp": config.parallel.pp}
+    total = smallest_world(config)
+    if world_size % total == 0:
+        return
+    singular, plural = ("process", "processes") if config.run.device == "cpu" else ("GPU", "GPUs")
+    have = f"{world_size} {singular if world_size == 1 else plural}"
+    for name, word, fits in (
+        ("cp", "Context", _cp_fits),
+        ("tp", "Tensor", _tp_fits),
+        ("pp", "Pipeline", _pp_fits),
+    ):
+        others = total // sizes[name]
+        if sizes[name] > 1 and world_size % others == 0:
+            rest = ", ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)
+            fitting = _listing(size for size in divisors(world_size // others) if fits(config, size))
+            yield (
+                f"parallel.{name} = {sizes[name]} does not fit {have} with {rest}.  "
+                f"{word}-parallel sizes that fit: {fitting}."
+            )
+            return
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total}."
+
+
+def _cp_fits(config: Config, cp: int) -> bool:
+    return config.data.doc_multiple % (2 * cp) == 0
+
+
+def _tp_fits(config: Config, tp: int) -> bool:
+    return all(size % tp == 0 for size in _split_by_tp(config.model).values())
+
+
+def _pp_fits(config: Config, pp: int) -> bool:
+    virtual = config.parallel.virtual_stages
+    return config.model.num_layers % (pp * virtual) == 0 and (pp > 1 or virtual == 1)
+
+
+def _heads(model: ModelConfig) -> dict[str, int]:
+    return {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.resolved_query_groups,
+    }
+
+
+def _split_by_tp(model: ModelConfig) -> dict[str, int]:
+    heads = _heads(model)
+    return heads if model.moe.num_experts else {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}
+
+
+def _tensor(config: Config) -> Iterator[str]:
+    tp, split = config.parallel.tp, _split_by_tp(config.model)
+    uneven = [f"{key} = {size}" for key, size in split.items() if size % tp]
+    if uneven:
+        names = ", ".join(uneven)
+        fitting = _listing(size for size in divisors(min(split.values())) if _tp_fits(config, size))
+        yield f"parallel.tp = {tp} does not divide {names}.  Tensor-parallel sizes that fit: {fitting}."
+    else:
+        yield from _heads_by_all_to_all(config)
+        yield from _uneven_widths(config)
+
+
+def _heads_by_all_to_all(config: Config) -> Iterator[str]:
+    """a2a hands out whole heads to all cp ranks, a2a+p2p to those of a group."""
+    parallel, heads = config.parallel, _heads(config.model)
+    applies = config.attention.may_read_cp_comm(config.run.device)
+    if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
+        return
+    tp, cp, two_levels = parallel.tp, parallel.cp, parallel.cp_a2a is not None
+    key, size = ("cp_a2a", parallel.cp_a2a or cp) if two_levels else ("cp", cp)
+    if short := [f"{name} = {number}" for name, number in heads.items() if number % (tp * size)]:
+        possible = [c for c in divisors(cp) if not two_levels or 1 < c < cp]
+        fitting = _listing(c for c in possible if all(number % (tp * c) == 0 for number in heads.values()))
+        yield (
+            f"parallel.cp_comm = {parallel.cp_comm} hands out whole heads: tp {tp} x {key} {size} = {tp * size} does "
+            f"not divide {', '.join(short)}.  Use p2p or all_gather, or a {key} of {fitting}."
+        )
+
+
+def _uneven_widths(config: Config) -> Iterator[str]:
     """One message about the widths that FP8 cannot take, or none.  For a tp that divides heads and feed-forward."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
@@ -67,10 +159,6 @@ def uneven_widths(config: Config) -> Iterator[str]:
     fitting = [size for size in divisors(tp) if not any(width % multiple for width in _widths(config, size).values())]
     instead = f"Use a tp of {', '.join(map(str, fitting))}, or run.fp8=null" if fitting else "Use run.fp8=null"
     yield f"run.fp8 = {fp8} takes weights whose sides are multiples of {multiple}, and here {uneven}.  {instead}."
-
-
-def _split(config: Config) -> int:
-    return config.parallel.tp if config.parallel.sequence_parallel else 1
 
 
 def _widths(config: Config, tp: int) -> dict[str, int]:
@@ -87,3 +175,99 @@ def _widths(config: Config, tp: int) -> dict[str, int]:
         "(num_attention_heads + 2 x num_query_groups) x head_dim / tp": (heads + 2 * groups) * width // tp,
         **feed_forward,
     }
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    layers, pp, virtual = config.model.num_layers, config.parallel.pp, config.parallel.virtual_stages
+    if not _pp_fits(config, pp):
+        fitting = _listing(size for size in divisors(layers) if _pp_fits(config, size))
+        yield (
+            f"model.num_layers = {layers} cannot be cut into parallel.pp {pp} x virtual_stages {virtual} = "
+            f"{pp * virtual} equal stages.  Pipeline-parallel sizes that fit: {fitting}."
+        )
+
+
+def _experts(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    experts, ep, etp = model.moe.num_experts, parallel.ep, parallel.etp
+    if experts is None:
+        if ep * etp > 1:
+            yield f"parallel.ep = {ep} and etp = {etp} are for experts; without model.moe.num_experts both must be 1."
+        return
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.sequence_parallel = false with tp = {parallel.tp} would send every token to its experts "
+            f"{parallel.tp} times.  A mixture of experts needs sequence_parallel, or tp = 1."
+        )
+    if etp > 1 and config.run.device == "cpu":
+        yield f"parallel.etp = {etp} {ETP_NEEDS_NCCL}"
+    if model.resolved_expert_ffn % etp:
+        fitting = _listing(iter(divisors(model.resolved_expert_ffn)))
+        yield f"parallel.etp = {etp} does not divide an expert of width {model.resolved_expert_ffn}.  Fit: {fitting}."
+    stage, rest = divmod(world_size, parallel.pp)
+    if experts % ep or (not rest and stage % (ep * etp)):
+        fitting = _listing(e for e in divisors(experts) if rest or stage % (e * etp) == 0)
+        yield (
+            f"parallel.ep = {ep} x etp = {etp} does not fit {experts} experts on {stage} ranks of a pipeline stage "
+            f"(tp x cp x dp).  Expert-parallel sizes that fit: {fitting}."
+        )
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    dp, rest = divmod(world_size, smallest_world(config))
+    packs, pp, virtual = config.train.global_batch_size, config.parallel.pp, config.parallel.virtual_stages
+    if rest:
+        return  # no dp: `_ranks` reports it
+    if packs % dp:
+        nearest = _nearest_multiples(packs, dp)
+        yield f"train.global_batch_size = {packs} packs cannot be shared by dp = {dp} ranks.  {nearest}."
+    elif virtual > 1 and packs // dp % pp:
+        nearest = _nearest_multiples(packs, dp * pp)
+        yield (
+            f"train.global_batch_size = {packs} packs are {packs // dp} microbatches on each of dp = {dp} "
+            f"ranks; with virtual_stages = {virtual} they must be a multiple of pp = {pp}.  {nearest}."
+        )
+
+
+def _tokens(config: Config) -> Iterator[str]:
+    multiple, seq_length, cp = config.data.doc_multiple, config.data.seq_length, config.parallel.cp
+    if not _cp_fits(config, cp):
+        yield (
+            f"data.doc_multiple = {multiple} is not a multiple of 2 x cp = {2 * cp}, a document's chunks.  "
+            f"Smallest that fits: {lcm(multiple, 2 * cp)}."
+        )
+    # A size that is refused already would only blur what is wrong with seq_length.
+    fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
+    pack = pack_multiple(config) if fits else multiple
+    if seq_length % pack:
+        why = _explain_multiple(config) if fits else "doc_multiple"
+        nearest = _nearest_multiples(seq_length, pack)
+        yield f"data.seq_length = {seq_length} is not a multiple of {pack} ({why}).  {nearest}."
+
+
+def _explain_multiple(config: Config) -> str:
+    """What the multiple follows from: "doc_multiple 32, cp 2, tp 4 with sequence parallel, 32 tokens of fp8 mxfp8"."""
+    parallel, fp8 = config.parallel, config.run.fp8
+    reasons = [f"doc_multiple {config.data.doc_multiple}", f"cp {parallel.cp}"]
+    if _split(config) > 1:
+        reasons.append(f"tp {parallel.tp} with sequence parallel")
+    if fp8:
+        reasons.append(f"{FP8_TOKENS[fp8]} tokens of a rank for fp8 {fp8}")
+    return ", ".join(reasons)
+
+
+def _nearest_multiples(value: int, multiple: int) -> str:
+    """_nearest_multiples(10, 4) -> "Nearest that fit: 8, 12"; nothing below the multiple itself."""
+    below = value // multiple * multiple
+    return "Nearest that fit: " + ", ".join(str(size) for size in (below, below + multiple) if size)
+
+
+def _listing(sizes: Iterator[int]) -> str:
+    return ", ".join(str(size) for size in sizes) or "none"
+
+
+def _profiled(config: Config, world_size: int) -> Iterator[str]:
+    for name, ranks in (("memory", config.profile.memory.ranks), ("torch", config.profile.torch.ranks)):
+        if isinstance(ranks, list) and max(ranks) >= world_size:
+            have = "only 0" if world_size == 1 else f"only 0 to {world_size - 1}"
+            yield f"profile.{name}.ranks = {ranks}: this run has no rank {max(ranks)}, {have}."

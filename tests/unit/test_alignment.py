@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from sft.config import Config
 from sft.errors import ConfigError
-from sft.parallel.layout import Layout, smallest_world
+from sft.parallel.alignment import smallest_world
+from sft.parallel.layout import Layout
 
 # 32 query heads in 8 groups of 128, as Qwen3-8B: hidden 4096, feed-forward 12,288
 QWEN = {

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from sft.config import Config
 from sft.errors import ConfigError
-from sft.parallel.layout import Layout, smallest_world, vocab_rows
+from sft.parallel.alignment import smallest_world
+from sft.parallel.layout import Layout, vocab_rows
 
 
 def config(**sections: Mapping[str, object]) -> Config:

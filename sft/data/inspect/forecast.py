@@ -19,8 +19,8 @@ from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
 from sft.data.packing.plan_files import follows_from, replayed_plans, write_plans
 from sft.flops import attention_crossover
-from sft.parallel.alignment import aligned
-from sft.parallel.layout import Layout, smallest_world
+from sft.parallel.alignment import aligned, smallest_world
+from sft.parallel.layout import Layout
 
 LOOKED_AT = 50  # global batches, spread over the epoch, that are balanced for the forecast
 LIMITED = 0.95  # below this a larger cp is looked for

@@ -21,13 +21,14 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-triton test-slurm test-standin test-gpu test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
 	@echo "make demo                fine-tune a small model with context parallelism 2 on the CPU"
 	@echo "make test                the CPU test suite; TESTS=tests/unit/test_context_parallel.py and PYTEST_FLAGS=-x narrow it"
 	@echo "make test-faults         runs that are killed, filled up, damaged and hung, and their end against an undisturbed one"
+	@echo "make test-mutations      deliberate faults, one at a time, each of which its tests must notice; MUTATIONS='--only loss' or '--sample 10'"
 	@echo "make test-triton         the Triton kernels, by their interpreter; downloads Triton (300 MB) first"
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
 	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"
@@ -76,6 +77,10 @@ test: $(READY)
 # read-only disk, a file that cannot be removed) are left out without it, and named.
 test-faults: $(READY)
 	$(BIN)/python -m pytest tests/faults --all-faults $(PYTEST_FLAGS)
+
+# What the tests are worth: the table of faults is tests/mutations/faults.
+test-mutations: $(READY)
+	$(BIN)/python -m tests.mutations $(MUTATIONS)
 
 # Beside the environment, not in it: nothing else should find a Triton that torch for the CPU does not bring.
 test-triton: $(READY)

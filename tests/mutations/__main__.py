@@ -1,0 +1,156 @@
+"""`make test-mutations`: apply each deliberate fault to a copy of the repository, and require that its tests fail.
+
+Prints a table: fault, the test that noticed it, seconds.  Exit code 1 if a fault was not noticed, if its tests did not
+run, or if they fail without it.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutations.table import REPOSITORY, Fault, read_table
+
+LIMIT_S = 900  # of the tests of one fault
+FAILED, PASSED = 1, 0  # exit codes of pytest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int | None  # of pytest; None: the tests hung
+    seconds: float
+    output: str
+
+    @property
+    def noticed(self) -> bool:
+        """Tests failed, by a failure and not by an error before they ran; a hang is noticed too, by the time limit."""
+        return self.code in (FAILED, None)
+
+    @property
+    def by(self) -> str:
+        """The test that failed first."""
+        if self.code is None:
+            return f"hung for {LIMIT_S} s"
+        failure = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
+        return failure[1] if failure else f"exit code {self.code} of pytest"
+
+
+def main() -> int:
+    arguments = _arguments()
+    faults = [fault for fault in read_table() if re.search(arguments.only, f"{fault.name} {fault.file}")]
+    if arguments.sample:
+        seed = _git("rev-parse", "HEAD").strip()
+        faults = random.Random(seed).sample(faults, min(arguments.sample, len(faults)))
+        print(f"{len(faults)} faults, drawn by the commit {seed[:12]}")
+    if not faults:
+        print(f"no fault matches {arguments.only!r}", file=sys.stderr)
+        return 2
+    with _copies(arguments.jobs) as copies:
+        sound = arguments.sample or _passes_without_faults(faults, copies)
+        escaped = _run_all(faults, copies)
+    print(f"{len(faults) - len(escaped)} of {len(faults)} faults noticed")
+    for fault, outcome in escaped:
+        print(f"\nNOT NOTICED  {fault.name}\n  {fault.file}: {fault.line!r}\n  {fault.tests}\n{outcome.output[-2000:]}")
+    return 1 if escaped or not sound else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="faults whose room, words or file match")
+    parser.add_argument("--sample", type=int, metavar="N", help="N faults, drawn by the commit")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies to work in at once")
+    return parser.parse_args()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def _copies(jobs: int) -> Iterator[SimpleQueue[Path]]:
+    """`jobs` copies of the working tree, each beside a link to what tests may read next to the repository."""
+    copies: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        for number in range(jobs):
+            copy = Path(folder) / str(number) / "repository"
+            for name in _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines():
+                if (REPOSITORY / name).is_file():  # not one that was removed and not committed
+                    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(REPOSITORY / name, copy / name)
+            if (REPOSITORY.parent / "shared").exists():
+                (copy.parent / "shared").symlink_to(REPOSITORY.parent / "shared")
+            copies.put(copy)
+        yield copies
+
+
+def _passes_without_faults(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> bool:
+    """Whether the tests of all faults pass in an unchanged copy: otherwise they would notice anything."""
+    copy = copies.get()
+    outcome = _pytest(copy, sorted({argument for fault in faults for argument in fault.tests.split()}), limit_s=7200)
+    copies.put(copy)
+    if outcome.code != PASSED:
+        print(f"without a fault the tests do not pass:\n{outcome.output[-4000:]}")
+    return outcome.code == PASSED
+
+
+def _run_all(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> list[tuple[Fault, Outcome]]:
+    """Apply every fault in one of the copies; print a line each.  Returns those that no test noticed."""
+
+    def run(fault: Fault) -> tuple[Fault, Outcome]:
+        copy = copies.get()
+        path, sound = copy / fault.file, (copy / fault.file).read_text()
+        try:
+            path.write_text(fault.apply(copy))
+            return fault, _pytest(copy, fault.tests.split(), limit_s=LIMIT_S)
+        finally:
+            path.write_text(sound)
+            copies.put(copy)
+
+    escaped = []
+    with ThreadPoolExecutor(copies.qsize()) as pool:
+        for fault, outcome in pool.map(run, faults):
+            word = "noticed" if outcome.noticed else "NOT NOTICED"
+            print(f"{word:11}  {outcome.seconds:5.0f} s  {fault.name}  [{outcome.by}]", flush=True)
+            if not outcome.noticed:
+                escaped.append((fault, outcome))
+    return escaped
+
+
+def _pytest(copy: Path, tests: Sequence[str], *, limit_s: float) -> Outcome:
+    """Run tests in `copy`, whose `sft` goes before an installed one.  No bytecode: it is told apart by whole seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        code: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        code = None
+    return Outcome(code, time.monotonic() - started, output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The dimensions of a run's layout, which of their values fit together, and the overrides of a recipe that ask for them.
+
+`COVERING` is what `make test` runs, at most four ranks; `GRID`, what `make test-all` runs besides.
+"""
+
+from tests.covering import Case, covering_set
+
+DIMENSIONS = {
+    "model": ["dense", "tied", "experts"],
+    "tp": [1, 2, 4],
+    "sequence_parallel": [False, True],
+    "cp": [1, 2, 4],
+    "pp": [1, 2, 4],
+    "virtual_stages": [1, 2],
+    "dp": [1, 2, 4],
+    "ep": [1, 2, 4],
+    "distributed_optimizer": [False, True],
+    "recompute": ["none", "selective", "full"],
+    "activation_offload": [0, 1],
+    "optimizer_offload": [0, 1],
+    "precision": ["fp32", "bf16"],
+    "loss": ["fused", "chunked", "full"],
+}
+NUM_LAYERS, NUM_EXPERTS, GLOBAL_BATCH_SIZE = 4, 4, 4  # of scenarios.RECIPE and of EXPERTS
+EXPERTS = [
+    f"model.moe.num_experts={NUM_EXPERTS}",
+    "model.moe.top_k=2",
+    "model.moe.ffn_hidden_size=24",
+    "model.moe.aux_loss_coef=0.1",
+    "model.moe.z_loss_coef=0.01",
+    "model.init_std=0.2",  # decided routers: with 0.02 two scores may be one rounding apart
+]
+MODELS = {"dense": [], "tied": ["model.tie_embeddings=true"], "experts": EXPERTS}
+
+
+def world_size(case: Case) -> int:
+    return case["tp"] * case["cp"] * case["pp"] * case["dp"]
+
+
+def fits(case: Case) -> bool:
+    """What the product documents as possible, written down once more: a wrong refusal is then a failing test.
+
+    At most four ranks.  Sequence parallel is of no effect without tp, and experts with tp need it.  Virtual stages need
+    a pipeline, whole layers, and microbatches that are a multiple of pp.  ep needs experts, and divides tp x cp x dp.
+    Activations are moved only where most of them are recomputed.  Core's optimizer on the host needs bf16 and the
+    distributed optimizer.
+    """
+    tp, pp, virtual, dp, ep = (case[key] for key in ("tp", "pp", "virtual_stages", "dp", "ep"))
+    return (
+        world_size(case) <= 4
+        and case["sequence_parallel"] <= (tp > 1)
+        and (case["model"] != "experts" or tp == 1 or case["sequence_parallel"])
+        and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
+        and (ep == 1 or (case["model"] == "experts" and tp * case["cp"] * dp % ep == 0))
+        and (not case["activation_offload"] or case["recompute"] != "none")
+        and (not case["optimizer_offload"] or (case["precision"] == "bf16" and case["distributed_optimizer"]))
+    )
+
+
+def overrides(case: Case) -> list[str]:
+    return [
+        *MODELS[case["model"]],
+        *(f"parallel.{key}={case[key]}" for key in ("tp", "cp", "pp", "virtual_stages", "ep")),
+        *(f"parallel.{key}={str(case[key]).lower()}" for key in ("sequence_parallel", "distributed_optimizer")),
+        f"train.recompute={case['recompute']}",
+        f"train.offload_fraction={case['activation_offload']}",
+        f"optim.offload_fraction={case['optimizer_offload']}",
+        f"run.precision={case['precision']}",
+        f"loss.impl={case['loss']}",
+        f"loss.chunk_size={'null' if case['loss'] == 'full' else 24}",
+    ]
+
+
+def name(case: Case) -> str:
+    """What differs from one rank's plain run: "experts cp 2 ep 2 recompute full"."""
+    plain = {key: values[0] for key, values in DIMENSIONS.items()}
+    parts = [f"{key} {value}" for key, value in case.items() if value != plain[key] and key not in ("model",)]
+    return " ".join([case["model"], *parts])
+
+
+COVERING = covering_set(DIMENSIONS, fits)

@@ -24,7 +24,7 @@ from sft.console import Console, size
 from sft.errors import CheckpointError, StorageError
 from sft.mcore import device
 from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.checkpoint_io.torch_dist_files import CopyBuffers
+from sft.mcore.checkpoint_io.torch_dist_files import CopyBuffers, Snapshot
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
@@ -90,7 +90,7 @@ class Saver:
             self._console.say(f"saving step {state.step} in the background; training waited {self.stall_s:.1f} s")
         else:
             measure = partial(_bytes_in, temporary)
-            with self._console.watch(f"saving step {state.step}", snapshot.rank_shards.num_bytes, "bytes", measure):
+            with self._console.watch(f"saving step {state.step}", snapshot.num_bytes, "bytes", measure):
                 self._job.run()
             self.drain(must_succeed=wait)
             self.stall_s = time.monotonic() - started
@@ -112,7 +112,7 @@ class Saver:
         if self._job is not None and self._job.is_alive():
             self._job.join(_LAST_WAIT_S)
 
-    def _prepare(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[engine_state.Snapshot, Path]:
+    def _prepare(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[Snapshot, Path]:
         """The snapshot, and the temporary folder for it.  Raises for non-finite weights and where there is no room."""
         if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not finite; such a state is never saved.")
@@ -120,7 +120,7 @@ class Saver:
         snapshot = engine_state.snapshot(engine, plain)
         if copy:
             snapshot = snapshot.copied(self._buffers, self._groups.control)
-        num_bytes = sum(all_gather_objects(lambda: snapshot.rank_shards.num_bytes, self._groups.control))
+        num_bytes = sum(all_gather_objects(lambda: snapshot.num_bytes, self._groups.control))
         make = partial(self._make_temporary, num_bytes, state.step)
         return snapshot, broadcast_from_rank0(make, self._groups.control)
 
@@ -138,12 +138,12 @@ class Saver:
                 f"another run took over {self.folder} while this one hung, and its checkpoints stay as they are."
             )
 
-    def _write(self, snapshot: engine_state.Snapshot, temporary: Path, state: TrainState, started: float) -> None:
+    def _write(self, snapshot: Snapshot, temporary: Path, state: TrainState, started: float) -> None:
         """Write and publish.  Uses only the group for saving: this may run in a thread beside training."""
         group = self._groups.saving
         device.enter(self._groups.device)
         try:
-            all_gather_objects(snapshot.rank_shards.refuse_nonfinite, group)
+            all_gather_objects(snapshot.refuse_nonfinite, group)
             engine_state.write(snapshot, temporary, group)
             digests = all_gather_objects(partial(self._digests, temporary), group)
             files = {name: entry for of_rank in digests for name, entry in of_rank.items()}

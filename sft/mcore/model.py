@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -265,19 +266,13 @@ def initialise(chunk: HiddenStatesGPT, seed: int, std: float, num_layers: int) -
             part.copy_(_draw(shard, seed, std / math.sqrt(2 * num_layers) if writes_residual else std))
 
 
-def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
+def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
     """Every tensor of this rank that a sharded state dict describes, factories built."""
-    if isinstance(state, ShardedTensor):
-        if state.data is not None:
-            yield state
-    elif isinstance(state, ShardedTensorFactory):
-        yield from sharded_tensors(state.build())
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from sharded_tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from sharded_tensors(value)
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensorFactory):
+            yield from sharded_tensors([leaf.build()])
+        elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
+            yield leaf
 
 
 def _draw(shard: ShardedTensor, seed: int, std: float) -> Tensor:

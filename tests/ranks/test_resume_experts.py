@@ -160,7 +160,7 @@ def test_the_index_of_many_parts_is_read_once(ranks: Ranks, tmp_path: Path) -> N
 def write_half(folder: str) -> str:
     with scenarios.running([]) as engine:
         half = ShardedTensor.from_rank_offsets("a", torch.ones(2, 3), (0, 0, 2))
-        one = torch_dist_files.select_rank_shards([half], [], engine.groups.collection.dp_cp)
+        one = torch_dist_files.select_shards([half], [], engine.groups.collection.dp_cp, {})
         with pytest.raises(StorageError) as error:
             torch_dist_files.write(one, Path(folder), None)
         return str(error.value)

@@ -200,7 +200,7 @@ def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharde
 def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
     with run_of(overrides, "unused") as run:
         run.train(1)
-        part = engine_state.snapshot(run.engine, {"iteration": 1}).rank_shards
+        part = engine_state.snapshot(run.engine, {"iteration": 1})
         is_moment = [shard.key.startswith("optimizer.") for shard in part.shards]
         flats = [
             flat for one in optimizer_shards.optimizer_slices(run.engine.optimizer) for flat in one.tensors.values()

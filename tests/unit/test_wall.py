@@ -22,6 +22,7 @@ CORE = "megatron.core"
 # Imported name -> parameters it must have (of a class: of its constructor).
 NAMES: dict[str, list[str]] = {
     "dist_checkpointing.core.CheckpointingConfig": ["sharded_backend"],
+    "dist_checkpointing.dict_utils.nested_values": ["x"],
     "dist_checkpointing.mapping.ShardedObject": ["key", "data", "global_shape", "global_offset", "replica_id"],
     "dist_checkpointing.mapping.ShardedTensor": [
         "key",
@@ -202,6 +203,7 @@ NAMES: dict[str, list[str]] = {
     "pipeline_parallel.get_forward_backward_func": [],
     "process_groups_config.ProcessGroupCollection": [],
     "process_groups_config.ProcessGroupCollection.use_mpu_process_groups": [],
+    "safe_globals.SAFE_GLOBALS": [],
     "tensor_parallel": [],
     "tensor_parallel.checkpoint": ["function", "distribute_saved_activations"],
     "tensor_parallel.copy_to_tensor_model_parallel_region": ["input_", "group"],

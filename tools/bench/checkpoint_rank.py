@@ -42,7 +42,7 @@ def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list
     groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = RankBench(Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100), Path(folder))
     num_bytes = all_gather_objects(
-        lambda: engine_state.snapshot(bench.engine, {}).rank_shards.num_bytes, groups.control
+        lambda: engine_state.snapshot(bench.engine, {}).num_bytes, groups.control
     )
     turns: dict[str, list[Took]] = {}
     for turn in range(repeats + 1):
@@ -94,7 +94,7 @@ class RankBench:
     def torch_save(self) -> dict[str, Took]:
         """Of copies, as torch.save writes the whole of a buffer that a tensor is a part of."""
         path = self.folder / f"rank{dist.get_rank()}.pt"
-        tensors = [shard.data.clone() for shard in engine_state.snapshot(self.engine, {}).rank_shards.shards]
+        tensors = [shard.data.clone() for shard in engine_state.snapshot(self.engine, {}).shards]
 
         def save() -> None:
             torch.save(tensors, path)

@@ -9,69 +9,47 @@ optimizer's tensors; `sft.checkpoint` decides when to save, into which folder, a
 import io
 import json
 from argparse import Namespace
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from sft.atomic_files import flush
 from sft.config import ModelConfig
-from sft.errors import CheckpointError, StorageError
+from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
 from sft.mcore.engine import Engine
 from sft.mcore.model import sharded_tensors
-from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """What one rank writes of a checkpoint, and the plain values that rank 0 writes.
-
-    It refers to the engine's own tensors: write it before the next step, or copy it.
-    """
-
-    rank_shards: torch_dist_files.RankShards
-    common: dict[str, Any]
-
-    def copied(self, buffers: torch_dist_files.CopyBuffers, group: dist.ProcessGroup) -> "Snapshot":
-        """Copy the tensors to `buffers`.  Collective over `group`: all raise StorageError where one has no memory."""
-
-        def copy() -> None:
-            try:
-                copies.extend(buffers.copy(self.rank_shards.shards))
-            except (RuntimeError, MemoryError) as error:
-                raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
-
-        copies: list[Any] = []
-        all_gather_objects(copy, group)
-        return replace(self, rank_shards=replace(self.rank_shards, shards=copies))
-
-
-def snapshot(engine: Engine, plain: dict[str, Any]) -> Snapshot:
+def snapshot(engine: Engine, plain: dict[str, Any]) -> torch_dist_files.Snapshot:
     """All of the engine's state, of which this rank writes its part, and `plain` (JSON-like values).  Collective."""
     model = _model_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
     tensors = [*sharded_tensors(model), *optimizer_shards.sharded_slices(slices, model, main=main)]
-    objects = [*_objects(model), rng.describe(engine.groups)]
-    rank_shards = torch_dist_files.select_rank_shards(tensors, objects, engine.groups.collection.dp_cp)
-    return Snapshot(rank_shards=rank_shards, common=_common(engine, plain))
+    # Beside tensors, modules store objects: Transformer Engine its scaling factors.
+    of_modules = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
+    objects = [*of_modules, rng.describe(engine.groups)]
+    return torch_dist_files.select_shards(tensors, objects, engine.groups.collection.dp_cp, _common(engine, plain))
 
 
-def write(taken: Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+def write(taken: torch_dist_files.Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 
     The disk has all files when it returns; the caller marks the checkpoint as complete.  Raises StorageError or
     OSError, on all ranks.
     """
-    torch_dist_files.write(taken.rank_shards, folder, group)
+    torch_dist_files.write(taken, folder, group)
     broadcast_from_rank0(lambda: write_common(taken.common, folder), group)
 
 
@@ -89,13 +67,15 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in stored)), "")
     wanted = optimizer_shards.sharded_slices(slices, model, main=main)
     step = _stored_step(common, folder)
-    _check_shapes([*sharded_tensors(model), *wanted], stored, folder)
-    _read_model(engine, model, reader)
+    tensors = list(sharded_tensors(model))
+    _check_shapes([*tensors, *wanted], stored, folder)
+    torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
     torch_dist_files.read(wanted, reader)
     if engine.config.run.fp8 == "delayed":
         fp8_state.restore([chunk.module for chunk in engine.chunks], model, engine.core_config, reader)
     optimizer_shards.set_step(engine.optimizer, step)
-    _set_schedule(engine, int(common["iteration"]))
+    engine.scheduler.num_steps = 0
+    engine.scheduler.step(int(common["iteration"]))
     key = rng.key_of(engine.groups)
     if is_same_layout(engine, common) and key in safe_reader.objects(reader):
         states: dict[str, Any] = {key: None}
@@ -114,9 +94,9 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 
 def load_weights(engine: Engine, folder: Path) -> None:
     """Read the model only; moments, schedule and step stay those of a new run.  Collective."""
-    model, reader = _model_state(engine), safe_reader.SafeReader(folder)
-    _check_shapes(list(sharded_tensors(model)), safe_reader.tensors(reader), folder)
-    _read_model(engine, model, reader)
+    tensors, reader = list(sharded_tensors(_model_state(engine))), safe_reader.SafeReader(folder)
+    _check_shapes(tensors, safe_reader.tensors(reader), folder)
+    torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
     engine.optimizer.reload_model_params()
 
 
@@ -138,14 +118,6 @@ def _form(engine: Engine) -> dict[str, Any]:
     if engine.config.parallel.distributed_optimizer:
         form["distrib_optim_sharding_type"] = "fully_reshardable"
     return form
-
-
-def _objects(state: Any) -> list[ShardedObject]:
-    """What modules store besides tensors (Transformer Engine's scaling factors)."""
-    if isinstance(state, ShardedObject):
-        return [state]
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return [entry for value in values for entry in _objects(value)]
 
 
 def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
@@ -240,11 +212,6 @@ def _schedule(engine: Engine) -> dict[str, Any]:
     return {key: value * packs if key in counted and value is not None else value for key, value in stored.items()}
 
 
-def _set_schedule(engine: Engine, step: int) -> None:
-    engine.scheduler.num_steps = 0
-    engine.scheduler.step(step)
-
-
 def _stored_step(common: dict[str, Any], folder: Path) -> int:
     """Adam's step.  Megatron-LM's default form keeps an optimizer by rank, which no other layout can read."""
     plain = common.get("optimizer")
@@ -272,11 +239,6 @@ def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> No
         shown = [f"{key}: {problem}" for key, problem in sorted(problems.items())[:5]]
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(shown)}{more}.")
-
-
-def _read_model(engine: Engine, model: dict[str, Any], reader: safe_reader.SafeReader) -> None:
-    """Read the model's tensors in place.  `fp8_state.py` reads the objects of modules."""
-    torch_dist_files.read_replicated(list(sharded_tensors(model)), reader, engine.groups.collection.dp_cp)
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:

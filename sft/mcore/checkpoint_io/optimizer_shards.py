@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -68,29 +69,26 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
     param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
     return [
-        shard
+        chunk
         for part in slices
         for name, flat in part.tensors.items()
-        for param_shard in param_shards[id(part.param)]
-        for shard in _sharded(param_shard, prefixes[name], flat, part)
+        for shard_start, shard in param_shards[id(part.param)]
+        for chunk in _sharded(shard_start, shard, prefixes[name], flat, part)
     ]
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
     """How many updates Adam has made; it is the same for all parameters."""
-    for adam in _all_adam_instances(optimizer):
-        for state in adam.state.values():
-            if "step" in state:
-                return int(state["step"])
-        for group in adam.param_groups:
-            if "step" in group:
-                return int(group["step"])
+    for adam in adam_instances(optimizer):
+        for values in (*adam.state.values(), *adam.param_groups):
+            if "step" in values:
+                return int(values["step"])
     return 0
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Set Adam's step.  Every parameter gets its own tensor: a shared one would advance once per parameter."""
-    for adam in _all_adam_instances(optimizer):
+    for adam in adam_instances(optimizer):
         if counts_by_parameter(adam):
             for state in adam.state.values():
                 state["step"] = torch.full_like(state["step"], step)
@@ -135,11 +133,6 @@ def _plain_form(core: MegatronOptimizer) -> dict[str, Any]:
     return {"optimizer": inner} if hasattr(core, "fp32_from_float16_groups") else inner
 
 
-def _all_adam_instances(optimizer: MegatronOptimizer) -> Iterator[Optimizer]:
-    for core in chained_optimizers(optimizer):
-        yield from adam_instances(core)
-
-
 def _distributed_slices(core: Any) -> Iterator[OptimizerSlice]:
     find = adam_lookup(core)
     for param, (group, order) in core.model_param_group_index_map.items():
@@ -172,46 +165,32 @@ def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
     return {name: state[name].view(-1) for name in MOMENTS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ParamShard:
-    """Flat elements `start` to `start + n` of a parameter are this shard of a whole tensor."""
+def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
+    """By id of the parameter, the shards that it is, each with the flat element of the parameter that it begins with.
 
-    start: int
-    shard: ShardedTensor
-
-
-def _param_shards(model: Any) -> dict[int, list[_ParamShard]]:
-    """By id of the parameter.  A factory (gate and up projection in one) makes several shards of one parameter."""
-    by_param: dict[int, list[_ParamShard]] = {}
-    for leaf in _leaves(model):
-        for shard in sharded_tensors(leaf):
+    A factory (gate and up projection in one) makes several shards of one parameter.
+    """
+    by_param: dict[int, list[tuple[int, ShardedTensor]]] = {}
+    for leaf in nested_values(model):
+        if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.data is None:
+            continue
+        for shard in sharded_tensors([leaf]):
             assert shard.data.is_contiguous(), shard.key
             start = shard.data.storage_offset() - leaf.data.storage_offset()
-            by_param.setdefault(id(leaf.data), []).append(_ParamShard(start=start, shard=shard))
+            by_param.setdefault(id(leaf.data), []).append((start, shard))
     return by_param
 
 
-def _leaves(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        if state.data is not None:
-            yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _leaves(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _leaves(value)
-
-
-def _sharded(param_shard: _ParamShard, prefix: str, flat: Tensor, part: OptimizerSlice) -> Iterator[ShardedTensor]:
-    """Those elements of `flat` that belong to `param_shard`, in chunks.  flat: one of the tensors of `part`"""
-    shard = param_shard.shard
+def _sharded(
+    shard_start: int, shard: ShardedTensor, prefix: str, flat: Tensor, part: OptimizerSlice
+) -> Iterator[ShardedTensor]:
+    """Those elements of `flat`, one of the tensors of `part`, that belong to `shard`, in chunks."""
     shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
-    first = max(part.start, param_shard.start)
-    last = min(part.start + flat.numel(), param_shard.start + prod(shape))
+    first = max(part.start, shard_start) - shard_start
+    last = min(part.start + flat.numel(), shard_start + prod(shape)) - shard_start
     replica = (*shard.replica_id[:-1], 0) if part.is_distributed else shard.replica_id
-    for offset, size in rectangular_chunks(first - param_shard.start, last - param_shard.start, shape):
-        begin = param_shard.start + _flat_index(offset, shape) - part.start
+    for offset, size in rectangular_chunks(first, last, shape):
+        begin = shard_start + _flat_index(offset, shape) - part.start
         data = flat[begin : begin + prod(size)].view((1,) * axes + size)
         inner = tuple(outer + local for outer, local in zip(shard.global_offset[axes:], offset))
         yield replace(
@@ -234,29 +213,21 @@ def rectangular_chunks(
 
     rectangular_chunks(3, 16, (4, 5)) -> ((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))
     """
-    if first >= last:
-        return
-    if not shape:
+    if not shape and first < last:
         yield (), ()
         return
     row, rest = prod(shape[1:]), shape[1:]
-    whole_from, whole_to = -(-first // row), last // row
-    if whole_from > whole_to:  # within one row
-        yield from _in_row(first // row, first % row, last - first // row * row, rest)
-        return
-    if first % row:
-        yield from _in_row(first // row, first % row, row, rest)
-    if whole_from < whole_to:
-        yield (whole_from, *(0 for _ in rest)), (whole_to - whole_from, *rest)
-    if last % row:
-        yield from _in_row(whole_to, 0, last % row, rest)
-
-
-def _in_row(
-    index: int, first: int, last: int, rest: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offset, size in rectangular_chunks(first, last, rest):
-        yield (index, *offset), (1, *size)
+    while first < last:
+        index, inner = divmod(first, row)
+        if inner == 0 and last - first >= row:
+            num_rows = (last - first) // row
+            yield (index, *(0 for _ in rest)), (num_rows, *rest)
+            first += num_rows * row
+        else:  # a part of one row
+            end = min(last - index * row, row)
+            for offset, size in rectangular_chunks(inner, end, rest):
+                yield (index, *offset), (1, *size)
+            first = index * row + end
 
 
 def _flat_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:

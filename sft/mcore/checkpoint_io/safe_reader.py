@@ -8,15 +8,10 @@ reads byte objects, with a short list of classes; extra states are read as None,
 Decides what may be read.  `engine_state.py` decides what a checkpoint must hold to suit a model.
 """
 
-import argparse
 import functools
-import importlib
 import io
-import pathlib
 import pickle
 import re
-import signal
-import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.metadata as md
 from megatron.core.dist_checkpointing.strategies.checkpointable import LocalShardsContainer
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megatron.core.safe_globals import SAFE_GLOBALS
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
@@ -72,37 +68,14 @@ class _SafeArray(np.ndarray[Any, Any]):
         return np.asarray(self).__reduce__()  # saved as a plain array
 
 
-# Megatron-LM's own list (megatron.core.safe_globals), of all supported versions.
-_MEGATRON = (
-    "megatron.core.enums:ModelType",
-    "megatron.core.optimizer:OptimizerConfig",
-    "megatron.core.rerun_state_machine:RerunDiagnostic",
-    "megatron.core.rerun_state_machine:RerunMode",
-    "megatron.core.rerun_state_machine:RerunState",
-    "megatron.core.transformer.enums:AttnBackend",
-    "megatron.core.transformer.enums:CudaGraphModule",
-    "megatron.core.transformer.enums:CudaGraphScope",
-    "megatron.core.transformer.enums:InferenceCudaGraphScope",
-)
-
-
 @functools.cache
 def _allowed() -> list[tuple[Any, str]]:
-    """The classes that a byte object may name, with their names."""
-    classes = [
-        argparse.Namespace,
-        types.SimpleNamespace,
-        pathlib.PosixPath,
-        io.BytesIO,
-        signal.Signals,
-        torch.Generator,
-    ]
-    for module, _, name in (entry.partition(":") for entry in _MEGATRON):
-        known = getattr(importlib.import_module(module), name, None)
-        classes += [known] if known is not None else []
+    """The classes that a byte object may name, with their names: those of Megatron-LM's own list, but for numpy's."""
+    classes = [known for known in SAFE_GLOBALS if known.__module__.partition(".")[0] != "numpy"]
     numpy = [(_SafeDtype, "numpy.dtype"), (_SafeArray, "numpy.ndarray")]
     numpy += [(_SafeArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
-    return [(known, f"{known.__module__}.{known.__qualname__}") for known in classes] + numpy
+    # Core lists the generator from 0.19 on.
+    return [(known, f"{known.__module__}.{known.__qualname__}") for known in {*classes, torch.Generator}] + numpy
 
 
 @contextmanager

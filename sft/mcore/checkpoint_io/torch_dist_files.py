@@ -38,16 +38,22 @@ from torch.distributed.checkpoint.planner import SavePlan
 from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+from sft.parallel.collectives import all_gather_objects
 
 CHUNK_BYTES = 256 << 20  # of one stored chunk; to read a row of it is to read all of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankShards:
-    """What this rank writes of a checkpoint: shards of tensors, and small objects as bytes by key."""
+class Snapshot:
+    """What one rank writes of a checkpoint; refers to the engine's tensors: write it before the next step, or copy it.
+
+    objects  small objects as bytes by key
+    common   the plain values, which rank 0 writes
+    """
 
     shards: list[ShardedTensor]
     objects: dict[str, io.BytesIO]
+    common: dict[str, Any]
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +63,19 @@ class RankShards:
         """Raise CheckpointError where a value is NaN or infinite."""
         if keys := [shard.key for shard in self.shards if not are_finite([shard.data])]:
             raise CheckpointError(f"{keys[0]} holds a value that is not finite; such a state is never saved.")
+
+    def copied(self, buffers: "CopyBuffers", group: dist.ProcessGroup) -> "Snapshot":
+        """Copy the tensors to `buffers`.  Collective over `group`: all raise StorageError where one has no memory."""
+
+        def copy() -> None:
+            try:
+                copies.extend(buffers.copy(self.shards))
+            except (RuntimeError, MemoryError) as error:
+                raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
+
+        copies: list[ShardedTensor] = []
+        all_gather_objects(copy, group)
+        return replace(self, shards=copies)
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -89,9 +108,12 @@ class CopyBuffers:
         return buffer.copy_(data, non_blocking=True)
 
 
-def select_rank_shards(
-    shards: Sequence[ShardedTensor], objects: Sequence[ShardedObject], replicas: dist.ProcessGroup
-) -> RankShards:
+def select_shards(
+    shards: Sequence[ShardedTensor],
+    objects: Sequence[ShardedObject],
+    replicas: dist.ProcessGroup,
+    common: dict[str, Any],
+) -> Snapshot:
     """What this rank writes of the tensors and objects that it holds.
 
     Collective over `replicas`, the data- and context-parallel ranks: tensors that all of them hold are divided evenly.
@@ -99,9 +121,10 @@ def select_rank_shards(
     by_number = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
     distribution = determine_main_replica_uniform_distribution(by_number, replicas)
     distribute_main_replicas_with_precomputed_distribution(by_number, replicas, distribution)
-    return RankShards(
+    return Snapshot(
         shards=[chunk for s in by_number.values() if is_main_replica(s.replica_id) for chunk in _split(s)],
         objects={entry.unique_key: _bytes(entry.data) for entry in objects if is_main_replica(entry.replica_id)},
+        common=common,
     )
 
 
@@ -118,12 +141,12 @@ def _split(shard: ShardedTensor) -> Iterator[ShardedTensor]:
         yield replace(shard, data=chunk, local_shape=tuple(chunk.shape), global_offset=offset)
 
 
-def write(rank_shards: RankShards, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the shards of all ranks into `folder`.  Collective over `group`.
+def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write the tensors and objects of all ranks into `folder`.  Collective over `group`.
 
     Raises StorageError on all ranks where one rank fails.
     """
-    state = {**_by_key(rank_shards.shards), **rank_shards.objects}
+    state = {**_by_key(snapshot.shards), **snapshot.objects}
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)

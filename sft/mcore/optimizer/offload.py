@@ -67,11 +67,10 @@ def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
 
     Its other kernel needs temporaries of 4 bytes per parameter.  To be called before the states exist.
     """
-    for core in chained_optimizers(optimizer):
-        for adam in adam_instances(core):
-            for group in adam.param_groups if counts_by_parameter(adam) else []:
-                if all(param.is_cuda for param in group["params"]):
-                    group["fused"] = True
+    for adam in adam_instances(optimizer):
+        for group in adam.param_groups if counts_by_parameter(adam) else []:
+            if all(param.is_cuda for param in group["params"]):
+                group["fused"] = True
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -79,10 +78,14 @@ def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def adam_instances(core: MegatronOptimizer) -> list[Optimizer]:
-    """Every Adam that updates parameters of `core`."""
-    inner = core.optimizer
-    return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
+def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:
+    """Every Adam that updates parameters of `optimizer`, or of one that it has chained."""
+    inners = [core.optimizer for core in chained_optimizers(optimizer)]
+    return [
+        adam
+        for inner in inners
+        for adam in (inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner])
+    ]
 
 
 def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tensor]]:

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sft.atomic_files import flush, replace_text
+from sft.errors import CheckpointError
 
 POINTER = "latest_checkpointed_iteration.txt"
 MARKER = "metadata.json"  # which core writes into every torch_dist checkpoint
+EXPECTED = f"a folder iter_XXXXXXX with {MARKER}, or one that holds such folders"
 _NAME = re.compile(r"iter_(\d{7,})")
 _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|replaced|retired)-[0-9a-f]+")
 
@@ -48,11 +50,6 @@ def published(folder: Path) -> list[Path]:
     return [path for _, path in sorted(checkpoints)]
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` itself has the marker of a checkpoint."""
-    return (path / MARKER).is_file()
-
-
 def read_pointer(folder: Path) -> int | None:
     """The step that the pointer names; None where there is no pointer, or no number in it.
 
@@ -73,6 +70,17 @@ def candidates(folder: Path) -> list[Path]:
     newest_first = published(folder)[::-1]
     step = read_pointer(folder)
     return [path for path in newest_first if step is not None and int(path.name[5:]) <= step] or newest_first
+
+
+def find(paths: Iterable[Path], key: str) -> Path:
+    """The first of `paths` that is a checkpoint, or the best checkpoint in it.  key: what names it, for the error
+
+    Raises CheckpointError where there is none.
+    """
+    for path in paths:
+        if checkpoints := [path] if (path / MARKER).is_file() else candidates(path):
+            return checkpoints[0]
+    raise CheckpointError(f"{key}: no checkpoint there ({EXPECTED}).")
 
 
 def has_saved_before(folder: Path) -> bool:

@@ -49,6 +49,52 @@ def entry_of(path: Path) -> Entry:
         return Entry(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 
+class HashingFile:
+    """A new file, whose size and digest are known once it is written.
+
+    An OSError of `write` is kept for `check` and `finish`: raised inside torch.save, which writes into this file, it
+    would become an error of torch, by version another one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._stream, self._digest, self.num_bytes = path.open("wb", buffering=0), hashlib.sha256(), 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self._error is None:
+            try:
+                self._put(view)
+            except OSError as error:
+                self._error = error
+        self._digest.update(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is buffered; torch.save calls it."""
+
+    def check(self) -> None:
+        """Raise the OSError of an earlier write."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> Entry:
+        """Have the disk take the file, and close it."""
+        self.check()
+        os.fsync(self._stream.fileno())
+        self.close()
+        return Entry(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _put(self, view: memoryview) -> None:
+        written = 0
+        while written < len(view):
+            written += self._stream.write(view[written:])
+
+
 def write(folder: Path, manifest: Manifest) -> None:
     """Complete the checkpoint in `folder`."""
     files = {name: {"bytes": e.num_bytes, "sha256": e.sha256} for name, e in sorted(manifest.files.items())}
@@ -92,11 +138,18 @@ def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name))
     problems = []
     for name in by_size if index == 0 else by_size[index::num_shares]:
-        problem = _size_problem(folder / name, manifest.files[name])
-        if problem is None and verify == "full" and name in by_size[index::num_shares]:
-            problem = _content_problem(folder / name, manifest.files[name])
-        problems += [problem] if problem else []
+        path, entry = folder / name, manifest.files[name]
+        if problem := _size_problem(path, entry):
+            problems.append(problem)
+        elif verify == "full" and name in by_size[index::num_shares] and entry_of(path) != entry:
+            problems.append(f"{path} is not what was written: its SHA-256 is another one")
     return problems
+
+
+def refuse(folder: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError where `damage` found some."""
+    if problems:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}.")
 
 
 def _size_problem(path: Path, entry: Entry) -> str | None:
@@ -115,11 +168,6 @@ def _size_problem(path: Path, entry: Entry) -> str | None:
     if status.st_size != entry.num_bytes:
         return f"{path} has {status.st_size:,} bytes, was written with {entry.num_bytes:,}"
     return None
-
-
-def _content_problem(path: Path, entry: Entry) -> str | None:
-    same = entry_of(path) == entry
-    return None if same else f"{path} is not what was written: its SHA-256 is another one"
 
 
 def _is_plain(name: str) -> bool:

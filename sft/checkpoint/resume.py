@@ -109,12 +109,12 @@ def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
     if entries is None:
         return ResumePoint(path=path, verification="unverified: it has no manifest to compare its files with")
     share = (groups.rank, len(all_gather_objects(lambda: 0, groups.control)))
-    broadcast_from_rank0(lambda: _refuse(path, manifest.damage(path, entries, verify="size")), groups.control)
+    broadcast_from_rank0(lambda: manifest.refuse(path, manifest.damage(path, entries, verify="size")), groups.control)
     problems = all_gather_objects(
         lambda: _wait_for_files(path, lambda: manifest.damage(path, entries, verify=verify, share=share)),
         groups.control,
     )
-    _refuse(path, [line for of_rank in problems for line in of_rank])
+    manifest.refuse(path, [line for of_rank in problems for line in of_rank])
     subject = {"size": "sizes", "full": "SHA-256"}[verify]
     verification = f"{subject} verified: {len(entries.files)} files, {size(entries.num_bytes)}"
     return ResumePoint(path=path, verification=verification)
@@ -174,7 +174,7 @@ def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
 def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
     """Load the weights that model.init_from names.  Collective; raises CheckpointError where there are none."""
     key = f"model.init_from = {source}"
-    path = broadcast_from_rank0(lambda: _find_checkpoint(Path(source), key), engine.groups.control)
+    path = broadcast_from_rank0(lambda: folders.find([Path(source)], key), engine.groups.control)
     point = verified(path, verify, engine.groups)
     engine_state.load_weights(engine, point.path)
     console.say(f"started from the weights of {point.path} ({point.verification})")
@@ -198,7 +198,7 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
                 f"mix with its own.  Choose another run.dir, or resume with checkpoint.resume=auto."
             )
     elif config.resume == "must" and not candidates:
-        raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({_EXPECTED}).")
+        raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({folders.EXPECTED}).")
     elif not candidates and folders.has_saved_before(folder):
         raise CheckpointError(
             f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
@@ -208,11 +208,8 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
     elif config.resume not in ("auto", "must"):
         if _started_from(Path(config.resume), candidates):
             return candidates, False
-        return [_find_checkpoint(Path(config.resume), f"checkpoint.resume = {config.resume}")], True
+        return [folders.find([Path(config.resume)], f"checkpoint.resume = {config.resume}")], True
     return candidates, False
-
-
-_EXPECTED = f"a folder iter_XXXXXXX with {folders.MARKER}, or one that holds such folders"
 
 
 def _started_from(named: Path, candidates: list[Path]) -> bool:
@@ -230,25 +227,12 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
     return bool(candidates)
 
 
-def _find_checkpoint(path: Path, key: str) -> Path:
-    """The checkpoint at `path`, or the best one in that folder.  key: what names it, for the error"""
-    candidates = [path] if folders.is_checkpoint(path) else folders.candidates(path)
-    if not candidates:
-        raise CheckpointError(f"{key}: no checkpoint there ({_EXPECTED}).")
-    return candidates[0]
-
-
 def _manifest_of(path: Path) -> Manifest | None:
     """The manifest; None for a checkpoint that another program wrote without one."""
     entries = manifest.read(path)
     if entries is None and "sft" in safe_reader.common_state(path):
         raise CheckpointError(f"{path / manifest.NAME} is missing, and this trainer writes one.")
     return entries
-
-
-def _refuse(path: Path, problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
 
 
 def _quarantine(path: Path, reason: str, console: Console) -> None:

@@ -1,11 +1,13 @@
-"""config.json -> the keys of `model.*`, as transformers would read it.
+"""config.json -> the keys of `model.*`, as transformers would read it, and back.
 
-Decides which of its values our model can have; the others are refused, all at once.  The way back is `write_back.py`.
+Decides which of its values our model can have; the others are refused, all at once.  On the way back, the file that the
+weights came with is changed where the model has changed; without changes it stays as it is, byte for byte.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family
-from sft.hf.rotary import rope_of
+from sft.hf.rotary import rope_of, written
 
 CONFIG = "config.json"
+IMPORTED = "hf"  # where an imported checkpoint keeps config.json
+_LONGEST = "max_position_embeddings"
 _REQUIRED = (  # where the family has the key
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k"),
@@ -63,16 +67,16 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 
     Raises ConfigError listing everything that our model cannot be.
     """
-    family = FAMILIES.get(_text(content.get("model_type")))
+    family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         raise ConfigError(
             f"{path}: model_type = {json.dumps(content.get('model_type'))} is not known here.  Known: "
             f"{', '.join(FAMILIES)}.  docs/models.md says how to add one."
         )
-    problems = [*_options(content, family)]
+    problems = _options(content, family)
     values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
     for key, hf_key in family.keys.items():
-        names = names_in(content, hf_key, family)
+        names = _names_in(content, hf_key, family)
         present = [content[name] for name in names]
         value, sources[key] = (present or [family.defaults.get(hf_key)])[0], (names or [hf_key])[0]
         if any(other != value for other in present):
@@ -82,7 +86,11 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             values[key] = value
         elif key in _REQUIRED:
             problems.append(f"{hf_key} is missing")
-    _derive(values)
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if type(heads) is int:  # sizes that are absent or null, as transformers derives them
+        values.setdefault("num_query_groups", heads)
+        if type(hidden) is int and heads > 0:
+            values.setdefault("head_dim", hidden // heads)
     rope, wrong = rope_of(content, family.defaults.get("rope_theta", 10000.0))
     problems += wrong
     values |= {f"rope.{name}": value for name, value in rope.items()}
@@ -94,7 +102,56 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     return Architecture(family=family, model=model, values=values, sources=sources)
 
 
-def names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str]:
+def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
+    """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
+
+    folder: as save_pretrained writes it, or made by tools/import_hf.py
+    Raises ConfigError where config.json is missing, or describes a model that is not supported.
+    """
+    path = Path(folder)
+    if not (path / CONFIG).exists() and (path / IMPORTED / CONFIG).exists():
+        path /= IMPORTED
+    model = architecture(read(path), str(path / CONFIG))
+    return {
+        f"model.{key}": (value, f"{path / CONFIG}, {model.sources[key]}")
+        for key, value in model.values.items()
+        if value is not None or key in model.family.implied
+    }
+
+
+def write_back(
+    content: Mapping[str, Any], now: ModelConfig, path: str, *, dtype: str, seq_length: int | None
+) -> dict[str, Any]:
+    """`content` of a config.json -> that of `now`.
+
+    dtype: of the weights, as `bfloat16`; seq_length: of the packs that the model was trained on, where known
+    Raises ConfigError where `now` is of another family.
+    """
+    before = architecture(content, path)
+    family = before.family
+    _same_family(family, now, path)
+    changed = dict(content)
+    new = _resolved(now, before.vocab_size, family)
+    old = _resolved(before.model, before.vocab_size, family)
+    for ours, hf_key in family.keys.items():
+        if new[ours] != old[ours]:
+            changed |= dict.fromkeys(_names_in(content, hf_key, family) or [hf_key], new[ours])
+    if new["rope"] != old["rope"]:
+        is_new = "rope_parameters" in content or "rope_theta" not in content
+        # Outside of the group these would override the values inside.
+        outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
+        changed = {key: value for key, value in changed.items() if key not in outer} | written(now.rope, is_new=is_new)
+    if seq_length is not None and isinstance(content.get(_LONGEST), int):
+        changed[_LONGEST] = max(content[_LONGEST], seq_length)
+    name = "dtype" if "dtype" in content else "torch_dtype"
+    if name in content or dtype != "float32":
+        changed[name] = dtype
+    after = architecture(changed, path)
+    assert _resolved(after.model, after.vocab_size, family) == new, (after.model, now)
+    return changed
+
+
+def _names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str]:
     """Those of a key's names, its own and its alias, that are in the file."""
     return [key for key in dict.fromkeys((name, family.aliases.get(name, name))) if key in content]
 
@@ -106,15 +163,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         group, _, name = key.rpartition(".")
         (tree.setdefault(group, {}) if group else tree)[name] = value
     return tree
-
-
-def _derive(values: dict[str, Any]) -> None:
-    """Fill in sizes that are absent or null, as transformers does."""
-    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    if type(heads) is int:
-        values.setdefault("num_query_groups", heads)
-        if type(hidden) is int and heads > 0:
-            values.setdefault("head_dim", hidden // heads)
 
 
 def _options(content: Mapping[str, Any], family: Family) -> list[str]:
@@ -153,5 +201,31 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
         return None
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
+    """Our keys with all derived values, and positions without what has no effect.
+
+    vocab_size: used where the recipe gives none
+    """
+    derived = {
+        "num_query_groups": model.resolved_query_groups,
+        "head_dim": model.resolved_head_dim,
+        "vocab_size": model.vocab_size or vocab_size,
+        "moe.ffn_hidden_size": model.resolved_expert_ffn,
+    }
+    if "moe.ffn_hidden_size" not in family.keys:  # such a family has one width only
+        derived["ffn_hidden_size"] = model.resolved_expert_ffn
+    own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in family.keys}
+    return own | {"rope": written(model.rope, is_new=True)}
+
+
+def _same_family(family: Family, now: ModelConfig, path: str) -> None:
+    """Raise ConfigError where `now` is a model that the family cannot be."""
+    wrong = [
+        f"model.{key} = {json.dumps(own)}, and it is {json.dumps(value)} in every {family.model_type} ({path})."
+        for key, value in family.implied.items()
+        if (own := attrgetter(key)(now)) != value
+    ]
+    if "moe.num_experts" in family.keys and now.moe.num_experts is None:
+        wrong.append(f"model.moe.num_experts = null, and every {family.model_type} has experts ({path}).")
+    if wrong:
+        raise ConfigError(listed(wrong))

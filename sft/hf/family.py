@@ -71,21 +71,16 @@ class RowSpan:
 class TensorMapping:
     """One of our tensors in one layer, of one expert, and the Hugging Face tensors that it is made of.
 
-    stack: sizes of the layer axis and the expert axis of our whole tensor, where it has them
+    stack: sizes of the layer axis and the expert axis of our whole tensor, where it has them; stack_index: the layer
+    and the expert
     """
 
     key: str
-    layer: int | None
-    expert: int | None
     stack: tuple[int, ...]
+    stack_index: tuple[int, ...]
     sources: tuple[HfTensor, ...]
     form: Form
     num_groups: int
-
-    @property
-    def stack_index(self) -> tuple[int, ...]:
-        """Layer and expert, as an index into the axes of `stack`."""
-        return tuple(number for number in (self.layer, self.expert) if number is not None)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -158,23 +153,19 @@ class Family:
             for rule in rules:
                 if rule.in_layers is (layer is not None):
                     for expert in range(sizes["x"]) if rule.in_experts else (None,):
-                        yield _mapping(rule, layer, expert, model, sizes)
-
-
-def _mapping(
-    rule: Rule, layer: int | None, expert: int | None, model: ModelConfig, sizes: Mapping[str, int]
-) -> TensorMapping:
-    def source(name: str, shape: str) -> HfTensor:
-        numbered = name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
-        return HfTensor(numbered, tuple(sizes[letter] for letter in shape.split()))
-
-    counts = ((layer, model.num_layers), (expert, sizes["x"]))
-    return TensorMapping(
-        key=rule.ours,
-        layer=layer,
-        expert=expert,
-        stack=tuple(count for number, count in counts if number is not None),
-        sources=tuple(source(name, shape) for name, shape in rule.hf_tensors),
-        form=rule.form,
-        num_groups=model.resolved_query_groups,
-    )
+                        axes = ((layer, model.num_layers), (expert, sizes["x"]))
+                        numbered = [(number, count) for number, count in axes if number is not None]
+                        yield TensorMapping(
+                            key=rule.ours,
+                            stack=tuple(count for _, count in numbered),
+                            stack_index=tuple(number for number, _ in numbered),
+                            sources=tuple(
+                                HfTensor(
+                                    name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)),
+                                    tuple(sizes[letter] for letter in shape.split()),
+                                )
+                                for name, shape in rule.hf_tensors
+                            ),
+                            form=rule.form,
+                            num_groups=model.resolved_query_groups,
+                        )

@@ -36,7 +36,7 @@ from sft.config.keys import (
 )
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError
-from sft.hf.model_keys import model_keys
+from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

@@ -24,7 +24,7 @@ SIZES = {
     "num_hidden_layers": LAYERS,
 }
 MODEL = 127 * MIB  # 17 MiB a layer, 8 MiB the embedding and the output together; the largest tensor has 4 MiB
-BLOCK = 2 * MIB  # in the place of import_hf.BLOCK_BYTES, 256 MiB, and of safetensors_folder.MAPPED_BYTES, 64 MiB
+BLOCK = 2 * MIB  # in the place of import_hf.BLOCK_BYTES, 256 MiB, and of safetensors_files.MAPPED_BYTES, 64 MiB
 # An import holds a block, an export one of our tensors (linear_fc1: 8 MiB) and the part of it that is being read; the
 # allocator keeps a few of each.  A process that held the model would take MODEL.
 IMPORT_BOUND, EXPORT_BOUND = 32 * MIB, 48 * MIB
@@ -34,7 +34,7 @@ CHILD = """
 import io, json, sys
 from pathlib import Path
 from sft.console import Console
-from sft.hf.convert import export_hf, import_hf, safetensors_folder
+from sft.hf.convert import export_hf, import_hf, safetensors_files
 
 def told(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -47,7 +47,7 @@ def grown(work):
     return told("VmHWM") - before
 
 small, large, folder, block = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-import_hf.BLOCK_BYTES = safetensors_folder.MAPPED_BYTES = block
+import_hf.BLOCK_BYTES = safetensors_files.MAPPED_BYTES = block
 console = Console(0, io.StringIO())
 for source in (small, large):
     there, back = folder / f"{source.name}.there", folder / f"{source.name}.back"

@@ -10,8 +10,7 @@ import transformers
 
 from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
-from sft.hf.architecture import architecture, nested
-from sft.hf.write_back import write_back
+from sft.hf.architecture import architecture, nested, write_back
 from tests.unit.fixtures import hf
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

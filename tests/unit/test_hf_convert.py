@@ -26,8 +26,7 @@ from sft.errors import CheckpointError, ConfigError, SftError
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.convert.tensor_check import fold_by_layer
-from sft.hf.convert.torch_dist_reader import TorchDistReader
-from sft.hf.convert.torch_dist_writer import TorchDistWriter
+from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
 from sft.mcore.checkpoint_io import safe_reader
 from tests.unit.fixtures import hf
 
@@ -532,8 +531,7 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sft.hf.convert.torch_dist_writer._File._put", full)
-    monkeypatch.setattr("sft.hf.convert.safetensors_writer.SafetensorsWriter._put", full)
+    monkeypatch.setattr("sft.checkpoint.manifest.HashingFile._put", full)
     assert "was not written: [Errno 28] No space left on device" in import_refused(source)
     target = tmp_path / "back"
     assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
@@ -542,7 +540,7 @@ def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made()
     monkeypatch.setattr(
-        "sft.hf.convert.import_hf.write_common_file", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
+        "sft.hf.convert.import_hf._write_common", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attenti
 
 def item(form: str, *rows: int) -> TensorMapping:
     sources = tuple(HfTensor(f"part{i}", (count, 8)) for i, count in enumerate(rows))
-    place: dict[str, Any] = dict(layer=0, expert=None, stack=(2,))
+    place: dict[str, Any] = dict(stack=(2,), stack_index=(0,))
     return TensorMapping(key="ours", **place, sources=sources, form=form, num_groups=2)  # type: ignore[arg-type]
 
 
@@ -78,7 +78,6 @@ def test_experts_written_out() -> None:
     down = [one for one in items if one.key == f"{prefix}.linear_fc2.weight"]
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one.stack_index for one in up] == [one.stack_index for one in down] == places
-    assert [(one.layer, one.expert) for one in up] == places
     for one, place in zip(up, places):
         assert one.sources == (HfTensor(theirs.format(*place, 1), (3, 8)), HfTensor(theirs.format(*place, 3), (3, 8)))
         assert one.spans() == [RowSpan(0, 0, 3, 0), RowSpan(1, 0, 3, 3)]
@@ -87,7 +86,7 @@ def test_experts_written_out() -> None:
         assert one.sources == (HfTensor(theirs.format(*place, 2), (8, 3)),) and one.shape() == (2, 2, 8, 3)
     router, _ = [one for one in items if one.key == "decoder.layers.mlp.router.weight"]
     assert router.sources == (HfTensor("model.layers.0.block_sparse_moe.gate.weight", (2, 8)),)
-    assert (router.stack_index, router.expert, router.shape()) == ((0,), None, (2, 2, 8))
+    assert (router.stack_index, router.shape()) == ((0,), (2, 2, 8))
     norm, _ = [one for one in items if one.key == "decoder.layers.pre_mlp_layernorm.weight"]
     assert norm.sources == (HfTensor("model.layers.0.post_attention_layernorm.weight", (8,)),) and norm.row_shape == ()
     assert not any(".mlp.linear_fc" in one.key for one in items)

@@ -26,7 +26,7 @@ from sft.atomic_files import flush
 from sft.checkpoint import folders, manifest
 from sft.console import size
 from sft.hf.architecture import CONFIG, architecture
-from sft.hf.convert.safetensors_writer import PlannedTensor, SafetensorsWriter
+from sft.hf.convert.safetensors_files import PlannedTensor, write_tensors
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
 from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
@@ -73,11 +73,9 @@ def make(folder: Path, content: Mapping[str, Any]) -> None:
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
-    writer = SafetensorsWriter(folder, tensors)
-    for tensor in tensors:  # bits of finite numbers; normal ones take five times as long
-        bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
-        writer.write(tensor.name, bits.view(tensor.dtype))
-    writer.finish()
+    # Bits of finite numbers; normal ones take five times as long.
+    bits = (torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator) for tensor in tensors)
+    write_tensors(folder, tensors, (values.view(tensor.dtype) for tensor, values in zip(tensors, bits)))
 
 
 def copy() -> int:

@@ -33,6 +33,11 @@ COMPANIONS = (
 _OVERHEAD_BYTES = 16 << 20  # indexes, headers and companions
 
 
+def refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
+
+
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """An empty folder.  It becomes `target` when the block ends without an error, and is removed otherwise.
@@ -40,8 +45,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     num_bytes: about how much will be written
     Raises CheckpointError where the target exists, or the disk has no room; also for errors of the disk in the block.
     """
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
+    refuse_existing(target)
     parent = target.absolute().parent
     temporary = parent / f"{target.name}.tmp-{secrets.token_hex(4)}"
     try:

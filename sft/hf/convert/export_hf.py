@@ -7,7 +7,6 @@ imported checkpoint, `model.hf` or `model.init_from` of the recipe that trained 
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,17 +17,14 @@ import torch
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest, Verify
 from sft.config import ModelConfig
-from sft.console import Console, Progress, size
+from sft.console import Console, size
 from sft.errors import CheckpointError
-from sft.hf.architecture import CONFIG, Architecture, architecture, nested, read
-from sft.hf.convert.atomic_folder import copy_companions, new_folder
-from sft.hf.convert.safetensors_folder import DTYPES
-from sft.hf.convert.safetensors_writer import SHARD_BYTES, PlannedTensor, SafetensorsWriter
+from sft.hf.architecture import CONFIG, IMPORTED, Architecture, architecture, nested, read, write_back
+from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.hf.convert.safetensors_files import DTYPES, SHARD_BYTES, PlannedTensor, write_tensors
 from sft.hf.convert.tensor_check import check_tensors
-from sft.hf.convert.torch_dist_reader import TorchDistReader
+from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.family import TensorMapping
-from sft.hf.model_keys import IMPORTED
-from sft.hf.write_back import write_back
 from sft.mcore.checkpoint_io import safe_reader
 
 _WHOLE_TENSOR_BYTES = 1 << 30  # a tensor of ours up to this size is read whole, and cut in memory
@@ -52,9 +48,8 @@ def export_hf(
     like: the Hugging Face folder that the weights were imported from; None: found by the checkpoint
     Raises ConfigError or CheckpointError; then nothing was written.
     """
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
-    path = _find_checkpoint(source)
+    refuse_existing(target)
+    path = folders.find([source, source / "checkpoints"], str(source))
     _verify(path, verify, console)
     common = safe_reader.common_state(path)
     template = _find_template(common, path, like)
@@ -74,30 +69,18 @@ def export_hf(
     num_bytes = sum(tensor.num_bytes for tensor in planned)
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            writer = _write(reader, mappings, SafetensorsWriter(temporary, planned, shard_bytes), progress)
+            tensors = (tensor for mapping in mappings for tensor in _hf_tensors(reader, mapping))
+            files, digests = write_tensors(temporary, planned, tensors, shard_bytes, advance=progress.advance)
         copied = _write_others(temporary, template, content, config)
-        others = [entry for entry in temporary.iterdir() if entry.is_file() and entry.name not in writer.files]
-        files = writer.files | {entry.name: manifest.entry_of(entry) for entry in others}
-        manifest.write(temporary, Manifest(files=files, facts={"source": str(path), "tensors": writer.digests}))
+        others = [entry for entry in temporary.iterdir() if entry.is_file() and entry.name not in files]
+        files |= {entry.name: manifest.entry_of(entry) for entry in others}
+        manifest.write(temporary, Manifest(files=files, facts={"source": str(path), "tensors": digests}))
     changed = ", ".join(sorted(key for key in {*config, *content} if config.get(key) != content.get(key)))
     console.say(
         f"exported {path} to {target} ({size(num_bytes)})\n"
         f"  config.json   {template / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
         f"  copied        {', '.join(copied) or 'nothing: no tokenizer is beside it'}"
     )
-
-
-def _write(
-    reader: TorchDistReader, mappings: list[TensorMapping], writer: SafetensorsWriter, progress: Progress
-) -> SafetensorsWriter:
-    try:
-        for mapping in mappings:
-            for name, tensor in _hf_tensors(reader, mapping):
-                progress.advance(writer.write(name, tensor))
-    finally:
-        writer.close()
-    writer.finish()
-    return writer
 
 
 def _write_others(folder: Path, template: Path, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -109,18 +92,6 @@ def _write_others(folder: Path, template: Path, content: dict[str, Any], config:
     return copy_companions(template, folder)
 
 
-def _find_checkpoint(source: Path) -> Path:
-    """`source` itself, or the newest checkpoint of a folder of them, or of a run."""
-    if folders.is_checkpoint(source):
-        return source
-    candidates = folders.candidates(source) or folders.candidates(source / "checkpoints")
-    if not candidates:
-        raise CheckpointError(
-            f"{source}: no checkpoint there (a folder iter_XXXXXXX with {folders.MARKER}, or one that holds such)."
-        )
-    return candidates[0]
-
-
 def _verify(path: Path, verify: Verify, console: Console) -> None:
     """Raise CheckpointError naming every file that is not as it was written."""
     entries = manifest.read(path)
@@ -129,8 +100,7 @@ def _verify(path: Path, verify: Verify, console: Console) -> None:
         return
     if verify == "full":
         console.say(f"verifying {path} ({size(entries.num_bytes)})")
-    if problems := manifest.damage(path, entries, verify=verify):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
+    manifest.refuse(path, manifest.damage(path, entries, verify=verify))
 
 
 def _find_template(common: Mapping[str, Any], path: Path, like: Path | None) -> Path:
@@ -218,8 +188,8 @@ def _main_dtype(planned: list[PlannedTensor]) -> str:
     return str(max(num_bytes, key=lambda dtype: num_bytes[dtype])).removeprefix("torch.")
 
 
-def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each Hugging Face tensor of the mapping, in order."""
+def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[torch.Tensor]:
+    """The Hugging Face tensors of the mapping, in order."""
 
     def rows(start: int, count: int) -> torch.Tensor:
         depth, row_shape = len(mapping.stack_index), mapping.row_shape
@@ -230,10 +200,10 @@ def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[tup
     is_interleaved = len(spans) > len(mapping.sources)
     num_bytes = mapping.num_rows * reader.dtype(mapping.key).itemsize * math.prod(mapping.row_shape)
     whole = rows(0, mapping.num_rows) if is_interleaved or num_bytes <= _WHOLE_TENSOR_BYTES else None
-    for source, tensor in enumerate(mapping.sources):
+    for source in range(len(mapping.sources)):
         own_spans = [span for span in spans if span.source == source]
         if whole is None:
-            yield tensor.name, rows(own_spans[0].target, own_spans[0].num_rows)
+            yield rows(own_spans[0].target, own_spans[0].num_rows)
         else:
             pieces = [whole[span.target : span.target + span.num_rows] for span in own_spans]
-            yield tensor.name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            yield pieces[0] if len(pieces) == 1 else torch.cat(pieces)

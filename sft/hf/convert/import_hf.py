@@ -10,10 +10,11 @@ Reads and writes a block of rows at a time, so memory does not grow with the mod
 
 import hashlib
 import math
-import os
 import shutil
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -21,20 +22,27 @@ import torch
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import installed
+from sft.config import ModelConfig
 from sft.console import Console, Progress, size
-from sft.errors import CheckpointError
-from sft.hf.architecture import CONFIG, Architecture, architecture, read
-from sft.hf.convert.atomic_folder import copy_companions, new_folder
-from sft.hf.convert.common_file import extra_state_keys, write_common_file
-from sft.hf.convert.safetensors_folder import DTYPES, SafetensorsFolder
+from sft.hf.architecture import CONFIG, IMPORTED, Architecture, architecture, read
+from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.hf.convert.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.convert.tensor_check import check_tensors, fold_by_layer
-from sft.hf.convert.torch_dist_writer import TorchDistWriter
+from sft.hf.convert.torch_dist import TorchDistWriter
 from sft.hf.family import LAYER, RowSpan, TensorMapping
-from sft.hf.model_keys import IMPORTED
+from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
 from sft.parallel.layout import padded_vocab_size
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 256 << 20  # held in memory; also the largest stored chunk, which a reader of any row of it reads whole
+
+# Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one under Transformer
+# Engine only; Megatron ignores those that it does not ask for.
+_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
+_QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
+_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
+_BEFORE_EXPERTS = ("pre_mlp_layernorm",)
+_EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
 def import_hf(source: Path, target: Path, console: Console) -> None:
@@ -43,12 +51,10 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
     Raises ConfigError for a config.json that our model cannot be, CheckpointError for files that do not hold the
     model, a target that exists, and a disk without room.
     """
-    if os.path.lexists(target):  # said before headers are read, which may take long
-        raise CheckpointError(f"{target} exists; nothing was written.  Remove it, or name another folder.")
+    refuse_existing(target)  # before headers are read, which may take long
     content = read(source)
     model = architecture(content, str(source / CONFIG))
-    stored = SafetensorsFolder(source)
-    try:
+    with closing(SafetensorsFolder(source)) as stored:
         mappings = list(model.family.mappings(model.model, model.vocab_size))
         _check(stored, mappings, model, source)
         num_bytes = sum(stored.tensors[tensor.name].num_bytes for mapping in mappings for tensor in mapping.sources)
@@ -62,8 +68,6 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
             shutil.copyfile(source / CONFIG, temporary / IMPORTED / CONFIG)
             copy_companions(source, temporary / IMPORTED)
             (temporary / folders.POINTER).write_text("0", encoding="ascii")
-    finally:
-        stored.close()
     console.say(
         f"imported {source} ({model.family.model_type}, {size(num_bytes)}) to {target}; start a run from it with "
         f"model.init_from={target}"
@@ -130,18 +134,15 @@ def _write(
     positions: object,
     progress: Progress,
 ) -> None:
-    writer, digests = TorchDistWriter(folder), dict[str, str]()
+    digests: dict[str, str] = {}
     padded_rows = padded_vocab_size(model.vocab_size, 1)
-    try:
-        for key in extra_state_keys(model.model):
+    with closing(TorchDistWriter(folder)) as writer:
+        for key in _extra_state_keys(model.model):
             writer.write_object(key, None)
         for mapping in mappings:
             digests |= _write_tensor(writer, stored, mapping, padded_rows, progress)
         writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    write_common_file(
+    _write_common(
         folder,
         model.model,
         padded_vocab_size=padded_rows,
@@ -201,3 +202,35 @@ def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowS
                 block, free_rows = [], max_rows
     if block:
         yield block
+
+
+def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> None:
+    """Write common.pt and metadata.json, which Megatron-LM reads beside the tensors.
+
+    positions: the longest sequence that the model is meant for, in tokens
+    """
+    args = Namespace(
+        **model_arguments(model, padded_vocab_size=padded_vocab_size, positions=positions, bf16=bf16),
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+        data_parallel_size=1,
+        world_size=1,
+        no_save_optim=True,
+        no_save_rng=True,
+        consumed_train_samples=0,
+    )
+    form = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    common = {"args": args, "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0, "content_metadata": form}
+    write_common(common, folder)
+
+
+def _extra_state_keys(model: ModelConfig) -> list[str]:
+    """Keys of the objects that Megatron-LM expects beside the tensors."""
+    layers, experts = range(model.num_layers), range(model.moe.num_experts or 0)
+    modules = (*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_BEFORE_EXPERTS if experts else _MLP))
+    of_layers = [f"{layer}_{len(layers)}" for layer in layers]
+    of_experts = [f"{layer}.{expert}_{len(layers)}.{len(experts)}" for layer in layers for expert in experts]
+    shards = [*((module, of_layers) for module in modules), *((module, of_experts) for module in _EXPERT)]
+    keys = [f"decoder.layers.{module}._extra_state/shard_{shard}" for module, numbers in shards for shard in numbers]
+    return ["decoder.final_layernorm._extra_state/shard_0_1", *keys]

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, and reading some rows of one.
+"""The safetensors files of a Hugging Face folder: reads some rows of a tensor, writes one tensor after the other.
 
 The safetensors library reads the files: it checks each header (sizes, gaps, overlaps, types, a file that is cut short)
 and maps the file into memory, so that rows are read when they are asked for.  This module decides which files belong
@@ -6,12 +6,13 @@ to the folder, compares them with their index, and limits how much is mapped: pa
 the process until it is unmapped.  Which tensors a model needs is not known here.
 """
 
+import hashlib
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sft.checkpoint.manifest import Entry, HashingFile
 from sft.errors import CheckpointError
 from sft.hf.convert.tensor_check import fold_by_layer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 * 10**9  # of one file, as the hub recommends
 MAPPED_BYTES = 64 << 20  # read from mapped files before they are unmapped; to open one again costs its header
 
 
@@ -187,3 +191,83 @@ def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str],
     ]
     if problems:
         raise CheckpointError(f"{folder / INDEX} and its files disagree: {'; '.join(problems)}.")
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    folder: Path,
+    planned: Sequence[PlannedTensor],
+    tensors: Iterable[torch.Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Write the tensors, in the order of `planned`, into files of the existing `folder`, and an index of several files.
+
+    The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This holds one:
+    it puts the bytes together, and the library reads each header back once the file is complete.
+
+    advance: called with the bytes of each tensor
+    Returns size and SHA-256 of each file, and the SHA-256 of each tensor.  The disk has the files of tensors then.
+    """
+    files, digests, file_of = {}, {}, {}
+    shards, tensors = split_into_shards(planned, shard_bytes), iter(tensors)
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with closing(HashingFile(folder / name)) as file:
+            file.write(_header(shard))
+            for plan, tensor in zip(shard, tensors):
+                assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), plan
+                data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
+                file.write(data)
+                file.check()
+                digests[plan.name], file_of[plan.name] = hashlib.sha256(data).hexdigest(), name
+                advance(len(data))
+            files[name] = file.finish()
+        with safe_open(folder / name, framework="pt") as written:  # the library checks it against the file's size
+            assert set(written.keys()) == {plan.name for plan in shard}, name
+    if len(shards) > 1:
+        metadata = {"total_size": sum(plan.num_bytes for plan in planned)}
+        content = {"metadata": metadata, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return files, digests
+
+
+def split_into_shards(planned: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
+    """The tensors of each file: as many as `shard_bytes` hold, in their order; a larger one has a file of its own."""
+    shards: list[list[PlannedTensor]] = [[]]
+    num_bytes = 0
+    for tensor in planned:
+        if shards[-1] and num_bytes + tensor.num_bytes > shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(tensor)
+        num_bytes += tensor.num_bytes
+    return shards
+
+
+def _header(planned: Sequence[PlannedTensor]) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in planned:
+        content[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.num_bytes],
+        }
+        end += tensor.num_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the data behind it
+    return len(text).to_bytes(8, "little") + text

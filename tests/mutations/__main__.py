@@ -129,7 +129,10 @@ def _run_all(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> list[tuple[F
 
 
 def _pytest(copy: Path, tests: Sequence[str], *, limit_s: float) -> Outcome:
-    """Run tests in `copy`, whose `sft` goes before an installed one.  No bytecode: it is told apart by whole seconds."""
+    """Run tests in `copy`, whose `sft` goes before an installed one.
+
+    Without bytecode, which Python takes for fresh if a changed file has its size and was written in the same second.
+    """
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
     started = time.monotonic()

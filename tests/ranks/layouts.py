@@ -1,6 +1,6 @@
-"""The dimensions of a run's layout, which of their values fit together, and the overrides of a recipe that ask for them.
+"""The dimensions of a layout, which of their values fit together, and the overrides of a recipe that ask for them.
 
-`COVERING` is what `make test` runs, at most four ranks; `GRID`, what `make test-all` runs besides.
+`COVERING` is what `make test` runs: every pair of values that at most four ranks can have.
 """
 
 from tests.covering import Case, covering_set

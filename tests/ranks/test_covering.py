@@ -1,7 +1,6 @@
-"""One curve on every pair of settings: a covering set of layouts, each against one rank that does without all of them."""
+"""One curve with every pair of settings: a covering set of layouts, each against one plain rank."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest

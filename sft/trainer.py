@@ -1,10 +1,10 @@
 """The training loop: from a recipe to a trained checkpoint.  The only module that puts all parts together."""
 
 import json
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sft.atomic_files import replace_text
@@ -21,34 +21,33 @@ from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
-from sft.metrics.row import RunFacts
+from sft.metrics.rows import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, dump
-from sft.run import nonfinite_dump
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
 from sft.run.profiler import Profiler
 from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
-from sft.run.step_check import StepCheck
+from sft.run.step_check import StepCheck, dump_step
 
 STOPPED = 75  # the exit code of a run that was asked to stop and has saved: start it again (EX_TEMPFAIL)
 
 
-def main(recipe: Recipe) -> int:
+def main(recipe: Recipe, layout: Layout) -> int:
     """Train the recipe in this process, one of those that torchrun started or the only one.  Returns the exit code."""
     config = recipe.config
     leave_with_parent()
-    layout = Layout.resolve(config, int(os.environ.get("WORLD_SIZE", "1")))
     torch_device = device.start(device.choose(config.run.device))
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(groups.rank)
     console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))
     folder = Path(config.run.dir)
+    next_step = partial(resume.next_step, config.checkpoint, folder / "checkpoints")
     with (
-        Lifecycle(config, folder, groups, console) as lifecycle,
+        Lifecycle(config, folder, groups, console, next_step) as lifecycle,
         Profiler(config.profile, folder, groups, console) as profiler,
     ):
         is_done = Trainer(recipe, layout, groups, console, lifecycle, profiler).train()
@@ -72,7 +71,6 @@ class Trainer:
         self.console, self.lifecycle, self.profiler = console, lifecycle, profiler
         self.folder = Path(self.config.run.dir)
         checkpoints, config = self.folder / "checkpoints", self.config
-        lifecycle.begin(broadcast_from_rank0(lambda: resume.next_step(config.checkpoint, checkpoints), groups.control))
         self.data = DataPipeline(config, recipe.arguments, layout, groups, console)
         self.num_steps = self.data.num_steps
         self.engine = Engine(config, layout, groups, vocab_size=self.data.vocab_size, num_steps=self.num_steps)
@@ -111,13 +109,12 @@ class Trainer:
                     self._check(state, batch, result)
                     progress.advance(1)
                     state, held_out = self._evaluate(state, metrics)
-                    due = self.lifecycle.after_step(state.step)
-                    stop = due.stop
-                    if due.save:
+                    is_save_due, stop = self.lifecycle.after_step(state.step)
+                    if is_save_due:
                         state = self._compare_with_best(state, held_out)
                         self._save(state, sample_log, wait=stop is not None or state.step == self.num_steps)
                         stop = stop or self.lifecycle.stop_reason()  # a save may take long
-                    self.lifecycle.report_published(self.saver)
+                    self.lifecycle.report_published(self.saver.published, self.saver.took_s)
             self._end(state, stop)
             metrics.summarise()
         self.console.say(self._closing_line(state, stop))
@@ -144,30 +141,25 @@ class Trainer:
 
     def _check(self, state: TrainState, batch: GlobalBatch, result: StepResult) -> None:
         """Raises TrainingError after too many non-finite steps in a row."""
-        if self.check.allows(state.step, result, state.bad_in_a_row):
-            return
-        dumped = nonfinite_dump.write(
-            self.folder,
-            state.step,
-            samples=[{"sample": i, "row": self.data.row_name(i)} for i in sorted(batch.samples)],
-            losses=self.engine.local_losses,
-            recipe=dump(self.recipe),
-            position=self.groups,
-        )
-        raise self.check.refusal(state.step, result, state.bad_in_a_row, dumped)
+
+        def dump_this() -> Path:
+            return dump_step(
+                self.folder,
+                state.step,
+                samples=[{"sample": i, "row": self.data.row_name(i)} for i in sorted(batch.samples)],
+                losses=self.engine.local_losses,
+                recipe=dump(self.recipe),
+                position=self.groups,
+            )
+
+        self.check.check(state.step, result, state.bad_in_a_row, dump_this)
 
     def _evaluate(self, state: TrainState, metrics: MetricsLog) -> tuple[TrainState, dict[str, Record]]:
         """The records of the held-out sets by name; none where no evaluation is due, or the run has to stop."""
         if not self.evaluator.is_due(state.step) or state.evaluated == state.step:
             return state, {}
-        results = self.evaluator.run(state.step)
-        if results is None:
-            return state, {}
-        records = {
-            result.name: metrics.evaluation(state.step, result.name, result.totals, seconds=result.seconds)
-            for result in results
-        }
-        return replace(state, evaluated=state.step), records
+        records = self.evaluator.run(state.step, metrics)
+        return (state, {}) if records is None else (replace(state, evaluated=state.step), records)
 
     def _compare_with_best(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
         """Note in the state whether this step is the best so far by checkpoint.keep_best."""
@@ -185,13 +177,13 @@ class Trainer:
         if sample_log is not None:
             sample_log.sync()
         self.saver.save(self.engine, state, wait=wait)
-        self.lifecycle.save_ended()
+        self.lifecycle.saved_at = time.monotonic()
 
     def _end(self, state: TrainState, stop: str | None) -> None:
         """Wait for the save in flight, and report how the run ended, before the first rank exits."""
         self.lifecycle.phase(f"saving step {state.step}")
         self.saver.drain(must_succeed=True)
-        self.lifecycle.report_published(self.saver)
+        self.lifecycle.report_published(self.saver.published, self.saver.took_s)
         is_done = self._is_done(state)
         self.lifecycle.end("done" if is_done else "preempted", state.step, None if is_done else stop)
 

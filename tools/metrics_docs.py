@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.metrics.row import Row
-from sft.metrics.rows import ALL, BOTH, GROUPS, ROWS, SCHEMA
+from sft.metrics.rows import ALL, BOTH, GROUPS, ROWS, SCHEMA, Row
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, JSON_SCHEMA = DOCS / "metrics.md", DOCS / "metrics.schema.json"

@@ -26,8 +26,7 @@ from sft.mcore.attention.selection import choose
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.optimizer import build
 from sft.mcore.process_groups import ProcessGroups
-from sft.metrics.accumulator import Accumulator, Breakdown, Contribution
-from sft.metrics.kinds import SupervisedTokens
+from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.layout import Layout
 
@@ -104,14 +103,19 @@ class Engine:
         # Of each microbatch on the last pipeline stage, of none elsewhere.  The tensors stay on the device until all
         # microbatches are done, so that the host does not wait for a GPU in between.
         measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
-        breakdown = Breakdown(position_edges=self.config.log.position_edges, sources=sources)
+        accumulator = self._accumulator(sources)
         tokens = [
-            self._supervised_tokens(breakdown, mb, denominator, objective, rows)
+            SupervisedTokens(  # copied to the CPU
+                objective=objective.item(),
+                denominator=denominator,
+                nll=-rows.logprob.cpu().double().numpy(),
+                entropy=None if rows.entropy is None else rows.entropy.cpu().numpy(),
+                correct=rows.correct.cpu().numpy(),
+                buckets=accumulator.buckets(mb),
+            )
             for mb, denominator, (objective, rows) in zip(microbatches, denominators, measured)
         ]
         self.local_losses = [part.objective for part in tokens]
-        per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
-        accumulator = Accumulator(breakdown, self._contribution(), (per_token, per_square))
         peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
         return accumulator.totals(microbatches, tokens, peaks)
 
@@ -136,20 +140,6 @@ class Engine:
             max_documents=max(len(mb.lengths) for mb in microbatches),
         )
 
-    @staticmethod
-    def _supervised_tokens(
-        breakdown: Breakdown, mb: Microbatch, denominator: float, objective: Tensor, rows: RowStatistics
-    ) -> SupervisedTokens:
-        """What the loss head measured of a microbatch, copied to the CPU."""
-        return breakdown.supervised_tokens(
-            mb,
-            objective=objective.item(),
-            denominator=denominator,
-            logprob=rows.logprob.cpu().numpy(),
-            entropy=None if rows.entropy is None else rows.entropy.cpu().numpy(),
-            correct=rows.correct.cpu().numpy(),
-        )
-
     def _expert_load(self) -> ExpertLoad | None:
         """Collective over all ranks."""
         count = self.config.model.moe.num_experts
@@ -157,11 +147,15 @@ class Engine:
             return None
         return experts.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
 
-    def _contribution(self) -> Contribution:
+    def _accumulator(self, sources: Sequence[str]) -> Accumulator:
+        per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
         reports = self.groups.reports
-        return Contribution(
-            tokens=reports,
-            packs=reports and self.groups.cp_rank == 0,
+        return Accumulator(
+            position_edges=self.config.log.position_edges,
+            sources=sources,
+            work=(per_token, per_square),
+            counts_tokens=reports,
+            counts_packs=reports and self.groups.cp_rank == 0,
             cp=self.groups.cp,
             device=self.groups.device,
         )

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sft.metrics.row import Row, RunFacts
-from sft.metrics.rows import ROWS, SCHEMA
+from sft.metrics.rows import ROWS, SCHEMA, Row, RunFacts
 from sft.metrics.totals import StepResult, Totals
 
 Record = dict[str, Any]
@@ -36,7 +35,7 @@ def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Recor
     record: Record = {}
     for row in ROWS:
         if facts["kind"] in row.records and (row.only_if is None or row.only_if(totals, run)):
-            value = row.source.value(totals, run) if row.source else facts[row.name]
+            value = row.value(totals, run) if row.source else facts[row.name]
             _put(record, row, value)
     return record
 

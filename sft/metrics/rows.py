@@ -1,15 +1,117 @@
 """Every number of metrics.jsonl: one declared row each, in the order of the records.
 
 The records, the names in TensorBoard and W&B, the tables of docs/metrics.md and docs/metrics.schema.json follow from
-these rows.  `row.py` says what a row is, `totals.py` declares the quantities that rows are made of.
+these rows.  `totals.py` declares the quantities that rows are made of.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from sft.metrics.row import Derived, Quantity, Ratio, Row, RunFacts
-from sft.metrics.totals import ExpertLoad, StepResult, Totals
+from sft.config import Config
+from sft.flops import num_parameters, train_flops
+from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
+from sft.parallel.layout import Layout
 
 SCHEMA = 5  # of metrics.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the numbers of a run are made with, besides its totals."""
+
+    config: Config
+    layout: Layout
+    num_parameters: int
+    flops: tuple[float, float, float]  # per token, per supervised token, per squared length of a document
+    seconds: float = 0.0  # that the step or the held-out pass took
+
+    @staticmethod
+    def of(config: Config, layout: Layout, vocab_size: int) -> "RunFacts":
+        return RunFacts(
+            config=config,
+            layout=layout,
+            num_parameters=num_parameters(config.model, vocab_size),
+            flops=train_flops(config.model, vocab_size),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the packs of a global batch have room for."""
+        return self.config.data.seq_length * self.layout.global_batch_size
+
+    def tflops_per_rank(self, totals: Totals) -> float:
+        per_token, per_label, per_square = self.flops
+        flops = totals.num_real_tokens * per_token + totals.num_tokens * per_label + totals.sum_of_squares * per_square
+        return flops / self.seconds / self.layout.world_size / 1e12
+
+    def mfu(self, totals: Totals) -> float | None:
+        """Model FLOPs utilisation; None without log.peak_tflops."""
+        peak = self.config.log.peak_tflops
+        return None if peak is None else self.tflops_per_rank(totals) / peak
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a number is computed from a step's or a held-out pass's totals and the facts of the run.
+
+    kind  over which ranks it is combined, as docs/metrics.md says; "" where nothing was added up
+    """
+
+    kind: str
+    value: Callable[[Any, RunFacts], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of the log.
+
+    name      its key; "/" joins the keys of nested objects where `nested`, and NAME stands for the name of a bucket
+    records   the kinds of records that have it
+    layout    how it compares between two layouts: docs/metrics.md, "What the layout changes"
+    source    a field of Totals or StepResult; None: whoever makes the record gives it
+    json      what JSON Schema says of the value; where it may be null, null stands for what is not finite
+    only_if   whether a record has it; None: every one
+    drawn     whether TensorBoard and W&B get it
+    """
+
+    name: str
+    records: tuple[str, ...]
+    unit: str
+    layout: str
+    source: str | Source | None
+    json: Mapping[str, Any]
+    meaning: str
+    _: KW_ONLY
+    only_if: Callable[[Any, RunFacts], bool] | None = None
+    nested: bool = False
+    drawn: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Sum, Ratio, ...: over which ranks the number is combined."""
+        return _KINDS.get(self.source, "") if isinstance(self.source, str) else self.source.kind if self.source else ""
+
+    def value(self, totals: Any, run: RunFacts) -> Any:
+        """Of a row that has a source."""
+        assert self.source is not None, self.name
+        return getattr(totals, self.source) if isinstance(self.source, str) else self.source.value(totals, run)
+
+
+_KINDS = {name: quantity.kind for name, quantity in quantities(Totals).items()}
+
+
+def ratio(numerator: str, denominator: str) -> Source:
+    """One quantity over another, divided after both were added up over all ranks; None where the other is 0."""
+
+    def value(totals: Any, run: RunFacts) -> Any:
+        above, below = getattr(totals, numerator), getattr(totals, denominator)
+        if isinstance(below, Mapping):
+            return {name: above[name] / count if count else None for name, count in below.items()}
+        return above / below if below else None
+
+    return Source("PerSequence" if _KINDS[numerator] == "PerSequence" else "Ratio", value)
+
 
 START, TRAIN, EVAL = ("start",), ("train",), ("eval",)
 BOTH, ALL = ("train", "eval"), ("start", "train", "eval")
@@ -27,18 +129,30 @@ NUMBER = {"type": ["number", "null"]}  # null stands for what is not finite, and
 AMOUNT_OR_NULL = {**AMOUNT, **NUMBER}
 
 
+def _fact(make: Callable[[RunFacts], float]) -> Source:
+    """Of the run."""
+    return Source("", lambda totals, run: make(run))
+
+
+def _per_second(quantity: str) -> Source:
+    return Source("Ratio", lambda step, run: getattr(step, quantity) / run.seconds)
+
+
+def _loss_by(name: str, meaning: str) -> tuple[Row, Row]:
+    """Broken down by "position" or by "source"."""
+    nll, count, key = f"nll_by_{name}", f"num_tokens_by_{name}", f"loss by {name}/NAME"
+    loss = Row(f"{key}/loss", BOTH, "nats per token", ROUNDING, ratio(nll, count), NUMBER, meaning, nested=True)
+    return loss, Row(f"{key}/tokens", BOTH, "tokens", SAME, count, COUNT, "supervised ones", nested=True)
+
+
 def _objective_differs(totals: Totals, run: RunFacts) -> bool:
     """Whether the objective is something else than -log p of each supervised token."""
     loss = run.config.loss
     return loss.reduction != "token" or bool(loss.z_loss_coef or loss.entropy_coef)
 
 
-def _measures_entropy(totals: Totals, run: RunFacts) -> bool:
-    return run.config.loss.measures_entropy
-
-
-def _knows_peak(step: StepResult, run: RunFacts) -> bool:
-    return run.config.log.peak_tflops is not None
+def _experts(make: Callable[[ExpertLoad], float]) -> Source:
+    return Source("Sum", lambda step, run: make(step.experts))
 
 
 def _has_experts(step: StepResult, run: RunFacts) -> bool:
@@ -49,28 +163,8 @@ def _has_aux_loss(step: StepResult, run: RunFacts) -> bool:
     return step.experts is not None and bool(run.config.model.moe.aux_loss_coef)
 
 
-def _run(make: Callable[[RunFacts], float]) -> Derived:
-    """A fact of the run."""
-    return Derived("", lambda totals, run: make(run))
-
-
-def _experts(make: Callable[[ExpertLoad], float]) -> Derived:
-    return Derived("Sum", lambda step, run: make(step.experts))
-
-
 def _dropped_share(experts: ExpertLoad) -> float:
     return float(experts.dropped.sum() / max(1.0, experts.chosen.sum(axis=1).sum()))
-
-
-def _per_second(quantity: str) -> Derived:
-    return Derived("Ratio", lambda step, run: getattr(step, quantity) / run.seconds)
-
-
-def _loss_by(name: str, meaning: str) -> tuple[Row, Row]:
-    """Broken down by "position" or by "source"."""
-    nll, count, key = f"nll_by_{name}", f"num_tokens_by_{name}", f"loss by {name}/NAME"
-    loss = Row(f"{key}/loss", BOTH, "nats per token", ROUNDING, Ratio(nll, count), NUMBER, meaning, nested=True)
-    return loss, Row(f"{key}/tokens", BOTH, "tokens", SAME, Quantity(count), COUNT, "supervised ones", nested=True)
 
 
 def _memory(name: str) -> tuple[Row, Row]:
@@ -80,8 +174,8 @@ def _memory(name: str) -> tuple[Row, Row]:
     def is_measured(step: StepResult, run: RunFacts) -> bool:
         return bool(getattr(step, field).value)
 
-    gib = Derived("Max", lambda step, run: getattr(step, field).value / 2**30)
-    rank = Derived("Max", lambda step, run: getattr(step, field).rank)
+    gib = Source("Max", lambda step, run: getattr(step, field).value / 2**30)
+    rank = Source("Max", lambda step, run: getattr(step, field).rank)
     return (
         Row(f"{key}-gib", TRAIN, "GiB", MACHINE, gib, ABOVE_0, "peak of any rank; CUDA only", only_if=is_measured),
         Row(f"{key}-rank", TRAIN, "rank", MACHINE, rank, COUNT, "which rank; CUDA only", only_if=is_measured),
@@ -89,9 +183,8 @@ def _memory(name: str) -> tuple[Row, Row]:
 
 
 def _size(name: str, meaning: str) -> Row:
-    return Row(
-        f"layout/{name}", START, "ranks", SIZES, _run(lambda run: run.layout.sizes[name]), SIZE, meaning, nested=True
-    )
+    source = _fact(lambda run: run.layout.sizes[name])
+    return Row(f"layout/{name}", START, "ranks", SIZES, source, SIZE, meaning, nested=True)
 
 
 # Columns: name, records, unit, layout, source, what JSON Schema says of the value, meaning.
@@ -103,9 +196,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("step", ALL, "steps", SAME, None, COUNT, "optimizer steps done; the first is 1", drawn=False),
         Row("set", EVAL, "", SAME, None, NAME, "name of the held-out set", drawn=False),
         Row("time", START, "s", MACHINE, None, AMOUNT, "since 1970-01-01 UTC"),
-        Row("parameters", START, "", SAME, _run(lambda run: run.num_parameters), SIZE, "of the whole model"),
-        Row("num-steps", START, "steps", SAME, None, SIZE, "that the run is to do"),
-        _size("world_size", "all of them"),
+        Row("parameters", START, "", SAME, _fact(lambda run: run.num_parameters), SIZE, "of the whole model"),
+        Row("num-steps", START, "steps", SAME, None, SIZE, "that the run is to do"), _size("world_size", "all of them"),
         _size("tp", "tensor parallel size"),
         _size("cp", "context parallel size"),
         _size("pp", "pipeline parallel size"),
@@ -114,68 +206,66 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _size("etp", "expert tensor parallel size"),
     ),
     "Losses": (
-        Row("lm loss", BOTH, "nats", ROUNDING, Ratio("objective", "denominator"), NUMBER,
+        Row("lm loss", BOTH, "nats", ROUNDING, ratio("objective", "denominator"), NUMBER,
             "the objective over its denominator"),
-        Row("nll", BOTH, "nats per token", ROUNDING, Ratio("nll", "num_tokens"), NUMBER,
+        Row("nll", BOTH, "nats per token", ROUNDING, ratio("nll", "num_tokens"), NUMBER,
             "-log p(label); only where `lm loss` is something else", only_if=_objective_differs),
-        Row("entropy", BOTH, "nats per token", ROUNDING, Ratio("entropy", "num_tokens"), NUMBER,
-            "of the predictions; only with `loss.entropy`", only_if=_measures_entropy),
-        Row("token accuracy", BOTH, "share", ROUNDING, Ratio("num_correct", "num_tokens"), {**SHARE, **NUMBER},
+        Row("entropy", BOTH, "nats per token", ROUNDING, ratio("entropy", "num_tokens"), NUMBER,
+            "of the predictions; only with `loss.entropy`", only_if=lambda x, run: run.config.loss.measures_entropy),
+        Row("token accuracy", BOTH, "share", ROUNDING, ratio("num_correct", "num_tokens"), {**SHARE, **NUMBER},
             "whose label had the largest score of all; ties count"),
-        Row("perplexity/avg", BOTH, "", ROUNDING, Ratio("perplexity", "num_sequences"), AMOUNT_OR_NULL,
+        Row("perplexity/avg", BOTH, "", ROUNDING, ratio("perplexity", "num_sequences"), AMOUNT_OR_NULL,
             "exp of each document's mean -log p; the mean"),
-        Row("perplexity/min", BOTH, "", ROUNDING, Quantity("perplexity_min"), AMOUNT_OR_NULL, "the smallest"),
-        Row("perplexity/max", BOTH, "", ROUNDING, Quantity("perplexity_max"), AMOUNT_OR_NULL, "the largest"),
+        Row("perplexity/min", BOTH, "", ROUNDING, "perplexity_min", AMOUNT_OR_NULL, "the smallest"),
+        Row("perplexity/max", BOTH, "", ROUNDING, "perplexity_max", AMOUNT_OR_NULL, "the largest"),
         *_loss_by("position", "-log p by position in the document"),
         *_loss_by("source", "-log p by named source, or by data file"),
-        Row("sample loss", EVAL, "nats", ROUNDING, Ratio("sequence_nll", "num_sequences"), NUMBER,
+        Row("sample loss", EVAL, "nats", ROUNDING, ratio("sequence_nll", "num_sequences"), NUMBER,
             "mean over documents of each one's mean -log p"),
     ),
     "The update": (
-        Row("grad-norm", TRAIN, "", ROUNDING, Quantity("grad_norm"), AMOUNT_OR_NULL,
+        Row("grad-norm", TRAIN, "", ROUNDING, "grad_norm", AMOUNT_OR_NULL,
             "of `lm loss` and balancing losses, before clipping"),
-        Row("learning-rate", TRAIN, "", SAME, Quantity("learning_rate"), AMOUNT, "of this step"),
-        Row("skipped", TRAIN, "", SAME, Quantity("skipped"), SWITCH, "nothing was updated"),
-        Row("bad", TRAIN, "", SAME, Quantity("is_nonfinite"), SWITCH, "the loss or a gradient was not finite"),
-    ),
+        Row("learning-rate", TRAIN, "", SAME, "learning_rate", AMOUNT, "of this step"),
+        Row("skipped", TRAIN, "", SAME, "skipped", SWITCH, "nothing was updated"),
+        Row("bad", TRAIN, "", SAME, "is_nonfinite", SWITCH, "the loss or a gradient was not finite"), ),
     "Counts": (
-        Row("documents", BOTH, "", SAME, Quantity("num_documents"), COUNT, "samples"),
-        Row("sequences", BOTH, "", SAME, Quantity("num_sequences"), COUNT, "samples with a supervised token"),
-        Row("tokens/supervised", BOTH, "tokens", SAME, Quantity("num_tokens"), COUNT, "labels with a loss"),
-        Row("tokens/real", BOTH, "tokens", SAME, Quantity("num_real_tokens"), COUNT, "of samples"),
-        Row("tokens/aligned", BOTH, "tokens", SAME, Quantity("num_aligned_tokens"), COUNT,
+        Row("documents", BOTH, "", SAME, "num_documents", COUNT, "samples"),
+        Row("sequences", BOTH, "", SAME, "num_sequences", COUNT, "samples with a supervised token"),
+        Row("tokens/supervised", BOTH, "tokens", SAME, "num_tokens", COUNT, "labels with a loss"),
+        Row("tokens/real", BOTH, "tokens", SAME, "num_real_tokens", COUNT, "of samples"),
+        Row("tokens/aligned", BOTH, "tokens", SAME, "num_aligned_tokens", COUNT,
             "with documents padded to `data.doc_multiple`"),
-        Row("tokens/padded", BOTH, "tokens", PACKS, Quantity("num_padded_tokens"), COUNT,
+        Row("tokens/padded", BOTH, "tokens", PACKS, "num_padded_tokens", COUNT,
             "with filler documents: what was computed"),
-        Row("tokens/capacity", TRAIN, "tokens", SAME, _run(lambda run: run.capacity), SIZE,
+        Row("tokens/capacity", TRAIN, "tokens", SAME, _fact(lambda run: run.capacity), SIZE,
             "`data.seq_length` x `train.global_batch_size`"),
         Row("padding/alignment", TRAIN, "tokens", SAME,
-            Derived("", lambda step, run: step.num_aligned_tokens - step.num_real_tokens), COUNT, "aligned - real"),
+            Source("", lambda step, run: step.num_aligned_tokens - step.num_real_tokens), COUNT, "aligned - real"),
         Row("padding/filler", TRAIN, "tokens", PACKS,
-            Derived("", lambda step, run: step.num_padded_tokens - step.num_aligned_tokens), COUNT, "padded - aligned"),
+            Source("", lambda step, run: step.num_padded_tokens - step.num_aligned_tokens), COUNT, "padded - aligned"),
         Row("padding/tail", TRAIN, "tokens", PACKS,
-            Derived("", lambda step, run: run.capacity - step.num_padded_tokens), COUNT, "capacity - padded"),
+            Source("", lambda step, run: run.capacity - step.num_padded_tokens), COUNT, "capacity - padded"),
     ),
     "Speed": (
-        Row("work-imbalance", TRAIN, "", PACKS, Quantity("work_imbalance"), ABOVE_0,
+        Row("work-imbalance", TRAIN, "", PACKS, "work_imbalance", ABOVE_0,
             "FLOPs of a rank's packs: largest over mean, over dp"),
         Row("tokens-per-second", TRAIN, "tokens / s", MACHINE, _per_second("num_real_tokens"), AMOUNT,
             "real tokens of all ranks"),
         Row("tokens-per-second-per-rank", TRAIN, "tokens / s", MACHINE,
-            Derived("Ratio", lambda step, run: step.num_real_tokens / run.seconds / run.layout.world_size), AMOUNT,
+            Source("Ratio", lambda step, run: step.num_real_tokens / run.seconds / run.layout.world_size), AMOUNT,
             "divided by the number of ranks"),
         Row("tokens-per-second-supervised", TRAIN, "tokens / s", MACHINE, _per_second("num_tokens"), AMOUNT,
             "supervised tokens of all ranks"),
         Row("data-wait-share", TRAIN, "share", MACHINE,
-            Derived("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
+            Source("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
             "longest wait of any rank for its microbatches"),
-        Row("step-time-s", TRAIN, "s", MACHINE, _run(lambda run: run.seconds), ABOVE_0, "rank 0's clock"),
-        Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Derived("Ratio", lambda step, run: run.tflops_per_rank(step)),
+        Row("step-time-s", TRAIN, "s", MACHINE, _fact(lambda run: run.seconds), ABOVE_0, "rank 0's clock"),
+        Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Source("Ratio", lambda step, run: run.tflops_per_rank(step)),
             AMOUNT, "model FLOPs of real tokens"),
-        Row("mfu", TRAIN, "share", MACHINE, Derived("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
-            "of `log.peak_tflops`, where that is given", only_if=_knows_peak),
-        Row("eval-time-s", EVAL, "s", MACHINE, _run(lambda run: run.seconds), AMOUNT, "rank 0's clock"),
-    ),
+        Row("mfu", TRAIN, "share", MACHINE, Source("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
+            "of `log.peak_tflops`, where that is given", only_if=lambda step, run: run.mfu(step) is not None),
+        Row("eval-time-s", EVAL, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT, "rank 0's clock"), ),
     "Experts": (
         Row("experts/imbalance", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.mean())), AMOUNT,
             "most real tokens of an expert over the mean of all", only_if=_has_experts),

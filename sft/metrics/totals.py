@@ -1,31 +1,95 @@
 """Every quantity that is added up over a step or a held-out pass: its name, its kind and the line that measures it.
 
-The kind (`kinds.py`) decides over which ranks a quantity is combined and how two batches are merged.  What is made of
-the quantities, and what the log calls it, is declared in `rows.py`.
+The kind says over which ranks a quantity is combined, and what it is measured on:
+
+    Sum          the supervised tokens of each microbatch that no other rank holds; over dp x cp
+    Replicated   whole packs, each the same on all its cp ranks; over dp, never over cp
+    PerSequence  whole sequences, parts of which lie on several cp ranks: their losses are added over cp first, then
+                 measured, then combined over dp
+    Max          what the engine measured on every rank: the maximum, and the first rank that has it
+
+What is made of the quantities, and what the log calls it, is declared in `rows.py`.
+All numbers are float64, which holds every integer up to 2**53.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from sft.metrics.kinds import Imbalance, Kind, Max, Peak, PerSequence, Replicated, Sum, SumBy
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The largest value of all ranks, and the first rank that has it."""
+
+    value: float
+    rank: int
 
 
-def quantity(kind: Kind) -> Any:
-    """A field of Totals."""
-    return field(metadata={"kind": kind})
+@dataclass(frozen=True)
+class Quantity:
+    """How a quantity is measured on a rank, combined over ranks, and merged for two batches together.
+
+    measure  a number of SupervisedTokens (Sum), a Microbatch (Replicated), SequenceLosses (PerSequence), or of what
+             the engine measured, by its name (Max); None where the accumulator makes it of other quantities
+    number   the type of the value
+    combine  of the numbers of ranks, and of two batches
+    by       the breakdown whose buckets have a number each: `measure` gives one of each token, [n]; None counts tokens
+    """
+
+    kind: Literal["Sum", "Replicated", "PerSequence", "Max"]
+    measure: Callable[[Any], Any] | None
+    number: type = int
+    combine: np.ufunc = np.add
+    by: str = ""
+
+    def local(self, parts: Sequence[Any], names: Sequence[str]) -> np.ndarray:
+        """This rank's numbers of all parts: one of each name of a bucket, or one alone; none without `measure`."""
+        if self.measure is None:
+            return np.zeros(0)
+        sums = np.zeros(len(names) if self.by else 1)
+        for part in parts if len(sums) else ():  # without names of sources nothing is counted by source
+            value = self.measure(part)
+            sums += np.bincount(part.buckets[self.by], weights=value, minlength=len(sums)) if self.by else float(value)
+        return sums
+
+    def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
+        """The value of the numbers of all ranks that count, [ranks, numbers of a rank]."""
+        if self.kind == "Max":
+            return Peak(value=float(numbers[:, 0].max()), rank=int(numbers[:, 0].argmax()))
+        values = [self.number(self.combine.reduce(column)) for column in numbers.T]
+        return dict(zip(names, values, strict=True)) if self.by else values[0]
+
+    def merge(self, a: Any, b: Any) -> Any:
+        """The value of two batches together."""
+        if self.kind == "Max":
+            return max(a, b, key=lambda peak: peak.value)
+        if self.by:
+            assert a.keys() == b.keys()
+            return {name: self.number(self.combine(a[name], b[name])) for name in a}
+        return self.number(self.combine(a, b))
 
 
-def kinds(of: type["Totals"]) -> dict[str, Kind]:
-    """The kind of each field, in their order.  Raises TypeError where a field has none."""
+def quantity(*declared: Any, **options: Any) -> Any:
+    """A field of Totals; takes what Quantity takes."""
+    return field(metadata={"quantity": Quantity(*declared, **options)})
+
+
+def quantities(of: type["Totals"]) -> dict[str, Quantity]:
+    """The quantity of each field, in their order.  Raises TypeError where a field has none."""
     declared = {}
-    for quantity_field in fields(of):
-        if "kind" not in quantity_field.metadata:
-            raise TypeError(f"{of.__name__}.{quantity_field.name} is no quantity: nothing says how to add it up.")
-        declared[quantity_field.name] = quantity_field.metadata["kind"]
+    for declared_field in fields(of):
+        if "quantity" not in declared_field.metadata:
+            raise TypeError(f"{of.__name__}.{declared_field.name} is no quantity: nothing says how to add it up.")
+        declared[declared_field.name] = declared_field.metadata["quantity"]
     return declared
+
+
+def _entropy(tokens: Any) -> float:
+    """0 where it is not measured."""
+    return 0.0 if tokens.entropy is None else tokens.entropy.sum(dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +97,33 @@ class Totals:
     """What all ranks together measured of a step or of a held-out pass."""
 
     # The objective, summed, and what it is divided by: the sum of weights, or the supervised tokens.
-    objective: float = quantity(Sum(lambda tokens: tokens.objective, float))
-    denominator: float = quantity(Sum(lambda tokens: tokens.denominator, float))
-    # Over supervised tokens, in nats.  The entropy is 0 where it is not measured.
-    nll: float = quantity(Sum(lambda tokens: tokens.nll.sum(), float))
-    entropy: float = quantity(
-        Sum(lambda tokens: 0.0 if tokens.entropy is None else tokens.entropy.sum(dtype=np.float64), float)
-    )
-    num_tokens: int = quantity(Sum(lambda tokens: len(tokens.nll)))  # supervised
-    num_correct: int = quantity(Sum(lambda tokens: int(np.count_nonzero(tokens.correct))))
-    nll_by_position: dict[str, float] = quantity(SumBy("position", lambda tokens: tokens.nll, float))
-    num_tokens_by_position: dict[str, int] = quantity(SumBy("position"))
-    nll_by_source: dict[str, float] = quantity(SumBy("source", lambda tokens: tokens.nll, float))
-    num_tokens_by_source: dict[str, int] = quantity(SumBy("source"))
+    objective: float = quantity("Sum", lambda tokens: tokens.objective, float)
+    denominator: float = quantity("Sum", lambda tokens: tokens.denominator, float)
+    # Over supervised tokens, in nats.
+    nll: float = quantity("Sum", lambda tokens: tokens.nll.sum(), float)
+    entropy: float = quantity("Sum", _entropy, float)
+    num_tokens: int = quantity("Sum", lambda tokens: len(tokens.nll))  # supervised
+    num_correct: int = quantity("Sum", lambda tokens: np.count_nonzero(tokens.correct))
+    nll_by_position: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="position")
+    num_tokens_by_position: dict[str, int] = quantity("Sum", lambda tokens: None, by="position")
+    nll_by_source: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="source")
+    num_tokens_by_source: dict[str, int] = quantity("Sum", lambda tokens: None, by="source")
     # Of packs: tokens of samples, with padding of documents, with filler; squares of the lengths of documents.
-    num_real_tokens: int = quantity(Replicated(lambda pack: pack.num_real_tokens))
-    num_aligned_tokens: int = quantity(Replicated(lambda pack: pack.num_aligned_tokens))
-    num_padded_tokens: int = quantity(Replicated(lambda pack: int(pack.cu_seqlens[-1])))
-    num_documents: int = quantity(Replicated(lambda pack: pack.num_documents))
-    sum_of_squares: int = quantity(Replicated(lambda pack: int((pack.lengths.astype(np.int64) ** 2).sum())))
-    work_imbalance: float = quantity(Imbalance())  # largest over mean, over dp, of FLOPs
+    num_real_tokens: int = quantity("Replicated", lambda pack: pack.num_real_tokens)
+    num_aligned_tokens: int = quantity("Replicated", lambda pack: pack.num_aligned_tokens)
+    num_padded_tokens: int = quantity("Replicated", lambda pack: pack.cu_seqlens[-1])
+    num_documents: int = quantity("Replicated", lambda pack: pack.num_documents)
+    sum_of_squares: int = quantity("Replicated", lambda pack: (pack.lengths.astype(np.int64) ** 2).sum())
+    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # largest over mean, over dp, of FLOPs
     # Of sequences with a supervised token.  Without one the smallest perplexity is inf, the largest -inf.
-    num_sequences: int = quantity(PerSequence(lambda nll, perplexity: len(nll), int))
-    sequence_nll: float = quantity(PerSequence(lambda nll, perplexity: nll.sum()))
-    perplexity: float = quantity(PerSequence(lambda nll, perplexity: perplexity.sum()))
-    perplexity_min: float = quantity(
-        PerSequence(lambda nll, perplexity: perplexity.min(initial=np.inf), combine=np.minimum)
-    )
-    perplexity_max: float = quantity(
-        PerSequence(lambda nll, perplexity: perplexity.max(initial=-np.inf), combine=np.maximum)
-    )
-    data_wait_s: Peak = quantity(Max("data_wait_s"))
-    memory_allocated: Peak = quantity(Max("memory_allocated"))  # bytes
-    memory_reserved: Peak = quantity(Max("memory_reserved"))
+    num_sequences: int = quantity("PerSequence", lambda losses: len(losses.mean_nll))
+    sequence_nll: float = quantity("PerSequence", lambda losses: losses.mean_nll.sum(), float)
+    perplexity: float = quantity("PerSequence", lambda losses: losses.perplexity.sum(), float)
+    perplexity_min: float = quantity("PerSequence", lambda x: x.perplexity.min(initial=np.inf), float, np.minimum)
+    perplexity_max: float = quantity("PerSequence", lambda x: x.perplexity.max(initial=-np.inf), float, np.maximum)
+    data_wait_s: Peak = quantity("Max", lambda peaks: peaks.get("data_wait_s", 0.0))
+    memory_allocated: Peak = quantity("Max", lambda peaks: peaks.get("memory_allocated", 0.0))  # bytes
+    memory_reserved: Peak = quantity("Max", lambda peaks: peaks.get("memory_reserved", 0.0))
 
     @property
     def lm_loss(self) -> float | None:
@@ -75,7 +133,8 @@ class Totals:
     def __add__(self, other: Self) -> Self:
         """Of two batches together."""
         merged: dict[str, Any] = {
-            name: kind.merge(getattr(self, name), getattr(other, name)) for name, kind in kinds(type(self)).items()
+            name: declared.merge(getattr(self, name), getattr(other, name))
+            for name, declared in quantities(type(self)).items()
         }
         return replace(self, **merged)
 

@@ -6,12 +6,13 @@ prompt only and one holds nearly all of an answer.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sft.metrics.accumulator import Accumulator, Breakdown
+from sft.metrics.accumulator import SupervisedTokens
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -94,22 +95,22 @@ def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
     with scenarios.running([*EDGE_KEYS, "train.global_batch_size=16", *overrides]) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
         microbatches = loader.microbatches(0)
-        breakdown, tokens = Breakdown(position_edges=EDGES, sources=loader.sources), []
+        accumulator, tokens = replace(engine._accumulator(loader.sources), work=(1.0, 1.0)), []
         for mb in microbatches if engine.groups.reports else []:
             rows = np.flatnonzero(mb.loss_weights.numpy())
             samples = np.array([*mb.sample_ids, -1])[np.minimum(mb.documents.numpy().ravel()[rows], len(mb.sample_ids))]
             logprob, entropy = values(samples, mb.position_ids.numpy().ravel()[rows])
             tokens.append(
-                breakdown.supervised_tokens(
-                    mb,
+                SupervisedTokens(
                     objective=-float(logprob.sum()),
                     denominator=len(rows),
-                    logprob=logprob,
+                    nll=-logprob,
                     entropy=entropy,
                     correct=logprob > CORRECT_ABOVE,
+                    buckets=accumulator.buckets(mb),
                 )
             )
-        return vars(Accumulator(breakdown, engine._contribution(), (1.0, 1.0)).totals(microbatches, tokens))
+        return vars(accumulator.totals(microbatches, tokens))
 
 
 def values(sample: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Typed sums in one process: what each number is, written out."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,21 +9,20 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Sample
-from sft.data.collate import local_part
-from sft.data.packing.pack import add_filler, filler_pack, make_pack
-from sft.metrics.accumulator import Accumulator, Breakdown, Contribution
-from sft.metrics.kinds import Max, Peak
-from sft.metrics.totals import Totals, quantity
-
-BREAKDOWN = Breakdown(position_edges=(2, 4), sources=("a", "b"))
+from sft.data.packing.pack import local_part, make_pack
+from sft.metrics.accumulator import Accumulator, SupervisedTokens
+from sft.metrics.totals import Peak, Totals, quantity
 
 
 @pytest.fixture(scope="module")
-def contribution() -> Iterator[Contribution]:
+def accumulator() -> Iterator[Accumulator]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
-    yield Contribution(tokens=True, packs=True, cp=group, device=torch.device("cpu"))
+    yield Accumulator(
+        position_edges=(2, 4), sources=("a", "b"), work=(1.0, 1.0),
+        counts_tokens=True, counts_packs=True, cp=group, device=torch.device("cpu"),
+    )  # fmt: skip
     dist.destroy_process_group()
 
 
@@ -32,30 +31,29 @@ def sample(length: int, supervised: int, source: int = 0) -> Sample:
     return Sample(sample_id=0, tokens=np.ones(length, dtype=np.int32), weights=mask.astype(np.float32), source=source)
 
 
-def measured(contribution: Contribution, packs: list[tuple[list[Sample], list[float]]]) -> Totals:
+def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[float]]]) -> Totals:
     """Packs of samples, and -log p of their supervised tokens."""
     microbatches, tokens = [], []
     for samples, nll in packs:
-        pack = make_pack(samples, doc_multiple=8, pad_id=0) if samples else filler_pack(doc_multiple=8, pad_id=0)
-        pack = add_filler(pack, multiple=32, doc_multiple=8, pad_id=0)
+        pack = make_pack(samples, doc_multiple=8, pad_id=0, pack_multiple=32)
         microbatches.append(local_part(pack, np.arange(len(pack.tokens)), doc_multiple=8))
         tokens.append(
-            BREAKDOWN.supervised_tokens(
-                microbatches[-1],
+            SupervisedTokens(
                 objective=sum(nll),
                 denominator=len(nll),
-                logprob=-np.array(nll, dtype=np.float32),
+                nll=np.array(nll),
                 entropy=None,
                 correct=np.array(nll) == 0,  # 1 where the label was certain
+                buckets=accumulator.buckets(microbatches[-1]),
             )
         )
-    return Accumulator(BREAKDOWN, contribution, (1.0, 1.0)).totals(microbatches, tokens, {"data_wait_s": 0.5})
+    return accumulator.totals(microbatches, tokens, {"data_wait_s": 0.5})
 
 
-def test_written_out(contribution: Contribution) -> None:
+def test_written_out(accumulator: Accumulator) -> None:
     """Lengths 5 and 3 in one pack, 4 in another; labels 3 and 1, and 2."""
     found = measured(
-        contribution, [([sample(5, 3), sample(3, 1, source=1)], [1.0, 2.0, 3.0, 0.5]), ([sample(4, 2)], [1.0, 0.0])]
+        accumulator, [([sample(5, 3), sample(3, 1, source=1)], [1.0, 2.0, 3.0, 0.5]), ([sample(4, 2)], [1.0, 0.0])]
     )
     assert (found.num_tokens, found.num_real_tokens, found.num_documents) == (6, 12, 3)
     assert (found.num_aligned_tokens, found.num_padded_tokens) == (24, 64)  # 8 each; packs of 32
@@ -74,30 +72,30 @@ def test_written_out(contribution: Contribution) -> None:
     assert found.work_imbalance == 1.0
 
 
-def test_a_document_without_supervision_is_counted_but_has_no_perplexity(contribution: Contribution) -> None:
-    found = measured(contribution, [([sample(5, 0), sample(4, 1)], [1.0]), ([], [])])
+def test_a_document_without_supervision_is_counted_but_has_no_perplexity(accumulator: Accumulator) -> None:
+    found = measured(accumulator, [([sample(5, 0), sample(4, 1)], [1.0]), ([], [])])
     assert (found.num_documents, found.num_real_tokens, found.num_sequences) == (2, 9, 1)
     assert found.perplexity_min == found.perplexity_max == pytest.approx(2.718282)
 
 
-def test_nothing_at_all(contribution: Contribution) -> None:
-    found = measured(contribution, [([], [])])
+def test_nothing_at_all(accumulator: Accumulator) -> None:
+    found = measured(accumulator, [([], [])])
     assert (found.num_tokens, found.num_documents, found.num_padded_tokens) == (0, 0, 32)
     assert found.num_sequences == 0 and found.num_tokens_by_position["0-2"] == 0
     assert found.perplexity_min == np.inf and found.perplexity_max == -np.inf
 
 
-def test_batches_add_up(contribution: Contribution) -> None:
+def test_batches_add_up(accumulator: Accumulator) -> None:
     one, two = ([sample(5, 3)], [1.0, 2.0, 3.0]), ([sample(4, 2, source=1)], [1.0, 0.0])
-    apart, together = measured(contribution, [one]) + measured(contribution, [two]), measured(contribution, [one, two])
+    apart, together = measured(accumulator, [one]) + measured(accumulator, [two]), measured(accumulator, [one, two])
     for name, value in vars(together).items():
         if name != "work_imbalance":
             assert getattr(apart, name) == value, name
 
 
-def test_forty_million_tokens_are_counted_exactly(contribution: Contribution) -> None:
+def test_forty_million_tokens_are_counted_exactly(accumulator: Accumulator) -> None:
     """fp32 stops counting at 2**24 = 16,777,216."""
-    parts = [measured(contribution, [([sample(5, 3)], [1.0, 2.0, 3.0])])]
+    parts = [measured(accumulator, [([sample(5, 3)], [1.0, 2.0, 3.0])])]
     for _ in range(24):
         parts.append(parts[-1] + parts[-1])
     total = parts[-1] + parts[-2]
@@ -106,14 +104,14 @@ def test_forty_million_tokens_are_counted_exactly(contribution: Contribution) ->
     assert one_more.num_tokens == 75_497_475 and one_more.num_tokens_by_position["0-2"] == 2**24 + 2**23 + 1
 
 
-def test_bytes_sent(contribution: Contribution, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_sent(accumulator: Accumulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the world: two flags, 19 numbers, and two for each of three buckets and two sources; all are float64."""
     sent = []
     gather = dist.all_gather_into_tensor
     monkeypatch.setattr(
         dist, "all_gather_into_tensor", lambda out, local: (sent.append(local.nbytes), gather(out, local))
     )
-    measured(contribution, [([sample(5, 3)], [1.0, 2.0, 3.0])])
+    measured(accumulator, [([sample(5, 3)], [1.0, 2.0, 3.0])])
     assert sent == [8 * (2 + 19 + 2 * (3 + 2))]
 
 
@@ -121,12 +119,12 @@ def test_bytes_sent(contribution: Contribution, monkeypatch: pytest.MonkeyPatch)
 class WithLongest(Totals):
     """One more quantity: the longest document of any rank."""
 
-    longest: Peak = quantity(Max("longest"))
+    longest: Peak = quantity("Max", lambda peaks: peaks.get("longest", 0.0))
 
 
-def test_a_new_maximum_is_not_added(contribution: Contribution) -> None:
+def test_a_new_maximum_is_not_added(accumulator: Accumulator) -> None:
     """Its kind says how two batches are merged, wherever it stands in the table."""
-    both = vars(measured(contribution, [([sample(5, 3)], [1.0, 2.0, 3.0])]))
+    both = vars(measured(accumulator, [([sample(5, 3)], [1.0, 2.0, 3.0])]))
     first = WithLongest(**both, longest=Peak(value=5.0, rank=0))
     second = WithLongest(**both, longest=Peak(value=9.0, rank=3))
     assert (first + second).longest == (second + first).longest == Peak(value=9.0, rank=3)
@@ -134,12 +132,12 @@ def test_a_new_maximum_is_not_added(contribution: Contribution) -> None:
     assert (first + second).data_wait_s == Peak(value=0.5, rank=0)
 
 
-def test_a_quantity_without_a_kind_is_refused(contribution: Contribution) -> None:
+def test_a_quantity_without_a_kind_is_refused(accumulator: Accumulator) -> None:
     @dataclass(frozen=True, kw_only=True)
     class WithNumber(Totals):
         longest: float
 
-    number = WithNumber(**vars(measured(contribution, [([], [])])), longest=5.0)
+    number = WithNumber(**vars(measured(accumulator, [([], [])])), longest=5.0)
     with pytest.raises(TypeError, match="WithNumber.longest is no quantity: nothing says how to add it up"):
         number + number
 
@@ -152,5 +150,5 @@ def test_a_quantity_without_a_kind_is_refused(contribution: Contribution) -> Non
         ((), ("0+",)),
     ],
 )
-def test_names_of_buckets(edges: tuple[int, ...], names: tuple[str, ...]) -> None:
-    assert Breakdown(position_edges=edges, sources=()).names("position") == names
+def test_names_of_buckets(accumulator: Accumulator, edges: tuple[int, ...], names: tuple[str, ...]) -> None:
+    assert replace(accumulator, position_edges=edges).names("position") == names

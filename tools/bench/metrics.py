@@ -9,15 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from sft.batch import Microbatch, Sample
 from sft.config import Config
-from sft.data.collate import local_part
-from sft.data.packing.pack import add_filler, make_pack
+from sft.data.packing.pack import local_part, make_pack
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine
-from sft.metrics.accumulator import Accumulator, Breakdown, Contribution
+from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools.bench.clock import medians, wall
@@ -44,18 +42,14 @@ def microbatch(config: Config, num_documents: int) -> Microbatch:
         for i in range(num_documents)
     ]
     pack = make_pack(samples, doc_multiple=multiple, pad_id=0)
-    pack = add_filler(pack, multiple=multiple, doc_multiple=multiple, pad_id=0)
     return local_part(pack, np.arange(len(pack.tokens)), doc_multiple=multiple)
 
 
-def accumulate(config: Config, contribution: Contribution, mb: Microbatch) -> None:
+def accumulate(accumulator: Accumulator, mb: Microbatch) -> None:
     """All that a step does for its metrics once the pipeline's schedule is over."""
-    breakdown = Breakdown(position_edges=config.log.position_edges, sources=("train",))
-    logprob = np.full(mb.num_tokens, -1.0, dtype=np.float32)
-    tokens = breakdown.supervised_tokens(
-        mb, objective=1.0, denominator=1.0, logprob=logprob, entropy=None, correct=logprob
-    )
-    Accumulator(breakdown, contribution, (1.0, 1.0)).totals([mb], [tokens])
+    nll, buckets = np.ones(mb.num_tokens), accumulator.buckets(mb)
+    tokens = SupervisedTokens(objective=1.0, denominator=1.0, nll=nll, entropy=None, correct=nll, buckets=buckets)
+    accumulator.totals([mb], [tokens])
 
 
 def measure(num_documents: int, options: argparse.Namespace) -> Iterator[Row]:
@@ -66,11 +60,11 @@ def measure(num_documents: int, options: argparse.Namespace) -> Iterator[Row]:
     try:
         engine = Engine(config, layout, groups, vocab_size=259, num_steps=100)
         mb = microbatch(config, num_documents)
-        contribution = Contribution(tokens=True, packs=True, cp=groups.cp, device=torch.device("cpu"))
-        calls = {"step": lambda: engine.train_step([mb]), "metrics": lambda: accumulate(config, contribution, mb)}
+        accumulator = engine._accumulator(("train",))
+        calls = {"step": lambda: engine.train_step([mb]), "metrics": lambda: accumulate(accumulator, mb)}
         seconds = medians(calls, repeats=options.repeats, clock=wall)
         with Counter(storages=False) as counter:
-            accumulate(config, contribution, mb)
+            accumulate(accumulator, mb)
     finally:
         process_groups.stop()
     yield {

@@ -6,16 +6,16 @@ every rank has equally many microbatches.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
-from sft.data.collate import Collator, LocalIndices
 from sft.data.packing.balance import Slots, assign
-from sft.data.packing.epochs import EpochPlans
 from sft.data.packing.mixture import Mixture
-from sft.data.packing.plan import Plan
+from sft.data.packing.pack import Collator, LocalIndices
+from sft.data.packing.plan import EpochPlans, Plan
+from sft.data.packing.plan_files import replayed_plans
 from sft.flops import attention_crossover
 from sft.parallel.layout import Layout
 
@@ -89,10 +89,12 @@ def make_loader(
     pad_id: int,
     local_indices: LocalIndices,
     dp_rank: int = 0,
-    mixture: Mixture | None = None,
-    replayed: Sequence[Plan] | None = None,
+    is_held_out: bool = False,
 ) -> Loader:
-    """The loader of a recipe.  `mixture` and `replayed` as in `EpochPlans`, the rest as in `Collator`."""
+    """The loader of a recipe.  `pad_id` and `local_indices` as in `Collator`.
+
+    The mixture and data.plan are of data.train: of a held-out set every sample comes once.
+    """
     data = config.data
     collator = Collator(
         doc_multiple=data.doc_multiple,
@@ -107,8 +109,8 @@ def make_loader(
         data,
         seed=config.run.seed,
         global_batch_size=layout.global_batch_size,
-        mixture=mixture,
-        replayed=replayed,
+        mixture=None if is_held_out else Mixture.of(data.sources, corpus.source_ids, corpus.lengths),
+        replayed=None if is_held_out else replayed_plans(config, corpus),
     )
     crossover = attention_crossover(config.model)
     return Loader(corpus, plans, collator, layout, seq_length=data.seq_length, dp_rank=dp_rank, crossover=crossover)

@@ -1,6 +1,5 @@
 """The data of a run on this rank: what was prepared, in which order it comes, and this rank's part of it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,7 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from sft.data.loader import Loader, make_loader
-from sft.data.packing.mixture import Mixture
-from sft.data.packing.plan import Plan
-from sft.data.packing.plan_files import follows_from, replayed_plans
+from sft.data.packing.plan_files import follows_from
 from sft.parallel import context_parallel
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout, vocab_rows
@@ -52,9 +49,8 @@ class DataPipeline:
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
         self._corpus = self._prepared(data.train_files, tokenizer, data.train_names)
         held_out = {name: self._prepared(files, tokenizer) for name, files in data.eval_sets.items()}
-        mixture = Mixture.of(data.sources, self._corpus.source_ids, self._corpus.lengths)
-        self.train = self._loader(self._corpus, tokenizer, mixture, replayed_plans(config, self._corpus))
-        self.held_out = {name: self._loader(corpus, tokenizer) for name, corpus in held_out.items()}
+        self.train = self._loader(self._corpus, tokenizer)
+        self.held_out = {name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in held_out.items()}
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
         self.row_reports = {
             "train": self._corpus.report(),
@@ -93,22 +89,14 @@ class DataPipeline:
         self._console.say(corpus.summary())
         return corpus
 
-    def _loader(
-        self,
-        corpus: Corpus,
-        tokenizer: ChatTokenizer,
-        mixture: Mixture | None = None,
-        replayed: Sequence[Plan] | None = None,
-    ) -> Loader:
+    def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer, *, is_held_out: bool = False) -> Loader:
+        cp_size, cp_rank = self._layout.cp, self._position.cp_rank
         return make_loader(
             self._config,
             self._layout,
             corpus,
             pad_id=tokenizer.pad_id,
+            local_indices=partial(context_parallel.local_indices, cp_size=cp_size, cp_rank=cp_rank),
             dp_rank=self._position.dp_rank,
-            mixture=mixture,
-            replayed=replayed,
-            local_indices=partial(
-                context_parallel.local_indices, cp_size=self._layout.cp, cp_rank=self._position.cp_rank
-            ),
+            is_held_out=is_held_out,
         )

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.batch import Microbatch, Sample
-from sft.data.collate import Collator
 from sft.data.loader import Loader
-from sft.data.packing.epochs import EpochPlans
+from sft.data.packing.pack import Collator
+from sft.data.packing.plan import EpochPlans
 from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state

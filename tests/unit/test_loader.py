@@ -15,9 +15,9 @@ from sft.batch import Microbatch
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.row_report import LINE, count_rows
 from sft.data.cache.store import Store
-from sft.data.collate import Collator
 from sft.data.loader import Loader
-from sft.data.packing.epochs import EpochPlans
+from sft.data.packing.pack import Collator
+from sft.data.packing.plan import EpochPlans
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout
 from tests.unit.fixtures.folder import config

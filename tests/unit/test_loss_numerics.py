@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.batch import Sample
 from sft.config import LossConfig
-from sft.data.packing.pack import add_filler, make_pack, token_weight
+from sft.data.packing.pack import make_pack, token_weight
 from sft.mcore.loss import chunked, lm_loss, softmax_torch, token_statistics
 from tests.unit.test_loss import (
     EACH,
@@ -499,8 +499,7 @@ def sample(mask: list[int], sample_id: int = 0) -> Sample:
 def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -> None:
     """Samples of 4 and of 1 supervised labels (the first token is never one), and of none; then filler."""
     samples = [sample([1, 1, 1, 0, 1, 1]), sample([0, 0, 1]), sample([1, 0])]
-    pack = make_pack(samples, doc_multiple=4, pad_id=0, reduction=reduction)
-    pack = add_filler(pack, multiple=20, doc_multiple=4, pad_id=0)
+    pack = make_pack(samples, doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20)
     first, second = [four, four, 0, four, four, 0, 0, 0], [0, one, 0, 0]
     assert pack.loss_weights.tolist() == first + second + [0] * 8
     assert pack.loss_weights.dtype == np.float32

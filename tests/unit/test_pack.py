@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.batch import Pack, Sample
-from sft.data.packing.pack import add_filler, filler_pack, make_pack, pad_to
+from sft.data.packing.pack import make_pack
 from sft.parallel.alignment import aligned
 
 
@@ -99,8 +99,7 @@ def test_one_token_documents() -> None:
 
 
 def test_filler() -> None:
-    pack = make_pack([sample([5, 6, 7], sample_id=9)], doc_multiple=4, pad_id=0)
-    made = add_filler(pack, multiple=12, doc_multiple=4, pad_id=0)
+    made = make_pack([sample([5, 6, 7], sample_id=9)], doc_multiple=4, pad_id=0, pack_multiple=12)
     check(
         made,
         tokens=[5, 6, 7, 0] + [0] * 8,
@@ -116,21 +115,22 @@ def test_filler() -> None:
 @pytest.mark.parametrize(("length", "multiple", "expected"), [(32, 1, 32), (64, 64, 64), (96, 64, 128), (32, 48, 96)])
 def test_filler_is_added_only_where_needed(length: int, multiple: int, expected: int) -> None:
     """P10: an exact multiple gets no filler and no empty document."""
-    pack = make_pack([sample([1] * length)], doc_multiple=32, pad_id=0)
-    made = add_filler(pack, multiple=multiple, doc_multiple=32, pad_id=0)
+    made = make_pack([sample([1] * length)], doc_multiple=32, pad_id=0, pack_multiple=multiple)
     assert len(made.tokens) == expected == made.cu_seqlens[-1]
     assert (np.diff(made.cu_seqlens) > 0).all()
     assert np.diff(made.cu_seqlens)[1:].tolist() == [32] * ((expected - length) // 32)
 
 
-def test_pad_to() -> None:
-    pack = pad_to(make_pack([sample([1] * 33)], doc_multiple=32, pad_id=0), length=160, doc_multiple=32, pad_id=0)
-    check(pack, cu_seqlens=[0, 64, 96, 128, 160], lengths=[33, 0, 0, 0])
-    assert pad_to(pack, length=160, doc_multiple=32, pad_id=0) is pack
+def test_filler_up_to_a_length() -> None:
+    pack = make_pack([sample([1] * 33)], doc_multiple=32, pad_id=0, pad_to_length=160)
+    check(pack, cu_seqlens=[0, 64, 96, 128, 160], lengths=[33, 0, 0, 0], sources=[0, 0, 0, 0])
+    pack = make_pack([sample([1] * 33)], doc_multiple=32, pad_id=0, pad_to_length=64)
+    check(pack, cu_seqlens=[0, 64], lengths=[33])
 
 
-def test_filler_pack() -> None:
-    made = filler_pack(doc_multiple=4, pad_id=3)
+def test_a_pack_without_samples_is_filler() -> None:
+    made = make_pack([], doc_multiple=4, pad_id=3)
     check(made, tokens=[3] * 4, labels=[3] * 4, loss_mask=[0] * 4, position_ids=[0, 1, 2, 3], cu_seqlens=[0, 4])
     check(made, lengths=[0])
     assert made.sample_ids == () and made.max_seqlen == 4
+    check(make_pack([], doc_multiple=4, pad_id=3, pack_multiple=8), cu_seqlens=[0, 4, 8], lengths=[0, 0])

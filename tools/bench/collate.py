@@ -15,9 +15,9 @@ from sft.data.cache.corpus import Corpus
 from sft.data.cache.encoder import EncodedRows
 from sft.data.cache.row_report import LINE
 from sft.data.cache.store import open_store, write_store
-from sft.data.collate import Collator
 from sft.data.loader import Loader
-from sft.data.packing.epochs import EpochPlans
+from sft.data.packing.pack import Collator
+from sft.data.packing.plan import EpochPlans
 from sft.parallel.layout import Layout
 from tools.bench.clock import cpu_time
 from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of

@@ -17,7 +17,7 @@ from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.bounds import Bounds, bounds
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
-from sft.data.packing.plan_files import follows_from, replayed_plans, write_plans
+from sft.data.packing.plan_files import follows_from, write_plans
 from sft.flops import attention_crossover
 from sft.parallel.alignment import aligned, smallest_world
 from sft.parallel.layout import Layout
@@ -34,8 +34,6 @@ def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
         corpus,
         pad_id=0,
         local_indices=lambda cu_seqlens: np.arange(cu_seqlens[-1]),
-        mixture=Mixture.of(config.data.sources, corpus.source_ids, corpus.lengths),
-        replayed=replayed_plans(config, corpus),
     )
 
 

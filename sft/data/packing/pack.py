@@ -1,44 +1,100 @@
-"""What a pack of samples looks like: documents end to end, padded, with labels and filler.
+"""Samples to a pack, and the microbatch that one context-parallel rank cuts out of it.
 
 Decides where labels come from and what padding is.  Labels are shifted here, per document and before any slicing,
 so nothing later needs a neighbour's token.
-Does not know which samples share a pack (`plan.py`, `balance.py`), read samples or know ranks (`loader.py`).
+Does not know which samples share a pack (`plan.py`, `balance.py`), nor which tokens of a pack a rank holds: it is given
+a function for that (`parallel/context_parallel.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
+import torch
 
-from sft.batch import Pack, Sample
+from sft.batch import Microbatch, Pack, Sample
 from sft.parallel.alignment import aligned
 
+LocalIndices = Callable[[np.ndarray], np.ndarray]
 
-def make_pack(samples: Sequence[Sample], *, doc_multiple: int, pad_id: int, reduction: str = "token") -> Pack:
+
+@dataclass(frozen=True, kw_only=True)
+class Collator:
+    """How a rank's microbatches are made.
+
+    doc_multiple   documents are padded to a multiple of it
+    pack_multiple  packs are filled to a multiple of it, with filler documents
+    pad_to_length  packs are filled to this length (data.pad_to_seq_length); None: to the multiple only
+    reduction      loss.reduction: decides the weight of a token in its sample
+    local_indices  cu_seqlens of a pack (int32 numpy) -> the positions in the pack that this rank holds
+    """
+
+    doc_multiple: int
+    pack_multiple: int
+    pad_id: int
+    local_indices: LocalIndices
+    pad_to_length: int | None = None
+    reduction: str = "token"
+
+    def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
+        """This rank's part of the pack of these samples; without samples, of a pack of filler."""
+        pack = make_pack(
+            samples,
+            doc_multiple=self.doc_multiple,
+            pad_id=self.pad_id,
+            reduction=self.reduction,
+            pack_multiple=self.pack_multiple,
+            pad_to_length=self.pad_to_length or 0,
+        )
+        return local_part(pack, self.local_indices(pack.cu_seqlens), doc_multiple=self.doc_multiple)
+
+
+def make_pack(
+    samples: Sequence[Sample],
+    *,
+    doc_multiple: int,
+    pad_id: int,
+    reduction: str = "token",
+    pack_multiple: int = 1,
+    pad_to_length: int = 0,
+) -> Pack:
     """Lays samples end to end, padded, with labels and weights; `Pack` shows one in numbers.
 
     A document's last token predicts nothing, and neither does padding: the labels there are `pad_id`, a valid
     id that nothing is ever computed from.
+
+    Filler documents of `doc_multiple` tokens follow until the length is at least `pad_to_length`, which the documents
+    do not exceed, and a multiple of `pack_multiple`.  They are short, so they cost no attention.
+
+        one document of 96 tokens, pack_multiple 64, doc_multiple 32 -> one filler document, length 128
+        no sample -> at least one filler document
     """
-    lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int32)
-    assert len(lengths) and lengths.min() > 0
-    cu_seqlens = np.concatenate([[0], np.cumsum(aligned(lengths, doc_multiple))]).astype(np.int32)
-    total = int(cu_seqlens[-1])
+    real_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int32)
+    assert all(real_lengths > 0)
+    aligned_total = int(aligned(real_lengths, doc_multiple).sum())
+    assert not pad_to_length or (aligned_total <= pad_to_length and pad_to_length % doc_multiple == 0)
+    total = aligned(max(aligned_total, pad_to_length, 1), lcm(pack_multiple, doc_multiple))
+    filler = np.zeros((total - aligned_total) // doc_multiple, dtype=np.int32)
+    lengths = np.concatenate([real_lengths, filler])
+    # A filler document is of no real token, and takes as much room as one of a single token.
+    cu_seqlens = np.concatenate([[0], np.cumsum(aligned(np.maximum(lengths, 1), doc_multiple))]).astype(np.int32)
     tokens = np.full(total, pad_id, dtype=np.int32)
     labels = np.full(total, pad_id, dtype=np.int32)
     loss_weights = np.zeros(total, dtype=np.float32)
-    for sample, start, length in zip(samples, cu_seqlens[:-1].tolist(), lengths.tolist(), strict=True):
+    for sample, start, length in zip(samples, cu_seqlens.tolist(), lengths.tolist(), strict=False):
         tokens[start : start + length] = sample.tokens
         labels[start : start + length - 1] = sample.tokens[1:]
         loss_weights[start : start + length - 1] = sample.weights[1:] * token_weight(sample.num_supervised, reduction)
+    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
     return Pack(
         tokens=tokens,
         labels=labels,
         loss_weights=loss_weights,
-        position_ids=_positions(cu_seqlens),
+        position_ids=np.arange(total, dtype=np.int32) - starts,
         cu_seqlens=cu_seqlens,
         lengths=lengths,
-        sources=np.array([sample.source for sample in samples], dtype=np.int32),
+        sources=np.concatenate([np.array([sample.source for sample in samples], dtype=np.int32), filler]),
         sample_ids=tuple(sample.sample_id for sample in samples),
     )
 
@@ -52,55 +108,26 @@ def token_weight(num_supervised: int, reduction: str) -> np.float32:
     return np.float32(max(num_supervised, 1) ** exponent)
 
 
-def add_filler(pack: Pack, *, multiple: int, doc_multiple: int, pad_id: int) -> Pack:
-    """Adds filler documents of `doc_multiple` tokens until the pack's length is a multiple of `multiple`.
+def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microbatch:
+    """The microbatch of the rank that holds positions `indices` of the pack; counts are of the whole pack."""
 
-    length 96, multiple 64, doc_multiple 32 -> one filler document, length 128
-    """
-    length = aligned(len(pack.tokens), lcm(multiple, doc_multiple))
-    return pad_to(pack, length=length, doc_multiple=doc_multiple, pad_id=pad_id)
+    def at_indices(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(array[indices]).to(dtype).unsqueeze(0)  # [1, t]
 
-
-def pad_to(pack: Pack, *, length: int, doc_multiple: int, pad_id: int) -> Pack:
-    """Fills a pack to `length` with filler documents of `doc_multiple` tokens each.
-
-    They are short, so they cost no attention.  Filler is unsupervised and has length 0 in `lengths`.
-    """
-    missing = length - len(pack.tokens)
-    assert missing >= 0 and missing % doc_multiple == 0, (length, len(pack.tokens), doc_multiple)
-    fillers = missing // doc_multiple
-    if fillers == 0:
-        return pack
-    ends = pack.cu_seqlens[-1] + np.arange(1, fillers + 1, dtype=np.int32) * doc_multiple
-    cu_seqlens = np.concatenate([pack.cu_seqlens, ends]).astype(np.int32)
-    filler = np.full(missing, pad_id, dtype=np.int32)
-    return Pack(
-        tokens=np.concatenate([pack.tokens, filler]),
-        labels=np.concatenate([pack.labels, filler]),
-        loss_weights=np.concatenate([pack.loss_weights, np.zeros(missing, dtype=np.float32)]),
-        position_ids=_positions(cu_seqlens),
-        cu_seqlens=cu_seqlens,
-        lengths=np.concatenate([pack.lengths, np.zeros(fillers, dtype=np.int32)]),
-        sources=np.concatenate([pack.sources, np.zeros(fillers, dtype=np.int32)]),
+    return Microbatch(
+        tokens=at_indices(pack.tokens, torch.int64),
+        labels=at_indices(pack.labels, torch.int64),
+        position_ids=at_indices(pack.position_ids, torch.int64),
+        loss_weights=at_indices(pack.loss_weights, torch.float32),
+        documents=at_indices(pack.documents, torch.int32),
+        cu_seqlens=torch.from_numpy(pack.cu_seqlens),
+        max_seqlen=pack.max_seqlen,
+        lengths=pack.lengths,
+        supervised=np.bincount(pack.documents[pack.loss_mask], minlength=len(pack.lengths)).astype(np.int32),
+        sources=pack.sources,
+        num_documents=int((pack.lengths > 0).sum()),
+        num_real_tokens=int(pack.lengths.sum()),
+        num_aligned_tokens=int(aligned(pack.lengths, doc_multiple).sum()),
+        num_tokens=int(pack.loss_mask.sum()),
         sample_ids=pack.sample_ids,
     )
-
-
-def filler_pack(*, doc_multiple: int, pad_id: int) -> Pack:
-    """A pack of one filler document and no sample, for places of an epoch's last batch that no pack takes."""
-    return Pack(
-        tokens=np.full(doc_multiple, pad_id, dtype=np.int32),
-        labels=np.full(doc_multiple, pad_id, dtype=np.int32),
-        loss_weights=np.zeros(doc_multiple, dtype=np.float32),
-        position_ids=np.arange(doc_multiple, dtype=np.int32),
-        cu_seqlens=np.array([0, doc_multiple], dtype=np.int32),
-        lengths=np.zeros(1, dtype=np.int32),
-        sources=np.zeros(1, dtype=np.int32),
-        sample_ids=(),
-    )
-
-
-def _positions(cu_seqlens: np.ndarray) -> np.ndarray:
-    """cu_seqlens [0, 4, 8] -> [0, 1, 2, 3, 0, 1, 2, 3]"""
-    starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    return (np.arange(len(starts), dtype=np.int32) - starts).astype(np.int32)

@@ -1,19 +1,22 @@
-"""Which samples share a pack, and which packs a global batch.
+"""Which samples share a pack, which packs a global batch, and which batch of which epoch a step trains on.
 
 Decides the plan of an epoch: a pure function of lengths, mixture, seed, epoch, seq_length, doc_multiple and
-global_batch_size.  Every process computes the same one, and no layout changes it.
+global_batch_size.  Every process computes the same one, and no layout changes it.  There is no state to save: the
+number of a step says everything.
 Does not read samples, or know which rank computes which of them (`balance.py`).
 """
 
 import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from sft.config import DataConfig
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.shuffle import shuffled
-from sft.errors import DataError
+from sft.errors import ConfigError, DataError
 from sft.parallel.alignment import aligned
 
 # Of what lengths become here, in mixture.py and in shuffle.py.  Raise it whenever the same data give another plan: a
@@ -23,6 +26,7 @@ OPEN_PACKS = 64
 # Where a pack holds 16 samples or more on average, a 200th of it stays free as long as another pack has room: enough
 # for ranks to be levelled (`balance.py`).  Longer samples leave as much anyway.
 MANY_SAMPLES, FREE_SHARE = 16, 200
+_NUM_CACHED = 2  # plans kept in memory: one of a million samples takes 16 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +116,8 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
     """Pack number of each size in turn; packs are numbered in the order they are opened.  `free` tokens are left in a
     pack as long as some open pack has that much more room than is needed."""
     smallest = min(sizes)
-    shift = len(
-        sizes
-    ).bit_length()  # an open pack is one integer, left << shift | number: sorted by what is left, then age
+    # An open pack is one integer, left << shift | number: sorted by what is left, then by age.
+    shift = len(sizes).bit_length()
     number_bits = (1 << shift) - 1
     open_packs: list[int] = []
     pack_of = []
@@ -134,3 +137,88 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
         if left - size >= smallest:
             insort(open_packs, (left - size) << shift | number)
     return pack_of
+
+
+class EpochPlans:
+    """The plans of one run.
+
+    lengths            int64 [n], real length of each sample
+    global_batch_size  packs of a step
+    mixture            how often an epoch sees each source; None: once
+    replayed           plans that were written before, in place of new ones
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        data: DataConfig,
+        *,
+        seed: int,
+        global_batch_size: int,
+        mixture: Mixture | None = None,
+        replayed: Sequence[Plan] | None = None,
+    ) -> None:
+        self._lengths, self._data, self._seed = lengths, data, seed
+        self._mixture, self._replayed = mixture, replayed
+        self.global_batch_size = global_batch_size
+        self._num_steps: list[int] = []  # of epoch 0, 1, ... as far as planned
+        self._plans: dict[int, Plan] = {}
+
+    def plan(self, epoch: int) -> Plan:
+        """The packs of an epoch, counted from 0.  Raises ConfigError where a replayed plan ends before it."""
+        if self._replayed is not None:
+            if epoch >= len(self._replayed):
+                raise ConfigError(
+                    f"data.plan = {self._data.plan} ends after epoch {len(self._replayed)}, and the run goes on.  "
+                    f"Write a longer plan, or train less."
+                )
+            return self._replayed[epoch]
+        if epoch not in self._plans:
+            cached = list(self._plans.items())[-(_NUM_CACHED - 1) :]
+            self._plans = {**dict(cached), epoch: self._make(epoch, self._data.shuffle, self._mixture)}
+        return self._plans[epoch]
+
+    def unshuffled(self) -> Plan:
+        """Every sample once, in the order of the files: for held-out data."""
+        return self._make(0, shuffle=False, mixture=None)
+
+    def steps_per_epoch(self, epoch: int) -> int:
+        """Optimizer steps of an epoch; its last may hold fewer packs.
+
+        10 packs, global_batch_size 4 -> 3
+        """
+        while len(self._num_steps) <= epoch:
+            self._num_steps.append(self.plan(len(self._num_steps)).num_batches(self.global_batch_size))
+        return self._num_steps[epoch]
+
+    def total_steps(self, num_epochs: int) -> int:
+        """Steps of the first `num_epochs` epochs.  Their numbers differ as shuffles pack differently."""
+        return sum(self.steps_per_epoch(epoch) for epoch in range(num_epochs))
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch and global batch within it of a step, all counted from 0.
+
+        3 steps per epoch: step 2 -> (0, 2)        step 3 -> (1, 0)
+        """
+        assert step >= 0
+        epoch = 0
+        while step >= self.steps_per_epoch(epoch):
+            step -= self.steps_per_epoch(epoch)
+            epoch += 1
+        return epoch, step
+
+    def global_batch(self, step: int) -> list[tuple[int, ...]]:
+        """Sample ids of every pack of a step as planned, over all ranks; empty tuples are filler."""
+        epoch, batch = self.locate(step)
+        return self.plan(epoch).batch(batch, self.global_batch_size)
+
+    def _make(self, epoch: int, shuffle: bool, mixture: Mixture | None) -> Plan:
+        return plan_epoch(
+            self._lengths,
+            capacity=self._data.seq_length,
+            doc_multiple=self._data.doc_multiple,
+            seed=self._seed,
+            epoch=epoch,
+            shuffle=shuffle,
+            mixture=mixture,
+        )

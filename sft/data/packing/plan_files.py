@@ -197,10 +197,8 @@ def _are_packs(packs: object) -> bool:
     )
 
 
-def _check(line: str, pack: object, lengths: np.ndarray, capacity: int, multiple: int) -> None:
-    whole = isinstance(pack, list) and pack and all(type(i) is int and 0 <= i < len(lengths) for i in pack)
-    if not whole:
+def _check(line: str, pack: list[int], lengths: np.ndarray, capacity: int, multiple: int) -> None:
+    if not pack or min(pack) < 0 or max(pack) >= len(lengths):
         raise DataError(f"{line}: expected packs of sample numbers from 0 to {len(lengths) - 1}, none empty.")
-    assert isinstance(pack, list)
     if (size := int(aligned(lengths[pack], multiple).sum())) > capacity:
         raise DataError(f"{line}: a pack of {size} padded tokens; data.seq_length is {capacity}.")

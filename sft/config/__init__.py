@@ -5,20 +5,18 @@ Does not read files (sft/recipe/load.py), and does not know the number of GPUs (
 All models are frozen: nothing is ever written back into a config.
 """
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, SourceConfig
-from sft.config.logging import LogConfig
-from sft.config.loss import LossConfig
 from sft.config.model import ModelConfig, MoeConfig, RopeConfig
-from sft.config.optim import OptimConfig
 from sft.config.parallel import ParallelConfig
-from sft.config.profile import MemoryProfile, ProfileConfig, TorchProfile
-from sft.config.run import RunConfig
-from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed, refuse
-from sft.config.train import TrainConfig
+from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, TorchProfile
+from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed
+from sft.config.train import LossConfig, OptimConfig, TrainConfig
 
 __all__ = [
     "AttentionConfig",
@@ -76,51 +74,31 @@ class Config(Section):
         """Where tokenised data are kept: data.cache_dir, or run.dir/cache."""
         return self.data.cache_dir or f"{self.run.dir}/cache"
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> "Config":
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
-        no_peak = steps is not None and warmup is not None and warmup >= steps
-        no_cuda = self.run.device == "cpu" and self.attention.needs_cuda
-        can_offload = self.run.precision == "bf16" and self.parallel.distributed_optimizer
         best, sets = self.checkpoint.best, self.data.eval_sets
-        no_set = best is not None and best[0] not in sets
-        cut_experts = self.train.mlp_tile is not None and self.model.moe.num_experts is not None
-        fp8 = self.run.fp8 is not None
-        refuse(
-            (
-                cut_experts,
-                "train.mlp_tile",
-                "is for dense models: experts are balanced over whole documents.  recompute = selective takes all "
-                "tokens at once",
-            ),
-            (
-                no_set,
-                "checkpoint.keep_best",
-                f"names no held-out set; data.eval has {', '.join(sets) or 'none'}",
-            ),
-            (
-                no_peak,
-                "optim.warmup_steps",
-                f"must be below train.num_steps = {steps}; lower one, raise the other",
-            ),
-            (
-                self.optim.offload_fraction > 0.0 and not can_offload,
-                "optim.offload_fraction",
+        no_cuda, fp8, tile = self.run.device == "cpu", self.run.fp8 is not None, self.train.mlp_tile is not None
+        if tile and self.model.moe.num_experts is not None:
+            why = "is for dense models: experts are balanced over whole documents.  recompute = selective takes all "
+            yield "train.mlp_tile", why + "tokens at once"
+        if best is not None and best[0] not in sets:
+            yield "checkpoint.keep_best", f"names no held-out set; data.eval has {', '.join(sets) or 'none'}"
+        if steps is not None and warmup is not None and warmup >= steps:
+            yield "optim.warmup_steps", f"must be below train.num_steps = {steps}; lower one, raise the other"
+        can_offload = self.run.precision == "bf16" and self.parallel.distributed_optimizer
+        if self.optim.offload_fraction > 0.0 and not can_offload:
+            yield "optim.offload_fraction", (
                 "needs run.precision = bf16 and parallel.distributed_optimizer = true, the only ones whose weights "
-                "megatron-core's hybrid optimizer updates in full; set those, or offload_fraction = 0",
-            ),
-            (no_cuda, "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"),
-            (fp8 and self.train.mlp_tile is not None, "train.mlp_tile", "is not built for fp8; use run.fp8 = null"),
-            (fp8 and self.run.device == "cpu", "run.fp8", "needs CUDA, and run.device is cpu; use null"),
-            (
-                fp8 and self.run.precision == "fp32",
-                "run.fp8",
-                "needs run.precision = bf16, and it is fp32; use bf16",
-            ),
-            (
-                fp8 and not self.attention.may_have_fp8,
-                "run.fp8",
-                "is Transformer Engine's, and attention.backend is portable; use te or auto, or null",
-            ),
-        )
-        return self
+                "megatron-core's hybrid optimizer updates in full; set those, or offload_fraction = 0"
+            )
+        if no_cuda and self.attention.needs_cuda:
+            yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
+        if fp8 and tile:
+            yield "train.mlp_tile", "is not built for fp8; use run.fp8 = null"
+        if fp8 and no_cuda:
+            yield "run.fp8", "needs CUDA, and run.device is cpu; use null"
+        if fp8 and self.run.precision == "fp32":
+            yield "run.fp8", "needs run.precision = bf16, and it is fp32; use bf16"
+        if fp8 and not self.attention.may_have_fp8:
+            why = "is Transformer Engine's, and attention.backend is portable; use te or auto, or null"
+            yield "run.fp8", why

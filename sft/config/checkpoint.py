@@ -1,10 +1,11 @@
 """Keys of checkpoints: when to save, what to keep, where to resume."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sft.config.section import Path, Positive, Section, refuse
+from sft.config.section import Path, Positive, Section
 
 # Metrics of held-out sets that `checkpoint.keep_best` may name, and whether less is better.
 LOWER_IS_BETTER = {"lm loss": True, "sample loss": True, "perplexity/avg": True, "token accuracy": False}
@@ -40,13 +41,9 @@ class CheckpointConfig(Section):
         name, _, metric = self.keep_best.partition("/")
         return name, metric
 
-    @model_validator(mode="after")
-    def _keeping_is_possible(self) -> "CheckpointConfig":
-        useless = self.keep_last is None and (self.keep_every is not None or self.keep_best is not None)
-        kept = "keep_every" if self.keep_every is not None else "keep_best"
-        unknown = self.best is not None and self.best[1] not in LOWER_IS_BETTER
-        refuse(
-            (useless, kept, "has no effect while keep_last is null, which keeps all; set keep_last, 2 or more"),
-            (unknown, "keep_best", f"is not SET/METRIC with a metric of {', '.join(LOWER_IS_BETTER)}"),
-        )
-        return self
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.keep_last is None and (self.keep_every is not None or self.keep_best is not None):
+            kept = "keep_every" if self.keep_every is not None else "keep_best"
+            yield kept, "has no effect while keep_last is null, which keeps all; set keep_last, 2 or more"
+        if self.best is not None and self.best[1] not in LOWER_IS_BETTER:
+            yield "keep_best", f"is not SET/METRIC with a metric of {', '.join(LOWER_IS_BETTER)}"

@@ -1,10 +1,11 @@
 """Keys of the data: which files, what becomes of them, and how they are packed."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word, refuse
+from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # what every template is given
@@ -82,35 +83,23 @@ class DataConfig(Section):
             return {"eval": self.eval} if self.eval else {}
         return {name: [files] if isinstance(files, str) else files for name, files in self.eval.items()}
 
-    @model_validator(mode="after")
-    def _sources_are_shared_out_in_one_way(self) -> "DataConfig":
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         counted = [name for name, source in self.sources.items() if source.epochs is not None]
-        cases = []
         for name in self.sources:
             if weighted and name in counted:
                 why = f"cannot be with the weight of {weighted[0]}; give weights to all sources, or epochs to all"
-                cases.append((True, f"train.{name}.epochs", why))
+                yield f"train.{name}.epochs", why
             elif (weighted or counted) and name not in weighted + counted:
                 key, other = ("weight", weighted[0]) if weighted else ("epochs", counted[0])
                 why = f"stands beside the {key} of {other}; give {key.removesuffix('s')}s to all sources, or to none"
-                cases.append((True, f"train.{name}.{key}", why))
-        refuse(*cases)
-        return self
-
-    @model_validator(mode="after")
-    def _variables_are_the_users(self) -> "DataConfig":
-        taken = [name for name in self.chat_template_kwargs if name in _OURS or name.endswith(("_token", "_tokens"))]
-        why = f"gives {', '.join(taken)}, which a template gets from the chat or the tokenizer; leave it out"
-        refuse((bool(taken), "chat_template_kwargs", why))
-        return self
-
-    @model_validator(mode="after")
-    def _eval_sets_have_files(self) -> "DataConfig":
-        empty = [name for name, files in self.eval_sets.items() if not files]
-        taken = "names a set train, which is what the training data are called; choose another name"
-        refuse(
-            (bool(empty), "eval", f"names {', '.join(empty)} without a file; give it one, or leave it out"),
-            ("train" in self.eval_sets, "eval", taken),
-        )
-        return self
+                yield f"train.{name}.{key}", why
+        if taken := [
+            name for name in self.chat_template_kwargs if name in _OURS or name.endswith(("_token", "_tokens"))
+        ]:
+            why = f"gives {', '.join(taken)}, which a template gets from the chat or the tokenizer; leave it out"
+            yield "chat_template_kwargs", why
+        if empty := [name for name, files in self.eval_sets.items() if not files]:
+            yield "eval", f"names {', '.join(empty)} without a file; give it one, or leave it out"
+        if "train" in self.eval_sets:
+            yield "eval", "names a set train, which is what the training data are called; choose another name"

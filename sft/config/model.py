@@ -1,11 +1,12 @@
 """Keys of the model."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sft.config.section import Path, Positive, Section, divisors, refuse
+from sft.config.section import Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
 _LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
@@ -31,21 +32,18 @@ class RopeConfig(Section):
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
     """yarn: temperature on queries and keys; null means 0.1 ln(factor) + 1."""
 
-    @model_validator(mode="after")
-    def _scaling_is_complete(self) -> "RopeConfig":
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         plain = self.scaling == "none"
-        unused, missing = plain and self.factor != 1.0, not plain and self.factor == 1.0
-        bare = self.original_max_position is None and self.scaling in ("llama3", "yarn")
-        high_first = self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor
-        slow_first = self.scaling == "yarn" and self.beta_fast <= self.beta_slow
-        refuse(
-            (unused, "factor", "has no effect with scaling = none; use linear, llama3 or yarn"),
-            (missing, "factor", f"must be above 1 for {self.scaling} scaling"),
-            (bare, "original_max_position", f"is the context before scaling; {self.scaling} needs it"),
-            (high_first, "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"),
-            (slow_first, "beta_fast", f"must be above beta_slow = {self.beta_slow}"),
-        )
-        return self
+        if plain and self.factor != 1.0:
+            yield "factor", "has no effect with scaling = none; use linear, llama3 or yarn"
+        if not plain and self.factor == 1.0:
+            yield "factor", f"must be above 1 for {self.scaling} scaling"
+        if self.original_max_position is None and self.scaling in ("llama3", "yarn"):
+            yield "original_max_position", f"is the context before scaling; {self.scaling} needs it"
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
+        if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
+            yield "beta_fast", f"must be above beta_slow = {self.beta_slow}"
 
 
 class MoeConfig(Section):
@@ -64,17 +62,17 @@ class MoeConfig(Section):
     capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
     """An expert takes at most this times its even share of a rank's tokens, the rest are dropped; null drops none."""
 
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> "MoeConfig":
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         experts, top_k = self.num_experts, self.top_k
         changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        refuse(
-            *((experts is None, name, "has no effect without model.moe.num_experts") for name in changed),
-            (experts is not None and top_k is None, "top_k", "is required with num_experts"),
-            (bool(experts and top_k and top_k > experts), "top_k", f"is more than num_experts = {experts}"),
-            (top_k == 1 and self.normalize_top_k, "normalize_top_k", "makes all weights 1 where top_k is 1"),
-        )
-        return self
+        for name in changed if experts is None else ():
+            yield name, "has no effect without model.moe.num_experts"
+        if experts is not None and top_k is None:
+            yield "top_k", "is required with num_experts"
+        if experts and top_k and top_k > experts:
+            yield "top_k", f"is more than num_experts = {experts}"
+        if top_k == 1 and self.normalize_top_k:
+            yield "normalize_top_k", "makes all weights 1 where top_k is 1"
 
 
 class ModelConfig(Section):
@@ -113,26 +111,20 @@ class ModelConfig(Section):
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}
     """Further fields of megatron-core's TransformerConfig, by name."""
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "ModelConfig":
+    def conflicts(self) -> Iterator[tuple[str, str]]:
         heads, groups, width = self.num_attention_heads, self.resolved_query_groups, self.resolved_head_dim
         uneven = self.head_dim is None and self.hidden_size % heads != 0
-        odd = width % 2 == 1 and not uneven
-        fitting = ", ".join(str(size) for size in divisors(heads))
-        refuse(
-            (uneven, "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"),
-            (odd, "head_dim", f"makes heads of width {width}, which cannot be rotated; make it even"),
-            (heads % groups != 0, "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"),
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _megatron_values_are_meant(self) -> "ModelConfig":
-        # Text to YAML 1.2, a switch or a number to whoever wrote it; to Python the text "off" is true.
-        meant = "is read as text; write true, false, null or a plain decimal number"
-        texts = {name: value for name, value in self.megatron.items() if isinstance(value, str)}
-        refuse(*((bool(_LOOKALIKE.fullmatch(text)), f"megatron.{name}", meant) for name, text in texts.items()))
-        return self
+        if uneven:
+            yield "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"
+        if width % 2 == 1 and not uneven:
+            yield "head_dim", f"makes heads of width {width}, which cannot be rotated; make it even"
+        if heads % groups != 0:
+            fitting = ", ".join(map(str, divisors(heads)))
+            yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
+        for name, value in self.megatron.items():
+            # Text to YAML 1.2, a switch or a number to whoever wrote it; to Python the text "off" is true.
+            if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
+                yield f"megatron.{name}", "is read as text; write true, false, null or a plain decimal number"
 
     @property
     def resolved_head_dim(self) -> int:

@@ -1,10 +1,9 @@
 """Keys of the layout: how many ranks each kind of parallelism takes."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import model_validator
-
-from sft.config.section import Positive, Section, divisors, refuse
+from sft.config.section import Positive, Section, divisors
 
 
 class ParallelConfig(Section):
@@ -31,24 +30,15 @@ class ParallelConfig(Section):
     cp_a2a: Positive | None = None
     """With a2a+p2p: how many neighbouring cp ranks exchange heads (a2a); between such groups goes the ring (p2p)."""
 
-    @model_validator(mode="after")
-    def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
-        flat = self.virtual_stages > 1 and self.pp == 1
-        refuse((flat, "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"))
-        return self
-
-    @model_validator(mode="after")
-    def _two_levels_need_two_sizes(self) -> "ParallelConfig":
-        two, size = self.cp_comm == "a2a+p2p", self.cp_a2a
-        fitting = [size for size in divisors(self.cp) if 1 < size < self.cp]
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.virtual_stages > 1 and self.pp == 1:
+            yield "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"
+        size, fitting = self.cp_a2a, [size for size in divisors(self.cp) if 1 < size < self.cp]
         choices = f"sizes that fit: {', '.join(map(str, fitting))}" if fitting else "none fits; use p2p or a2a"
-        refuse(
-            (two and size is None, "cp_a2a", f"is needed with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"),
-            (not two and size is not None, "cp_a2a", f"is for cp_comm = a2a+p2p; got {self.cp_comm}.  Use null"),
-            (
-                two and size is not None and size not in fitting,
-                "cp_a2a",
-                f"must divide cp = {self.cp} into two factors above 1, and {size} does not; {choices}",
-            ),
-        )
-        return self
+        if self.cp_comm != "a2a+p2p":
+            if size is not None:
+                yield "cp_a2a", f"is for cp_comm = a2a+p2p; got {self.cp_comm}.  Use null"
+        elif size is None:
+            yield "cp_a2a", f"is needed with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"
+        elif size not in fitting:
+            yield "cp_a2a", f"must divide cp = {self.cp} into two factors above 1, and {size} does not; {choices}"

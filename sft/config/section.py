@@ -1,9 +1,9 @@
 """What groups of keys are made of: their types, their marks, and how conflicting values are reported."""
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -20,16 +20,9 @@ UNREPORTED: dict[str, JsonValue] = {"unreported": True}
 class Conflict(ValueError):
     """Values that cannot be together, one (field, reason) per problem.  `sft.recipe` adds file and line."""
 
-    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(f"{field}: {reason}" for field, reason in self.problems))
-
-
-def refuse(*cases: tuple[bool, str, str]) -> None:
-    """Raise one Conflict for all cases (is wrong, field, reason) that are wrong."""
-    wrong = [(field, reason) for is_wrong, field, reason in cases if is_wrong]
-    if wrong:
-        raise Conflict(wrong)
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(f"{field}: {reason}" for field, reason in problems))
 
 
 class Section(BaseModel):
@@ -38,6 +31,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """(field, reason) of each value that cannot be with the others."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_conflicts(self) -> Self:
+        if problems := tuple(self.conflicts()):
+            raise Conflict(problems)
+        return self
 
 
 def divisors(number: int, limit: int = 4096) -> list[int]:

@@ -1,7 +1,8 @@
 """Real ranks for tests: processes that stay up, joined by gloo, running functions by name.
 
-    with RankPool(4) as pool:
-        results = pool.run(function, arg)      # [function(arg) on rank 0, ..., on rank 3]
+    pool = RankPool(4)
+    results = pool.run(function, arg)          # [function(arg) on rank 0, ..., on rank 3]
+    pool.close()                               # ends the processes
 
 Importing megatron-core costs seconds a process, so a pool of each size is started once per test session.  A function
 runs on every rank at once; it may build and tear down any layout.  The first rank to fail fails the call, with its

@@ -70,7 +70,7 @@ KEPT = (  # names on disk and keys of a recipe
     r"\.tell\(\)",  # a method of Python's files
 )
 KEPT_NAMES = {
-    ("sft/config/logging.py", "every"),  # log.every
+    ("sft/config/run.py", "every"),  # log.every
     ("sft/data/cache/omissions.py", "said"),  # in ledger.json and in the JSON of `sft data inspect`
     ("sft/data/inspect/findings.py", "what"),  # the same
 }

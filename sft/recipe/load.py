@@ -16,24 +16,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sft.config import Config, Conflict, listed, yaml
-from sft.config.keys import (
-    NAMED,
-    OPEN,
-    RENAMED,
-    expected,
-    hint,
-    in_schema,
-    is_source,
-    keys_of,
-    leaves,
-    named,
-    nearest,
-    sections,
-    show,
-    takes_list,
-    unknown,
-)
+from sft.config import Config, Conflict, keys, listed, yaml
+from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError
 from sft.hf.architecture import model_keys
@@ -60,7 +44,7 @@ def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     document = yaml.read(text, path)
     if not isinstance(document, Pairs):
-        raise ConfigError(f"{path}, line 1: not a recipe.  {keys_of('')}")
+        raise ConfigError(f"{path}, line 1: not a recipe.  {keys.keys_of('')}")
     draft = _Draft(path)
     draft.take("", document, lambda line: Origin("file", file=path, line=line))
     for override in overrides:
@@ -107,52 +91,52 @@ class _Draft:
         first: dict[str, int] = {}
         for name, line, value in pairs:
             origin = origin_of(line)
-            key = self._current_name(prefix + name, origin)
             if name in first:
-                problem = f"{key} is given twice ({origin}; first in line {first[name]}).  Keep one."
-                self.problems.append((origin, problem))
+                self._note(origin, f"{prefix}{name} is given twice ({origin}; first in line {first[name]}).  Keep one.")
                 continue
             first[name] = line
+            key = self._current_name(prefix + name, origin)
+            is_source = keys.is_source(key)
             if key == NAMED:
                 self._forget_sources()
             if prefix == f"{NAMED}." and not _NAME.fullmatch(name):
-                problem = f"{show(name)} ({origin}) cannot name a source of {NAMED}; use letters, digits, - and _."
                 self.meant.add(NAMED)
-                self.problems.append((origin, problem))
-            elif key in sections() or key == OPEN or is_source(key) or (key == NAMED and isinstance(value, Pairs)):
-                if key == NAMED or is_source(key):
+                rule = f"cannot name a source of {NAMED}; use letters, digits, - and _."
+                self._note(origin, f"{show(name)} ({origin}) {rule}")
+            elif key in sections() or key == OPEN or is_source or (key == NAMED and isinstance(value, Pairs)):
+                if key == NAMED or is_source:
                     self.origins[key] = origin
-                if isinstance(value, Pairs) and (value or not is_source(key)):
+                if isinstance(value, Pairs) and (value or not is_source):
                     self.take(f"{key}.", value, origin_of)
-                elif value is not None or is_source(key):
+                elif value is not None or is_source:
                     self.meant.add(NAMED)
-                    problem = f"{key} = {show(yaml.plain(value))} ({origin}); expected a group of keys.  {keys_of(key)}"
-                    self.problems.append((origin, problem))
+                    wanted = f"expected a group of keys.  {keys.keys_of(key)}"
+                    self._note(origin, f"{key} = {show(yaml.plain(value))} ({origin}); {wanted}")
             elif named(key) and isinstance(self.values.get(NAMED), list):
-                problem = (
-                    f"{key} ({origin}): {NAMED} is a list of files ({self.origins[NAMED]}), without named sources."
-                )
-                self.problems.append((origin, problem))
-            elif in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
-                listable = takes_list(key) and isinstance(value, str)
+                files = f"{NAMED} is a list of files ({self.origins[NAMED]})"
+                self._note(origin, f"{key} ({origin}): {files}, without named sources.")
+            elif keys.in_schema(key) in leaves() or (prefix == f"{OPEN}." and name.isidentifier()):
+                listable = keys.takes_list(key) and isinstance(value, str)
                 self.values[key] = [value] if listable else yaml.plain(value)
                 self.origins[key] = origin
                 for repeated in yaml.repeated(value):
-                    problem = f"{key}.{repeated} is given twice ({origin}).  Keep one."
-                    self.problems.append((origin, problem))
+                    self._note(origin, f"{key}.{repeated} is given twice ({origin}).  Keep one.")
             else:
-                self.meant |= {nearest(key) or ""}
-                self.problems.append((origin, unknown(key, str(origin))))
+                self.meant |= {keys.nearest(key) or ""}
+                self._note(origin, keys.unknown(key, str(origin)))
+
+    def _note(self, origin: Origin, problem: str) -> None:
+        self.problems.append((origin, problem))
 
     def _current_name(self, name: str, origin: Origin) -> str:
         """What the key `name` is called today.  Notes a problem where it is given by its old and its new name."""
-        key = RENAMED.get(name, name)
-        if key in RENAMED.values():
+        key = keys.RENAMED.get(name, name)
+        if key in keys.RENAMED.values():
             origins = self.names.setdefault(key, {})
             origins[name] = origin
             if len(origins) > 1:
                 both = " and ".join(f"{name} ({where})" for name, where in origins.items())
-                self.problems.append((origin, f"{both} are one key, now called {key}.  Keep {key} alone."))
+                self._note(origin, f"{both} are one key, now called {key}.  Keep {key} alone.")
         return key
 
     def warnings(self) -> list[str]:
@@ -176,15 +160,14 @@ class _Draft:
         key, equals, text = override.partition("=")
         group, dot, name = key.rpartition(".")
         if not equals or not text:
-            problem = f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none."
-            self.problems.append((origin, problem))
-        elif group and group not in sections() and group not in (OPEN, NAMED) and not is_source(group):
-            self.problems.append((origin, unknown(key, str(origin))))
+            self._note(origin, f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none.")
+        elif group and group not in sections() and group not in (OPEN, NAMED) and not keys.is_source(group):
+            self._note(origin, keys.unknown(key, str(origin)))
         else:
             try:
                 value = yaml.read(text, str(origin)) if text[0] in "[{\"'" else yaml.scalar(text)
             except ConfigError as unreadable:
-                self.problems.append((origin, str(unreadable)))
+                self._note(origin, str(unreadable))
             else:
                 self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
 
@@ -209,7 +192,7 @@ class _Draft:
                 self.values[key], self.origins[key] = value, Origin("derived", text=where)
             elif not is_position and own != value:
                 problem = f"{key} = {show(own)} ({self.origins[key]}), and {show(value)} in {where}.  Leave it out."
-                self.problems.append((self.origins[key], problem))
+                self._note(self.origins[key], problem)
 
     def validate(self) -> Config:
         """The Config, or one ConfigError: by line, then the command line, then what is missing."""
@@ -239,22 +222,23 @@ class _Draft:
         key = ""
         for part in location:
             longer = f"{key}.{part}".lstrip(".")
-            source = form == "dict" and is_source(longer)
-            if longer in sections() or in_schema(longer) in leaves() or key == OPEN or source:
+            source = form == "dict" and keys.is_source(longer)
+            if longer in sections() or keys.in_schema(longer) in leaves() or key == OPEN or source:
                 key = longer
         if isinstance(cause, Conflict):
             for name, why in cause.problems:
                 self.refuse_value(f"{key}.{name}".lstrip("."), why + ".")
         elif kind != "missing":
-            self.refuse_value(key, f"; expected {expected(key)}.{hint(key, self.values[key])}")
+            self.refuse_value(key, f"; expected {keys.expected(key)}.{keys.hint(key, self.values[key])}")
         elif not self.meant & {key, key.rpartition(".")[0]}:
-            about = leaves()[in_schema(key)].description
-            problem = f"{key} is missing from {self.path}; expected {expected(key)}.  {about}"
-            self.problems.append((Origin("default"), problem))
+            about = leaves()[keys.in_schema(key)].description
+            problem = f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}"
+            self._note(Origin("default"), problem)
 
     def refuse_value(self, key: str, why: str) -> None:
         source = self.origins.get(key.rpartition(".")[0]) if named(key) else None
         origin = self.origins.get(key, source or Origin("default"))
-        value = self.values[key] if key in self.values else leaves()[in_schema(key)].default
+        value = self.values[key] if key in self.values else leaves()[keys.in_schema(key)].default
+        written = next((f"{name} (now called {key})" for name in self.names.get(key, ()) if name != key), key)
         space = "" if why.startswith(";") else " "
-        self.problems.append((origin, f"{key} = {show(value)} ({origin}){space}{why}"))
+        self._note(origin, f"{written} = {show(value)} ({origin}){space}{why}")

@@ -62,7 +62,14 @@ def test_a_value_by_the_old_name_keeps_its_origin() -> None:
 def test_a_wrong_value_by_the_old_name() -> None:
     with pytest.raises(ConfigError) as refusal:
         read(IN_FILE.replace("5", "-1"))
-    assert str(refusal.value) == f"{NEW} = -1 (a.yaml, line 9); expected a whole number of at least 0."
+    shown = f"{OLD} (now called {NEW})"
+    assert str(refusal.value) == f"{shown} = -1 (a.yaml, line 9); expected a whole number of at least 0."
+
+
+def test_an_old_name_given_twice() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read(IN_FILE + "  max_bad_steps: 6\n")
+    assert str(refusal.value) == f"{OLD} is given twice (a.yaml, line 10; first in line 9).  Keep one."
 
 
 @pytest.mark.parametrize(

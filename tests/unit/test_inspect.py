@@ -20,15 +20,12 @@ from sft.data.cache.row_report import LINE
 from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
-from sft.data.inspect.counts import whole_rows
-from sft.data.inspect.findings import Finding
-from sft.data.inspect.lengths import Bucket, Retention, histogram, quantiles, retention
-from sft.data.inspect.message_counts import Role
+from sft.data.inspect.counts import Bucket, Retention, histogram, quantiles, retention
+from sft.data.inspect.findings import Finding, copies, other_answers, scan, supervised_runs
 from sft.data.inspect.preview import Piece, preview
-from sft.data.inspect.scan import copies, other_answers, scan, supervised_runs
-from sft.data.inspect.survey import Survey, take_survey
-from sft.data.inspect.text import percent, preview_lines, survey_lines, visible
-from sft.data.inspect.tokenizer_facts import tokenizer_facts
+from sft.data.inspect.report import percent, preview_lines, survey_lines, visible
+from sft.data.inspect.roles import Role
+from sft.data.inspect.survey import Survey, take_survey, tokenizer_facts, whole_rows
 from tests.unit.fixtures.folder import config, load_folder, template
 from tests.unit.test_recipe import GOOD
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from sft.config import Config
 from sft.console import Console
 from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.inspect.report import survey_lines
 from sft.data.inspect.survey import take_survey
-from sft.data.inspect.text import survey_lines
 from sft.errors import ConfigError
 
 

@@ -1,28 +1,66 @@
-"""Data files as numbers: how many rows and tokens, how long, what is cut, windowed, dropped and skipped.
+"""Data files as numbers: how many rows and tokens, how long, what is cut, windowed, dropped and skipped, what fits.
 
-Decides that a survey goes on where the trainer stops because of lengths, and that a length is a whole row's, counted
-once however many windows the row makes.  `cache/row_report.py` says what became of rows.
+Decides that a length is a whole row's, counted once however many windows the row makes; the buckets of the histogram,
+what a quantile is, and which values of seq_length are compared.  `cache/row_report.py` says what became of rows.
+Does not read tokens (`findings.py`).
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from sft.config import DataConfig
-from sft.console import Console
 from sft.data.cache.corpus import Corpus, file_names
 from sft.data.cache.omissions import FileOmission, sum_omissions
-from sft.data.cache.prepare import prepare
-from sft.data.cache.row_report import RowReport
-from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.inspect.lengths import Bucket, histogram, quantiles
-from sft.errors import DataError
+from sft.parallel.alignment import aligned
 
-_NO_LIMIT = 1 << 40
+# Fields of a row report that are added up under their own names.
+_ADDED = (
+    *("rows", "samples", "tokens_repeated", "rows_cut", "rows_windowed", "samples_windowed", "tokens_cut"),
+    *("supervised_cut", "rows_dropped", "tokens_dropped", "supervised_dropped", "rows_skipped", "chats"),
+)
+
+
+class DataSet(NamedTuple):
+    """Files that are prepared together.
+
+    part     train, or the name of a held-out set
+    sources  to which source of data.train each file belongs; None where it names none, and for held-out files
+    rows     LINE [rows] of each file: one line for each row, which says how long it is; none for skipped rows
+    """
+
+    part: str
+    paths: list[Path]
+    sources: list[str] | None
+    corpus: Corpus
+    rows: list[np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Rows of at_least <= length < below, and the tokens in them."""
+
+    at_least: int
+    below: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What fits whole into one seq_length: counts, and their shares of everything."""
+
+    seq_length: int
+    is_recipe: bool
+    rows: int
+    tokens: int
+    supervised: int
+    rows_share: float
+    tokens_share: float
+    supervised_share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,116 +109,117 @@ class Counts:
     omitted: tuple[FileOmission, ...]
 
 
-def prepare_any(
-    files: Sequence[str],
-    data: DataConfig,
-    tokenizer: ChatTokenizer,
-    cache_dir: Path,
-    console: Console,
-    names: Sequence[str] | None = None,
-) -> tuple[Corpus, str | None]:
-    """The corpus that training would use; where it is refused for its lengths, the whole one and the refusal.  What a
-    chat template leaves out is no reason not to look at the rest."""
-    refused = None
-    if data.on_omitted == "error":
-        data = data.model_copy(update={"on_omitted": "report"})
-        corpus, refused = prepare_any(files, data, tokenizer, cache_dir, console, names)
-        try:
-            corpus.check_omitted(data.model_copy(update={"on_omitted": "error"}), tokenizer)
-        except DataError as error:
-            refused = refused or str(error)
-        return corpus, refused
-    try:
-        return prepare(files, data, tokenizer, cache_dir, console, names), None
-    except DataError as error:
-        # Some rows or all of them are too long, or a row is wrong: then this raises the same again.
-        console.say("the data cannot be trained on as they are; once more, whatever the lengths")
-        whole = data.model_copy(update={"seq_length": _NO_LIMIT, "over_long": "error"})
-        return prepare(files, whole, tokenizer, cache_dir, console, names), str(error)
-
-
-def of_files(corpus: Corpus, files: Sequence[str], part: str, sources: Sequence[str] | None = None) -> list[Counts]:
-    """Each file of the corpus, in order; `sources` are those of each file."""
-    paths = [Path(file) for file in files]
+def of_files(data: DataSet) -> list[Counts]:
+    """Each file, in order."""
+    sources: Sequence[str | None] = data.sources or [None] * len(data.paths)
     return [
-        _counts([corpus.row_reports[path]], [table], name=name, path=str(path), part=part, source=source)
-        for path, name, table, source in zip(
-            paths, file_names(paths), corpus.tables, sources or repeat(None, len(paths)), strict=True
-        )
+        _counts(data, [i], name=name, path=str(data.paths[i]), source=sources[i])
+        for i, name in enumerate(file_names(data.paths))
     ]
 
 
-def of_sources(corpus: Corpus, files: Sequence[str], sources: Sequence[str]) -> list[Counts]:
-    """Each named source of data.train, in order."""
+def of_sources(data: DataSet) -> list[Counts]:
+    """Each named source, in order, with all of its files."""
+    sources = data.sources or []
     return [
-        _sum(corpus, files, [i for i, source in enumerate(sources) if source == name], source=name)
+        _counts(data, [i for i, source in enumerate(sources) if source == name], source=name)
         for name in dict.fromkeys(sources)
     ]
 
 
-def of_all(corpus: Corpus, files: Sequence[str]) -> Counts:
-    """All training files together."""
-    return _sum(corpus, files, range(len(files)), source=None)
-
-
-def whole_rows(table: np.ndarray) -> np.ndarray:
-    """LINE [rows]: the first line of each row, which says how long it is; rows that were skipped have none.
-
-    windows 1 1 2 3 0 1 of rows 1 2 2 2 3 4  ->  those of rows 1 2 3 4
-    """
-    return np.asarray(table[table["window"] <= 1])
-
-
-def _sum(corpus: Corpus, files: Sequence[str], chosen: Sequence[int], *, source: str | None) -> Counts:
-    reports = [corpus.row_reports[Path(files[i])] for i in chosen]
-    tables = [corpus.tables[i] for i in chosen]
-    return _counts(reports, tables, name="all", path=None, part="train", source=source)
+def of_all(data: DataSet) -> Counts:
+    """All files together."""
+    return _counts(data, range(len(data.paths)))
 
 
 def _counts(
-    reports: Sequence[RowReport],
-    tables: Sequence[np.ndarray],
-    *,
-    name: str,
-    path: str | None,
-    part: str,
-    source: str | None,
+    data: DataSet, chosen: Sequence[int], *, name: str = "all", path: str | None = None, source: str | None = None
 ) -> Counts:
-    def added(field: str) -> int:
-        return sum(getattr(report, field) for report in reports)
-
-    full = np.concatenate([whole_rows(table)["full_tokens"] for table in tables])
+    """Of the chosen files, by their numbers."""
+    reports = [data.corpus.row_reports[data.paths[i]] for i in chosen]
+    full = np.concatenate([data.rows[i]["full_tokens"] for i in chosen])
     p50, p90, p99 = quantiles(full)
+    tokens = sum(report.tokens_kept for report in reports)
+    supervised = sum(report.supervised_kept for report in reports)
     reasons: Counter[str] = Counter()
     for report in reports:
         reasons.update(dict(report.reasons))
     return Counts(
         name=name,
         path=path,
-        part=part,
+        part=data.part,
         source=source,
-        rows=added("rows"),
-        samples=added("samples"),
-        tokens=added("tokens_kept"),
-        tokens_repeated=added("tokens_repeated"),
-        supervised=added("supervised_kept"),
-        supervised_share=added("supervised_kept") / max(1, added("tokens_kept")),
+        tokens=tokens,
+        supervised=supervised,
+        supervised_share=supervised / max(1, tokens),
         full_tokens=int(full.sum()),
         p50=p50,
         p90=p90,
         p99=p99,
         longest=int(full.max()),
-        rows_cut=added("rows_cut"),
-        rows_windowed=added("rows_windowed"),
-        samples_windowed=added("samples_windowed"),
-        tokens_cut=added("tokens_cut"),
-        supervised_cut=added("supervised_cut"),
-        rows_dropped=added("rows_dropped"),
-        tokens_dropped=added("tokens_dropped"),
-        supervised_dropped=added("supervised_dropped"),
-        rows_skipped=added("rows_skipped"),
         reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
         histogram=histogram(full),
-        chats=added("chats"),
         omitted=reports[0].omitted if len(reports) == 1 else sum_omissions(report.omitted for report in reports),
+        **{field: sum(getattr(report, field) for report in reports) for field in _ADDED},
     )
+
+
+def quantiles(lengths: np.ndarray) -> tuple[int, int, int]:
+    """p50, p90, p99: each the smallest length that so large a share of the rows does not exceed.
+
+    1 2 3 4 5 6 7 8 9 10 -> 5, 9, 10
+    """
+    middle, high, highest = np.quantile(lengths, [0.5, 0.9, 0.99], method="inverted_cdf")
+    return int(middle), int(high), int(highest)
+
+
+def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
+    """Powers of two from the shortest row's to the longest's, empty ones between them included.
+
+    5 6 17 -> 4 to 8: 2 rows of 11 tokens, 8 to 16: none, 16 to 32: 1 of 17
+    """
+    powers = np.frexp(lengths)[1] - 1  # floor of log2, exact for every length below 2 ** 53
+    return tuple(
+        Bucket(
+            at_least=1 << power,
+            below=2 << power,
+            rows=int(np.count_nonzero(powers == power)),
+            tokens=int(lengths[powers == power].sum()),
+        )
+        for power in range(int(powers.min()), int(powers.max()) + 1)
+    )
+
+
+def retention(
+    lengths: np.ndarray, supervised: np.ndarray, *, doc_multiple: int, seq_length: int
+) -> tuple[Retention, ...]:
+    """The share that fits whole, at the recipe's seq_length and at others: powers of two and half-way between them.
+
+    lengths 30 40 90, each padded to a multiple of 32 -> 32 64 96
+    seq_length 32: 1 of 3 rows, 30 of 160 tokens; 48: the same; 64: 2 rows, 70 tokens; 96: all
+    """
+    padded = aligned(lengths, doc_multiple)
+    points = []
+    for size in sorted({*_candidates(int(padded.min()), int(padded.max())), seq_length}):
+        fits = padded <= size
+        rows, tokens, labels = int(fits.sum()), int(lengths[fits].sum()), int(supervised[fits].sum())
+        points.append(
+            Retention(
+                seq_length=size,
+                is_recipe=size == seq_length,
+                rows=rows,
+                tokens=tokens,
+                supervised=labels,
+                rows_share=rows / len(lengths),
+                tokens_share=tokens / int(lengths.sum()),
+                supervised_share=labels / max(1, int(supervised.sum())),
+            )
+        )
+    return tuple(points)
+
+
+def _candidates(shortest: int, longest: int) -> list[int]:
+    """From the first that holds the shortest to the first that holds the longest.  30, 90 -> 32 48 64 96"""
+    sizes = sorted(size for power in range(1, longest.bit_length() + 1) for size in (1 << power, 3 << (power - 1)))
+    first, last = np.searchsorted(sizes, [shortest, longest])
+    return sizes[first : last + 1]

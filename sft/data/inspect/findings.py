@@ -1,26 +1,35 @@
 """What in the data deserves a look before training: counts of it, and where the first few are.
 
 Decides which rows and samples count as unusable, too long, unlearnable, short, copied or unfinished.  None of it is an
-error: the trainer takes such data, or leaves it out where the recipe says so.  `text.py` decides how a finding reads.
+error: the trainer takes such data, or leaves it out where the recipe says so.  `report.py` decides how a finding reads.
+
+One pass over the tokens of all samples finds which are alike, where answers end, and which answer is the longest.
+Alike are equal tokens, or equal tokens up to the first answer and another answer.  An answer which goes on in the next
+window of its row is counted there.  Memory is 48 bytes per sample, however long it is: tokens are hashed as they are
+mapped from disk (blake2b, 16 bytes: two different samples of a billion share one with probability 1e-21).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from sft.batch import Sample
 from sft.config import DataConfig
+from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.omissions import FileOmission
-from sft.data.chat.encode_chat import Supervise
-from sft.data.inspect.counts import whole_rows
-from sft.data.inspect.message_counts import NUM_EXAMPLES, Messages
-from sft.data.inspect.scan import Scan, copies, other_answers, sample_lines
+from sft.data.inspect.counts import DataSet
 from sft.data.read.rows import row_name
 from sft.parallel.alignment import aligned
 
+NUM_EXAMPLES = 5
 _SHORT = 2  # supervised tokens: one, and the end of turn
+_DIGEST_BYTES = 16
+_KIND = np.dtype(f"S{_DIGEST_BYTES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,77 +45,167 @@ class Finding:
     of: str | None = None
 
 
-def of_rows(corpus: Corpus, paths: Sequence[Path], data: DataConfig) -> list[Finding]:
+def finding(
+    what: str, count: int, total: int, examples: Sequence[str], part: str = "train", of: str | None = None
+) -> Finding:
+    """With the first few of the examples."""
+    return Finding(what=what, part=part, count=count, total=total, examples=tuple(examples[:NUM_EXAMPLES]), of=of)
+
+
+class Scan(NamedTuple):
+    """What one pass over a corpus of n samples finds.
+
+    wholes, prompts, openings  S16 [n]: digests of all tokens, of those before the first answer (its first supervised
+                               run), of those to its end; of all tokens where there is no prompt, and for every window
+                               of a row but its first
+    num_runs         unbroken stretches of supervised tokens, which are the assistant's turns
+    unfinished_runs  of these, how many do not end with the end-of-turn token; unfinished: which samples they are in
+    longest_run      tokens of the longest one, and longest_sample which sample has it
+    """
+
+    wholes: np.ndarray
+    prompts: np.ndarray
+    openings: np.ndarray
+    num_runs: int
+    unfinished_runs: int
+    unfinished: list[int]
+    longest_run: int
+    longest_sample: int
+
+
+def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
+    """Reads every token once.  Of samples with unfinished turns the first few are kept, and all are counted."""
+    digests = bytearray()
+    num_runs = unfinished_runs = longest_run = longest_sample = 0
+    unfinished: list[int] = []
+    lines = _sample_lines(corpus)
+    windows = zip(lines["window"].tolist(), lines["windows"].tolist(), strict=True)
+    with console.track("reading samples", len(corpus), "samples") as progress:
+        for sample_id, (window, of) in enumerate(windows):
+            sample = corpus.sample(sample_id)
+            starts, ends = supervised_runs(sample.weights)
+            digests += _digests(sample, starts, ends, has_prompt=window == 1)
+            is_open = ~np.isin(sample.tokens[ends - 1], ends_of_turn)
+            if window < of and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
+                is_open = is_open[:-1]  # the turn goes on in the next window, which counts it
+            if is_open.any() and len(unfinished) < NUM_EXAMPLES:
+                unfinished.append(sample_id)
+            unfinished_runs += int(is_open.sum())
+            num_runs += len(is_open)
+            longest = int((ends - starts).max(initial=0))
+            if longest > longest_run:
+                longest_run, longest_sample = longest, sample_id
+            progress.advance(1)
+    wholes, prompts, openings = np.frombuffer(digests, dtype=_KIND).reshape(-1, 3).T
+    return Scan(wholes, prompts, openings, num_runs, unfinished_runs, unfinished, longest_run, longest_sample)
+
+
+def _sample_lines(corpus: Corpus) -> np.ndarray:
+    """LINE [n]: the line of each sample."""
+    return np.concatenate([table[table["tokens"] > 0] for table in corpus.tables])
+
+
+def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt: bool) -> bytes:
+    """Whole, prompt and opening, end to end."""
+    start, end = (int(starts[0]), int(ends[0])) if len(starts) else (0, 0)
+    digest = blake2b(sample.tokens[:start].data, digest_size=_DIGEST_BYTES)
+    prompt = digest.digest()
+    digest.update(sample.tokens[start:end].data)
+    opening = digest.digest()
+    digest.update(sample.tokens[end:].data)
+    whole = digest.digest()
+    return whole + prompt + opening if has_prompt and start > 1 else 3 * whole
+
+
+def supervised_runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where supervised stretches start and end; a sample's first token is never learnt.
+
+    1 1 1 0 0 2 -> starts 1 5, ends 3 6
+    """
+    is_supervised = np.zeros(len(weights) + 2, dtype=bool)
+    is_supervised[2:-1] = weights[1:] > 0
+    edges = np.flatnonzero(is_supervised[1:] != is_supervised[:-1])
+    return edges[::2], edges[1::2]
+
+
+def copies(digests: np.ndarray) -> np.ndarray:
+    """Samples that an earlier one equals, each with the first of these, int64 [k, 2]: a b a c a -> (2, 0), (4, 0)"""
+    _, firsts, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    originals = firsts[inverse]
+    later = np.flatnonzero(originals != np.arange(len(digests)))
+    return np.stack([later, originals[later]], axis=1)
+
+
+def other_answers(prompts: np.ndarray, openings: np.ndarray) -> np.ndarray:
+    """Samples whose prompt an earlier one has too, and whose first answer is a new one for it; pairs as above.
+
+    prompts p p q p, openings pa pb qa pa -> (1, 0): the last one's answer is that of the first
+    """
+    distinct = np.sort(np.unique(openings, return_index=True)[1])
+    return distinct[copies(prompts[distinct])]
+
+
+def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
     """Rows that were skipped, and rows that, padded to doc_multiple, are longer than seq_length."""
-    num_rows = num_skipped = num_long = 0
+    reports = [data.corpus.row_reports[path] for path in data.paths]
+    num_rows, num_skipped = sum(report.rows for report in reports), sum(report.rows_skipped for report in reports)
+    num_long = 0
     skipped: list[str] = []
     long: list[str] = []
-    for path, table in zip(paths, corpus.tables, strict=True):
-        report, rows = corpus.row_reports[path], whole_rows(table)
-        numbers = rows["row"][aligned(rows["full_tokens"], data.doc_multiple) > data.seq_length]
-        num_rows, num_skipped, num_long = (
-            num_rows + report.rows,
-            num_skipped + report.rows_skipped,
-            num_long + len(numbers),
-        )
+    for path, rows, report in zip(data.paths, data.rows, reports, strict=True):
+        numbers = rows["row"][aligned(rows["full_tokens"], config.doc_multiple) > config.seq_length]
+        num_long += len(numbers)
         skipped += [row_name(path, number) for number in report.skipped]
         long += [row_name(path, int(number)) for number in numbers[:NUM_EXAMPLES]]
     return [
-        _finding("unusable", num_skipped, num_rows, skipped[:NUM_EXAMPLES]),
-        _finding("too_long", num_long, num_rows - num_skipped, long[:NUM_EXAMPLES]),
+        finding("unusable", num_skipped, num_rows, skipped),
+        finding("too_long", num_long, num_rows - num_skipped, long),
     ]
 
 
-def of_template(corpus: Corpus, paths: Sequence[Path], part: str = "train") -> list[Finding]:
+def of_template(data: DataSet) -> list[Finding]:
     """Chats of which the chat template leaves texts out, for each role and kind."""
-    total = sum(corpus.row_reports[path].chats for path in paths)
+    total = sum(data.corpus.row_reports[path].chats for path in data.paths)
     by_name: dict[str, list[tuple[Path, FileOmission]]] = {}
-    for path in paths:
-        for omission in corpus.row_reports[path].omitted:
+    for path in data.paths:
+        for omission in data.corpus.row_reports[path].omitted:
             by_name.setdefault(omission.name, []).append((path, omission))
     findings = []
     for name, files in by_name.items():
         count = sum(omission.chats for _, omission in files)
         examples = [row_name(path, row) for path, omission in files for row in omission.rows[:NUM_EXAMPLES]]
-        findings.append(replace(_finding("omitted", count, total, examples[:NUM_EXAMPLES], part), of=name))
-    return findings or ([replace(_finding("omitted", 0, total, []), of="texts")] if part == "train" else [])
+        findings.append(finding("omitted", count, total, examples, data.part, of=name))
+    return findings or ([finding("omitted", 0, total, [], of="texts")] if data.part == "train" else [])
 
 
-def of_samples(corpus: Corpus, scanned: Scan, supervise: Supervise) -> list[Finding]:
+def of_samples(corpus: Corpus, scanned: Scan, supervise: str) -> list[Finding]:
     """From tokens and masks.  A window of few supervised tokens is short only if the whole row is, and where all
     is supervised nothing separates one turn from the next."""
-    lines, total = sample_lines(corpus), len(corpus)
+    lines, total = _sample_lines(corpus), len(corpus)
     answered = np.where(lines["windows"] > 1, lines["full_supervised"], lines["supervised"])
     nothing, short = np.flatnonzero(answered == 0), np.flatnonzero((answered > 0) & (answered <= _SHORT))
     same, alike = copies(scanned.wholes), other_answers(scanned.prompts, scanned.openings)
-    unfinished = _finding(
-        "unfinished_turns", scanned.unfinished_runs, scanned.num_runs, _names(corpus, scanned.unfinished)
-    )
+    open_ends = _names(corpus, scanned.unfinished)
+    unfinished = finding("unfinished_turns", scanned.unfinished_runs, scanned.num_runs, open_ends)
     return [
-        _finding("nothing_supervised", len(nothing), total, _names(corpus, nothing)),
-        _finding("short_answers", len(short), total, _names(corpus, short)),
+        finding("nothing_supervised", len(nothing), total, _names(corpus, nothing)),
+        finding("short_answers", len(short), total, _names(corpus, short)),
         *([] if supervise == "all" else [unfinished]),
-        _finding("copies", len(same), total, _pairs(corpus, corpus, same)),
-        _finding("same_prompts", len(alike), total, _pairs(corpus, corpus, alike)),
+        finding("copies", len(same), total, _pairs(corpus, corpus, same)),
+        finding("same_prompts", len(alike), total, _pairs(corpus, corpus, alike)),
     ]
 
 
-def of_messages(messages: Messages) -> list[Finding]:
-    """From the rows as written."""
-    empty, unanswered = messages.empty_user_turns, messages.unanswered_ends
-    return [
-        _finding("empty_user_turns", empty.count, messages.num_user_turns, empty.examples),
-        _finding("unanswered_ends", unanswered.count, messages.num_chats, unanswered.examples),
-    ]
-
-
-def held_out(name: str, corpus: Corpus, scanned: Scan, train: Corpus, trained: Scan) -> list[Finding]:
-    """Samples of a held-out set that training sees too: the same tokens, or the same prompt with another answer."""
+def of_held_out(data: DataSet, scanned: Scan, train: Corpus, trained: Scan) -> list[Finding]:
+    """What the chat template leaves out of a held-out set, and its samples that training sees too: the same tokens, or
+    the same prompt with another answer."""
     same, alike = _shared(scanned.wholes, trained.wholes), _shared(scanned.prompts, trained.prompts)
     alike = alike[~np.isin(alike[:, 0], _shared(scanned.openings, trained.openings)[:, 0])]
+    corpus, part = data.corpus, data.part
     return [
-        _finding("held_out_copies", len(same), len(corpus), _pairs(corpus, train, same), name),
-        _finding("held_out_prompts", len(alike), len(corpus), _pairs(corpus, train, alike), name),
+        *of_template(data),
+        finding("held_out_copies", len(same), len(corpus), _pairs(corpus, train, same), part),
+        finding("held_out_prompts", len(alike), len(corpus), _pairs(corpus, train, alike), part),
     ]
 
 
@@ -114,10 +213,6 @@ def _shared(held_out: np.ndarray, train: np.ndarray) -> np.ndarray:
     """Which held-out digest equals which of training, int64 [k, 2]: held out c a, training a b -> (1, 0)"""
     pairs = copies(np.concatenate([train, held_out])) - np.array([len(train), 0])
     return pairs[(pairs[:, 0] >= 0) & (pairs[:, 1] < len(train))]
-
-
-def _finding(name: str, count: int, total: int, examples: Sequence[str], part: str = "train") -> Finding:
-    return Finding(what=name, part=part, count=count, total=total, examples=tuple(examples))
 
 
 def _names(corpus: Corpus, ids: Sequence[int] | np.ndarray) -> list[str]:

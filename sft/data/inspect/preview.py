@@ -1,7 +1,7 @@
 """What the model sees of a sample and what it learns from: its text in pieces, supervised ones marked.
 
 Decides how much of a sample is shown: the ends of each piece, so that every boundary between context and answer is in
-sight, however long the sample is.  Does not decide how a piece looks (`text.py`).
+sight, however long the sample is.  Does not decide how a piece looks (`report.py`).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 
 from sft.batch import Sample
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.inspect.scan import supervised_runs
+from sft.data.inspect.findings import supervised_runs
 
 _CHARACTERS = 200  # shown on each side of a boundary, and about as many tokens are decoded
 _FIRST_PIECES, _LAST_PIECES = 8, 4

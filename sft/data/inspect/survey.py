@@ -6,7 +6,7 @@ data.train names have counts beside those of their files; the shares it gives th
 Held-out files have their lines too and are compared with data.train; all else is of data.train alone.
 Where the trainer would refuse the data for their lengths, whole samples are surveyed, and the survey has the refusal.
 
-Does not decide how it looks (`text.py`, `picture.py`).
+Does not decide how it looks (`report.py`, `picture.py`).
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,37 @@ import numpy as np
 from sft.config import DataConfig
 from sft.console import Console
 from sft.data.cache.corpus import Corpus
-from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.inspect import counts, findings
-from sft.data.inspect.counts import Counts, prepare_any, whole_rows
-from sft.data.inspect.findings import Finding
-from sft.data.inspect.lengths import Retention, retention
-from sft.data.inspect.message_counts import Role, count_messages
+from sft.data.cache.prepare import prepare
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
+from sft.data.inspect import findings
+from sft.data.inspect.counts import Counts, DataSet, Retention, of_all, of_files, of_sources, retention
+from sft.data.inspect.findings import Finding, Scan, scan
 from sft.data.inspect.preview import Preview, preview
-from sft.data.inspect.scan import Scan, scan
-from sft.data.inspect.tokenizer_facts import TokenizerFacts, tokenizer_facts
+from sft.data.inspect.roles import Role, count_messages
+from sft.errors import DataError
 
 SCHEMA = 1
+_NO_LIMIT = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFacts:
+    """What a tokenizer and its template say about ends of turns, padding, and how masks are proven.
+
+    masks            `built in`, `generation markers` or `differences`: how they are proven
+    eos              null for the byte tokenizer, which has no end of sequence
+    end_of_turn_ids  end_of_turn_id first, then those of turns that end in another way (after a tool call)
+    """
+
+    name: str
+    vocab_size: int
+    end_of_turn: str
+    end_of_turn_id: int
+    end_of_turn_ids: tuple[int, ...]
+    eos: str | None
+    eos_id: int | None
+    pad_id: int
+    masks: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +92,15 @@ def take_survey(
 
     Raises DataError for what `prepare` refuses, over-long rows excepted.
     """
-    train, names = data.train_files, data.train_names
-    corpus, refused = prepare_any(train, data, tokenizer, cache_dir, console, names)
-    facts, paths = tokenizer_facts(tokenizer), [Path(file) for file in train]
-    scanned = scan(corpus, facts.end_of_turn_ids, console)
-    messages = count_messages(paths, corpus.tables, tokenizer, data.supervise, console)
-    all_findings = findings.of_rows(corpus, paths, data) + findings.of_template(corpus, paths)
-    all_findings += findings.of_samples(corpus, scanned, data.supervise) + findings.of_messages(messages)
-    files = counts.of_files(corpus, train, "train", names)
-    for name, held_out_files in data.eval_sets.items():
-        held_out, why = prepare_any(held_out_files, data, tokenizer, cache_dir, console)
-        refused = refused or why
-        files += counts.of_files(held_out, held_out_files, name)
-        all_findings += findings.of_template(held_out, [Path(file) for file in held_out_files], name)
-        all_findings += findings.held_out(
-            name, held_out, scan(held_out, facts.end_of_turn_ids, console), corpus, scanned
-        )
+    prepared = [
+        _prepare_any(part, files, data, tokenizer, cache_dir, console)
+        for part, files in {"train": data.train_files, **data.eval_sets}.items()
+    ]
+    train, *held_out = [data_set for data_set, _ in prepared]
+    facts = tokenizer_facts(tokenizer)
+    scanned, *scans = [scan(data_set.corpus, facts.end_of_turn_ids, console) for data_set, _ in prepared]
+    messages = count_messages(train, tokenizer, data.supervise, console)
+    full_rows = np.concatenate(train.rows)
     return Survey(
         schema=SCHEMA,
         recipe=recipe,
@@ -95,24 +108,85 @@ def take_survey(
         doc_multiple=data.doc_multiple,
         over_long=data.over_long,
         on_bad_row=data.on_bad_row,
-        refused=refused,
-        files=tuple(files),
-        sources=tuple(counts.of_sources(corpus, train, names)) if names else (),
-        total=counts.of_all(corpus, train),
-        retention=_retention(corpus, data),
+        refused=next((refusal for _, refusal in prepared if refusal), None),
+        files=tuple(counts for data_set, _ in prepared for counts in of_files(data_set)),
+        sources=tuple(of_sources(train)),
+        total=of_all(train),
+        retention=retention(
+            full_rows["full_tokens"],
+            full_rows["full_supervised"],
+            doc_multiple=data.doc_multiple,
+            seq_length=data.seq_length,
+        ),
         roles=messages.roles,
         roles_exact=messages.is_exact,
         rows_of_tokens=messages.num_tokenised,
         tokenizer=facts,
-        findings=tuple(all_findings),
-        previews=tuple(_previews(corpus, scanned, tokenizer, num_previews)),
+        findings=(
+            *findings.of_rows(train, data),
+            *findings.of_template(train),
+            *findings.of_samples(train.corpus, scanned, data.supervise),
+            *messages.findings,
+            *(
+                finding
+                for others in zip(held_out, scans)
+                for finding in findings.of_held_out(*others, train.corpus, scanned)
+            ),
+        ),
+        previews=tuple(_previews(train.corpus, scanned, tokenizer, num_previews)),
     )
 
 
-def _retention(corpus: Corpus, data: DataConfig) -> tuple[Retention, ...]:
-    rows = np.concatenate([whole_rows(table) for table in corpus.tables])
-    return retention(
-        rows["full_tokens"], rows["full_supervised"], doc_multiple=data.doc_multiple, seq_length=data.seq_length
+def _prepare_any(
+    part: str, files: list[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
+) -> tuple[DataSet, str | None]:
+    """The corpus that training would use; where it is refused for its lengths, the whole one and the refusal.  What a
+    chat template leaves out is no reason not to look at the rest."""
+    sources = data.train_names if part == "train" else None
+    reporting = data.model_copy(update={"on_omitted": "report"})
+    refused = None
+    try:
+        corpus = prepare(files, reporting, tokenizer, cache_dir, console, sources)
+    except DataError as error:
+        # Some rows or all of them are too long, or a row is wrong: then this raises the same again.
+        console.say("the data cannot be trained on as they are; once more, whatever the lengths")
+        whole = reporting.model_copy(update={"seq_length": _NO_LIMIT, "over_long": "error"})
+        corpus, refused = prepare(files, whole, tokenizer, cache_dir, console, sources), str(error)
+    try:
+        corpus.check_omitted(data, tokenizer)
+    except DataError as error:
+        refused = refused or str(error)
+    rows = [whole_rows(table) for table in corpus.tables]
+    return DataSet(part, [Path(file) for file in files], sources, corpus, rows), refused
+
+
+def whole_rows(table: np.ndarray) -> np.ndarray:
+    """LINE [rows]: the first line of each row, which says how long it is; rows that were skipped have none.
+
+    windows 1 1 2 3 0 1 of rows 1 2 2 2 3 4  ->  those of rows 1 2 3 4
+    """
+    return np.asarray(table[table["window"] <= 1])
+
+
+def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
+    """Those of the tokenizer that a recipe names."""
+    if isinstance(tokenizer, ByteTokenizer):
+        ends: tuple[int, ...] = (BYTE_CONTROL[tokenizer.end_of_turn],)
+        eos, eos_id, masks = None, None, "built in"
+    else:
+        ends = tuple(tokenizer.ids[end] for end in tokenizer.delimiters.ends)
+        eos, eos_id = tokenizer.hf.eos_token, tokenizer.hf.eos_token_id
+        masks = "generation markers" if tokenizer.template.has_markers else "differences"
+    return TokenizerFacts(
+        name=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        end_of_turn=tokenizer.end_of_turn,
+        end_of_turn_id=ends[0],
+        end_of_turn_ids=ends,
+        eos=eos,
+        eos_id=eos_id,
+        pad_id=tokenizer.pad_id,
+        masks=masks,
     )
 
 

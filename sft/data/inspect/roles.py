@@ -7,23 +7,21 @@ the template writes around it.  With the byte tokenizer its tokens are counted. 
 and the messages of some rows are tokenised, spread evenly: tokenising all of them would double the work of `prepare`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from sft.console import Console
 from sft.data.chat.encode_chat import Supervise
 from sft.data.chat.formats import Chat, Tokenized, read_row
-from sft.data.chat.message_types import Message
-from sft.data.chat.messages import ROLES, to_json
+from sft.data.chat.messages import ROLES, Message, to_json
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
-from sft.data.inspect.counts import whole_rows
-from sft.data.read.rows import parse, read_rows, row_name
+from sft.data.inspect.counts import DataSet
+from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding
+from sft.data.read.rows import read_rows, row_name
+from sft.data.read.strict_json import parse
 
-NUM_EXAMPLES = 5
 _TOKENISED_ROWS = 2000
 _TOKENISED_AT_LEAST = 100  # messages of each role, so that a rare one is not missed
 
@@ -39,50 +37,26 @@ class Role:
     supervised_share: float
 
 
-@dataclass(kw_only=True)
-class Occurrences:
-    """How often something was found, and the names of the first few rows that have it."""
-
-    count: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def add(self, path: Path, number: int) -> None:
-        self.count += 1
-        if len(self.examples) < NUM_EXAMPLES:
-            self.examples.append(row_name(path, number))
-
-
 class Messages(NamedTuple):
     """is_exact: the tokens of roles were counted, not estimated from characters."""
 
     roles: tuple[Role, ...]
     is_exact: bool
-    num_chats: int
     num_tokenised: int  # rows of ready tokens
-    num_user_turns: int
-    empty_user_turns: Occurrences
-    unanswered_ends: Occurrences
+    findings: list[Finding]
 
 
-def count_messages(
-    paths: Sequence[Path],
-    tables: Sequence[np.ndarray],
-    tokenizer: ChatTokenizer,
-    supervise: Supervise,
-    console: Console,
-) -> Messages:
-    """Counts over all rows in the tables of the files, also those that data.over_long drops.
+def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise, console: Console) -> Messages:
+    """Counts over all rows of the files, also those that data.over_long drops.
 
     user "hé", assistant "yes", byte tokenizer -> user: 1 message, 3 tokens; assistant: 1 message, 3 tokens, all of
     them supervised
     """
     counters = {role: _RoleCounter() for role in ROLES}
-    empty, unanswered = Occurrences(), Occurrences()
-    numbers = [whole_rows(table)["row"] for table in tables]
-    num_rows = sum(map(len, numbers))
-    stride = max(1, num_rows // _TOKENISED_ROWS)
+    empty, unanswered = _Occurrences(), _Occurrences()
+    stride = max(1, sum(map(len, data.rows)) // _TOKENISED_ROWS)
     num_chats = num_tokenised = 0
-    for path, number, chat in _rows(paths, numbers, console):
+    for path, number, chat in _rows(data, console):
         if isinstance(chat, Tokenized):
             num_tokenised += 1
             continue
@@ -97,12 +71,25 @@ def count_messages(
     return Messages(
         roles=tuple(counter.role(name) for name, counter in counters.items() if counter.messages),
         is_exact=isinstance(tokenizer, ByteTokenizer),
-        num_chats=num_chats,
         num_tokenised=num_tokenised,
-        num_user_turns=counters["user"].messages,
-        empty_user_turns=empty,
-        unanswered_ends=unanswered,
+        findings=[
+            finding("empty_user_turns", empty.count, counters["user"].messages, empty.examples),
+            finding("unanswered_ends", unanswered.count, num_chats, unanswered.examples),
+        ],
     )
+
+
+@dataclass(kw_only=True)
+class _Occurrences:
+    """How often something was found, and the names of the first few rows that have it."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, number: int) -> None:
+        self.count += 1
+        if len(self.examples) < NUM_EXAMPLES:
+            self.examples.append(row_name(path, number))
 
 
 @dataclass(kw_only=True)
@@ -139,19 +126,17 @@ class _RoleCounter:
         )
 
 
-def _rows(
-    paths: Sequence[Path], numbers: Sequence[np.ndarray], console: Console
-) -> Iterator[tuple[Path, int, Chat | Tokenized]]:
-    """The rows of these numbers, which rise in each file."""
-    with console.track("reading rows", sum(map(len, numbers)), "rows") as progress:
-        for path, wanted in zip(paths, numbers, strict=True):
-            left = iter(wanted.tolist())
-            next_one = next(left, None)
+def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | Tokenized]]:
+    """The rows of the files but those that were skipped."""
+    with console.track("reading rows", sum(map(len, data.rows)), "rows") as progress:
+        for path, rows in zip(data.paths, data.rows, strict=True):
+            wanted = iter(rows["row"].tolist())  # they rise
+            next_wanted = next(wanted, None)
             for number, content in read_rows(path):
-                if number == next_one:
+                if number == next_wanted:
                     yield path, number, read_row(parse(content))
                     progress.advance(1)
-                    next_one = next(left, None)
+                    next_wanted = next(wanted, None)
 
 
 def _is_trained(chat: Chat, i: int, supervise: Supervise) -> bool:

@@ -8,19 +8,24 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from sft.data.inspect.counts import Counts
+from sft.data.inspect.counts import Counts, Retention
 from sft.data.inspect.findings import Finding
-from sft.data.inspect.lengths import Retention
 from sft.data.inspect.preview import Piece, Preview
-from sft.data.inspect.survey import Survey
-from sft.data.inspect.tokenizer_facts import MASKS, TokenizerFacts
+from sft.data.inspect.survey import Survey, TokenizerFacts
 
 _BAR = 40
 _WIDTH = 112
 _REASONS = 3
 _GLUE = "\N{NO-BREAK SPACE}"  # keeps `a = b` on one line
 _GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
-_SIGNS = {"\n": "⏎\n", "\t": "⇥"}
+_SIGNS = {"\n": "⏎\n", "\t": "⇥", "\r": "\\x0d"}
+
+# How masks are proven.
+_MASKS = {
+    "built in": "written by the built-in ChatML template, which knows what the assistant wrote",
+    "generation markers": "proven by the template's {% generation %} blocks",
+    "differences": "proven chat by chat, by text prefixes or by blanking a turn (no {% generation %} blocks)",
+}
 
 # What is counted, what is said of it, and why it matters.
 _WORDS = {
@@ -90,7 +95,10 @@ def visible(text: str) -> str:
 
     "a\\tb\\x1b[31m" -> "a⇥b\\\\x1b[31m"
     """
-    return "".join(_SIGNS.get(letter) or (letter if _is_visible(letter) else _escape(letter)) for letter in text)
+    return "".join(
+        _SIGNS.get(letter) or (letter if _is_visible(letter) else letter.encode("unicode_escape").decode())
+        for letter in text
+    )
 
 
 def percent(part: float, whole: float) -> str:
@@ -217,7 +225,7 @@ def _roles(survey: Survey) -> Iterator[str]:
 
 def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
     yield f"{facts.name}, {facts.vocab_size:,} ids"
-    yield f"masks are {MASKS[facts.masks]}"
+    yield f"masks are {_MASKS[facts.masks]}"
     end = f"turns end with {facts.end_of_turn} (id {facts.end_of_turn_id})"
     if facts.eos is None:
         yield f"{end}; the tokenizer names no end of sequence (eos)"
@@ -279,8 +287,3 @@ def _piece(piece: tuple[str, bool], *, color: bool) -> str:
 def _is_visible(letter: str) -> bool:
     """Not a control, format, private or unassigned character, and no line or paragraph separator."""
     return unicodedata.category(letter)[0] != "C" and letter not in "\u2028\u2029"
-
-
-def _escape(letter: str) -> str:
-    code = ord(letter)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

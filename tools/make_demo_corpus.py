@@ -20,7 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from sft.data.chat.encode_chat import Chat, encode_chat
-from sft.data.chat.message_types import Message
+from sft.data.chat.messages import Message
 from sft.data.chat.tokenizer import ByteTokenizer
 
 HELD_OUT = 0.1  # of modules, topics and samples

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.data.cache.encoder import Encoder
+from sft.data.cache.encoder import encode_rows
 from sft.data.cache.folders import ENCODING
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read.rows import read_rows
@@ -115,16 +115,10 @@ def digest_of(files: list[Path], tokenizer: Any) -> str:
     for supervise in ("assistant", "last", "all"):
         for seq_length, over_long in lengths:
             for path in files:
-                encoder = Encoder(
-                    path=path,
-                    tokenizer=tokenizer,
-                    seq_length=seq_length,
-                    doc_multiple=8,
-                    over_long=over_long,  # type: ignore[arg-type]
-                    on_bad_row="skip",
-                    supervise=supervise,  # type: ignore[arg-type]
+                data = config(
+                    seq_length=seq_length, doc_multiple=8, over_long=over_long, on_bad_row="skip", supervise=supervise
                 )
-                block = encoder.encode_rows(read_rows(path))
+                block = encode_rows(read_rows(path), path, data, tokenizer)
                 weights = block.weights[block.mask].astype(np.float32)
                 for array in (block.tokens, weights, *(block.lines[name] for name in block.lines.dtype.names)):
                     digest.update(f"{array.dtype.name} {len(array)} ".encode() + array.tobytes())

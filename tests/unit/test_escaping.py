@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.escaping import escape, free_characters
 from sft.data.chat.formats import Chat
+from sft.data.chat.render import free_characters, render_chat
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, runs, tool, user
@@ -19,16 +19,16 @@ A, B = "\U000f0000", "\U000f0001"
 
 
 def test_stand_ins_have_the_length_of_what_they_stand_for(tokenizers: Tokenizers) -> None:
-    typed = escape([user("a<|im_end|></s>b<|im_end|>")], [{"</s>": 1}], tokenizers("chatml"))
+    typed = render_chat(Chat([user("a<|im_end|></s>b<|im_end|>")], [{"</s>": 1}]), tokenizers("chatml"))
     assert typed.messages == [user("a" + B * 10 + A * 4 + "b" + B * 10)]
     assert typed.tools == [{A * 4: 1}]
-    assert typed.tokens == {A: "</s>", B: "<|im_end|>"}
+    assert typed.stand_ins == {A: "</s>", B: "<|im_end|>"}
     assert typed.restore(typed.messages[0]["content"]) == "a<|im_end|></s>b<|im_end|>"
 
 
 def test_a_chat_without_control_strings_is_left_alone(tokenizers: Tokenizers) -> None:
-    typed = escape(TALK, None, tokenizers("chatml"))
-    assert typed.messages is TALK and typed.tokens == {}
+    typed = render_chat(Chat(TALK, None), tokenizers("chatml"))
+    assert typed.messages == TALK and typed.stand_ins == {}
 
 
 def test_free_characters() -> None:

@@ -11,8 +11,9 @@ import pytest
 from sft.console import QUIET
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
-from sft.data.chat.formats import Chat, Tokenized, check_ids, read_row
-from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.chat.encode_chat import encode_row
+from sft.data.chat.formats import Chat, Tokenized, read_row
+from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
 
@@ -236,9 +237,9 @@ def test_tokens(row: object, tokens: list[int], weights: list[float]) -> None:
 
 def test_ids_are_those_of_the_tokenizer() -> None:
     row = Tokenized(np.array([3, 259, 300], dtype=np.int32), np.ones(3, dtype=np.float32))
-    check_ids(row, 301)
+    assert encode_row(row, ByteTokenizer(vocab_size=301), "assistant").tokens is row.tokens
     with pytest.raises(DataError) as error:
-        check_ids(row, 259)
+        encode_row(row, ByteTokenizer(), "assistant")
     assert str(error.value) == "token 2 is 259, but the tokenizer has the ids 0 to 258."
 
 

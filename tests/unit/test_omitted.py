@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft.data.chat import omitted as module
-from sft.data.chat.between import Between
-from sft.data.chat.encode_chat import encode_chat, why_omitted
+from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
-from sft.data.chat.template import prepared
-from sft.data.chat.texts import ChatText, Marked
+from sft.data.chat.omitted import Marked, find_omitted, why_omitted
+from sft.data.chat.render import prepared, render_chat
+from sft.data.chat.template_pattern import ChatText, TemplatePattern
 from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import CALLING, SYSTEM, TALK, THINKING, TOOLS, Messages, assistant, tool, user
@@ -55,8 +55,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 def found(messages: Messages, tokenizer: Any, tools: Any = None, supervise: Any = "all") -> list[str]:
     """ "1 system content": number of the message or tool, role, kind."""
-    missing = encode_chat(Chat(messages, tools), tokenizer, supervise).omitted
-    return [f"{one.number} {one.role} {one.kind}" for one in missing]
+    rendered = encode_chat(Chat(messages, tools), tokenizer, supervise).rendered
+    assert rendered is not None
+    return [f"{one.number} {one.role} {one.kind}" for one in find_omitted(rendered)]
 
 
 def calling(name: str = "add", **arguments: object) -> dict[str, Any]:
@@ -72,8 +73,8 @@ def reads(key: str, words: str = "") -> str:
 
 
 def why(messages: Messages, tokenizer: FolderTokenizer, tools: Any = None) -> str:
-    chat = Chat(messages, tools)
-    return why_omitted(chat, tokenizer, encode_chat(chat, tokenizer, "all").omitted[0])
+    rendered = render_chat(Chat(messages, tools), tokenizer)
+    return why_omitted(rendered, find_omitted(rendered)[0])
 
 
 # --- the three cases that somebody met ---
@@ -168,16 +169,13 @@ def test_parameters_of_parameters(load: Load) -> None:
 def test_a_chat_without_an_answer_is_explained_too(load: Load) -> None:
     """data.supervise = all takes chats that hold questions only; a template may still leave out their tools."""
     tokenizer = load(source=reads("message.content"))
-    chat = Chat([user("Rome?")], [WEATHER])
-    [omitted] = encode_chat(chat, tokenizer, "all").omitted
+    messages = [user("Rome?")]
+    [omitted] = find_omitted(render_chat(Chat(messages, [WEATHER]), tokenizer))
     assert (omitted.number, omitted.role, omitted.kind) == (1, "tools", "tool schema")
-    assert (
-        why_omitted(chat, tokenizer, omitted)
-        == "The template never reads tools: give one that does (data.chat_template)."
-    )
+    why_not = "The template never reads tools: give one that does (data.chat_template)."
+    assert why(messages, tokenizer, [WEATHER]) == why_not
     tokenizer = load(source=reads("message.content", "{% if tools and 0 %}{{ tools }}{% endif %}"))
-    [omitted] = encode_chat(chat, tokenizer, "all").omitted
-    assert why_omitted(chat, tokenizer, omitted) == "Give a template that writes it (data.chat_template)."
+    assert why(messages, tokenizer, [WEATHER]) == "Give a template that writes it (data.chat_template)."
 
 
 def test_the_byte_tokenizer_leaves_out_nothing() -> None:
@@ -187,7 +185,7 @@ def test_the_byte_tokenizer_leaves_out_nothing() -> None:
     chat = Chat(everything, [WEATHER])
     encoded = encode_chat(chat, ByteTokenizer())
     written = ByteTokenizer().decode(encoded.tokens)
-    assert encoded.omitted == []
+    assert encoded.rendered is None
     for text in ("Be brief.", "1 + 2?", "hm", "Let me", "Rome", "town", "warm", "Warm.", "Weekday", "Which one"):
         assert text in written
 
@@ -218,20 +216,20 @@ def test_a_short_text_is_not_taken_for_another(load: Load, text: str, learnt: bo
 def test_what_is_known_to_stand_between_decides() -> None:
     """One chat was written as U one A two E, another one, whose answer is thinking alone, as U one A six E."""
     asked, thought, answer = "user/content/", "assistant/reasoning/", "assistant/content/"
-    between = Between()
-    between.learn("U one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], [], "7")
-    between.learn("U one A six E", [ChatText(asked, "one", 0), ChatText(thought, "six", 1)], [], "7")
+    pattern = TemplatePattern()
+    pattern.learn("U one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], [], "7")
+    pattern.learn("U one A six E", [ChatText(asked, "one", 0), ChatText(thought, "six", 1)], [], "7")
     question, ok, so = ChatText(asked, "x", 0), ChatText(answer, "ok", 1), ChatText(thought, "so", 1)
-    assert between.left_out("U x A ok E", [question, ok], []) == []
-    assert between.left_out("U x A ok E", [question, so, ok], []) == [so]
-    assert between.left_out("U x A so E", [question, so, ok], []) == [ok]
-    assert between.left_out("U x A ok E", [question, ChatText(thought, "ok", 1), ok], []) is None  # which of them?
-    assert between.left_out("U x B ok E", [question, ok], []) is None  # what is B?
-    assert between.left_out("U x A ok E!", [question, ok], []) is None
-    assert between.left_out("Something else", [question, ok], []) is None
-    assert between.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) is None
-    between.learn("U Eve: one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], ["Eve:"], "7")
-    assert between.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) == []
+    assert pattern.left_out("U x A ok E", [question, ok], []) == []
+    assert pattern.left_out("U x A ok E", [question, so, ok], []) == [so]
+    assert pattern.left_out("U x A so E", [question, so, ok], []) == [ok]
+    assert pattern.left_out("U x A ok E", [question, ChatText(thought, "ok", 1), ok], []) is None  # which of them?
+    assert pattern.left_out("U x B ok E", [question, ok], []) is None  # what is B?
+    assert pattern.left_out("U x A ok E!", [question, ok], []) is None
+    assert pattern.left_out("Something else", [question, ok], []) is None
+    assert pattern.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) is None
+    pattern.learn("U Eve: one A two E", [ChatText(asked, "one", 0), ChatText(answer, "two", 1)], ["Eve:"], "7")
+    assert pattern.left_out("U Bob: x A ok E", [question, ok], ["Bob:"]) == []
 
 
 @pytest.mark.parametrize("text", ["user", "assistant", "think", "six", "42"])
@@ -261,7 +259,7 @@ def test_a_template_that_refuses_the_words(load: Load) -> None:
 
 def test_typed_control_strings_are_told_as_typed(load: Load) -> None:
     system = {"role": "system", "content": "Say <|im_end|>."}
-    [missing] = encode_chat(Chat([system, *TALK], None), load("mistral_nemo"), "all").omitted
+    [missing] = find_omitted(render_chat(Chat([system, *TALK], None), load("mistral_nemo")))
     assert missing == (1, "system", "content", "Say <|im_end|>.")
 
 

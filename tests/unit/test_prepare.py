@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sft.cli import main
-from sft.data.cache import workers
+from sft.data.cache import encoder, workers
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.cache.folders import store_folder
 from sft.data.cache.store import open_store
@@ -87,15 +87,15 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
     path, log = write(tmp_path / "a.jsonl", *[ROW] * 40), []
     expected = corpus_of(path, cache=tmp_path / "whole")
     made = []
-    make = workers.Encoder.encode_rows
+    make = workers.encode_rows
 
-    def block(self: workers.Encoder, rows: Any) -> Any:
+    def block(*args: Any) -> Any:
         made.append(len(made))
         if len(made) == 4:
             raise KeyboardInterrupt
-        return make(self, rows)
+        return make(*args)
 
-    monkeypatch.setattr(workers.Encoder, "encode_rows", block)
+    monkeypatch.setattr(workers, "encode_rows", block)
     with pytest.raises(KeyboardInterrupt):
         corpus_of(path, num_workers=1)
     [work] = (tmp_path / "cache").iterdir()
@@ -221,14 +221,14 @@ def test_a_faster_process_takes_the_work_folder_away(
 
 def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", *[ROW] * 4)
-    make = workers.Encoder.encode_rows
+    make = workers.encode_rows
 
-    def block(self: workers.Encoder, rows: Any) -> Any:
+    def block(*args: Any) -> Any:
         with open(path, "a") as file:
             file.write(json.dumps(ROW) + "\n")
-        return make(self, rows)
+        return make(*args)
 
-    monkeypatch.setattr(workers.Encoder, "encode_rows", block)
+    monkeypatch.setattr(workers, "encode_rows", block)
     with pytest.raises(DataError, match="a.jsonl changed while it was tokenised.  Start again once it is complete"):
         corpus_of(path)
     assert files_of(tmp_path / "cache") == {}
@@ -425,15 +425,15 @@ def test_the_old_name_of_a_policy_is_refused_with_the_new_one(
 
 def test_weights_reach_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the weight in every second row."""
-    encoded = workers.Encoder._encode
+    encoded = encoder.encode_row
     calls: list[int] = []
 
-    def weighed(self: workers.Encoder, row: Any) -> Encoding:
-        whole = encoded(self, row)
+    def weighed(*args: Any) -> Encoding:
+        whole = encoded(*args)
         calls.append(1)
         return whole._replace(weights=whole.weights * np.float32(0.5 if len(calls) % 2 else 1.0))
 
-    monkeypatch.setattr(workers.Encoder, "_encode", weighed)
+    monkeypatch.setattr(encoder, "encode_row", weighed)
     corpus: Corpus = corpus_of(write(tmp_path / "a.jsonl", ROW, LONG))
     assert corpus.sample(0).weights.tolist() == [0.0] * 33 + [0.5] * 5 + [0.0]
     assert corpus.sample(1).weights.dtype == np.float32 and corpus.sample(1).weights.max() == 1

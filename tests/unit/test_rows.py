@@ -21,9 +21,9 @@ from sft.data.cache.prepare import prepare
 from sft.data.chat.formats import read_row
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read import json_rows
-from sft.data.read.blocks import read_blocks
-from sft.data.read.rows import check_file, index_rows, parse, read_rows, row_name
-from sft.data.read.tables import Unreadable
+from sft.data.read.json_rows import read_blocks
+from sft.data.read.rows import check_file, index_rows, read_rows, row_name
+from sft.data.read.strict_json import Unreadable, parse
 from sft.errors import DataError
 from tests.unit.fixtures.folder import config
 

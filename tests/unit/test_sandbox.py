@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from sft.data.chat.render import prepared
 from sft.data.chat.sandbox import Sandbox
-from sft.data.chat.template import ChatTemplate, Refused, prepared
+from sft.data.chat.template import ChatTemplate, Refused
 from sft.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -159,6 +160,7 @@ def test_messages_as_transformers_hands_them_over() -> None:
     ]
 
 
-def test_the_budget_in_use() -> None:
-    sandbox = Sandbox(max_seconds=20, max_characters=10)
+def test_the_budget_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.data.chat.sandbox.MAX_CHARACTERS", 10)
+    sandbox = Sandbox()
     assert sandbox.bounded("{{ 'x' * 10 }}").render() == "x" * 10

@@ -63,6 +63,7 @@ def measure_folder(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     from sft.config import DataConfig
     from sft.data.chat.encode_chat import encode_chat
     from sft.data.chat.formats import Chat
+    from sft.data.chat.omitted import find_omitted
     from sft.data.chat.tokenizer import load_tokenizer
 
     datasets.disable_caching()
@@ -74,7 +75,13 @@ def measure_folder(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     table = datasets.Dataset.from_list([{"messages": chat} for chat in chats])
 
     def ours() -> list[int]:
-        return [len(encode_chat(Chat(chat, None), tokenizer)[0]) for chat in chats]
+        lengths = []
+        for chat in chats:
+            tokens, _, rendered = encode_chat(Chat(chat, None), tokenizer)
+            assert rendered is not None
+            find_omitted(rendered)
+            lengths.append(len(tokens))
+        return lengths
 
     def baseline() -> datasets.Dataset:
         return table.map(lambda row: {"ids": hf.apply_chat_template(row["messages"], return_dict=False)})

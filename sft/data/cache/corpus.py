@@ -15,10 +15,10 @@ import numpy as np
 from sft.batch import Sample
 from sft.config import DataConfig
 from sft.data.cache.folders import store_folder
-from sft.data.cache.omissions import check_omitted
+from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import RowReport
 from sft.data.cache.store import Store, open_store
-from sft.data.chat.tokenizer import ChatTokenizer, template_name
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import check_file, row_name
 from sft.errors import DataError
 
@@ -92,9 +92,12 @@ class Corpus:
         }
 
     def check_omitted(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:
-        """Raises DataError where the chat template left something out, and data.on_omitted is error."""
+        """Raises DataError, naming the first row, where the chat template left something out, and data.on_omitted is
+        error."""
         for path, row_report in self.row_reports.items() if data.on_omitted == "error" else ():
-            check_omitted(path, row_report.omitted, template_name(tokenizer))
+            if row_report.omitted:
+                first = min(row_report.omitted, key=lambda omission: (omission.rows[0], omission.message))
+                raise refusal(path, first.rows[0], first, tokenizer)
 
     def _find(self, sample_id: int) -> tuple[int, int]:
         assert 0 <= sample_id < len(self), f"sample {sample_id} of {len(self)}"

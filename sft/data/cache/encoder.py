@@ -5,25 +5,23 @@ decides what becomes of a sample that is too long, `workers.py` which process en
 (`read/rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.cache.omissions import RowOmission
+from sft.config import DataConfig
+from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
-from sft.data.cache.truncation import NOTHING, OverLong, excerpts
-from sft.data.chat.encode_chat import Encoding, Supervise, encode_chat, why_omitted
-from sft.data.chat.formats import Chat, Tokenized, check_ids, read_row
-from sft.data.chat.omitted import OmittedText
+from sft.data.cache.truncation import NOTHING, excerpts
+from sft.data.chat.encode_chat import encode_row
+from sft.data.chat.formats import Chat, read_row
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import Row, parse, row_name
+from sft.data.read.rows import Row, row_name
+from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
-_NUM_CHARACTERS = 200  # kept of a text that is left out
 MAX_WEIGHTS = 256  # as many as a byte has values; the first is 0
 
 
@@ -48,84 +46,55 @@ class EncodedRows(NamedTuple):
     num_chats: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Encoder:
-    """All that turns the rows of one file into arrays."""
-
-    path: Path
-    tokenizer: ChatTokenizer
-    seq_length: int
-    doc_multiple: int
-    over_long: OverLong
-    on_bad_row: Literal["error", "skip"]
-    supervise: Supervise
-
-    def encode_rows(self, rows: Iterable[Row]) -> EncodedRows:
-        """Tokenises rows.  Raises DataError beginning with the row's name, for the first that cannot be used."""
-        tokens = [np.empty(0, dtype=np.int32)]
-        weights = [np.empty(0, dtype=np.float32)]
-        lines: list[tuple[int, ...]] = []
-        rejects = []
-        omitted: list[RowOmission] = []
-        num_chats = 0
-        for number, content in rows:
-            try:
-                row = read_row(parse(content))
-                ids, full, texts = self._encode(row)
-            except DataError as error:
-                if self.on_bad_row == "error":
-                    raise DataError(f"{row_name(self.path, number)}: {error}") from error
-                reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a surrogate pair
-                rejects.append(Reject(number, reason))
-                continue
-            num_chats += isinstance(row, Chat)
-            if texts:
-                assert isinstance(row, Chat)
-                omitted += self._omissions(number, row, texts, {(earlier.role, earlier.kind) for earlier in omitted})
-            for line, positions, kept_weights in self._fit(number, full):
+def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
+    """Tokenises rows of a file.  Raises DataError beginning with the row's name, for the first that cannot be used."""
+    tokens = [np.empty(0, dtype=np.int32)]
+    weights = [np.empty(0, dtype=np.float32)]
+    lines: list[tuple[int, ...]] = []
+    rejects = []
+    omitted: list[RowOmission] = []
+    num_chats = 0
+    for number, content in rows:
+        try:
+            value = parse(content)
+            row = read_row(value)
+            ids, full, rendered = encode_row(row, tokenizer, data.supervise)
+        except DataError as error:
+            if data.on_bad_row == "error":
+                raise DataError(f"{row_name(file, number)}: {error}") from error
+            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a surrogate pair
+            rejects.append(Reject(number, reason))
+            continue
+        num_chats += isinstance(row, Chat)
+        if rendered is not None:
+            omitted += row_omissions(number, rendered, {(earlier.role, earlier.kind) for earlier in omitted})
+        try:
+            for line, positions, kept_weights in _fit(number, full, data):
                 tokens.append(ids[positions])
                 weights.append(kept_weights)
                 lines.append(line)
-        try:
-            palette, mask = to_palette(np.concatenate(weights))
         except DataError as error:
-            raise DataError(f"{self.path}: {error}") from error
-        table = np.array(lines, dtype=LINE)
-        return EncodedRows(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats)
+            raise DataError(f"{row_name(file, number)}: {error}") from error
+    try:
+        palette, mask = to_palette(np.concatenate(weights))
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
+    table = np.array(lines, dtype=LINE)
+    return EncodedRows(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats)
 
-    def _encode(self, row: Chat | Tokenized) -> Encoding:
-        """Tokens and weights of a row, however long."""
-        if isinstance(row, Tokenized):
-            check_ids(row, self.tokenizer.vocab_size)
-            return Encoding(row.tokens, row.weights, [])
-        return encode_chat(row, self.tokenizer, self.supervise)
 
-    def _omissions(
-        self, number: int, chat: Chat, texts: list[OmittedText], explained: set[tuple[str, str]]
-    ) -> Iterator[RowOmission]:
-        """What is left out, by role and kind; of kinds not yet explained also why, which takes renderings to find."""
-        counts = Counter((text.role, text.kind) for text in texts)
-        for kind, count in counts.items():
-            first = next(text for text in texts if (text.role, text.kind) == kind)
-            text, why = ("", "") if kind in explained else (first.text, why_omitted(chat, self.tokenizer, first))
-            begin = text[:_NUM_CHARACTERS].encode("utf-8", "backslashreplace").decode()
-            yield RowOmission(number, first.number, *kind, count, begin, why)
+def _fit(number: int, full: np.ndarray, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+    """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.
 
-    def _fit(self, number: int, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-        """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.
-
-        One of no tokens where nothing is left of the row.
-        """
-        try:
-            parts = excerpts(full, seq_length=self.seq_length, doc_multiple=self.doc_multiple, over_long=self.over_long)
-        except DataError as error:
-            raise DataError(f"{row_name(self.path, number)}: {error}") from error
-        is_held = np.zeros(len(full), dtype=bool)  # by a sample before
-        for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
-            num_new = int(np.count_nonzero(~is_held[positions]))
-            is_held[positions] = True
-            counts = (len(positions), num_labels(weights), num_new, len(full), num_labels(full))
-            yield (number, window, len(parts), *counts), positions, weights
+    One of no tokens where nothing is left of the row.  Raises DataError where it is too long, for over_long = error.
+    """
+    parts = excerpts(full, seq_length=data.seq_length, doc_multiple=data.doc_multiple, over_long=data.over_long)
+    is_held = np.zeros(len(full), dtype=bool)  # by a sample before
+    for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
+        num_new = int(np.count_nonzero(~is_held[positions]))
+        is_held[positions] = True
+        counts = (len(positions), num_labels(weights), num_new, len(full), num_labels(full))
+        yield (number, window, len(parts), *counts), positions, weights
 
 
 def num_labels(weights: np.ndarray) -> int:

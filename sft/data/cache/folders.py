@@ -68,6 +68,16 @@ def stamp(path: Path) -> Stamp:
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
+def check_unchanged(path: Path, before: Stamp) -> None:
+    """Raises DataError where somebody wrote to the file or folder since its stamp was taken."""
+    try:
+        changed = stamp(path) != before
+    except OSError as error:
+        raise DataError(f"data file {path} cannot be read: {error}.") from error
+    if changed:
+        raise DataError(f"data file {path} changed while it was tokenised.  Start again once it is complete.")
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(part for part in folder.rglob("*") if part.is_file())
 

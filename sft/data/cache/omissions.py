@@ -7,17 +7,22 @@ Decides how it is described, and what the refusal says where data.on_omitted is 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from sft.data.chat.omitted import find_omitted, why_omitted
+from sft.data.chat.render import RenderedChat
+from sft.data.chat.tokenizer import ChatTokenizer, template_name
 from sft.data.read.rows import row_name
 from sft.errors import DataError
 
 _ROWS_LISTED = 100
 _SHOWN = 60
+_NUM_CHARACTERS = 200  # kept of a text that is left out
 
 
 class RowOmission(NamedTuple):
@@ -77,56 +82,59 @@ def named(role: str, kind: str) -> str:
     return kind if role in ("tool", "tools") else f"{role} {kind}"
 
 
+def row_omissions(row: int, chat: RenderedChat, explained: Collection[tuple[str, str]]) -> Iterator[RowOmission]:
+    """What is left out of a chat, by role and kind; of kinds not yet explained also why, which takes renderings to
+    find."""
+    texts = find_omitted(chat)
+    for kind, num in Counter((text.role, text.kind) for text in texts).items():
+        first = next(text for text in texts if (text.role, text.kind) == kind)
+        said, why = ("", "") if kind in explained else (first.text, why_omitted(chat, first))
+        begin = said[:_NUM_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+        yield RowOmission(row, first.number, *kind, num, begin, why)
+
+
 class OmissionCounter:
-    """Adds up the omissions of a file, row by row."""
+    """Adds up omissions; they come in the order of rows."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], dict[str, Any]] = {}
+        self._totals: dict[tuple[str, str], FileOmission] = {}
 
-    def add(self, omission: RowOmission) -> None:
-        """Counts one more; they come in the order of rows."""
-        _, message, role, kind, _, said, why = omission
-        first = {"count": 0, "chats": 0, "rows": [], "message": message, "said": said, "why": why}
-        counts = self._counts.setdefault((role, kind), first)
-        counts["count"] += omission.num
-        counts["chats"] += 1
-        counts["rows"] += [omission.row] if len(counts["rows"]) < _ROWS_LISTED else []
+    def add_row(self, omission: RowOmission) -> None:
+        """Counts one row more."""
+        row, message, role, kind, num, said, why = omission
+        self.add(
+            FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)
+        )
+
+    def add(self, omission: FileOmission) -> None:
+        """Counts those of several rows more."""
+        name = omission.role, omission.kind
+        total = self._totals.get(name)
+        if total is not None:
+            rows = (*total.rows, *omission.rows)[:_ROWS_LISTED]
+            count, chats = total.count + omission.count, total.chats + omission.chats
+            omission = replace(total, count=count, chats=chats, rows=rows)
+        self._totals[name] = omission
 
     def result(self) -> tuple[FileOmission, ...]:
         """Most chats first."""
-        return _by_chats(
-            FileOmission(role=role, kind=kind, **{**counts, "rows": tuple(counts["rows"])})
-            for (role, kind), counts in self._counts.items()
-        )
+        return tuple(sorted(self._totals.values(), key=lambda total: (-total.chats, total.role, total.kind)))
 
 
 def sum_omissions(files: Iterable[Sequence[FileOmission]]) -> tuple[FileOmission, ...]:
     """The same of several files: counts are added up, rows are not, since they would be of different files."""
-    total: dict[tuple[str, str], FileOmission] = {}
+    counter = OmissionCounter()
     for omission in chain.from_iterable(files):
-        kind = omission.role, omission.kind
-        subtotal = total.setdefault(kind, replace(omission, count=0, chats=0, rows=()))
-        total[kind] = replace(subtotal, count=subtotal.count + omission.count, chats=subtotal.chats + omission.chats)
-    return _by_chats(total.values())
+        counter.add(replace(omission, rows=()))
+    return counter.result()
 
 
-def _by_chats(omissions: Iterable[FileOmission]) -> tuple[FileOmission, ...]:
-    return tuple(sorted(omissions, key=lambda omission: (-omission.chats, omission.role, omission.kind)))
-
-
-def check_omitted(file: Path, omitted: Sequence[FileOmission], template: str) -> None:
-    """Raises DataError where the template, called `template`, left anything out: names the first row."""
-    if omitted:
-        first = min(omitted, key=lambda omission: (omission.rows[0], omission.message))
-        raise refusal(file, first.rows[0], first.message, first, template)
-
-
-def refusal(file: Path, row: int, message: int, first: RowOmission | FileOmission, template: str) -> DataError:
-    """The error for the first text that is left out."""
+def refusal(file: Path, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:
+    """The error for the first text that is left out, of this row."""
     source = "tool" if first.role == "tools" else "message"
     text = json.dumps(first.said if len(first.said) < _SHOWN else first.said[: _SHOWN - 3] + "...", ensure_ascii=False)
     return DataError(
-        f"{row_name(file, row)}: {source} {message}: chat template {template} leaves out the "
+        f"{row_name(file, row)}: {source} {first.message}: chat template {template_name(tokenizer)} leaves out the "
         f"{named(first.role, first.kind)} {text}, and data.on_omitted is error.  {first.why}  "
         "data.on_omitted = report goes on, and counts what is left out."
     )

@@ -22,13 +22,13 @@ import numpy as np
 from sft.config import Config, DataConfig
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, make_corpus
-from sft.data.cache.encoder import EncodedRows, Encoder, check_palette
+from sft.data.cache.encoder import EncodedRows, check_palette
 from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
 from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.workers import FileJob, PartResult, make_part, make_parts, part_path, part_ranges, read_part
-from sft.data.chat.tokenizer import ChatTokenizer, template_name
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import check_file, index_rows, row_name
 from sft.errors import DataError
 
@@ -130,16 +130,15 @@ def _plan_job(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, t
         raise DataError(f"data file {file} cannot be read: {error}.") from error
     if index.num_rows == 0:
         raise DataError(f"data file {file} has no rows.")
-    encoder = Encoder(
-        path=file,
+    return FileJob(
+        file=file,
+        data=data,
         tokenizer=tokenizer,
-        seq_length=data.seq_length,
-        doc_multiple=data.doc_multiple,
-        over_long=data.over_long,
-        on_bad_row=data.on_bad_row,
-        supervise=data.supervise,
+        index=index,
+        ranges=part_ranges(index),
+        store=folder,
+        stamp=stamp_before,
     )
-    return FileJob(encoder=encoder, index=index, ranges=part_ranges(index), store=folder, stamp=stamp_before)
 
 
 class _UnusableRows(Exception):
@@ -182,8 +181,7 @@ def _tokenise_file(
             rejects += result.rejects
             _check_rows(job, result, rejects)
             if refuse and result.omitted is not None:  # the parts stay: they are right where it is only reported
-                first, template = result.omitted, job.encoder.tokenizer
-                raise refusal(job.file, first.row, first.message, first, template_name(template))
+                raise refusal(job.file, result.omitted.row, result.omitted, job.tokenizer)
             num_tokens += result.num_tokens
             progress.advance(result.num_rows, f"{num_tokens:,} tokens")
     store = _assemble(job, results)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sft.data.cache.omissions import FileOmission
+from sft.data.chat.messages import shortened
 
 # One line per sample, in order, and one of 0 tokens, window 0 of 0, for a row of which no sample was made.
 LINE = np.dtype(
@@ -169,7 +170,7 @@ def count_rows(
 def _kind(reason: str, limit: int = 100) -> str:
     """`message 3 has role "assitant"; expected ...` -> `message N has role "..."; expected ...`"""
     text = _PARTICULARS.sub(lambda match: "N" if match.group()[0].isdigit() else '"..."', reason)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened(text, limit)
 
 
 def _listed(numbers: np.ndarray) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def _write_parts(
             rejects += part.rejects
             num_chats += part.num_chats
             for omission in part.omitted:
-                counter.add(omission)
+                counter.add_row(omission)
                 listed.write(omission.as_line())
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], sizes[name])

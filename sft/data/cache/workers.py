@@ -23,10 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sft.data.cache.encoder import EncodedRows, Encoder
-from sft.data.cache.folders import Stamp, stamp, work_folder
+from sft.config import DataConfig
+from sft.data.cache.encoder import EncodedRows, encode_rows
+from sft.data.cache.folders import Stamp, check_unchanged, work_folder
 from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import Reject
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import RowIndex, read_rows
 from sft.errors import DataError
 
@@ -47,16 +49,13 @@ class FileJob:
     stamp   of the file before its digest was taken; one that changed since is refused
     """
 
-    encoder: Encoder
+    file: Path
+    data: DataConfig
+    tokenizer: ChatTokenizer
     index: RowIndex
     ranges: tuple[tuple[int, int], ...]
     store: Path
     stamp: Stamp
-
-    @property
-    def file(self) -> Path:
-        """The data file."""
-        return self.encoder.path
 
     @property
     def folder(self) -> Path:
@@ -101,25 +100,17 @@ def make_part(job: FileJob, number: int) -> PartResult:
     existing = read_part(path)
     if existing is not None:
         return _result(job, number, existing, was_there=True)
+    rows = read_rows(job.file, job.index, *job.ranges[number])
     try:
-        encoded = job.encoder.encode_rows(read_rows(job.file, job.index, *job.ranges[number]))
+        encoded = encode_rows(rows, job.file, job.data, job.tokenizer)
     except DataError as error:
-        _refuse_changed(job)  # that would be why
+        check_unchanged(job.file, job.stamp)  # that would be why
         return PartResult(error=str(error))
     except OSError as error:
         raise DataError(f"data file {job.file} cannot be read: {error}.") from error
-    _refuse_changed(job)
+    check_unchanged(job.file, job.stamp)
     _write_part(path, encoded)
     return _result(job, number, encoded)
-
-
-def _refuse_changed(job: FileJob) -> None:
-    try:
-        changed = stamp(job.file) != job.stamp
-    except OSError as error:
-        raise DataError(f"data file {job.file} cannot be read: {error}.") from error
-    if changed:
-        raise DataError(f"data file {job.file} changed while it was tokenised.  Start again once it is complete.")
 
 
 def part_path(job: FileJob, number: int) -> Path:

@@ -1,8 +1,8 @@
-"""From the messages of a chat to tokens, and the weight of each token in the loss.
+"""From a chat, or ready tokens, to tokens and the weight of each in the loss.
 
-`encode_chat` goes through the steps in order: the chat is rendered and tokenised once, as a whole, so the ids are the
-template's own; the assistant's turns are found in the text (`turns.py`), then their tokens (`token_spans.py`); the
-tokens are weighed by `data.supervise` and the weights of the messages:
+`encode_chat` goes through the steps in order: the chat is rendered (`render.py`) and tokenised (`tokens.py`) once, as a
+whole, so the ids are the template's own; the assistant's turns are found in the text (`turns.py`), then their tokens
+(`tokens.py`); the tokens are weighed by `data.supervise` and the weights of the messages:
 
     assistant  what the assistant wrote and the token that ends each of its turns, once per turn: not the role
                header, not the newline after the turn
@@ -10,7 +10,8 @@ tokens are weighed by `data.supervise` and the weights of the messages:
     all        every token after the first
 
 A mask that cannot be proven is an error, never a guess.  Errors name the message; the caller adds file and line.  Does
-not decide what happens to a sample that is too long (`cache/truncation.py`).
+not decide what happens to a sample that is too long (`cache/truncation.py`), or look for what the template left out
+(`omitted.py`).
 """
 
 import json
@@ -18,14 +19,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.escaping import encode_escaped
-from sft.data.chat.formats import Chat
-from sft.data.chat.message_types import THINKING
-from sft.data.chat.omission_reason import reason
-from sft.data.chat.omitted import OmittedText, find_omitted
-from sft.data.chat.render import render_chat
-from sft.data.chat.token_spans import TokenSpan, find_token_spans
-from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer, FolderTokenizer
+from sft.data.chat.formats import Chat, Tokenized
+from sft.data.chat.messages import THINKING
+from sft.data.chat.render import RenderedChat, render_chat
+from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
+from sft.data.chat.tokens import TokenSpan, find_token_spans, tokenise
 from sft.data.chat.turns import find_turns
 from sft.errors import DataError
 
@@ -33,15 +31,32 @@ Supervise = Literal["assistant", "last", "all"]
 
 
 class Encoding(NamedTuple):
-    """A chat as tokens int32 [n], their weights float32 [n], and the texts that its template leaves out."""
+    """A row as tokens int32 [n], their weights float32 [n], and the chat as its template wrote it, if one did."""
 
     tokens: np.ndarray
     weights: np.ndarray
-    omitted: list[OmittedText]
+    rendered: RenderedChat | None
+
+
+def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Supervise) -> Encoding:
+    """Tokens and weights of a row, however long.  Raises DataError.
+
+    ready ids 3 259, and a tokenizer of 259  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
+    """
+    if isinstance(row, Chat):
+        return encode_chat(row, tokenizer, supervise)
+    outside = np.flatnonzero(row.tokens >= tokenizer.vocab_size)
+    if len(outside):
+        first = int(outside[0])
+        raise DataError(
+            f"token {first + 1} is {row.tokens[first]:,}, but the tokenizer has the ids 0 to "
+            f"{tokenizer.vocab_size - 1:,}."
+        )
+    return Encoding(row.tokens, row.weights, None)
 
 
 def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
-    """Tokens, their weights, 0 where a token is not learned, and what the template leaves out.
+    """Tokens and their weights, 0 where a token is not learned.
 
     Raises DataError where a mask cannot be proven, and where nothing would be learned.
 
@@ -49,25 +64,26 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "as
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
     by_message = _weights_of_turns(chat, supervise)
+    rendered = None  # the byte tokenizer has a template of its own, which writes all
     if isinstance(tokenizer, ByteTokenizer):
         ids, spans = _encode_bytes(chat)
-        spans = [span for span in spans if span.message in by_message]
-        omitted = []  # this template writes all
     else:
         rendered = render_chat(chat, tokenizer)
-        encoded = encode_escaped(rendered.text, rendered.escaped, tokenizer)
+        encoded = tokenise(rendered)
         # A turn of the same weight as the tokens around it needs no proof of where it is.
         unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
-        turns = find_turns(rendered, unlike)
-        ids, spans = encoded.ids, find_token_spans(turns, rendered, encoded)
-        omitted = [item._replace(text=rendered.escaped.restore(item.text)) for item in find_omitted(rendered)]
-    return Encoding(ids, _weights_of_tokens(len(ids), spans, by_message, supervise), omitted)
-
-
-def why_omitted(chat: Chat, tokenizer: ChatTokenizer, omitted: OmittedText) -> str:
-    """Why the template leaves out a text of a chat that `encode_chat` took, and what would keep it."""
-    assert isinstance(tokenizer, FolderTokenizer)
-    return reason(render_chat(chat, tokenizer), omitted)
+        ids, spans = encoded.ids, find_token_spans(find_turns(rendered, unlike), rendered, encoded)
+    weights = np.full(len(ids), float(supervise == "all"), dtype=np.float32)
+    for span in spans:
+        if span.message in by_message:
+            weights[span.start : span.end] = by_message[span.message]
+    weights[:1] = 0  # nothing stands before the first token to predict it from
+    if not weights.any():
+        raise DataError(
+            f"every token weighs 0 with data.supervise = {supervise}, so there is nothing to learn from.  Leave an "
+            "assistant message on, or remove the chat."
+        )
+    return Encoding(ids, weights, rendered)
 
 
 def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
@@ -76,22 +92,6 @@ def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
     weights = chat.weights or (1.0,) * len(chat.messages)
     by_message = {i: weights[i] for i in (answers[-1:] if supervise == "last" else answers)}
     return by_message if supervise == "all" else {i: weight for i, weight in by_message.items() if weight != 0}
-
-
-def _weights_of_tokens(
-    num_tokens: int, spans: list[TokenSpan], by_message: dict[int, float], supervise: Supervise
-) -> np.ndarray:
-    """float32 [num_tokens].  Raises DataError where all are 0."""
-    weights = np.full(num_tokens, float(supervise == "all"), dtype=np.float32)
-    for span in spans:
-        weights[span.start : span.end] = by_message[span.message]
-    weights[:1] = 0  # nothing stands before the first token to predict it from
-    if not weights.any():
-        raise DataError(
-            f"every token weighs 0 with data.supervise = {supervise}, so there is nothing to learn from.  Leave an "
-            "assistant message on, or remove the chat."
-        )
-    return weights
 
 
 def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:

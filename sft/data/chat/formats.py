@@ -9,14 +9,16 @@ ignored.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.message_types import Message, Tools
 from sft.data.chat.messages import (
     CheckedMessage,
+    Message,
+    Tools,
     check_calls,
     read_json,
     read_messages,
@@ -75,28 +77,11 @@ def read_row(row: object) -> Chat | Tokenized:
     return _SHAPES[fitting[0]](present)
 
 
-def check_ids(row: Tokenized, vocab_size: int) -> None:
-    """Raises DataError for an id that the tokenizer does not have.
-
-    ids 3 259 with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
-    """
-    outside = np.flatnonzero(row.tokens >= vocab_size)
-    if len(outside):
-        first = int(outside[0])
-        raise DataError(
-            f"token {first + 1} is {row.tokens[first]:,}, but the tokenizer has the ids 0 to {vocab_size - 1:,}."
-        )
-
-
 # Chats
 
 
-def _read_openai(row: Row) -> Chat:
-    return _chat(row, read_messages(row["messages"], "messages"))
-
-
-def _read_conversations(row: Row) -> Chat:
-    return _chat(row, read_messages(row["conversations"], "conversations"))
+def _read_messages(row: Row, key: str) -> Chat:
+    return _chat(row, read_messages(row[key], key))
 
 
 def _read_completion(row: Row) -> Chat:
@@ -113,7 +98,7 @@ def _read_completion(row: Row) -> Chat:
 
 def _read_instruction(row: Row) -> Chat:
     """Alpaca.  Answers in the history are trained on too, as LLaMA-Factory does."""
-    asked = [_string(row, "instruction"), _string(row, "input") if "input" in row else ""]
+    asked = [_string(row["instruction"], "instruction"), _string(row.get("input", ""), "input")]
     turns = []
     history = row.get("history", [])
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -125,22 +110,21 @@ def _read_instruction(row: Row) -> Chat:
     return _chat(row, [*turns, _turn("user", question, "instruction"), _turn("assistant", row["output"], "output")])
 
 
-def _turn(role: str, content: object, where: str) -> CheckedMessage:
-    if not isinstance(content, str):
-        raise DataError(f"{where} must be a string; got {type_name(content)}.")
+def _turn(role: str, value: object, where: str) -> CheckedMessage:
+    content = _string(value, where)
     if role == "assistant" and not content.strip():
         raise DataError(f"{where} is empty: it would teach to end a turn without a word.")
     return CheckedMessage({"role": role, "content": content}, None, where)
 
 
-def _string(row: Row, key: str) -> str:
-    if not isinstance(row[key], str):
-        raise DataError(f"{key} must be a string; got {type_name(row[key])}.")
-    return str(row[key])
+def _string(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where} must be a string; got {type_name(value)}.")
+    return value
 
 
 def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = None) -> Chat:
-    system = _string(row, "system") if "system" in row else ""
+    system = _string(row.get("system", ""), "system")
     if system and turns[0].message != {"role": "system", "content": system}:
         if any(turn.message["role"] == "system" for turn in turns):
             raise DataError("the row has a system text and another system message.  Keep one of them.")
@@ -197,15 +181,7 @@ def _tools(row: Row) -> Tools:
 # Tokens
 
 
-def _read_tokens(row: Row) -> Tokenized:
-    return _tokenized(row, "tokens")
-
-
-def _read_input_ids(row: Row) -> Tokenized:
-    return _tokenized(row, "input_ids")
-
-
-def _tokenized(row: Row, key: str) -> Tokenized:
+def _read_tokens(row: Row, key: str) -> Tokenized:
     tokens = _numbers(row, key, (int,), "ids are integers")
     if min(tokens) < 0 or max(tokens) > _LARGEST_ID:
         at = next(i for i, token in enumerate(tokens) if not 0 <= token <= _LARGEST_ID)
@@ -254,11 +230,11 @@ def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list
 
 
 _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Tokenized]] = {
-    ("messages",): _read_openai,
-    ("conversations",): _read_conversations,
+    ("messages",): partial(_read_messages, key="messages"),
+    ("conversations",): partial(_read_messages, key="conversations"),
     ("prompt", "completion"): _read_completion,
     ("instruction", "output"): _read_instruction,
-    ("tokens",): _read_tokens,
-    ("input_ids",): _read_input_ids,
+    ("tokens",): partial(_read_tokens, key="tokens"),
+    ("input_ids",): partial(_read_tokens, key="input_ids"),
 }
 _KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)

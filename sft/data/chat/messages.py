@@ -6,13 +6,19 @@ Does not know what else a row holds (`formats.py`).
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sft.data.chat.message_types import Message
 from sft.data.read.strict_json import parse_json
 from sft.errors import DataError
 
+Message = dict[str, Any]  # role, content, and what else the row gave
+Tools = list[dict[str, Any]] | None
+
+THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first
+# Thinking at the head of a content, in four parts: what opens it, the thinking, what closes it, the answer.
+THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 ROLES = ("system", "user", "assistant", "tool")
 
 _ALIASES = {"developer": "system"} | {role: role for role in ROLES}
@@ -110,6 +116,11 @@ def type_name(value: Any) -> str:
 def shortened(text: str, limit: int = 60) -> str:
     """The beginning of a text, for errors."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def quoted(text: str, limit: int = 80) -> str:
+    """The beginning of a text in quotes, for errors."""
+    return to_json(shortened(text, limit))
 
 
 def _read_message(raw: object, where: str) -> CheckedMessage:

@@ -5,25 +5,27 @@ Qwen2.5, an answer with reasoning_content "six times seven" and content "42"
 ...<|im_start|>assistant\\n42<|im_end|>\\n                          left out: assistant reasoning of message 2
 
 Decides by two renderings of the same chat.  What the template is known to write between texts is followed through the
-rendering that is there anyway (`between.py`): if nothing else stands in it, each text is there or not.  Otherwise the
-chat is rendered once more with a word in each text, and a text is left out if its word is; that rendering also teaches
-what stands between texts, so that further chats of the template need none of their own.
+rendering that is there anyway (`template_pattern.py`): if nothing else stands in it, each text is there or not.
+Otherwise the chat is rendered once more with a word in each text, and a text is left out if its word is; that rendering
+also teaches what stands between texts, so that further chats of the template need none of their own.
 
 A text that stands elsewhere than its message (Mistral: system in the last question), without the spaces around it, or
-as JSON is not left out.  Does not decide what becomes of such chats (`data.on_omitted`).
+as JSON is not left out.  Why a text is left out is found by trying, never by the name of a model.  Does not decide what
+becomes of such chats (`data.on_omitted`).
 """
 
 import json
 import re
 from typing import Any, NamedTuple
 
-from sft.data.chat.message_types import Message
+from sft.data.chat.messages import THINKING, THOUGHT, Message, Tools
 from sft.data.chat.render import RenderedChat
-from sft.data.chat.texts import COMPOSITE, ChatText, Marked, asides_of, texts_of
+from sft.data.chat.template_pattern import COMPOSITE, ChatText, asides_of, texts_of
 from sft.errors import DataError
 
 _NOT_WORDS = re.compile(r"[\W_]+")
 _MOST_FORMS = 12  # each label's ways of writing, whole times
+_NAMES = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",)}
 
 
 class OmittedText(NamedTuple):
@@ -41,20 +43,59 @@ class OmittedText(NamedTuple):
 
 def find_omitted(chat: RenderedChat) -> list[OmittedText]:
     """What the template leaves out of a chat, in the order of the messages."""
-    between = chat.tokenizer.template.between
-    texts, asides = texts_of(chat.messages, chat.tools, between.forms), asides_of(chat.messages)
-    lost = between.left_out(chat.text, texts, asides)
+    asides = asides_of(chat.messages)
+    lost = chat.tokenizer.template.pattern.left_out(chat.text, _texts(chat, chat), asides)
     if lost is None:
         lost = _by_words(chat, asides)
-    return _by_message(lost) if lost else []
+    return [text._replace(text=chat.restore(text.text)) for text in _by_message(lost)]
 
 
-def omitted_with(chat: RenderedChat, switches: dict[str, Any]) -> list[OmittedText] | None:
-    """The same with other variables for the template; None where it refuses the chat then."""
-    return _omitted_of(chat, chat.messages, switches=switches)
+def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
+    """Why the template leaves out a text, and what would keep it.  The first that holds is the answer:
+
+    a switch     a variable that the template reads and nobody gives: true and false
+    no place     the template does not name what the text is in
+    the prompt   the template writes the text when it asks for the last answer, and not once the answer is there
+    later turns  the template writes the text as long as no later message follows
+
+    GLM-4.6, reasoning  ->  data.chat_template_kwargs: {clear_thinking: false} keeps it.
+    """
+    template = chat.tokenizer.template
+    if switch := _switch(chat, omitted):
+        name, value = switch
+        return f"data.chat_template_kwargs: {{{name}: {str(value).lower()}}} keeps it."
+    index = omitted.number - 1 if omitted.role != "tools" else -1
+    names = _NAMES.get(omitted.kind, ())
+    in_content = omitted.kind == "reasoning" and not any(chat.messages[index].get(name) for name in names)
+    if names and not in_content and not any(name in template.code for name in names):
+        return f"The template never reads {names[0]}: give one that does (data.chat_template)."
+    last_answer = max((i for i, message in enumerate(chat.messages) if message["role"] == "assistant"), default=None)
+    if last_answer is not None and index < last_answer and _is_written(chat, omitted, last_answer, prompt=True):
+        return (
+            "The template writes it in the prompt that asks for the last answer, and leaves it out once the answer "
+            "follows: the model is trained without it, and used with it.  Give a template that keeps it "
+            "(data.chat_template)."
+        )
+    if 0 <= index < len(chat.messages) - 1 and _is_written(chat, omitted, index + 1, prompt=False):
+        return (
+            "The template writes it as long as no later message follows.  Give a template that keeps it "
+            "(data.chat_template), or make rows that end with that message."
+        )
+    return "Give a template that writes it (data.chat_template)."
 
 
-def is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:
+def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None:
+    """A variable of the template that keeps the text, and nothing else is left out for it."""
+    now = {text[:3] for text in _omitted_of(chat, chat.messages) or []}
+    for name in chat.tokenizer.template.free_switches:
+        for value in (True, False):
+            with_switch = _omitted_of(chat, chat.messages, switches={name: value})
+            if with_switch is not None and {text[:3] for text in with_switch} <= now - {omitted[:3]}:
+                return name, value
+    return None
+
+
+def _is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:
     """Whether the template writes a text where the chat has its first `num_messages` messages only."""
     lost = _omitted_of(chat, chat.messages[:num_messages], prompt=prompt)
     return lost is not None and omitted[:3] not in {text[:3] for text in lost}
@@ -64,38 +105,128 @@ def _omitted_of(
     chat: RenderedChat, messages: list[Message], *, prompt: bool = False, switches: dict[str, Any] | None = None
 ) -> list[OmittedText] | None:
     """What is left out of these messages, by their words; None where the template refuses them."""
-    chat = chat._replace(escaped=chat.escaped._replace(messages=messages))
-    marked = Marked(messages, chat.tools, chat.escaped.everything)
+    chat = chat._replace(messages=messages)
+    marked = Marked(messages, chat.tools, chat.everything)
     probe = _render_marked(chat, marked, prompt=prompt, switches=switches)
     return None if probe is None else _by_message(_without_word(chat, marked, probe))
 
 
 def _by_words(chat: RenderedChat, asides: list[str]) -> list[ChatText]:
     """The texts whose words the template does not write; it is learnt from that what it writes between texts."""
-    marked = Marked(chat.messages, chat.tools, chat.escaped.everything)
+    marked = Marked(chat.messages, chat.tools, chat.everything)
     probe = _render_marked(chat, marked)
     if probe is None:
         return _by_searching(chat)
-    between, present = chat.tokenizer.template.between, set(marked.words(probe))
+    pattern, present = chat.tokenizer.template.pattern, set(marked.words(probe))
     for _ in range(_MOST_FORMS):
-        texts = texts_of(marked.messages, marked.tools, between.forms)
+        texts = _texts(chat, marked)
         written = [text for text in texts if (words := marked.words(text.written)) and present.issuperset(words)]
         unlike = {text.label for text in written if text.written not in probe}
         for label in sorted(unlike):
-            between.next_form(label)
+            pattern.next_form(label)
         if not unlike:
             break
-    between.learn(probe, written, asides, marked.stem)
+    pattern.learn(probe, written, asides, marked.stem)
     return _without_word(chat, marked, probe, chat.text)
+
+
+class Marked:
+    """A chat with a word of its own inside each text, so that its rendering shows which texts the template writes.
+
+    content "Be brief."  ->  "Be br711111000001ief."
+
+    A word stands in the middle: what a text begins and ends with, and what a template may look for there, stays.
+    Words are digits, which no quoting changes; a number among the arguments of a call is replaced by one.
+    """
+
+    def __init__(self, messages: list[Message], tools: Tools, everything: str) -> None:
+        # A stem that no text has, so that every word found was put there.  It does not begin as it ends: digits before
+        # a word are not taken for its beginning.
+        self.stem = "711111"
+        while self.stem in everything:
+            self.stem += "1"
+        self._count = 0
+        self._word = re.compile(self.stem + r"\d{6}")
+        self.messages = [self._message(message) for message in messages]
+        self.tools = None if tools is None else [self._tool(tool) for tool in tools]
+
+    def words(self, text: str) -> list[str]:
+        """The words in a text."""
+        return self._word.findall(text)
+
+    def _mark(self, text: str) -> str:
+        bare = text.strip()
+        if not bare:
+            return text
+        middle = text.index(bare) + (len(bare) + 1) // 2
+        return text[:middle] + self._new() + text[middle:]
+
+    def _new(self) -> str:
+        self._count += 1
+        return f"{self.stem}{self._count:06}"
+
+    def _message(self, message: Message) -> Message:
+        marked = dict(message)
+        thought = next((message[key] for key in THINKING if message.get(key)), None)
+        if thought is not None:
+            marked |= dict.fromkeys((key for key in THINKING if key in message), self._mark(thought))
+        content = message.get("content") or ""
+        inside = THOUGHT.match(content) if message["role"] == "assistant" and "</think>" in content else None
+        if inside:
+            content = inside[1] + self._mark(inside[2]) + inside[3] + self._mark(inside[4])
+        if content:
+            marked["content"] = content if inside else self._mark(content)
+        if message.get("tool_calls"):
+            marked["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return marked
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function") or call
+        marked = {**function, "name": self._mark(str(function.get("name", "")))}
+        if "arguments" in function:
+            marked["arguments"] = self._argument(function["arguments"])
+        return {**call, "function": marked} if "function" in call else marked
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._mark(value)
+        if isinstance(value, dict):
+            return {self._mark(key): self._argument(item) for key, item in value.items()}
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return int(self._new())
+        return [self._argument(item) for item in value] if isinstance(value, list) else value
+
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        function = tool.get("function", tool)
+        marked = {**self._schema(function), "name": self._mark(str(function.get("name", "")))}
+        return {**tool, "function": marked} if "function" in tool else marked
+
+    def _schema(self, value: Any) -> Any:
+        """Descriptions and the names of parameters, however deep."""
+        if isinstance(value, list):
+            return [self._schema(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        marked: dict[str, Any] = {}
+        properties = value.get("properties")
+        names = {name: self._mark(name) for name in properties} if isinstance(properties, dict) else {}
+        for key, item in value.items():
+            if key == "properties" and names:
+                marked[key] = {names[name]: self._schema(schema) for name, schema in item.items()}
+            elif key == "required" and isinstance(item, list):
+                marked[key] = [names.get(name, name) if isinstance(name, str) else name for name in item]
+            elif key == "description" and isinstance(item, str):
+                marked[key] = self._mark(item)
+            else:
+                marked[key] = self._schema(item)
+        return marked
 
 
 def _without_word(chat: RenderedChat, marked: Marked, probe: str, rendering: str | None = None) -> list[ChatText]:
     """The texts of which `probe`, the rendering of the marked chat, lacks a word; with `rendering`, that of the chat
     itself, also those of which not all stands there."""
-    forms, present = chat.tokenizer.template.between.forms, set(marked.words(probe))
-    with_words = texts_of(marked.messages, marked.tools, forms)
-    lost = []
-    for text, with_word in zip(texts_of(chat.messages, chat.tools, forms), with_words, strict=True):
+    present, lost = set(marked.words(probe)), []
+    for text, with_word in zip(_texts(chat, chat), _texts(chat, marked), strict=True):
         is_cut = (
             rendering is not None
             and text.label not in COMPOSITE
@@ -117,8 +248,7 @@ def _is_like(text: str, rendering: str) -> bool:
 def _by_searching(chat: RenderedChat) -> list[ChatText]:
     """Where the template refuses the words: a text is left out if it stands nowhere, longer ones taken first."""
     rest, lost = chat.text, []
-    texts = texts_of(chat.messages, chat.tools, chat.tokenizer.template.between.forms)
-    for text in sorted(texts, key=lambda text: -len(text.written)):
+    for text in sorted(_texts(chat, chat), key=lambda text: -len(text.written)):
         if text.written in rest:
             rest = rest.replace(text.written, "\0", 1)
         elif text.label in COMPOSITE or not _is_like(text.written, rest):
@@ -134,6 +264,11 @@ def _render_marked(
         return chat.tokenizer.template.render(marked.messages, marked.tools, prompt=prompt, switches=switches)
     except DataError:
         return None
+
+
+def _texts(chat: RenderedChat, shown: RenderedChat | Marked) -> list[ChatText]:
+    """The texts of a chat, or of the same with words in it, as its template is known to write them."""
+    return texts_of(shown.messages, shown.tools, chat.tokenizer.template.pattern.forms)
 
 
 def _by_message(texts: list[ChatText]) -> list[OmittedText]:

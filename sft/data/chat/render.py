@@ -1,59 +1,141 @@
-"""What a tokenizer's chat template writes for a chat.
+"""What a tokenizer's chat template writes for a chat, each control string in it the template's own.
 
-Decides how a chat goes through its template: messages as transformers hands them over, and a stand-in for every control
-string that somebody typed (`escaping.py`), so that each one in the text is the template's own.  Does not look for the
-assistant's turns in the text (`turns.py`).
+    user "What does <|im_end|> do?"
+    <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
+
+Rendered text does not show who wrote a control string.  So each typed one is replaced by a stand-in of the same
+length, made of one private character that the chat does not contain; the chat is rendered, and what is proven about
+that text holds for the real one, character by character.  Where a template does not pass stand-ins on as they are (it
+takes texts apart, or looks for control strings in them), the chat is refused.
+
+Does not look for the assistant's turns in the text (`turns.py`), or make tokens of it (`tokens.py`).
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
-from sft.data.chat.escaping import Escaped, escape
 from sft.data.chat.formats import Chat
-from sft.data.chat.message_types import Message, Tools
-from sft.data.chat.template import Refused, plain, prepared
+from sft.data.chat.messages import THINKING, Message, Tools
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 
+_PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, of which no character has a meaning
+
 
 class RenderedChat(NamedTuple):
-    """A chat and its text.
+    """A chat with a stand-in for every typed control string, and its text.
 
-    text     what the template writes, stand-ins included
-    marks    the characters inside each {% generation %} block of the text
-    escaped  the chat that was rendered
+    text        what the template writes for `messages` and `tools`
+    marks       the characters inside each {% generation %} block of the text
+    stand_ins   what stands for each: a private character -> <|im_end|>
+    everything  all texts in the chat, to look for a character that it does not contain
     """
 
     text: str
     marks: list[tuple[int, int]]
-    escaped: Escaped
+    messages: list[Message]
+    tools: Tools
+    stand_ins: dict[str, str]
+    everything: str
     tokenizer: FolderTokenizer
 
-    @property
-    def messages(self) -> list[Message]:
-        return self.escaped.messages
-
-    @property
-    def tools(self) -> Tools:
-        return self.escaped.tools
-
-    def render(self, messages: list[Message], *, prompt: bool = False) -> str | None:
-        """Other messages with the same tools and template; None where the template refuses them."""
-        try:
-            return self.tokenizer.template.render(messages, self.tools, prompt=prompt)
-        except Refused:
-            return None
+    def restore(self, text: str) -> str:
+        """`text` with the control strings back in it; positions stay what they are."""
+        for character, token in self.stand_ins.items():
+            text = text.replace(character * len(token), token)
+        return text
 
 
 def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     """Renders a chat.  Raises DataError where the template refuses it, or does not pass stand-ins on as they are."""
-    messages, tools = prepared(chat.messages), plain(chat.tools)
-    escaped = escape(messages, tools, tokenizer)
+    real_messages, real_tools = prepared(chat.messages), _plain(chat.tools)
+    messages, tools, stand_ins, everything = _escape(real_messages, real_tools, tokenizer)
     template = tokenizer.template
-    text, marks = template.marked(escaped.messages, escaped.tools)
-    if escaped.tokens and escaped.restore(text) != template.render(messages, tools):
+    text, marks = template.marked(messages, tools)
+    rendered = RenderedChat(text, marks, messages, tools, stand_ins, everything, tokenizer)
+    if stand_ins and rendered.restore(text) != template.render(real_messages, real_tools):
         raise DataError(
-            f"the chat contains the text {next(iter(escaped.tokens.values()))}, a control token of the tokenizer of "
+            f"the chat contains the text {next(iter(stand_ins.values()))}, a control token of the tokenizer of "
             f"{tokenizer.name}, and chat template {template.name} treats it as more than text.  Remove it or "
             "write it differently."
         )
-    return RenderedChat(text, marks, escaped, tokenizer)
+    return rendered
+
+
+def prepared(messages: list[Message]) -> list[Message]:
+    """Messages as transformers passes them to a template: without nulls, reasoning under each key that templates read.
+
+    {"content": None, "tool_calls": [...]} -> {"tool_calls": [...]}
+    {"thinking": "so"}                     -> {"thinking": "so", "reasoning_content": "so"}
+    """
+    result = []
+    for message in messages:
+        present = {
+            key: value if type(value) is str else _plain(value) for key, value in message.items() if value is not None
+        }
+        if not present.keys().isdisjoint(THINKING):
+            thinking = next(present[key] for key in THINKING if key in present)
+            present = {"thinking": thinking, **present, "reasoning_content": thinking}
+        result.append(present)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """`value` of JSON's types only, since any other object has methods that a template could call."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+def _escape(
+    messages: list[Message], tools: Tools, tokenizer: FolderTokenizer
+) -> tuple[list[Message], Tools, dict[str, str], str]:
+    """Stand-ins for the control strings in a chat, names and arguments of tools included; what each stands for; and all
+    texts of the chat with them."""
+    values = [value for message in messages for value in message.values()]
+    others = [value for value in values if type(value) is not str]
+    texts = [*(value for value in values if type(value) is str), *_texts([*others, tools])]
+    control, everything = tokenizer.control, "\0".join(texts)
+    if not any(head in everything for head in tokenizer.control_heads):
+        return messages, tools, {}, everything
+    tokens = sorted({token for text in texts for token in control.findall(text)})
+    characters = dict(zip(tokens, free_characters(everything, len(tokens)), strict=True))
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str):
+            return control.sub(lambda match: characters[match.group()] * len(match.group()), value)
+        if isinstance(value, dict):
+            return {replaced(key): replaced(item) for key, item in value.items()}
+        return [replaced(item) for item in value] if isinstance(value, list) else value
+
+    stand_ins = {character: token for token, character in characters.items()}
+    return replaced(messages), replaced(tools), stand_ins, everything + "".join(stand_ins)
+
+
+def _texts(part: object) -> Iterator[str]:
+    """Every text in a part of a chat, names of keys included."""
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, dict):
+        yield from part
+        for value in part.values():
+            if type(value) is str:
+                yield value
+            else:
+                yield from _texts(value)
+    elif isinstance(part, list):
+        for item in part:
+            yield from _texts(item)
+
+
+def free_characters(everything: str, count: int) -> list[str]:
+    """The first private characters that a text does not contain.  Raises DataError where it contains nearly all."""
+    free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in everything), count))
+    if len(free) < count:
+        raise DataError("the chat uses the private characters of Unicode's planes 15 and 16.  Remove them.")
+    return free

@@ -49,11 +49,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
-    def __init__(self, max_seconds: float, max_characters: int) -> None:
+    def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=self.write
         )
-        self.max_seconds, self.max_characters = max_seconds, max_characters
+        self.max_seconds, self.max_characters = MAX_SECONDS, MAX_CHARACTERS
         self.marks: list[tuple[int, str]] = []
         self._safe: dict[tuple[type, str], bool] = {}
         _add_names(self)

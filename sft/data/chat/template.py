@@ -9,16 +9,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from sft.data.chat.message_types import THINKING, Message, Tools
+from jinja2 import Template, meta
+
+from sft.data.chat.messages import Message, Tools
+from sft.data.chat.sandbox import Sandbox, TooMuch
+from sft.data.chat.template_pattern import TemplatePattern
 from sft.errors import DataError
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-    from sft.data.chat.between import Between
-    from sft.data.chat.sandbox import Sandbox
 
 # Variables that every template is given; the others are special tokens and data.chat_template_kwargs.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -56,8 +54,6 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template reads and does not define itself: messages, tools, enable_thinking, ..."""
-        from jinja2 import meta
-
         sandbox = self._compiled[0]
         sandbox.begin()
         return frozenset(meta.find_undeclared_variables(sandbox.parse(self.source))) - sandbox.globals.keys()
@@ -68,11 +64,9 @@ class ChatTemplate:
         return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
 
     @cached_property
-    def between(self) -> "Between":
+    def pattern(self) -> TemplatePattern:
         """What this template writes between the texts of messages, as learnt from its renderings."""
-        from sft.data.chat.between import Between
-
-        return Between()
+        return TemplatePattern()
 
     def render(
         self,
@@ -85,35 +79,13 @@ class ChatTemplate:
         """The chat as the template writes it; with `prompt` also what asks for the next answer, with `switches` as it
         would with these variables too.
 
-        Messages and tools are as `prepared` returns them.  Raises Refused.
+        Messages are as `render.prepared` returns them.  Raises Refused, and DataError where it takes too much.
         """
-        return self._render(messages, tools, prompt, switches)
-
-    def marked(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the characters inside each {% generation %} block.
-
-        transformers also offers a token mask made from such spans.  It supervises the rest of the sequence when a
-        span ends at token 0 (transformers#47325), so we map characters to tokens ourselves.
-        """
-        text = self._render(messages, tools, False)
-        marks = self._compiled[0].marks
-        if any(not text.startswith(inside, start) for start, inside in marks):
-            raise DataError(
-                f"chat template {self.name} has {{% generation %}} inside a macro or a {{% set %}} block, where it is "
-                "not known where its text will stand.  Put it where the turn is written."
-            )
-        return text, [(start, start + len(inside)) for start, inside in marks]
-
-    def _render(
-        self, messages: list[Message], tools: Tools, prompt: bool, switches: dict[str, Any] | None = None
-    ) -> str:
-        from sft.data.chat.sandbox import TooMuch
-
+        variables = {**self.special_tokens, **self.switches, **(switches or {})}
         try:
             sandbox, template = self._compiled
             sandbox.begin()
             chunks = []
-            variables = self._given if switches is None else {**self._given, **switches}
             for chunk in template.generate(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **variables
             ):
@@ -128,49 +100,29 @@ class ChatTemplate:
                 f"chat template {self.name} refused the chat: {reason[0] if reason else type(error).__name__}"
             ) from error
 
-    @cached_property
-    def _given(self) -> dict[str, Any]:
-        return {**self.special_tokens, **self.switches}
+    def marked(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+        """The chat as text, and the characters inside each {% generation %} block.
+
+        transformers also offers a token mask made from such spans.  It supervises the rest of the sequence when a
+        span ends at token 0 (transformers#47325), so we map characters to tokens ourselves.
+        """
+        text = self.render(messages, tools)
+        marks = self._compiled[0].marks
+        if any(not text.startswith(inside, start) for start, inside in marks):
+            raise DataError(
+                f"chat template {self.name} has {{% generation %}} inside a macro or a {{% set %}} block, where it is "
+                "not known where its text will stand.  Put it where the turn is written."
+            )
+        return text, [(start, start + len(inside)) for start, inside in marks]
 
     @cached_property
-    def _compiled(self) -> "tuple[Sandbox, Template]":
-        from sft.data.chat.sandbox import MAX_CHARACTERS, MAX_SECONDS, Sandbox
-
-        sandbox = Sandbox(MAX_SECONDS, MAX_CHARACTERS)
+    def _compiled(self) -> tuple[Sandbox, Template]:
+        sandbox = Sandbox()
         return sandbox, sandbox.bounded(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process compiles it again, and learns anew what it writes.
         return ChatTemplate, (self.source, self.name, self.special_tokens, self.switches)
-
-
-def prepared(messages: list[Message]) -> list[Message]:
-    """Messages as transformers passes them to a template: without nulls, reasoning under each key that templates read.
-
-    {"content": None, "tool_calls": [...]} -> {"tool_calls": [...]}
-    {"thinking": "so"}                     -> {"thinking": "so", "reasoning_content": "so"}
-    """
-    result = []
-    for message in messages:
-        present = {
-            key: value if type(value) is str else plain(value) for key, value in message.items() if value is not None
-        }
-        if not present.keys().isdisjoint(THINKING):
-            thinking = next(present[key] for key in THINKING if key in present)
-            present = {"thinking": thinking, **present, "reasoning_content": thinking}
-        result.append(present)
-    return result
-
-
-def plain(value: Any) -> Any:
-    """`value` of JSON's types only, since any other object has methods that a template could call."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return f"<{type(value).__name__}>"
 
 
 class TurnDelimiters(NamedTuple):

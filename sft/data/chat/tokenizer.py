@@ -20,20 +20,8 @@ from typing import Any
 import numpy as np
 
 from sft.config import DataConfig
-from sft.data.chat.message_types import Message, Tools
-from sft.data.chat.template import ChatTemplate, TurnDelimiters, learn_delimiters, plain
+from sft.data.chat.template import ChatTemplate, TurnDelimiters, learn_delimiters
 from sft.errors import DataError
-
-__all__ = [
-    "ByteTokenizer",
-    "ChatTokenizer",
-    "Encoded",
-    "FolderTokenizer",
-    "Message",
-    "Tools",
-    "load_tokenizer",
-    "template_name",
-]
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
 _BYTE_DIGEST = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
@@ -191,7 +179,7 @@ def load_tokenizer(data: DataConfig) -> ChatTokenizer:
 def _load_folder(name: str, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
     hf = _read_folder(name)
     source, template_name = _choose_template(hf, name, template_file)
-    template = ChatTemplate(source, template_name, plain(dict(hf.special_tokens_map)), switches)
+    template = ChatTemplate(source, template_name, dict(hf.special_tokens_map), switches)
     _check_switches(template)
     backend = hf.backend_tokenizer
     # We place control tokens by the template alone, and a post-processor would shorten the character spans

@@ -10,17 +10,16 @@
 
 A turn is the content, tool calls and thinking as the template writes them, and the token that ends the turn.  What
 the template inserts by itself is not part of it: header, the newline after the turn, an empty <think></think>.
-Every proof compares characters; `token_spans.py` proves that the tokens decode to the same.
+Every proof compares characters; `tokens.py` proves that the tokens decode to the same.
 """
 
-import json
 import re
 from typing import Literal, NamedTuple
 
-from sft.data.chat.assistant_text import content_of, is_assistant_text, is_plain, thinking_of
-from sft.data.chat.escaping import free_characters
-from sft.data.chat.message_types import THINKING, THOUGHT
-from sft.data.chat.render import RenderedChat
+from sft.data.chat.messages import THINKING, THOUGHT, Message, quoted
+from sft.data.chat.render import RenderedChat, free_characters
+from sft.data.chat.template import Refused
+from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 
 Proof = Literal["marks", "prefix", "blank"]
@@ -66,26 +65,20 @@ def _marked(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
             f"chat template {template.name} marks {len(chat.marks)} generation blocks for {len(answers)} assistant "
             "turns.  Put {% generation %} around what the assistant writes, once per turn."
         )
-    inserted = (
-        delimiters.lead.strip() if delimiters.header and not chat.tokenizer.control.search(delimiters.lead) else ""
-    )
-    turns = []
-    previous_stop = 0
+    has_plain_lead = delimiters.header and not chat.tokenizer.control.search(delimiters.lead)
+    inserted = delimiters.lead.strip() if has_plain_lead else ""
+    turns, previous_stop = [], 0
     for i, (start, stop) in zip(answers, chat.marks, strict=True):
         header = text.rfind(delimiters.header, 0, start) if delimiters.header else 0
         before, previous_stop = text[max(previous_stop, header) : start], stop
         if i not in wanted:
             continue
-        end = delimiters.first_end(text, start)
-        after = _after_spaces(text, stop)
-        inside = end is not None and (end[1] <= stop or end[0] == after)
-        thinking = thinking_of(chat.messages[i])
-        thinking_is_outside = bool(thinking) and thinking in before
+        end, thinking = delimiters.first_end(text, start), _thinking_of(chat.messages[i])
         if (
             end is None
-            or not inside
-            or not is_assistant_text(chat.messages[i], text[start : end[0]], chat.tokenizer, inserted=inserted)
-            or thinking_is_outside
+            or (end[1] > stop and end[0] != _after_spaces(text, stop))
+            or not _is_assistant_text(chat.messages[i], text[start : end[0]], chat.tokenizer, inserted=inserted)
+            or (thinking and thinking in before)
             or chat.tokenizer.control.sub("", text[end[1] : stop]).strip()
         ):
             raise _error(chat, i, "marks as the assistant's", text[start:stop])
@@ -96,42 +89,36 @@ def _marked(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
 def _prefix(chat: RenderedChat, i: int) -> Turn | None:
     """Proof 2: what the text has beyond the prompt for this turn."""
     delimiters, text, message = chat.tokenizer.delimiters, chat.text, chat.messages[i]
-    prompt = chat.render(chat.messages[:i], prompt=True) if i else None
+    prompt = _render(chat, chat.messages[:i], prompt=True) if i else None
     if prompt is None or not text.startswith(prompt):
         return None
     start = len(prompt)
-    if is_plain(message):
-        return _plain_turn(chat, i, start)
-    upto = text if i + 1 == len(chat.messages) else chat.render(chat.messages[: i + 1])
+    if _is_plain(message):  # content and end of turn, and nothing but spaces around them
+        content, content_start = _content_of(message), _after_spaces(text, start)
+        stop = _after_spaces(text, content_start + len(content))
+        token = delimiters.end_at(text, stop)
+        if token is None or not text.startswith(content, content_start):
+            return None
+        return Turn(i, start, stop + len(token), "prefix")
+    upto = text if i + 1 == len(chat.messages) else _render(chat, chat.messages[: i + 1])
     end = delimiters.first_end(text, start)
     if end is None or upto is None or upto[: end[1]] != text[: end[1]]:
         return None
     rest = chat.tokenizer.control.sub("", upto[end[1] :])  # some templates end a chat with one more token
     # The lead may be a header that the prompt lacks, or thinking that nobody gave: not the assistant's.
     inserted = delimiters.lead.strip() and (not delimiters.header or text.startswith(delimiters.lead, start))
-    if rest.strip() or inserted or not is_assistant_text(message, text[start : end[0]], chat.tokenizer):
+    if rest.strip() or inserted or not _is_assistant_text(message, text[start : end[0]], chat.tokenizer):
         return None
     return Turn(i, start, end[1], "prefix")
-
-
-def _plain_turn(chat: RenderedChat, i: int, start: int) -> Turn | None:
-    """Content and end of turn, and nothing but spaces around them."""
-    content = content_of(chat.messages[i])
-    content_start = _after_spaces(chat.text, start)
-    after = _after_spaces(chat.text, content_start + len(content))
-    end = chat.tokenizer.delimiters.end_at(chat.text, after)
-    if end is None or not chat.text.startswith(content, content_start):
-        return None
-    return Turn(i, start, after + len(end), "prefix")
 
 
 def _blanked(chat: RenderedChat, i: int) -> Turn:
     """Proof 3: the difference to a rendering in which the assistant wrote something else."""
     message = chat.messages[i]
-    mark, thought = free_characters(chat.escaped.everything, 2)
+    mark, thought = free_characters(chat.everything, 2)
     bare = {key: value for key, value in message.items() if key not in ("tool_calls", *THINKING)}
     blanks = [({**bare, "content": mark}, False)]
-    thinking, content = thinking_of(message), str(message.get("content") or "")
+    thinking, content = _thinking_of(message), str(message.get("content") or "")
     inside = THOUGHT.match(content)
     if any(message.get(key) for key in THINKING):
         blanks.append(({**bare, "content": mark, **{key: thought for key in THINKING if key in message}}, True))
@@ -139,7 +126,7 @@ def _blanked(chat: RenderedChat, i: int) -> Turn:
         blanks.append(({**bare, "content": inside[1] + thought + inside[3] + mark}, True))
     shown = ""  # the first rendering that proves nothing, for the error
     for blank, with_thinking in blanks:
-        blanked = chat.render([*chat.messages[:i], blank, *chat.messages[i + 1 :]])
+        blanked = _render(chat, [*chat.messages[:i], blank, *chat.messages[i + 1 :]])
         if blanked is None or blanked.count(mark) != 1 or blanked.count(thought) != int(with_thinking):
             continue
         turn = _difference(chat, i, blanked, mark, thought if with_thinking else None)
@@ -165,20 +152,20 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
         return None
     written, start = text[len(before) : end[0]], len(before)
     if thought:
-        thinking = thinking_of(message)
+        thinking = _thinking_of(message)
         opened = before.rfind(delimiters.header) + len(delimiters.header) if delimiters.header in before else -1
         if not delimiters.header or opened < 0 or chat.tokenizer.control.search(before, opened):
             return None  # it is not clear where the turn begins
         if not written.strip().startswith(thinking) or between.strip() not in written[len(thinking) :]:
             return None
         start = opened  # <think> is written by the assistant as well
-    return Turn(i, start, end[1], "blank") if is_assistant_text(message, written, chat.tokenizer) else None
+    return Turn(i, start, end[1], "blank") if _is_assistant_text(message, written, chat.tokenizer) else None
 
 
 def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
     """Proof 3 for many turns of plain text at once; None where that proves nothing."""
     delimiters, text = chat.tokenizer.delimiters, chat.text
-    if not all(is_plain(chat.messages[i]) for i in wanted):
+    if not all(_is_plain(chat.messages[i]) for i in wanted):
         return None
     spans = _locate(chat, wanted)
     lead = "" if delimiters.lead.strip() else delimiters.lead
@@ -199,11 +186,11 @@ def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
 def _locate(chat: RenderedChat, wanted: list[int]) -> dict[int, tuple[int, int]]:
     """Where the contents of some messages stand, by one rendering with a private character for each; {} where the
     template writes something else then."""
-    marks = dict(zip(free_characters(chat.escaped.everything, len(wanted)), wanted, strict=True))
+    marks = dict(zip(free_characters(chat.everything, len(wanted)), wanted, strict=True))
     messages = list(chat.messages)
     for mark, i in marks.items():
         messages[i] = {**messages[i], "content": mark}
-    blanked = chat.render(messages)
+    blanked = _render(chat, messages)
     if blanked is None or not marks:
         return {}
     offsets, after = [], 0
@@ -228,8 +215,76 @@ def _locate(chat: RenderedChat, wanted: list[int]) -> dict[int, tuple[int, int]]
     return spans if start == len(chat.text) else {}
 
 
+def _render(chat: RenderedChat, messages: list[Message], *, prompt: bool = False) -> str | None:
+    """Other messages with the same tools and template; None where the template refuses them."""
+    try:
+        return chat.tokenizer.template.render(messages, chat.tools, prompt=prompt)
+    except Refused:
+        return None
+
+
 def _after_spaces(text: str, start: int) -> int:
     return _SPACES.match(text, start).end()  # type: ignore[union-attr]  # matches the empty string too
+
+
+# What an assistant wrote
+
+
+def _is_assistant_text(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:
+    """Whether `text` is what the assistant wrote: its content, or with its thinking and tool calls.
+
+    inserted  what the template may have put before it
+    """
+    content, answer, thinking = _content_of(message), _answer_of(message), _thinking_of(message)
+    text = text.strip().removeprefix(inserted).strip()
+    if not message.get("tool_calls"):
+        if text in (content, answer):
+            return True
+        before = text.removesuffix(answer)
+        has_thinking = bool(thinking) and text.endswith(answer) and thinking in before
+        return has_thinking and not _has_header(text, message, tokenizer)
+    names = [str((call.get("function") or call).get("name", "")) for call in message["tool_calls"]]
+    prose = next((part for part in (content, answer) if part in text), None)
+    if prose is None or _has_header(text, message, tokenizer):
+        return False
+    calls = text.replace(prose, "", 1) if prose else text  # a call named in the content is not yet a call
+    return all(calls.count(name) >= names.count(name) for name in names)
+
+
+def _has_header(text: str, message: Message, tokenizer: FolderTokenizer) -> bool:
+    """Whether text begins with what asks for an answer, or with the last plain words of that: "assistant"."""
+    header = tokenizer.delimiters.header.strip()
+    if tokenizer.control.search(header) and header in text:
+        return True
+    words = tokenizer.control.split(header)[-1].strip()
+    texts = (_content_of(message), _answer_of(message), _thinking_of(message))
+    is_own = any(own and text.startswith(own) for own in texts)
+    return bool(words) and not is_own and re.match(re.escape(words) + r"\s", text) is not None
+
+
+def _is_plain(message: Message) -> bool:
+    """Nothing but content."""
+    return not any(message.get(key) for key in ("tool_calls", *THINKING))
+
+
+def _content_of(message: Message) -> str:
+    return str(message.get("content") or "").strip()
+
+
+def _thinking_of(message: Message) -> str:
+    """What the assistant thought, given by itself or at the head of the content: <think>...</think>."""
+    separate = next((str(message[key]) for key in THINKING if message.get(key)), None)
+    if separate is not None:
+        return separate.strip()
+    inside = THOUGHT.match(str(message.get("content") or ""))
+    return inside[2] if inside else ""
+
+
+def _answer_of(message: Message) -> str:
+    """The content without thinking at its head: templates leave that out of earlier turns."""
+    content = _content_of(message)
+    inside = THOUGHT.match(content)
+    return inside[4].strip() if inside else content
 
 
 def _unproven(chat: RenderedChat, i: int, blanked: str) -> DataError:
@@ -253,8 +308,3 @@ def _error(chat: RenderedChat, i: int, does: str, wrote: str, other: str = "") -
         f"{' or '.join(tokenizer.delimiters.ends)}.  "
         "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
     )
-
-
-def quoted(text: str, limit: int = 80) -> str:
-    """`text` for an error: quoted, its end left out where it is long."""
-    return json.dumps(text if len(text) <= limit else text[: limit - 3] + "...", ensure_ascii=False)

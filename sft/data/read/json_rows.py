@@ -1,20 +1,104 @@
-"""Where rows begin and end in the bytes of JSON lines and of a JSON list.
+"""Rows of JSON lines and of a JSON list: the bytes of a file, decompressed, and where in them rows begin and end.
 
-Decides that only line ends, strings and brackets matter for this: what a row says is for `strict_json.py`, so that a
-broken row leaves the others as they are.  A row beyond MAX_ROW_BYTES is not kept in memory.
+Decides what a damaged compressed file is: one that ends early, does not decode, or has anything after its end.  Decides
+that only line ends, strings and brackets matter for where a row ends: what a row says is for `strict_json.py`, so that
+a broken row leaves the others as they are.  A row beyond MAX_ROW_BYTES is not kept in memory.  Our own, since the
+reader in `datasets` reports broken lines by a position in some block, without file or line.
+
+Accepted on purpose: a UTF-8 byte order mark at the very start of a file (editors add it, it carries no data), CRLF line
+ends, blank lines (they keep their number), and a last line without an end.
 """
 
+import bz2
+import gzip
+import lzma
+import zlib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from sft.data.read.tables import Unreadable
+from sft.data.read.strict_json import Unreadable
 from sft.errors import DataError
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MAX_ROW_BYTES = 256 * 2**20  # a row that is longer is a file without line ends, or not meant for training
-BLANK = b" \t\r\n"
+
+_BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_BLOCK = 2**20
+_HEAD = 4096  # a list of rows shows its bracket within these bytes
+_STEP = np.zeros(256, dtype=np.int64)  # what a byte outside strings does to the depth
+_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
+_IS_STRUCTURE = np.isin(np.arange(256), list(b'[]{},"'))
+
+
+def find_first_row(path: Path, *, may_be_list: bool) -> tuple[bool, int]:
+    """Whether the rows are the elements of a list, and where the first begins: after a byte order mark, and after the
+    bracket of a list.  Many .json files hold one object per line."""
+    head = b""
+    for block in read_blocks(path, 0, _HEAD):
+        head += block
+        if len(head) >= _HEAD:
+            break
+    begin = len(_BOM) if head.startswith(_BOM) else 0
+    if may_be_list and head[begin:].lstrip(_BLANK).startswith(b"["):
+        return True, head.index(b"[") + 1
+    return False, begin
+
+
+def read_blocks(path: Path, offset: int, size: int = _BLOCK) -> Iterator[bytes]:
+    """What the file holds from byte `offset` on, decompressed, in blocks of at most `size`; none is empty."""
+    try:
+        with path.open("rb") as file:
+            if path.suffix not in COMPRESSED:
+                file.seek(offset)
+                yield from iter(lambda: file.read(size), b"")
+                return
+            for block in _decompressed(file, path.suffix, size):
+                if len(block) > offset:
+                    yield block[offset:]
+                offset = max(0, offset - len(block))
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # ValueError: pyarrow's own
+        action = "decompressed" if path.suffix in COMPRESSED else "read"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+        raise DataError(f"data file {path} cannot be {action}: {reason}.") from error
+
+
+def _decompressed(file: IO[bytes], suffix: str, size: int) -> Iterator[bytes]:
+    if suffix == ".gz":
+        with gzip.GzipFile(fileobj=file) as plain:
+            yield from iter(lambda: plain.read(size), b"")
+    elif suffix == ".zst":
+        import pyarrow  # the standard library has no Zstandard before Python 3.14
+
+        with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd") as plain:
+            yield from iter(lambda: plain.read(size), b"")
+    else:
+        yield from _streams(file, bz2.BZ2Decompressor if suffix == ".bz2" else lzma.LZMADecompressor, size)
+
+
+def _streams(
+    file: IO[bytes], decoder_type: type[bz2.BZ2Decompressor | lzma.LZMADecompressor], size: int
+) -> Iterator[bytes]:
+    """Compressed streams end to end.  bz2.open and lzma.open take a damaged later stream for the end of the file."""
+    decoder = decoder_type()
+    while True:
+        raw = b""
+        if decoder.eof:
+            raw = decoder.unused_data.lstrip(b"\0") or file.read(_BLOCK).lstrip(b"\0")  # xz may pad with zeros
+            if not raw:
+                return
+            decoder = decoder_type()
+        elif decoder.needs_input:
+            raw = file.read(_BLOCK)
+            if not raw:
+                raise EOFError("compressed file ended before the end-of-stream marker was reached")
+        block = decoder.decompress(raw, size)
+        if block:
+            yield block
 
 
 def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
@@ -25,7 +109,7 @@ def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, byte
         *ended, rest = block.split(b"\n")
         for line in ended:
             size += len(line)
-            content = _limited(b"".join([*pieces, line]).strip(BLANK), size)
+            content = _limited(b"".join([*pieces, line]).strip(_BLANK), size)
             pieces, size = [], 0
             if content:
                 yield number, content
@@ -67,16 +151,9 @@ def _filled(block: bytes, codes: np.ndarray, starts: np.ndarray, ends: np.ndarra
     """bool: which of block[starts:ends] hold more than white space.  Only those that begin with it are looked at."""
     filled = ends > starts
     first = codes[np.minimum(starts, len(codes) - 1)]
-    for i in np.flatnonzero(filled & np.isin(first, list(BLANK))):
-        filled[i] = bool(block[starts[i] : ends[i]].strip(BLANK))
+    for i in np.flatnonzero(filled & np.isin(first, list(_BLANK))):
+        filled[i] = bool(block[starts[i] : ends[i]].strip(_BLANK))
     return filled
-
-
-# A JSON list
-
-_STEP = np.zeros(256, dtype=np.int64)  # what a byte outside strings does to the depth
-_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
-_IS_STRUCTURE = np.isin(np.arange(256), list(b'[]{},"'))
 
 
 def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
@@ -107,7 +184,7 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
         start = 0
         for end, level in zip(at[cuts].tolist(), levels[cuts].tolist()):
             size += end - start
-            content = _limited(b"".join([*pieces, block[start:end]]).strip(BLANK), size)
+            content = _limited(b"".join([*pieces, block[start:end]]).strip(_BLANK), size)
             if content or level > 0 or number > 1:  # [] has no element, [7,] a second one that is not JSON
                 yield begin, content
                 number += 1
@@ -123,5 +200,5 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
 
 def _check_end(blocks: Iterator[bytes], path: Path) -> None:
     for block in blocks:
-        if block.strip(BLANK):
+        if block.strip(_BLANK):
             raise DataError(f"{path} is not JSON: there is more after the list of rows.")

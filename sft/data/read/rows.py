@@ -1,39 +1,31 @@
 """What the rows of a data file are, where each begins, and how a row is called in an error.
 
 Decides which kinds of file are read, and that a fault of one row never hides the rows around it: read_rows yields the
-row as it stands, and `parse` raises.  JSON is split into rows by a strict reader of our own, `json_rows.py` (the one in
-`datasets` reports broken lines by a position in some block, without file or line), in memory that does not grow with
-the file; tables are read by `tables.py`.  Does not look inside a row (`formats.py`).
-
-Accepted on purpose: a UTF-8 byte order mark at the very start of a file (editors add it, it carries no data), CRLF line
-ends, blank lines (they keep their number), and a last line without an end.
+row as it stands, and `strict_json.parse` raises.  Files are streamed, JSON by `json_rows.py` and tables by `tables.py`,
+in memory that does not grow with them.  Does not look inside a row (`chat/formats.py`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from sft.data.read.blocks import COMPRESSED, read_blocks
-from sft.data.read.json_rows import BLANK, read_elements, read_lines, scan_lines
-from sft.data.read.strict_json import parse_json
-from sft.data.read.tables import Unreadable, count_table, read_table
+from sft.data.read.json_rows import COMPRESSED, find_first_row, read_blocks, read_elements, read_lines, scan_lines
+from sft.data.read.strict_json import Content, parse_json
+from sft.data.read.tables import count_table, read_table
 from sft.errors import DataError
 
 Kind = Literal["jsonl", "json", "parquet", "arrow", "folder"]
 
-_BOM = b"\xef\xbb\xbf"
-_HEAD = 4096  # a list of rows shows its bracket within these bytes
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _EXPECTED = (
     f"{', '.join(_KINDS)}, .jsonl or .json followed by {', '.join(COMPRESSED[:-1])} or {COMPRESSED[-1]}, or a folder "
     "written by save_to_disk of datasets"
 )
 
-Content = bytes | dict[str, Any] | Unreadable  # JSON as it stands in the file, or a row of a table
 Row = tuple[int, Content]  # number from 1: a line of JSONL, a row of other kinds
 
 
@@ -92,7 +84,12 @@ def data_files(path: Path) -> list[Path]:
         state = parse_json((path / "state.json").read_bytes())
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except FileNotFoundError:
-        raise DataError(_not_a_dataset(path)) from None
+        splits = sorted(str(state.parent) for state in path.glob("*/state.json"))
+        if splits:
+            raise DataError(f"{path} holds several splits.  Name the folder of one: {', '.join(splits)}.") from None
+        raise DataError(
+            f"{path} is a folder without state.json, so not a dataset written by save_to_disk.  Name a file in it."
+        ) from None
     except (OSError, DataError, KeyError, TypeError) as error:
         raise DataError(f"{path / 'state.json'} is not that of a saved dataset: {error!r}.") from error
     if state.get("_indices_data_files") or not names or any(name != Path(name).name for name in names):
@@ -103,37 +100,26 @@ def data_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _not_a_dataset(path: Path) -> str:
-    splits = sorted(str(state.parent) for state in path.glob("*/state.json"))
-    if splits:
-        return f"{path} holds several splits.  Name the folder of one: {', '.join(splits)}."
-    return f"{path} is a folder without state.json, so not a dataset written by save_to_disk.  Name a file in it."
-
-
 def row_name(path: Path, number: int) -> str:
     """`chat.jsonl:1841` for lines, compressed or not; `chat.parquet row 1841` for rows without lines."""
-    return f"{path}:{number}" if is_lines(path) else f"{path} row {number}"
-
-
-def is_lines(path: Path) -> bool:
-    """Whether the file holds one JSON object per line.  Many .json files do."""
     kind = kind_of(path)
-    return kind == "jsonl" or (kind == "json" and not _head(path).removeprefix(_BOM).lstrip(BLANK).startswith(b"["))
+    is_lines = kind == "jsonl" or (kind == "json" and not find_first_row(path, may_be_list=True)[0])
+    return f"{path}:{number}" if is_lines else f"{path} row {number}"
 
 
 def index_rows(path: Path) -> RowIndex:
     """The index of a file, by one pass over its bytes (tables: over their headers).  Raises DataError."""
-    size = _size(path)
-    if kind_of(path) not in ("jsonl", "json"):
+    size, kind = _size(path), kind_of(path)
+    if kind not in ("jsonl", "json"):
         return RowIndex(num_rows=count_table(data_files(path)), size=size)
-    begin = _begin(path)
-    if is_lines(path):
-        offsets, numbers = scan_lines(read_blocks(path, begin), begin)
-        plain = not len(numbers) or numbers[-1] == len(numbers)
-        return RowIndex(num_rows=len(offsets), size=size, offsets=offsets, numbers=None if plain else numbers)
-    starts = (begin + start for start, _ in read_elements(read_blocks(path, begin), path, 1))
-    offsets = np.fromiter(starts, dtype=np.int64)
-    return RowIndex(num_rows=len(offsets), size=size, offsets=offsets)
+    is_list, begin = find_first_row(path, may_be_list=kind == "json")
+    blocks = read_blocks(path, begin)
+    if is_list:
+        starts = np.fromiter((begin + start for start, _ in read_elements(blocks, path, 1)), dtype=np.int64)
+        return RowIndex(num_rows=len(starts), size=size, offsets=starts)
+    offsets, numbers = scan_lines(blocks, begin)
+    plain = not len(numbers) or numbers[-1] == len(numbers)
+    return RowIndex(num_rows=len(offsets), size=size, offsets=offsets, numbers=None if plain else numbers)
 
 
 def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: int | None = None) -> Iterator[Row]:
@@ -159,28 +145,22 @@ def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: i
         raise DataError(f"{path} was changed while it was read: it had {index.num_rows:,} rows.")
 
 
-def parse(content: Content) -> Any:
-    """The value of a row: JSON is parsed strictly, a table's row is passed on.  Raises DataError."""
-    if isinstance(content, Unreadable):
-        raise DataError(content.reason)
-    return parse_json(content) if isinstance(content, bytes) else content
-
-
 def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
     """All rows from number `start` (from 0) on."""
-    if kind_of(path) not in ("jsonl", "json"):
+    kind = kind_of(path)
+    if kind not in ("jsonl", "json"):
         yield from enumerate(read_table(data_files(path), start), start=start + 1)
         return
-    if index is None or index.offsets is None:
-        begin, number = _begin(path), 1
+    is_list, begin = find_first_row(path, may_be_list=kind == "json")
+    number = 1
+    if index is not None and index.offsets is not None:
+        begin = int(index.offsets[start])
+        number = start + 1 if index.numbers is None else int(index.numbers[start])
+    blocks = read_blocks(path, begin)
+    if is_list:
+        yield from enumerate((content for _, content in read_elements(blocks, path, number)), start=number)
     else:
-        begin, number = int(index.offsets[start]), start + 1
-        number = number if index.numbers is None else int(index.numbers[start])
-    if is_lines(path):
-        yield from read_lines(read_blocks(path, begin), number)
-    else:
-        elements = read_elements(read_blocks(path, begin), path, number)
-        yield from enumerate((content for _, content in elements), start=number)
+        yield from read_lines(blocks, number)
 
 
 def _size(path: Path) -> int:
@@ -188,20 +168,3 @@ def _size(path: Path) -> int:
         return sum(file.stat().st_size for file in data_files(path))
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error.strerror}.") from error
-
-
-def _head(path: Path) -> bytes:
-    """The first bytes, decompressed."""
-    head = b""
-    for block in read_blocks(path, 0, _HEAD):
-        head += block
-        if len(head) >= _HEAD:
-            break
-    return head
-
-
-def _begin(path: Path) -> int:
-    """Where the first row begins: after a byte order mark, and after the bracket of a list."""
-    head = _head(path)
-    mark = len(_BOM) if head.startswith(_BOM) else 0
-    return mark if is_lines(path) else head.index(b"[") + 1

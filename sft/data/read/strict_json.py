@@ -1,4 +1,4 @@
-"""One JSON value from bytes or text, read strictly.
+"""The value of a row: JSON from bytes or text, read strictly, or what a table holds.
 
 Decides what is not JSON to us, though Python's reader takes it: duplicate keys, NaN and Infinity, numbers too large for
 a float, half surrogate pairs, nesting beyond MAX_DEPTH.  Does not know files or rows; errors say what and where inside
@@ -8,13 +8,29 @@ the value.
 import json
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft.errors import DataError
 
 MAX_DEPTH = 100  # tool schemas reach 20; code that walks a value, templates included, may recurse this far
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class Unreadable(NamedTuple):
+    """Stands for a row that cannot be handed on, and says why."""
+
+    reason: str
+
+
+Content = bytes | dict[str, Any] | Unreadable  # JSON as it stands in the file, or a row of a table
+
+
+def parse(content: Content) -> Any:
+    """The value of a row; a table's row is passed on.  Raises DataError."""
+    if isinstance(content, Unreadable):
+        raise DataError(content.reason)
+    return parse_json(content) if isinstance(content, bytes) else content
 
 
 def parse_json(content: bytes | str) -> Any:

@@ -10,9 +10,9 @@ Does not decide which files belong together (`rows.py`), or what a row means (`f
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sft.data.read.strict_json import parse_json
+from sft.data.read.strict_json import Unreadable, parse_json
 from sft.errors import DataError
 
 _ROWS_AT_ONCE = 64  # rows of long documents are large once they are Python objects
@@ -20,12 +20,6 @@ _ARROW_FILE = b"ARROW1"  # begins the file format; datasets writes the stream fo
 
 Convert = Callable[[Any], Any]
 Part = tuple[int, Callable[[], Iterable[Any]]]  # number of rows, and what loads them as record batches
-
-
-class Unreadable(NamedTuple):
-    """Stands for a row that cannot be handed on, and says why."""
-
-    reason: str
 
 
 def count_table(files: Sequence[Path]) -> int:

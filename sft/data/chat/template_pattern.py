@@ -1,25 +1,57 @@
-"""What a template is known to write between the texts of a chat; learnt from renderings, and followed through others.
+"""How one template writes chats: each text of a chat, and what stands between them, learnt from its renderings.
 
     user/content/ -> assistant/content/    <|im_end|>\\n<|im_start|>assistant
 
-Decides whether a rendering is nothing but texts of the chat and what is known to stand between them: then each text
-that was not needed for that is left out.  Never guesses: where anything else stands there, the answer is that it is
-not known.  Does not render (`omitted.py`).
+Decides what counts as a text: contents, reasoning (also at the head of a content), names and arguments of tool calls,
+results, and of a tool its name, its description and those of its parameters.  Ids, names of speakers and other keys of
+a message do not.  Decides too whether a rendering is nothing but texts and what is known to stand between them: then
+each text that was not needed for that is left out.  Never guesses: where anything else stands there, the answer is that
+it is not known.  Does not render (`omitted.py`).
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from sft.data.chat.texts import NUM_FORMS, ChatText
+from sft.data.chat.messages import THINKING, THOUGHT, Message, Tools
 
+BY_LEAF = 3  # form of arguments that are written name by name and value by value
+_PLAIN = {"role", "content", *THINKING}
+_KNOWN = _PLAIN | {"tool_calls"}
+_ROLES = ("system", "user", "assistant")
+_CONTENT = {role: f"{role}/content/" for role in _ROLES} | {"tool": "tool/tool result/"}
+_REASONING, _INSIDE = "assistant/reasoning/", "assistant/reasoning/inside"
+_NAME, _ARGUMENTS = "assistant/tool call/name", "assistant/tool call/arguments"
+_KEY, _VALUE = "assistant/tool call/key", "assistant/tool call/value"
+_TOOL = "tools/tool schema/"
+NUM_FORMS = {_ARGUMENTS: 4, _TOOL: 6}  # of others 2
+COMPOSITE = frozenset({_ARGUMENTS, _VALUE, _TOOL})  # hold other texts, which a template may write in ways of its own
+_INDENTS = (None, 4, 2)
+_ENCODERS = {indent: json.JSONEncoder(ensure_ascii=False, indent=indent) for indent in _INDENTS}
 _START, _END = "start", "end"
 _MARGIN = 64  # spaces that a template may write or take away
 _MOST_CHARACTERS = 2_000_000  # of all that is known; a template that never repeats itself teaches nothing more
 
 
-class Between:
+class ChatText(NamedTuple):
+    """A text without the spaces around it.
+
+    label     role/kind/part: `system/content/`, `assistant/tool call/name`
+    written   as a template would write it: arguments of a call are JSON
+    position  of the message among the messages, or of the tool among the tools
+    """
+
+    label: str
+    written: str
+    position: int
+
+
+class TemplatePattern:
     """What one template writes between texts.
 
-    forms  by label, how the template writes its texts (`texts_of`)
+    forms  by label, how the template writes its texts, where that is not the first way: as it stands, or as in JSON;
+           for arguments and tools JSON, with an indent of 4, of 2; then arguments leaf by leaf, or a tool's function
+           alone
     """
 
     def __init__(self) -> None:
@@ -128,3 +160,68 @@ def _bare(between: str, asides: Sequence[str]) -> str:
     for aside in asides:
         between = between.replace(aside, "\0")
     return between.strip()
+
+
+def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) -> list[ChatText]:
+    """The texts in the order of the messages; tools stand behind a first system message.  Empty ones are none.
+
+    forms  of the template's pattern
+    """
+    texts: list[ChatText] = []
+    pending = tools
+    for index, message in enumerate(messages):
+        if pending and (index or message["role"] != "system"):
+            texts += _of_tools(pending, forms)
+            pending = None
+        for label, text in _of_message(message, forms):
+            if bare := text.strip():
+                is_json = label in forms and label not in COMPOSITE
+                texts.append(ChatText(label, _json(bare)[1:-1] if is_json and forms[label] else bare, index))
+    return texts + _of_tools(pending, forms) if pending else texts
+
+
+def _of_message(message: Message, forms: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Labels and texts, also of what is empty."""
+    role, content = message["role"], message.get("content") or ""
+    if role != "assistant":
+        yield _CONTENT[role], content
+        return
+    yield _REASONING, next((message[key] for key in THINKING if message.get(key)), "")
+    inside = THOUGHT.match(content) if "</think>" in content else None
+    if inside:
+        yield _INSIDE, inside[2]
+    yield _CONTENT[role], inside[4] if inside else content
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or call
+        yield _NAME, str(function.get("name", ""))
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict) and forms.get(_ARGUMENTS) == BY_LEAF:
+            for key, value in arguments.items():
+                yield _KEY, key
+                if value is not None and not isinstance(value, bool):  # true, or True, is what stands between others
+                    yield _VALUE, value if isinstance(value, str) else _json(value)
+        elif isinstance(arguments, str):
+            yield _ARGUMENTS, arguments
+        elif arguments:
+            yield _ARGUMENTS, _json(arguments, _INDENTS[forms.get(_ARGUMENTS, 0)])
+
+
+def _of_tools(tools: list[dict[str, Any]], forms: Mapping[str, int]) -> list[ChatText]:
+    alone, indent = divmod(forms.get(_TOOL, 0), len(_INDENTS))
+    shown = [tool.get("function", tool) if alone else tool for tool in tools]
+    return [ChatText(_TOOL, _json(tool, _INDENTS[indent]), index) for index, tool in enumerate(shown)]
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """As the filter `tojson` of transformers writes it."""
+    return _ENCODERS[indent].encode(value)
+
+
+def asides_of(messages: list[Message]) -> list[str]:
+    """What a template may write besides the texts and differs from chat to chat: ids, names; longer ones first."""
+    asides: set[str] = set()
+    for message in messages:
+        if len(message) > 2 and not message.keys() <= _PLAIN:
+            asides |= {value for key, value in message.items() if key not in _KNOWN and isinstance(value, str)}
+            asides |= {call["id"] for call in message.get("tool_calls") or () if isinstance(call.get("id"), str)}
+    return sorted(asides - {""}, key=lambda aside: (-len(aside), aside)) if asides else []

@@ -1,21 +1,26 @@
-"""Which tokens stand for a turn of the rendered text, and the proof that they, and they alone, decode to it.
+"""The tokens of a rendered chat, and which of them stand for a turn, with the proof that they decode to it.
 
-Does not decide where turns stand (`turns.py`).  Two ways, the second where the first proves nothing:
+`tokenise` makes ids of the real text: what lies between two control tokens of the template is plain text.
+`find_token_spans` finds a turn among them in two ways, the second where the first proves nothing:
 
 by counting    control tokens stand in the text and among the ids in the same order; a turn ends with one and begins
                some words after another: `<|im_start|>` `assistant\\n` `6` ` is` ` right` `<|im_end|>`.  The words' own
                tokens are counted, and the ids that follow must decode to exactly the turn.
 by characters  the tokenizer says which characters each token covers.  Slower, but it also finds a turn whose first
                word and the space before it are one token; what they decode to may differ from the turn in such spaces.
+
+Does not decide where turns stand (`turns.py`).
 """
 
+import re
 from typing import NamedTuple
 
 import numpy as np
 
+from sft.data.chat.messages import quoted
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.tokenizer import Encoded, FolderTokenizer
-from sft.data.chat.turns import Turn, quoted
+from sft.data.chat.turns import Turn
 from sft.errors import DataError
 
 _MAX_WORDS = 200  # characters between a control token and a turn; a longer text is no header
@@ -29,6 +34,55 @@ class TokenSpan(NamedTuple):
     end: int
 
 
+def tokenise(chat: RenderedChat) -> Encoded:
+    """Tokens of the real text, typed control strings as plain text.  Raises DataError where the tokenizer cannot be
+    shown to do that."""
+    text, tokenizer = chat.text, chat.tokenizer
+    whole = tokenizer.encode(text)
+    is_control = tokenizer.is_control[whole.ids]
+    if tokenizer.normalizes and np.count_nonzero(is_control) > len(tokenizer.control.findall(text)):
+        raise DataError(
+            f"the tokenizer of {tokenizer.name} reads a control token out of characters that only resemble one.  "
+            "Remove them or write them differently."
+        )
+    if not chat.stand_ins:
+        return whole
+    is_control &= [bool(tokenizer.control.match(text[a:b].strip())) for a, b in zip(whole.starts, whole.ends)]
+    edges = [-1, *np.flatnonzero(is_control).tolist(), len(whole.ids)]
+    stand_in = re.compile("[" + "".join(chat.stand_ins) + "]")
+    ids, offsets = [], []
+    for before, after in zip(edges[:-1], edges[1:], strict=True):
+        first = int(whole.ends[before]) if before >= 0 else 0
+        last = int(whole.starts[after]) if after < len(whole.ids) else len(text)
+        part = slice(before + 1, after)
+        control = slice(after, after + 1)
+        if stand_in.search(text, first, last):
+            plain = _as_text(chat, text[first:last], whole.ids[part])
+            ids.append(plain.ids)
+            offsets.append(np.stack([plain.starts, plain.ends], axis=1) + first)
+        else:
+            ids.append(whole.ids[part])
+            offsets.append(np.stack([whole.starts[part], whole.ends[part]], axis=1))
+        ids.append(whole.ids[control])
+        offsets.append(np.stack([whole.starts[control], whole.ends[control]], axis=1))
+    return Encoded(np.concatenate(ids), lambda: np.concatenate(offsets).reshape(-1))
+
+
+def _as_text(chat: RenderedChat, masked: str, ids: np.ndarray) -> Encoded:
+    """Tokens of a piece between two control tokens, whose stand-ins are the tokens `ids` of the whole chat."""
+    text, tokenizer = chat.restore(masked), chat.tokenizer
+    plain = tokenizer.encode(text, as_text=True)
+    # The piece by itself must give what it gives within the chat, keep its text, and make no control token.
+    alone = np.array_equal(tokenizer.encode(masked, as_text=True).ids, ids)
+    lossless = tokenizer.decode(plain.ids).strip() in (text.strip(), tokenizer.normalize(text).strip())
+    if not alone or not lossless or tokenizer.is_control[plain.ids].any():
+        raise DataError(
+            f"the chat contains the text {next(iter(chat.stand_ins.values()))}, which the tokenizer of "
+            f"{tokenizer.name} cannot be shown to keep as text.  Remove it or write it differently."
+        )
+    return plain
+
+
 def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) -> list[TokenSpan]:
     """The tokens of each turn of a chat that was encoded.  Raises DataError where they do not decode to the turn."""
     if not turns:
@@ -40,7 +94,7 @@ def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) ->
     counts, counted_to = dict.fromkeys(ends, 0), 0  # how often each stands in the text so far
     spans = []
     for turn in turns:
-        wanted = chat.escaped.restore(text[turn.start : turn.end])
+        wanted = chat.restore(text[turn.start : turn.end])
         end = max((end for end in ends if wanted.endswith(end)), key=len)
         for token in counts:
             counts[token] += text.count(token, counted_to, turn.end - len(end))

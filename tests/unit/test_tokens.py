@@ -5,24 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chat.escaping import Escaped
 from sft.data.chat.formats import Chat
 from sft.data.chat.render import RenderedChat
-from sft.data.chat.token_spans import find_token_spans
 from sft.data.chat.tokenizer import FolderTokenizer
+from sft.data.chat.tokens import find_token_spans
 from sft.data.chat.turns import Turn
 from sft.errors import DataError
 from tests.unit.fixtures.chats import assistant, runs, user
 from tests.unit.fixtures.folder import load_letters
-
-NOTHING_TYPED = Escaped([], None, {}, "")
 
 
 def tokens(text: str, turns: list[str], tokenizer: FolderTokenizer) -> list[str]:
     """What the tokens of some parts of the text decode to."""
     spans = [Turn(i, text.index(part), text.index(part) + len(part), "blank") for i, part in enumerate(turns)]
     encoded = tokenizer.encode(text)
-    found = find_token_spans(spans, RenderedChat(text, [], NOTHING_TYPED, tokenizer), encoded)
+    rendered = RenderedChat(text, [], [], None, {}, "", tokenizer)
+    found = find_token_spans(spans, rendered, encoded)
     return [tokenizer.decode(encoded.ids[first:last]) for _, first, last in found]
 
 

@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu test-all test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -34,7 +34,8 @@ help:
 	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"
 	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
-	@echo "make test-all-versions   the whole suite on Python 3.11 and on 3.12"
+	@echo "make test-all            the same with full grids of layouts and every fault"
+	@echo "make test-all-versions   make test-all on Python 3.11 and on 3.12"
 	@echo "make lint                style, types, import contracts, generated pages"
 	@echo "make fmt                 rewrite the code in our style"
 	@echo "make docs                regenerate docs/config.md, the tables of docs/metrics.md and its schema"
@@ -112,11 +113,15 @@ test-slurm: $(READY)
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_FLAGS)
 
 test-py312:
-	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)' PYTEST_FLAGS='$(PYTEST_FLAGS) -m "not matrix"'
+	$(MAKE) test PYTHON='$(PYTHON312)' TESTS='$(TESTS_312)' PYTEST_FLAGS='$(PYTEST_FLAGS)'
+
+# Full grids of layouts and all rows of the fault matrix, where make test takes covering sets and the quick rows.
+test-all: $(READY)
+	$(BIN)/python -m pytest $(TESTS) --all --all-faults $(PYTEST_FLAGS)
 
 test-all-versions:
-	$(MAKE) test PYTHON='$(PYTHON311)'
-	$(MAKE) test PYTHON='$(PYTHON312)'
+	$(MAKE) test-all PYTHON='$(PYTHON311)'
+	$(MAKE) test-all PYTHON='$(PYTHON312)'
 
 lint: $(READY)
 	$(BIN)/python -m flake8 $(CODE)

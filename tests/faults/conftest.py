@@ -13,7 +13,7 @@ import pytest
 from tests.faults.ends import End, end_of
 from tests.faults.matrix import Matrix
 from tests.faults.runs import RECIPE, Case, Nursery
-from tests.ranks.test_run import chats
+from tests.launching import chats
 
 MATRIX = pytest.StashKey[Matrix]()
 HITS = pytest.StashKey[dict[str, int]]()

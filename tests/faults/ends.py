@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.runs import Case
-from tests.ranks.test_run import TIMED
+from tests.launching import TIMED
 
 # What a run that is over may leave in its folder.
 KEPT = {"checkpoints", "data.json", "metrics.jsonl", "recipe.yaml", "run_state.json", "seen.jsonl", "tensorboard"}

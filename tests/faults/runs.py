@@ -16,8 +16,11 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.faults.inject import FAULTS, LOG
 
@@ -249,3 +252,15 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:  # gone meanwhile
         return ""
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

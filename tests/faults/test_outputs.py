@@ -8,8 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.faults.ends import End, assert_same_end, assert_whole
-from tests.faults.runs import Case
-from tests.faults.test_saves import mounted
+from tests.faults.runs import Case, mounted
 
 STEP = "sft.mcore.engine:Engine.train_step"
 

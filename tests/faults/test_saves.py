@@ -2,14 +2,12 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from tests.faults.ends import End, assert_same_end, assert_whole
-from tests.faults.runs import Case, Fault
+from tests.faults.runs import Case, Fault, mounted
 
 WRITE = "sft.checkpoint.saver:engine_state.write"
 ITEM = "torch.distributed.checkpoint.filesystem:_write_item"
@@ -104,18 +102,6 @@ def test_a_bug_in_the_background_ends_the_run(
     hit("S4")
     one.finish()
     assert_same_end(one, reference)
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.row("S2")

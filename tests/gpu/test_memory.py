@@ -13,7 +13,7 @@ import torch
 from sft.config import ProfileConfig
 from sft.console import Console
 from sft.run.profiler import Profiler
-from tests.gpu.test_training import running
+from tests.gpu.runs import running
 from tests.ranks import scenarios
 
 # bf16, of the norm of a gradient: the flash kernel adds up the gradient of queries in no fixed order.

@@ -12,7 +12,7 @@ import torch
 from sft.mcore.optimizer import offload
 from sft.mcore.optimizer.offload import adam_instances
 from tests.gpu import test_training
-from tests.gpu.test_training import BF16_TOLERANCE, losses
+from tests.gpu.runs import BF16_TOLERANCE, losses
 from tests.ranks import scenarios
 
 BF16 = ["run.precision=bf16", "parallel.distributed_optimizer=true"]

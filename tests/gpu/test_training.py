@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.engine import Engine
-from sft.parallel.layout import Layout
-from sft.recipe.load import parse_recipe
+from tests.gpu.runs import BF16_TOLERANCE, GPU, losses, running
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 50
 FP32_TOLERANCE = 1e-4  # other kernels, sums in another order; TF32 is off
-BF16_TOLERANCE = 1e-2  # of each loss over 50 steps, against full precision
 BF16_GRADIENT_TOLERANCE = 3e-2  # of its norm; 8 bits of mantissa, through four layers, rounded at other places
-GPU = ["run.device=cuda", f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
-
-
-@contextmanager
-def running(overrides: Sequence[str]) -> Iterator[Engine]:
-    """An engine in this process, on the GPU."""
-    config = parse_recipe(scenarios.RECIPE, "tests", [*GPU, *overrides]).config
-    layout = Layout.resolve(config, 1)
-    place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
-    try:
-        yield Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
-    finally:
-        process_groups.stop()
-
-
-def losses(overrides: Sequence[str], steps: range = range(STEPS), load: Path | None = None) -> list[float]:
-    with running(overrides) as engine:
-        if load:
-            engine_state.load(engine, load)
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in steps]
-        return [r.objective / r.num_tokens for r in results]
 
 
 def first_steps(overrides: Sequence[str], folder: str) -> list[float]:

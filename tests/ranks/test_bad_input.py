@@ -4,28 +4,11 @@ What the recipe alone shows is told without starting torch (tests/unit/test_cli.
 here are the mistakes that only the running processes can find.
 """
 
-import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sft.cli import main
-
-GOOD = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]})
-RECIPE = """
-run: {{dir: {folder}/run, device: cpu, precision: fp32}}
-model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4}}
-data: {{train: {folder}/chat.jsonl, seq_length: 256}}
-parallel: {{cp: 2}}
-train: {{num_steps: 2, global_batch_size: 1}}
-optim: {{lr: 1e-3}}
-"""
+from tests.launching import GOOD, start
 
 CASES = {  # name: (content of chat.jsonl, overrides, how rank 0 begins, what it must mention)
     "data that cannot be prepared": (
@@ -115,42 +98,6 @@ ALONE = {  # found by every process in the same place as another mistake; one pr
     "warm-up as long as the run",
     "no checkpoint to resume",
 }
-
-
-def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[subprocess.Popen]:
-    """`python -m sft train` as torchrun would start it, without torchrun's own report, on prepared data."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=folder))
-    main(["data", "prepare", str(recipe), *overrides])  # a mistake it finds is found once more
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(world_size):
-        env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world_size))
-        command = [sys.executable, "-m", "sft", "train", str(recipe), *overrides]
-        processes.append(subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True))
-    return processes
-
-
-def kill(processes: list[subprocess.Popen]) -> None:
-    """The ranks and what they started."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.communicate()
-
-
-def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple[int, str, str]]:
-    """A run to its end: (exit code, out, err) per rank."""
-    processes = launch(folder, overrides, world_size)
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        kill(processes)
-    return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs)]
 
 
 @pytest.mark.parametrize("name", CASES)

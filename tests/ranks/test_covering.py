@@ -9,8 +9,6 @@ from tests.covering import Case, all_cases, covering_set
 from tests.ranks import layouts, scenarios
 from tests.ranks.pool import RankPool
 
-# fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
-TOLERANCE = 1e-6
 # bf16 keeps 8 bits: one rounding is 4e-3, and a loss is a mean over some 1,400 tokens of such roundings; with experts
 # a few tokens choose another one.
 BF16_TOLERANCE = {"dense": 2e-3, "tied": 2e-3, "experts": 1e-2}
@@ -39,8 +37,8 @@ def test_one_curve(ranks: Ranks, reference: Callable[[str, str], tuple[str, dict
     checkpoint, expected = reference(case["model"], case["precision"])
     for found in ranks(layouts.world_size(case)).run(scenarios.curve, layouts.overrides(case), checkpoint):
         if case["precision"] == "fp32":
-            np.testing.assert_allclose(found["loss"], expected["loss"], rtol=TOLERANCE)
-            np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=TOLERANCE)
+            np.testing.assert_allclose(found["loss"], expected["loss"], rtol=layouts.LOSS_TOLERANCE)
+            np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=layouts.NORM_TOLERANCE)
         else:
             np.testing.assert_allclose(found["loss"], expected["loss"], rtol=BF16_TOLERANCE[case["model"]])
         assert found["counts"] == expected["counts"]

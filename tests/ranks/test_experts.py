@@ -12,20 +12,22 @@ from sft.mcore import experts
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.model import sharded_tensors
 from tests.ranks import scenarios
+from tests.ranks.layouts import (
+    ALL_ON,
+    AUX,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    MOE,
+    NORM_TOLERANCE,
+    NUM_EXPERTS,
+    TOP_K,
+    sizes,
+)
 from tests.ranks.pool import RankPool
-from tests.ranks.test_one_curve import ALL_ON, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, sizes
-from tests.ranks.test_resume import part
+from tests.ranks.resuming import part
 
 Ranks = Callable[[int], RankPool]
 
-EXPERTS, TOP_K = 4, 2
-MOE = [
-    f"model.moe.num_experts={EXPERTS}",
-    f"model.moe.top_k={TOP_K}",
-    "model.moe.ffn_hidden_size=24",
-    "model.init_std=0.2",  # decided routers: with 0.02 two scores may be one rounding apart
-]
-AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
 SP = ["parallel.sequence_parallel=true"]
 EP = ["parallel.ep=2"]
 BF16_TOLERANCE = 1e-2  # 8 bits of mantissa; a few tokens choose another expert
@@ -60,22 +62,23 @@ def shared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
 
 
 def layouts() -> list[Any]:
-    """(ep, cp, dp) in {1, 2}: ep shares the ranks of cp and dp; then what goes with them.  Not all on both Pythons."""
-    two = [(2, sizes(d) + ep) for d in (["cp"], ["dp"]) for ep in ([], EP)]
-    four = [(4, sizes(["cp", "dp"]) + ep) for ep in ([], EP, ["parallel.ep=4"])]
-    every = [
+    """(ep, cp, dp) in {1, 2}: ep shares the ranks of cp and dp; then what goes with them.
+
+    `make test` sees two of them, with every number of the routers; `test_covering` sees ep beside everything else.
+    """
+    grid = [
         (1, ["train.recompute=full"]),
         (1, ["train.recompute=selective"]),
-        *two,
-        *four,
-        (2, ["parallel.cp=2", *EP, *ALL_ON]),
+        *((2, sizes(d) + ep) for d in (["cp"], ["dp"]) for ep in ([], EP)),
+        *((4, sizes(["cp", "dp"]) + ep) for ep in ([], ["parallel.ep=4"])),
         (2, ["parallel.tp=2", *SP]),  # experts whole on both: their tokens differ, and so do their gradients
         (2, ["parallel.tp=2", *EP, *ALL_ON]),
         (2, ["parallel.pp=2"]),
         (4, ["parallel.pp=2", "parallel.tp=2", *SP, *EP, "train.recompute=selective"]),
         (4, ["parallel.pp=2", "parallel.virtual_stages=2", *EP, "train.recompute=full"]),
     ]
-    return [pytest.param(n, o, marks=pytest.mark.matrix if n == 4 and o != four[1][1] else []) for n, o in every]
+    quick = [(2, ["parallel.cp=2", *EP, *ALL_ON]), (4, sizes(["cp", "dp"]) + EP)]
+    return [*quick, *(pytest.param(*layout, marks=pytest.mark.grid) for layout in grid)]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +154,11 @@ def reference_losses(routers: list[Any]) -> tuple[dict[str, float], dict[str, fl
             rows = logits[documents == document]
             odds = np.exp(rows - rows.max(axis=1, keepdims=True))
             probability = (odds / odds.sum(axis=1, keepdims=True)).mean(axis=0)
-            share = np.zeros(EXPERTS)
+            share = np.zeros(NUM_EXPERTS)
             for row in rows:
-                for expert in sorted(range(EXPERTS), key=lambda e: -row[e])[:TOP_K]:
+                for expert in sorted(range(NUM_EXPERTS), key=lambda e: -row[e])[:TOP_K]:
                     share[expert] += 1 / (TOP_K * len(rows))
-            aux[name] = aux.get(name, 0.0) + len(rows) * EXPERTS * float(share @ probability)
+            aux[name] = aux.get(name, 0.0) + len(rows) * NUM_EXPERTS * float(share @ probability)
             z[name] = z.get(name, 0.0) + sum(float(np.log(np.exp(row).sum()) ** 2) for row in rows)
     return aux, z
 
@@ -204,7 +207,7 @@ def test_their_gradient_is_that_of_the_definition(
             if name == "aux_loss_coef":
                 picked = torch.zeros_like(rows).scatter(1, rows.topk(TOP_K).indices, 1.0)
                 share = picked.sum(0) / picked.sum()
-                total = total + len(rows) * EXPERTS * (share * rows.softmax(1).mean(0)).sum()
+                total = total + len(rows) * NUM_EXPERTS * (share * rows.softmax(1).mean(0)).sum()
             else:
                 total = total + rows.exp().sum(1).log().square().sum()
     assert weight is not None
@@ -259,8 +262,8 @@ def test_an_expert_takes_the_real_tokens_that_weigh_most(ranks: Ranks, factor: f
             best = np.argsort(-logits[token])[:TOP_K]
             odds = np.exp(logits[token, best])
             expected[token, best] = odds / odds.sum()
-        room = int(np.ceil(factor * len(inputs) * TOP_K / EXPERTS))
-        for expert in range(EXPERTS):
+        room = int(np.ceil(factor * len(inputs) * TOP_K / NUM_EXPERTS))
+        for expert in range(NUM_EXPERTS):
             late = np.argsort(-expected[:, expert])[room:]
             dropped[name] = dropped.get(name, 0) + np.count_nonzero(expected[late, expert])
             expected[late, expert] = 0.0
@@ -290,7 +293,7 @@ def initial(overrides: Sequence[str]) -> dict[Any, float]:
 
 def test_new_experts_differ_and_are_the_same_on_every_layout(ranks: Ranks) -> None:
     (one,) = ranks(1).run(initial, MOE)
-    assert len(one) == len(set(one.values())) == 4 + 4 * EXPERTS * 3  # routers; gate, up and down of each
+    assert len(one) == len(set(one.values())) == 4 + 4 * NUM_EXPERTS * 3  # routers; gate, up and down of each
     for overrides in (EP, ["parallel.pp=2"]):
         first, second = ranks(2).run(initial, [*MOE, *overrides])
         assert first | second == one and first != one

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sft.mcore.attention import flash_kernel
 from tests.ranks import scenarios
+from tests.ranks.layouts import GRADIENT_TOLERANCE
 from tests.ranks.pool import RankPool
-from tests.ranks.test_one_curve import GRADIENT_TOLERANCE
 
 Ranks = Callable[[int], RankPool]
 LOSS_TOLERANCE = 1e-6  # fp32, sums in another order

@@ -31,9 +31,9 @@ from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.mcore.checkpoint_io import engine_state
 from sft.recipe.load import load_recipe
+from tests.launching import chats
 from tests.ranks import megatron_lm, scenarios
-from tests.ranks.pool import RankPool
-from tests.ranks.test_hf_reference import (
+from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
     PACKS,
@@ -49,7 +49,7 @@ from tests.ranks.test_hf_reference import (
     packed_gradients,
     packed_losses,
 )
-from tests.ranks.test_run import chats
+from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]

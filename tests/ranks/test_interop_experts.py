@@ -11,16 +11,16 @@ import pytest
 from sft.console import Console
 from sft.hf.convert.import_hf import import_hf
 from tests.ranks import megatron_lm
+from tests.ranks.interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, whole
+from tests.ranks.layouts import MOE, NUM_EXPERTS
 from tests.ranks.megatron_lm import LAYERS
 from tests.ranks.pool import RankPool
-from tests.ranks.test_experts import EXPERTS, MOE
 from tests.ranks.test_hf_convert import theirs_loaded
-from tests.ranks.test_interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, whole
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]
 # Embedding, output, final norm; per layer four norms, qkv and its bias, proj, router, and fc1 and fc2 of each expert.
-NUM_PARAMETERS = 3 + LAYERS * (8 + 2 * EXPERTS)
+NUM_PARAMETERS = 3 + LAYERS * (8 + 2 * NUM_EXPERTS)
 EP2, SHARDED = "--expert-model-parallel-size 2", "--use-distributed-optimizer"
 OURS_SHARDED = ["parallel.distributed_optimizer=true"]
 TP2 = ["parallel.tp=2", "parallel.sequence_parallel=true"]
@@ -32,7 +32,7 @@ def check(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]) -> None:
     loaded, later = (whole([rank[i] for rank in after], NUM_PARAMETERS) for i in (0, 1))
     assert len(saved) == 4 * NUM_PARAMETERS + 1
     assert saved["steps"] == {2.0} and then["steps"] == {3.0}
-    experts = [f"mlp.experts.local_experts.{number}.linear_fc2.weight" for number in range(EXPERTS)]
+    experts = [f"mlp.experts.local_experts.{number}.linear_fc2.weight" for number in range(NUM_EXPERTS)]
     for kind in ("weight", "main", "exp_avg", "exp_avg_sq"):  # or the rest would say little
         for name in ("mlp.router.weight", "pre_mlp_layernorm.weight", *experts):
             key = f"{kind} decoder.layers.3.{name}"
@@ -82,7 +82,7 @@ def test_megatron_loads_what_was_imported(ranks: Ranks, tmp_path: Path) -> None:
     import_hf(source, tmp_path / "imported", Console(0, io.StringIO()))
     model = hf.load(source).state_dict()
     model = {name.removeprefix("model.layers.3."): weight.numpy() for name, weight in model.items()}
-    half = EXPERTS // 2
+    half = NUM_EXPERTS // 2
     for rank, found in enumerate(
         ranks(2).run(theirs_loaded, f"{megatron_lm.EXPERTS} {EP2}", str(tmp_path / "imported"))
     ):

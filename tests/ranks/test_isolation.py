@@ -8,8 +8,8 @@ import pytest
 
 from sft.batch import Sample
 from tests.ranks import scenarios
+from tests.ranks.layouts import THREE
 from tests.ranks.pool import RankPool
-from tests.ranks.test_one_curve import THREE
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
 LOSS_TOLERANCE = 1e-6

@@ -13,7 +13,7 @@ from sft.mcore.optimizer import build, offload
 from sft.metrics.totals import StepResult
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
-from tests.ranks.test_resume import optimizer_hash
+from tests.ranks.resuming import optimizer_hash
 
 Ranks = Callable[[int], RankPool]
 SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]

@@ -7,24 +7,9 @@ import numpy as np
 import pytest
 
 from tests.ranks import scenarios
+from tests.ranks.layouts import ALL_ON, GRADIENT_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, THREE, sizes
 from tests.ranks.pool import RankPool
 
-# fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
-LOSS_TOLERANCE = 1e-6
-NORM_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter
-
-ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
-THREE = [  # sizes that three ranks can share
-    "model.num_layers=3",
-    "model.hidden_size=48",
-    "model.ffn_hidden_size=96",
-    "model.num_attention_heads=6",
-    "model.num_query_groups=3",
-    "data.doc_multiple=48",
-    "data.seq_length=288",
-    "train.global_batch_size=3",
-]
 TWO = [["tp"], ["cp"], ["pp"], ["dp"]]
 FOUR = [["tp", "tp"], ["cp", "cp"], ["pp", "pp"], ["dp", "dp"], ["tp", "cp"], ["tp", "pp"], ["tp", "dp"]] + [
     ["cp", "pp"],
@@ -32,10 +17,15 @@ FOUR = [["tp", "tp"], ["cp", "cp"], ["pp", "pp"], ["dp", "dp"], ["tp", "cp"], ["
     ["pp", "dp"],
 ]
 CHUNKED = ["loss.impl=chunked", "loss.chunk_size=24"]
-MORE = [  # (ranks, overrides): what does not follow the grid
+MORE = [  # what the dimensions of layouts.py do not have
+    (1, ["loss.chunk_size=null"]),
+    (4, ["parallel.cp=4", "data.pad_to_seq_length=true"]),
+]
+GRID = [  # (ranks, overrides)
+    *((2, sizes(d) + on) for d in TWO for on in ([], ALL_ON)),
+    *((4, sizes(d) + on) for d in FOUR for on in ([], ALL_ON)),
     (1, ["train.recompute=selective"]),
     (1, ["loss.impl=full", "loss.chunk_size=null"]),
-    (1, ["loss.chunk_size=null"]),
     (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     (2, ["parallel.tp=2", "loss.impl=full", "loss.chunk_size=null", "parallel.sequence_parallel=true"]),
     (1, CHUNKED),
@@ -45,21 +35,9 @@ MORE = [  # (ranks, overrides): what does not follow the grid
     (2, ["parallel.cp=2", "train.recompute=selective"]),
     (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
     (4, ["parallel.pp=2", "parallel.virtual_stages=2", "parallel.cp=2", *ALL_ON]),
-    (4, ["parallel.cp=4", "data.pad_to_seq_length=true"]),
     (4, ["parallel.tp=2", "parallel.cp=2", "loss.impl=full", "loss.chunk_size=null"]),
 ]
-
 Ranks = Callable[[int], RankPool]
-
-
-def sizes(dimensions: list[str], factor: int = 2) -> list[str]:
-    """["cp", "cp"] -> ["parallel.cp=4"]; dp is what is left over"""
-    return [f"parallel.{d}={factor ** dimensions.count(d)}" for d in sorted(set(dimensions)) if d != "dp"]
-
-
-GRID = [(2, sizes(d) + on) for d in TWO for on in ([], ALL_ON)] + [
-    pytest.param(4, sizes(d) + on, marks=[] if on else pytest.mark.matrix) for d in FOUR for on in ([], ALL_ON)
-]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +81,9 @@ def test_the_reference_learns(shared: tuple[str, dict]) -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size,overrides", GRID + MORE, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+    "world_size,overrides",
+    [*MORE, *(pytest.param(*layout, marks=pytest.mark.grid) for layout in GRID)],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )
 def test_every_layout_gives_the_same_curve(
     ranks: Ranks, shared: tuple[str, dict], world_size: int, overrides: list[str]

@@ -17,10 +17,10 @@ from sft.mcore.checkpoint_io import optimizer_shards, safe_reader
 from sft.mcore.optimizer import build, offload
 from sft.mcore.optimizer.offload import adam_instances
 from tests.ranks import scenarios
+from tests.ranks.interop import BOTH, check, our_save, their_load
+from tests.ranks.layouts import AUX, MOE
 from tests.ranks.pool import RankPool
-from tests.ranks.test_experts import AUX, MOE
-from tests.ranks.test_interop import BOTH, check, our_save, their_load
-from tests.ranks.test_resume import NORM_TOLERANCE, TOLERANCE, check_bitwise, part
+from tests.ranks.resuming import NORM_TOLERANCE, TOLERANCE, check_bitwise, part
 
 Ranks = Callable[[int], RankPool]
 

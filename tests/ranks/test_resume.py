@@ -1,6 +1,5 @@
 """A run cut in two is the run: 5 steps = 2 steps, save, load into new weights, 3 steps."""
 
-import hashlib
 import math
 import random
 from collections.abc import Callable
@@ -14,20 +13,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards, torch_dist_files
-from sft.mcore.engine import Engine
-from sft.mcore.optimizer import offload
+from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
+from tests.ranks.resuming import CUT, NORM_TOLERANCE, SHARDED, TOLERANCE, WHOLE, check_bitwise, part
 
 Ranks = Callable[[int], RankPool]
-CUT = 2
-# Another layout takes sums in another order: the last bits of a loss in fp32, those of every activation in bf16.
-TOLERANCE = {"fp32": 1e-6, "bf16": 1e-3}
-# The norm adds up the squares of all gradients, whose own error is some ten times that of a loss.
-NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
-SHARDED, WHOLE = "parallel.distributed_optimizer=true", "parallel.distributed_optimizer=false"
 SAME = [
     (1, []),
     (1, [SHARDED]),
@@ -52,28 +44,6 @@ LAYOUTS = {
     "pp2 cp2 sharded": (4, ["parallel.pp=2", "parallel.cp=2", SHARDED]),
 }
 BF16 = [("cp2 sharded", "tp2 sp"), ("tp2 sp", "pp2 sharded"), ("tp2 cp2 sp sharded", "1"), ("1", "dp4 sharded")]
-
-
-def part(overrides: list[str], steps: list[int], load: str | None, save: str | None) -> dict[str, Any]:
-    """Train the given steps (counted from 0), from `load` on and into `save`."""
-    with scenarios.running(overrides) as engine:
-        if load:
-            plain = engine_state.load(engine, Path(load))
-            assert plain["iteration"] == steps[0]
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in steps]
-        random.random(), np.random.random(), torch.rand(1)  # something to restore
-        if save:
-            Path(save).mkdir(exist_ok=True)
-            scenarios.save(engine, Path(save), {"iteration": steps[-1] + 1})
-        return {
-            "loss": [r.objective / r.num_tokens for r in results],
-            "grad_norm": [r.grad_norm for r in results],
-            "learning_rate": [r.learning_rate for r in results],
-            "parameters": scenarios.parameter_hash(engine),
-            "optimizer": optimizer_hash(engine),
-            "adam_steps": adam_steps(engine),
-        }
 
 
 CHUNK_BYTES = 1000
@@ -104,38 +74,11 @@ def test_large_tensors_are_stored_in_pieces(ranks: Ranks, tmp_path: Path) -> Non
         np.testing.assert_allclose(found["loss"], uninterrupted[0]["loss"][2:], rtol=TOLERANCE["fp32"])
 
 
-def optimizer_hash(engine: Engine) -> str:
-    """Of the moments and fp32 weights of this rank, in the order of the optimizer."""
-    digest = hashlib.sha256()
-    for one in optimizer_shards.optimizer_slices(engine.optimizer):
-        for name, flat in sorted(one.tensors.items()):
-            digest.update(name.encode() + flat.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def adam_steps(engine: Engine) -> set[float]:
-    states = [s for o in offload.chained_optimizers(engine.optimizer) for s in o.optimizer.state.values()]
-    assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
-    return {float(s["step"]) for s in states}
-
-
 @pytest.mark.parametrize("world_size,overrides", SAME, ids=str)
 def test_resuming_on_the_same_layout_is_bitwise(
     ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]
 ) -> None:
     check_bitwise(ranks(world_size), tmp_path, overrides)
-
-
-def check_bitwise(pool: RankPool, folder: Path, overrides: list[str]) -> None:
-    """Five steps at once, and cut in two, are the same to the last bit."""
-    whole = pool.run(part, overrides, [0, 1, 2, 3, 4], None, None)
-    first = pool.run(part, overrides, [0, 1], None, str(folder))
-    second = pool.run(part, overrides, [2, 3, 4], str(folder), None)
-    for w, f, s in zip(whole, first, second):
-        for name in ("loss", "grad_norm", "learning_rate"):
-            assert f[name] + s[name] == w[name]
-        assert s["parameters"] == w["parameters"] and s["optimizer"] == w["optimizer"]
-        assert f["adam_steps"] == {2.0} and s["adam_steps"] == w["adam_steps"] == {5.0}
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +100,15 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return make
 
 
-# Each layout to the next and back is in every run of the tests; the other pairs are not repeated on a second Python.
+# In every run of the tests each layout is left once and entered once; the other pairs are a grid.
 ORDER = list(LAYOUTS)
-NEIGHBOURS = {frozenset(pair) for pair in zip(ORDER, [*ORDER[1:], ORDER[0]])}
+RING = set(zip(ORDER, [*ORDER[1:], ORDER[0]]))
 PAIRS = [
-    pytest.param(b, a, "fp32", marks=[] if frozenset((b, a)) in NEIGHBOURS else pytest.mark.matrix)
-    for b in LAYOUTS
-    for a in LAYOUTS
-    if a != b
-] + [pytest.param(b, a, "bf16") for b, a in BF16]
+    pytest.param(before, after, "fp32", marks=[] if (before, after) in RING else pytest.mark.grid)
+    for before in LAYOUTS
+    for after in LAYOUTS
+    if after != before
+] + [pytest.param(before, after, "bf16") for before, after in BF16]
 
 
 @pytest.mark.parametrize("before,after,precision", PAIRS, ids=lambda name: name.replace(" ", "-"))

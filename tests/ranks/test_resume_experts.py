@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, torch_dist_files
 from tests.ranks import scenarios
+from tests.ranks.layouts import AUX, MOE
 from tests.ranks.pool import RankPool
-from tests.ranks.test_experts import AUX, MOE
-from tests.ranks.test_resume import CUT, NORM_TOLERANCE, SHARDED, TOLERANCE, WHOLE, check_bitwise, optimizer_hash, part
+from tests.ranks.resuming import CUT, NORM_TOLERANCE, SHARDED, TOLERANCE, WHOLE, check_bitwise, optimizer_hash, part
 
 Ranks = Callable[[int], RankPool]
 MODEL = [*MOE, *AUX]

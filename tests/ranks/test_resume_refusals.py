@@ -20,7 +20,7 @@ from sft.mcore.checkpoint_io import optimizer_shards
 from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
-from tests.ranks.test_save import listing, run_of
+from tests.ranks.saving import listing, run_of
 
 Ranks = Callable[[int], RankPool]
 DAMAGED = "iter_0000003.corrupt-"

@@ -4,42 +4,12 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.ranks.test_bad_input import kill, launch, start
+from tests.launching import chats, kill, launch, records, start
 from tests.unit.test_metrics import check
-
-TIMED = (
-    "tokens-per-second",
-    "tokens-per-second-per-rank",
-    "tokens-per-second-supervised",
-    "tflops-per-rank",
-    "data-wait-share",
-    "step-time-s",
-    "eval-time-s",
-)
-
-
-def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{i} + {i}?"},
-                {"role": "assistant", "content": str(2 * i) * (i % 7 + 1)},
-            ]
-        }
-        for i in range(count)
-    ]
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines if line["kind"] == kind]
 
 
 @pytest.fixture(scope="module")

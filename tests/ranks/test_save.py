@@ -1,11 +1,9 @@
 """Saving from real ranks: what is written is the state of its step, all of it, once, or nothing at all."""
 
-import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,72 +11,17 @@ import pytest
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
-from sft.checkpoint.saver import Saver
-from sft.checkpoint.train_state import Conditions, TrainState
-from sft.console import Console
-from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
-from sft.mcore.engine import Engine
-from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
-from tests.ranks.test_resume import optimizer_hash
+from tests.ranks.saving import ASYNC, Run, listing, run_of
 
 Ranks = Callable[[int], RankPool]
 END_OF_TEST = 60.0  # seconds; nothing waits that long unless it is broken
-SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
-ASYNC = "checkpoint.async_save=true"
 LAYOUTS: list[tuple[int, list[str]]] = [
     (1, []),
     (2, ["parallel.distributed_optimizer=true"]),
     (2, ["parallel.tp=2", "run.precision=bf16"]),
 ]
-
-
-class Run:
-    """An engine, its saver, and what rank 0 has said."""
-
-    def __init__(self, engine: Engine, folder: str, is_ours: Callable[[], bool] = lambda: True) -> None:
-        self.engine, self.folder, self.said = engine, Path(folder), io.StringIO()
-        now = Conditions(plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"})
-        console = Console(engine.groups.rank, self.said)
-        self.saver = Saver(engine.config.checkpoint, self.folder, now, engine.groups, console, is_ours)
-        self._loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
-
-    def train(self, *steps: int) -> None:
-        for step in steps:
-            assert not self.engine.train_step(self._loader.microbatches(step - 1)).skipped
-
-    def save(self, step: int, *, wait: bool = False, **state: Any) -> None:
-        self.saver.save(self.engine, TrainState(step=step, **state), wait=wait)
-
-    def lines(self) -> list[str]:
-        return self.said.getvalue().splitlines()
-
-    def hash(self) -> tuple[str, str]:
-        return scenarios.parameter_hash(self.engine), optimizer_hash(self.engine)
-
-    def loaded(self, step: int) -> tuple[str, str]:
-        """The hash of what the checkpoint of `step` holds; everything else in the engine is overwritten."""
-        plain = engine_state.load(self.engine, self.folder / folders.name_of(step))
-        assert plain["iteration"] == plain["sft"]["state"]["step"] == step
-        assert optimizer_shards.step_of(self.engine.optimizer) == step
-        return self.hash()
-
-
-@contextmanager
-def run_of(overrides: Sequence[str], folder: str, **given: Any) -> Iterator[Run]:
-    with scenarios.running([*SMALL, *overrides]) as engine:
-        yield Run(engine, folder, **given)
-
-
-def refusal(action: Callable[[], None]) -> str:
-    with pytest.raises((CheckpointError, StorageError)) as error:
-        action()
-    return str(error.value)
-
-
-def listing(folder: str | Path) -> list[str]:
-    return sorted(os.listdir(folder)) if Path(folder).exists() else []
 
 
 @pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
@@ -91,7 +34,7 @@ def test_saved_in_the_background_or_not_it_is_the_state_of_the_step(
         assert all(one["loaded"] == one["was"] for one in told)
         assert told[0]["later"] != told[0]["was"]  # or training on would prove nothing
         assert listing(folder) == ["iter_0000001", folders.POINTER]
-        assert all(one["stall_s"] > 0 and one["took_s"] > 0 and one["published"] == 1 for one in told)
+        assert all(one["took_s"] > 0 and one["published"] == 1 for one in told)
         first, last = told[0]["said"][0], told[0]["said"][-1]
         assert last.startswith(f"saved {folder}/iter_0000001 (") and last.endswith(" s)")
         assert wait_here or (re.fullmatch(r"saving step 1 in the background; training waited \d+\.\d s", first))
@@ -108,13 +51,12 @@ def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
         run.train(1)
         was = run.hash()
         run.save(1)
-        stall_s = run.saver.stall_s
         assert (run.saver.published, run.saver.took_s is None) == ((None, True) if ASYNC in overrides else (1, False))
         run.train(2, 3)
         later = run.hash()
         trained.set()
         run.saver.drain(must_succeed=True)
-        told = dict(was=was, later=later, stall_s=stall_s, took_s=run.saver.took_s, published=run.saver.published)
+        told = dict(was=was, later=later, took_s=run.saver.took_s, published=run.saver.published)
         return {**told, "said": run.lines(), "loaded": run.loaded(1)}
 
 

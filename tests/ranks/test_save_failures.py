@@ -17,7 +17,7 @@ from sft.checkpoint import saver as saving
 from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 from sft.mcore.optimizer import offload
 from tests.ranks.pool import RankPool
-from tests.ranks.test_save import ASYNC, Run, listing, refusal, run_of
+from tests.ranks.saving import ASYNC, Run, listing, refusal, run_of
 
 Ranks = Callable[[int], RankPool]
 WRITTEN = "was not written: rank 1: OSError: [Errno 28] No space left on device"

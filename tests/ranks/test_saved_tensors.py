@@ -16,8 +16,8 @@ from sft.mcore import device
 from sft.mcore.activations import offload, saved_tensors
 from sft.mcore.layer import _TiledRecompute
 from tests.ranks import scenarios
+from tests.ranks.layouts import GRADIENT_TOLERANCE
 from tests.ranks.pool import RankPool
-from tests.ranks.test_one_curve import GRADIENT_TOLERANCE
 
 Ranks = Callable[[int], RankPool]
 # Of a norm of a gradient, fp32: a weight's is summed tile by tile, or otherwise where heads are gathered in lots.
@@ -295,7 +295,7 @@ def shared_by_layers() -> tuple[list[int], bool]:
         with saving.forward_pass(3):
             out = x
             for _ in range(3):
-                saved_tensors.start_layer()
+                saving.start_layer()
                 out = out * table
 
         def noted(layers: offload.OffloadedLayers, number: int) -> None:
@@ -350,7 +350,7 @@ def where_kept(fraction: float, pipeline: bool) -> dict[str, Any]:
         with saving.forward_pass(5):
             out = x.exp()
             for _ in range(5):
-                saved_tensors.start_layer()
+                saving.start_layer()
                 out = out.sqrt()
         blocks = [(one.layer, one.tensor is None) for one in stored]
         out.sum().backward()
@@ -398,7 +398,7 @@ def kept_in_parts() -> list[list[float]]:
         saving = saved_tensors.SavePolicy(recompute=False, memory=memory, backward_is_next=False, resident=[buffer[8:]])
         x = torch.arange(8.0, requires_grad=True)
         with saving.forward_pass(1):
-            saved_tensors.start_layer()
+            saving.start_layer()
             whole = x * buffer[8:]
             first, second = whole.chunk(2)
             out = first * second
@@ -420,7 +420,7 @@ def kept_as_two_dtypes() -> list[float]:
         saving = saved_tensors.SavePolicy(recompute=False, memory=offload.PinnedMemory(torch.device("cpu")))
         x, table = torch.ones(8, requires_grad=True), torch.full((8,), 2.0)
         with saving.forward_pass(1):
-            saved_tensors.start_layer()
+            saving.start_layer()
             out = x * table + x * table.view(torch.int32) * 2.0**-30
         out.sum().backward()
         assert x.grad is not None
@@ -443,8 +443,9 @@ def still_there(again: bool) -> tuple[bool, bool]:
         memory = None if again else offload.PinnedMemory(torch.device("cpu"))
         x = torch.ones(8, requires_grad=True)
         small = torch.ones(1, requires_grad=True)
-        with saved_tensors.SavePolicy(recompute=again, memory=memory).forward_pass(1):
-            saved_tensors.start_layer()
+        saving = saved_tensors.SavePolicy(recompute=again, memory=memory)
+        with saving.forward_pass(1):
+            saving.start_layer()
             one = x if again else small  # either stays on the device
             dropped, held = one.exp(), one.exp()
         storages = [StorageWeakRef(out.untyped_storage()) for out in (dropped, held)]
@@ -466,9 +467,10 @@ def computed_again() -> tuple[list[float], bool]:
         return tensor * weight
 
     with mock.patch.object(saved_tensors.Recompute, "restore", noted):
-        with saved_tensors.SavePolicy(recompute=True).forward_pass(1):
+        saving = saved_tensors.SavePolicy(recompute=True)
+        with saving.forward_pass(1):
             z = double(x)
-            saved_tensors.mark_recomputable(z, double, x)
+            saving.mark_recomputable(z, double, x)
             out = z * z
         out.sum().backward()
     assert x.grad is not None and taken
@@ -530,11 +532,12 @@ def test_the_rule_is_what_the_recipe_says(
 
 def test_what_cheap_things_are_made_of_is_not_held_once_the_pass_is_over() -> None:
     x = torch.ones(8, requires_grad=True)
-    with saved_tensors.SavePolicy(recompute=True).forward_pass(1):
+    saving = saved_tensors.SavePolicy(recompute=True)
+    with saving.forward_pass(1):
         held = x.exp()
         given = torch.ones(8)
         copy = given.clone()
-        saved_tensors.mark_recomputable(copy, torch.clone, given)
+        saving.mark_recomputable(copy, torch.clone, given)
     storage = StorageWeakRef(given.untyped_storage())
     del given, copy
     assert storage.expired() and held.requires_grad

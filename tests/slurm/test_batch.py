@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_bad_input import RECIPE
-from tests.ranks.test_run import chats, records
+from tests.launching import RECIPE, chats, records
 from tests.slurm.cluster import Cluster, Job, command_lines, until
 
 ROOT = Path(__file__).resolve().parents[2]

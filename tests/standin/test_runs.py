@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft.trainer import STOPPED
-from tests.ranks.test_run import chats
+from tests.launching import chats
 from tests.standin import launch
 
 STEPS = 3

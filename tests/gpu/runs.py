@@ -1,0 +1,37 @@
+"""Engines on a GPU, and their losses."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sft.mcore import device, process_groups
+from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.engine import Engine
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
+from tests.ranks import scenarios
+
+STEPS = 50
+BF16_TOLERANCE = 1e-2  # of each loss over 50 steps, against full precision
+GPU = ["run.device=cuda", f"train.num_steps={STEPS}", "model.head_dim=64"]  # a width that the flash kernel has
+
+
+@contextmanager
+def running(overrides: Sequence[str]) -> Iterator[Engine]:
+    """An engine in this process, on the GPU."""
+    config = parse_recipe(scenarios.RECIPE, "tests", [*GPU, *overrides]).config
+    layout = Layout.resolve(config, 1)
+    place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
+    try:
+        yield Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
+    finally:
+        process_groups.stop()
+
+
+def losses(overrides: Sequence[str], steps: range = range(STEPS), load: Path | None = None) -> list[float]:
+    with running(overrides) as engine:
+        if load:
+            engine_state.load(engine, load)
+        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+        results = [engine.train_step(loader.microbatches(step)) for step in steps]
+        return [r.objective / r.num_tokens for r in results]

@@ -1,0 +1,232 @@
+"""Small random models of transformers and the same weights in our engine: token losses and gradients of both."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sft.batch import Sample
+from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.engine import Engine
+from sft.parallel import context_parallel
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+
+LAYERS, HEADS, GROUPS, HEAD_DIM, WIDTH, FFN, EXPERTS = 2, 8, 4, 8, 32, 64, 4
+# fp32, two implementations; one rounding of a loss of 8 to 16 nats is 1e-6; measured at most 4.8e-6.
+TOKEN_LOSS_TOLERANCE = 1e-5
+MEAN_LOSS_TOLERANCE = 1e-6  # relative; the roundings of some 100 tokens average out
+GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter; measured at most 3.4e-6
+# What a wrong model must differ by, so that an equality within the tolerance says something.
+VISIBLE = 1e-2
+BASE = 10000.0
+LENGTHS = (200, 37, 64, 5, 90)  # two packs' worth, one multiple of 32
+PACKS = ((0, 1), (4, 2, 3))
+SHARED = [
+    f"model.num_layers={LAYERS}",
+    f"model.hidden_size={WIDTH}",
+    f"model.ffn_hidden_size={FFN}",
+    f"model.num_attention_heads={HEADS}",
+    f"model.num_query_groups={GROUPS}",
+    f"model.head_dim={HEAD_DIM}",  # not hidden_size / heads: the attention output is wider than the model
+    "model.init_std=0.2",  # sharp attention: with 0.02 it is a mean, and positions would not matter
+    "train.global_batch_size=2",
+]
+Ranks = Callable[[int], RankPool]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model of ours, by overrides, and the same model of transformers."""
+
+    hf: str
+    overrides: list[str]
+    norm_epsilon: float = 1e-6
+    tied: bool = False
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+
+    @property
+    def recipe(self) -> list[str]:
+        tied = f"model.tie_embeddings={str(self.tied).lower()}"
+        return SHARED + self.overrides + [tied, f"model.norm_epsilon={self.norm_epsilon}"]
+
+
+LLAMA = ["model.qk_norm=false", "model.qkv_bias=false"]
+
+
+def write_weights(overrides: Sequence[str], folder: str) -> dict[str, np.ndarray]:
+    """A checkpoint whose norms and biases are random too (initially they are 1 and 0), and what is in it."""
+    with scenarios.running(overrides) as engine:
+        generator = torch.Generator().manual_seed(11)
+        parameters = dict(engine.chunks[0].module.named_parameters())
+        with torch.no_grad():
+            for param in parameters.values():
+                if param.dim() == 1:
+                    param += 0.3 * torch.randn(param.shape, generator=generator)
+        scenarios.save(engine, Path(folder), {})
+        return {name: param.detach().numpy().copy() for name, param in parameters.items()}
+
+
+def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[Any]:
+    """-log p(label) of every local token of each pack, and the pack positions they belong to."""
+    with scenarios.running(overrides) as engine:
+        engine_state.load_weights(engine, Path(folder))
+        return [_losses(engine, samples) for samples in packs]
+
+
+def _losses(engine: Engine, samples: Sequence[Sample]) -> Any:
+    microbatch = scenarios.microbatch_of(engine, samples)
+    losses = scenarios.local_token_losses(engine, microbatch)
+    where = context_parallel.local_indices(microbatch.cu_seqlens.numpy(), engine.layout.cp, engine.groups.cp_rank)
+    return None if losses is None else (where, losses.numpy())
+
+
+def packed_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """Gradient of the mean loss over supervised tokens of all packs, by parameter name; needs tp 1, pp 1.
+
+    Data-parallel ranks take turns with the packs.  Experts are named by their number among all.
+    """
+    with scenarios.running(overrides) as engine:
+        engine_state.load_weights(engine, Path(folder))
+        (chunk,) = engine.chunks
+        chunk.train()
+        chunk.zero_grad_buffer()
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        totals = engine._run([scenarios.microbatch_of(engine, samples) for samples in mine], forward_only=False)
+        gradients = {
+            global_name(engine, name): param.main_grad.numpy().copy() for name, param in chunk.module.named_parameters()
+        }
+        return {
+            "gradients": gradients,
+            "loss": totals.objective / totals.num_tokens,
+            "num_tokens": totals.num_tokens,
+        }
+
+
+def global_name(engine: Engine, name: str) -> str:
+    """local_experts.0 on the second of two expert-parallel ranks that share four experts is local_experts.2."""
+    first = engine.groups.collection.ep.rank() * (engine.config.model.moe.num_experts or 0) // engine.layout.ep
+    return re.sub(r"(?<=local_experts\.)\d+", lambda found: str(int(found[0]) + first), name)
+
+
+def in_hf_names(arch: Architecture, ours: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Our parameters, or their gradients, under transformers' names; each of ours is used exactly once."""
+    left = {name: torch.from_numpy(value.copy()) for name, value in ours.items()}
+    padding = left["embedding.word_embeddings.weight"][scenarios.VOCAB :]
+    assert padding.shape == (83, WIDTH)  # 301 tokens in 384 rows
+    named = {
+        "model.embed_tokens.weight": left.pop("embedding.word_embeddings.weight")[: scenarios.VOCAB],
+        "model.norm.weight": left.pop("decoder.final_layernorm.weight"),
+    }
+    if not arch.tied:
+        named["lm_head.weight"] = left.pop("output_layer.weight")[: scenarios.VOCAB]
+    for i in range(LAYERS):
+        us, them = f"decoder.layers.{i}", f"model.layers.{i}"
+        for kind in ("weight", "bias"):
+            fused = left.pop(f"{us}.self_attention.linear_qkv.{kind}", None)
+            if fused is not None:
+                for name, part in zip(("q_proj", "k_proj", "v_proj"), apart(fused)):
+                    named[f"{them}.self_attn.{name}.{kind}"] = part
+        if f"{us}.mlp.router.weight" in left:
+            named[f"{them}.mlp.gate.weight"] = left.pop(f"{us}.mlp.router.weight")
+            for ours, theirs in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):  # gate above up in both
+                stack = [left.pop(f"{us}.mlp.experts.local_experts.{e}.linear_{ours}.weight") for e in range(EXPERTS)]
+                named[f"{them}.mlp.experts.{theirs}"] = torch.stack(stack)
+        else:
+            gate_and_up = left.pop(f"{us}.mlp.linear_fc1.weight")
+            named[f"{them}.mlp.gate_proj.weight"] = gate_and_up[:FFN]
+            named[f"{them}.mlp.up_proj.weight"] = gate_and_up[FFN:]
+            named[f"{them}.mlp.down_proj.weight"] = left.pop(f"{us}.mlp.linear_fc2.weight")
+        named[f"{them}.self_attn.o_proj.weight"] = left.pop(f"{us}.self_attention.linear_proj.weight")
+        named[f"{them}.input_layernorm.weight"] = left.pop(f"{us}.input_layernorm.weight")
+        named[f"{them}.post_attention_layernorm.weight"] = left.pop(f"{us}.pre_mlp_layernorm.weight")
+        if arch.hf.startswith("Qwen3"):
+            named[f"{them}.self_attn.q_norm.weight"] = left.pop(f"{us}.self_attention.q_layernorm.weight")
+            named[f"{them}.self_attn.k_norm.weight"] = left.pop(f"{us}.self_attention.k_layernorm.weight")
+    assert not left, f"not in the table: {sorted(left)}"
+    return named
+
+
+def apart(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows group by group, [its query heads, its key, its value] each -> queries, keys, values."""
+    per_group = HEADS // GROUPS
+    rows = fused.view(GROUPS, per_group + 2, HEAD_DIM, *fused.shape[1:])
+    parts = rows[:, :per_group], rows[:, per_group], rows[:, per_group + 1]
+    return tuple(part.reshape(-1, *fused.shape[1:]) for part in parts)
+
+
+def hf_model(arch: Architecture, weights: dict[str, np.ndarray]) -> Any:
+    """transformers' model in fp32 with eager attention, holding our weights."""
+    import transformers
+
+    config = getattr(transformers, f"{arch.hf}Config")(
+        vocab_size=scenarios.VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=HEAD_DIM,
+        rms_norm_eps=arch.norm_epsilon,
+        tie_word_embeddings=arch.tied,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": BASE, **arch.rope},
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    model = getattr(transformers, f"{arch.hf}ForCausalLM")(config).float().train()
+    named = in_hf_names(arch, weights)
+    assert sorted(named) == sorted(name for name, _ in model.named_parameters())
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            assert param.shape == named[name].shape, name
+            param.copy_(named[name])
+    return model
+
+
+def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
+    """-log p of each token but the first, given those before it: [n - 1]; the sample alone, unpadded."""
+    tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+    return torch.nn.functional.cross_entropy(model(input_ids=tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint of ours, and transformers' model of the same weights."""
+
+    folder: str
+    weights: dict[str, np.ndarray]
+    model: Any
+
+
+def check_losses(results: list[Any], reference: Reference, packs: list[list[Sample]]) -> None:
+    """Per-token losses of every sample of every pack, whichever rank has them."""
+    for i, samples in enumerate(packs):
+        aligned = [-(-len(sample.tokens) // 32) * 32 for sample in samples]
+        losses = np.full(sum(aligned), np.nan, dtype=np.float32)
+        for result in results:
+            if result[i] is not None:
+                where, values = result[i]
+                losses[where] = values
+        for sample, start in zip(samples, np.cumsum([0, *aligned])):
+            with torch.no_grad():
+                expected = hf_losses(reference.model, sample).numpy()
+            found = losses[start : start + len(expected)]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=TOKEN_LOSS_TOLERANCE)
+
+
+def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:
+    """Mean loss over the supervised tokens of all samples, and their number; gradients stay on the model."""
+    model.zero_grad()
+    masks = [torch.from_numpy(sample.weights[1:] > 0) for sample in samples]
+    count = sum(int(mask.sum()) for mask in masks)
+    total = 0.0
+    for sample, mask in zip(samples, masks):
+        loss = hf_losses(model, sample)[mask].sum() / count
+        loss.backward()
+        total += float(loss.detach())
+    return total, count

@@ -1,0 +1,70 @@
+"""A saver on ranks, without a run around it."""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.checkpoint import folders
+from sft.checkpoint.saver import Saver
+from sft.checkpoint.train_state import Conditions, TrainState
+from sft.console import Console
+from sft.errors import CheckpointError, StorageError
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards
+from sft.mcore.engine import Engine
+from tests.ranks import scenarios
+from tests.ranks.resuming import optimizer_hash
+
+SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
+ASYNC = "checkpoint.async_save=true"
+
+
+class Run:
+    """An engine, its saver, and what rank 0 has said."""
+
+    def __init__(self, engine: Engine, folder: str, is_ours: Callable[[], bool] = lambda: True) -> None:
+        self.engine, self.folder, self.said = engine, Path(folder), io.StringIO()
+        now = Conditions(plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"})
+        console = Console(engine.groups.rank, self.said)
+        self.saver = Saver(engine.config.checkpoint, self.folder, now, engine.groups, console, is_ours)
+        self._loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
+
+    def train(self, *steps: int) -> None:
+        for step in steps:
+            assert not self.engine.train_step(self._loader.microbatches(step - 1)).skipped
+
+    def save(self, step: int, *, wait: bool = False, **state: Any) -> None:
+        self.saver.save(self.engine, TrainState(step=step, **state), wait=wait)
+
+    def lines(self) -> list[str]:
+        return self.said.getvalue().splitlines()
+
+    def hash(self) -> tuple[str, str]:
+        return scenarios.parameter_hash(self.engine), optimizer_hash(self.engine)
+
+    def loaded(self, step: int) -> tuple[str, str]:
+        """The hash of what the checkpoint of `step` holds; everything else in the engine is overwritten."""
+        plain = engine_state.load(self.engine, self.folder / folders.name_of(step))
+        assert plain["iteration"] == plain["sft"]["state"]["step"] == step
+        assert optimizer_shards.step_of(self.engine.optimizer) == step
+        return self.hash()
+
+
+@contextmanager
+def run_of(overrides: Sequence[str], folder: str, **given: Any) -> Iterator[Run]:
+    with scenarios.running([*SMALL, *overrides]) as engine:
+        yield Run(engine, folder, **given)
+
+
+def refusal(action: Callable[[], None]) -> str:
+    with pytest.raises((CheckpointError, StorageError)) as error:
+        action()
+    return str(error.value)
+
+
+def listing(folder: str | Path) -> list[str]:
+    return sorted(os.listdir(folder)) if Path(folder).exists() else []

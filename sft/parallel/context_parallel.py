@@ -35,7 +35,7 @@ def local_indices(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndar
     rank 0 -> [0, 1, 6, 7]        rank 1 -> [2, 3, 4, 5]
     """
     starts, chunk = _documents(cu_seqlens, cp_size)
-    _check_rank(cp_size, cp_rank)
+    assert 0 <= cp_rank < cp_size, f"cp_rank = {cp_rank} is not one of 0..{cp_size - 1}"
     if cp_size == 1:
         return np.arange(cu_seqlens[-1], dtype=np.int64)
     early = starts + cp_rank * chunk
@@ -77,10 +77,6 @@ def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.nda
         f"2 * cp_size = {2 * cp_size}"
     )
     return starts, lengths // (2 * cp_size)
-
-
-def _check_rank(cp_size: int, cp_rank: int) -> None:
-    assert 0 <= cp_rank < cp_size, f"cp_rank = {cp_rank} is not one of 0..{cp_size - 1}"
 
 
 def _runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:

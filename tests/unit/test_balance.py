@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sft.data.inspect.forecast import bounds
 from sft.data.packing import balance
 from sft.data.packing.balance import Slots, assign, costs, efficiency
-from sft.data.packing.bounds import bounds
 from sft.data.packing.plan import plan_epoch
 from sft.parallel.alignment import aligned
 

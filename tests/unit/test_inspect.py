@@ -124,8 +124,9 @@ def test_retention_is_of_whole_rows_whatever_becomes_of_them(over_long: str) -> 
 
 
 def test_retention_has_the_recipes_own_length_wherever_it_lies() -> None:
-    lengths, supervised = np.array([30, 40, 90]), np.array([0, 0, 0])
-    points = retention(lengths, supervised, doc_multiple=32, seq_length=1000)
+    rows = np.zeros(3, dtype=LINE)
+    rows["full_tokens"] = [30, 40, 90]
+    points = retention(rows, doc_multiple=32, seq_length=1000)
     assert [(p.seq_length, p.rows) for p in points] == [(32, 1), (48, 1), (64, 2), (96, 3), (1000, 3)]
     assert points[-1] == Retention(
         seq_length=1000,
@@ -137,7 +138,7 @@ def test_retention_has_the_recipes_own_length_wherever_it_lies() -> None:
         tokens_share=1.0,
         supervised_share=0.0,
     )
-    assert [p.seq_length for p in retention(lengths, supervised, doc_multiple=1, seq_length=8)] == [8, 32, 48, 64, 96]
+    assert [p.seq_length for p in retention(rows, doc_multiple=1, seq_length=8)] == [8, 32, 48, 64, 96]
 
 
 def test_quantiles_are_lengths_that_occur() -> None:

@@ -6,7 +6,7 @@ Efficiencies are percent, mean over largest, medians of 20 batches:
     next-fit, best-fit  the packs of those ways (tools/bench/packing.py), dealt out in turn
     in order            our packs, dealt out in turn
     level               our packs as sft/data/packing/balance.py assigns them; `worst` is its smallest
-    limit               what no assignment of full packs exceeds (sft/data/packing/bounds.py)
+    limit               what no assignment of full packs exceeds (sft/data/inspect/forecast.py)
 """
 
 import argparse
@@ -15,8 +15,8 @@ from functools import cache
 
 import numpy as np
 
+from sft.data.inspect.forecast import bounds
 from sft.data.packing.balance import assign, costs, efficiency
-from sft.data.packing.bounds import bounds
 from sft.data.packing.plan import Plan
 from tools.bench.clock import cpu_time
 from tools.bench.harness import Bar, Column, Option, Row, Subject

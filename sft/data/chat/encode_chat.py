@@ -63,7 +63,7 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "as
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
-    by_message = _weights_of_turns(chat, supervise)
+    by_message = weights_of_turns(chat, supervise)
     rendered = None  # the byte tokenizer has a template of its own, which writes all
     if isinstance(tokenizer, ByteTokenizer):
         ids, spans = _encode_bytes(chat)
@@ -86,7 +86,7 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "as
     return Encoding(ids, weights, rendered)
 
 
-def _weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
+def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
     """Weight of the tokens of each assistant turn, by message.  Turns of weight 0 are listed for `all` only."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)

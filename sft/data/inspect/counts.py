@@ -190,27 +190,26 @@ def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
     )
 
 
-def retention(
-    lengths: np.ndarray, supervised: np.ndarray, *, doc_multiple: int, seq_length: int
-) -> tuple[Retention, ...]:
-    """The share that fits whole, at the recipe's seq_length and at others: powers of two and half-way between them.
+def retention(rows: np.ndarray, *, doc_multiple: int, seq_length: int) -> tuple[Retention, ...]:
+    """The share of `rows`, LINE [n], that fits whole: at the recipe's seq_length, powers of two and half-way between.
 
     lengths 30 40 90, each padded to a multiple of 32 -> 32 64 96
     seq_length 32: 1 of 3 rows, 30 of 160 tokens; 48: the same; 64: 2 rows, 70 tokens; 96: all
     """
+    lengths, supervised = rows["full_tokens"], rows["full_supervised"]
     padded = aligned(lengths, doc_multiple)
     points = []
     for size in sorted({*_candidates(int(padded.min()), int(padded.max())), seq_length}):
         fits = padded <= size
-        rows, tokens, labels = int(fits.sum()), int(lengths[fits].sum()), int(supervised[fits].sum())
+        tokens, labels = int(lengths[fits].sum()), int(supervised[fits].sum())
         points.append(
             Retention(
                 seq_length=size,
                 is_recipe=size == seq_length,
-                rows=rows,
+                rows=int(fits.sum()),
                 tokens=tokens,
                 supervised=labels,
-                rows_share=rows / len(lengths),
+                rows_share=float(fits.mean()),
                 tokens_share=tokens / int(lengths.sum()),
                 supervised_share=labels / max(1, int(supervised.sum())),
             )

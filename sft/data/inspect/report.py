@@ -7,8 +7,9 @@ whether there is colour: without it, what is learnt stands in [[ ]].
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-from sft.data.inspect.counts import Counts, Retention
+from sft.data.inspect.counts import Counts
 from sft.data.inspect.findings import Finding
 from sft.data.inspect.preview import Piece, Preview
 from sft.data.inspect.survey import Survey, TokenizerFacts
@@ -86,19 +87,21 @@ def preview_lines(preview: Preview, *, color: bool) -> Iterator[str]:
       [[b<|im_end|>]]⏎
     """
     yield f"  {preview.name} ({preview.why}): {preview.tokens:,} tokens, {preview.supervised:,} supervised"
-    text = "".join(_piece(piece, color=color) for piece in _joined(preview.pieces))
+    kinds = groupby(preview.pieces, key=lambda piece: piece.is_supervised)
+    texts = [("".join(map(_shown, pieces)), is_supervised) for is_supervised, pieces in kinds]
+    text = "".join(_marked(text, is_supervised=is_supervised, color=color) for text, is_supervised in texts if text)
     yield from (f"    {line}" for line in text.removesuffix("\n").split("\n"))
 
 
 def visible(text: str) -> str:
-    """Nothing that a terminal would act on or hide: newlines as ⏎, tabs as ⇥, other control characters as escapes.
+    """Nothing that a terminal would act on or hide: newlines as ⏎, tabs as ⇥; control, format, private and unassigned
+    characters and separators of lines and paragraphs as escapes.
 
     "a\\tb\\x1b[31m" -> "a⇥b\\\\x1b[31m"
     """
-    return "".join(
-        _SIGNS.get(letter) or (letter if _is_visible(letter) else letter.encode("unicode_escape").decode())
-        for letter in text
-    )
+    hidden = {letter for letter in text if unicodedata.category(letter)[0] == "C" or letter in "\u2028\u2029"}
+    replaced = {letter: letter.encode("unicode_escape").decode() for letter in hidden} | _SIGNS
+    return "".join(replaced.get(letter, letter) for letter in text)
 
 
 def percent(part: float, whole: float) -> str:
@@ -132,7 +135,8 @@ def _files(survey: Survey) -> Iterator[str]:
     body = [
         [
             counts.name,
-            _set(counts),
+            # train, train.SOURCE where sources have names, or the held-out set: as the keys of a recipe have it
+            counts.part if counts.source is None else f"{counts.part}.{counts.source}",
             *(f"{count:,}" for count in (counts.rows, counts.samples, counts.tokens)),
             percent(counts.supervised, counts.tokens),
             *(f"{length:,}" for length in (counts.p50, counts.p90, counts.p99, counts.longest)),
@@ -142,11 +146,6 @@ def _files(survey: Survey) -> Iterator[str]:
     yield from _table([header, *body], left=2)
     losses = [line for counts in survey.files for line in _losses(counts)]
     yield from losses or (["nothing is cut, dropped or skipped"] if survey.refused is None else [])
-
-
-def _set(counts: Counts) -> str:
-    """train, train.SOURCE where sources have names, or the held-out set: as the keys of a recipe have it."""
-    return counts.part if counts.source is None else f"{counts.part}.{counts.source}"
 
 
 def _losses(counts: Counts) -> Iterator[str]:
@@ -191,7 +190,8 @@ def _lengths(total: Counts) -> Iterator[str]:
 def _retention(survey: Survey) -> Iterator[str]:
     """The points of the curve; those that hold no more than the one before are left out."""
     points = survey.retention
-    shown = [p for p, before in zip(points, [None, *points], strict=False) if p.is_recipe or _holds_more(p, before)]
+    held_before = [-1, *(point.rows for point in points)]
+    shown = [p for p, held in zip(points, held_before, strict=False) if p.is_recipe or p.rows > held]
     everything = points[-1]  # the last one holds the longest row
     body = [
         [
@@ -205,10 +205,6 @@ def _retention(survey: Survey) -> Iterator[str]:
     lines = _table([["seq_length", "rows", "tokens", "supervised tokens"], *body], left=0)
     marks = ["", *("   <- this recipe" if point.is_recipe else "" for point in shown)]
     yield from (line + mark for line, mark in zip(lines, marks, strict=True))
-
-
-def _holds_more(point: Retention, before: Retention | None) -> bool:
-    return before is None or point.rows > before.rows
 
 
 def _roles(survey: Survey) -> Iterator[str]:
@@ -263,27 +259,13 @@ def _table(rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _joined(pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
-    """Neighbouring pieces of one kind as one text, gaps in words."""
-    text, kind = "", False
-    for piece in pieces:
-        shown = f"\n[... {piece.tokens:,} tokens ...]\n" if piece.is_gap else visible(piece.text)
-        if piece.is_supervised != kind and text:
-            yield text, kind
-            text = ""
-        text, kind = text + shown, piece.is_supervised
-    if text:
-        yield text, kind
-
-
-def _piece(piece: tuple[str, bool], *, color: bool) -> str:
-    text, is_supervised = piece
+def _marked(text: str, *, is_supervised: bool, color: bool) -> str:
     if not color:
         return f"[[{text}]]" if is_supervised else text
     start = _GREEN if is_supervised else _DIM
     return "\n".join(f"{start}{line}{_RESET}" if line else "" for line in text.split("\n"))
 
 
-def _is_visible(letter: str) -> bool:
-    """Not a control, format, private or unassigned character, and no line or paragraph separator."""
-    return unicodedata.category(letter)[0] != "C" and letter not in "\u2028\u2029"
+def _shown(piece: Piece) -> str:
+    """Its text, or a gap in words."""
+    return f"\n[... {piece.tokens:,} tokens ...]\n" if piece.is_gap else visible(piece.text)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sft.console import Console
-from sft.data.chat.encode_chat import Supervise
+from sft.data.chat.encode_chat import Supervise, weights_of_turns
 from sft.data.chat.formats import Chat, Tokenized, read_row
 from sft.data.chat.messages import ROLES, Message, to_json
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
@@ -60,8 +60,10 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
         if isinstance(chat, Tokenized):
             num_tokenised += 1
             continue
+        weights = weights_of_turns(chat, supervise)
         for i, message in enumerate(chat.messages):
-            role, text, is_trained = message["role"], _text(message), _is_trained(chat, i, supervise)
+            role, text = message["role"], _text(message)
+            is_trained = weights.get(i, float(supervise == "all")) > 0
             counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
             if role == "user" and not text.strip():
                 empty.add(path, number)
@@ -137,14 +139,6 @@ def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | T
                     yield path, number, read_row(parse(content))
                     progress.advance(1)
                     next_wanted = next(wanted, None)
-
-
-def _is_trained(chat: Chat, i: int, supervise: Supervise) -> bool:
-    """Whether message `i` is supervised, as `encode_chat.py` has it: an assistant's may weigh nothing."""
-    if chat.messages[i]["role"] != "assistant":
-        return supervise == "all"
-    weighs = chat.weights is None or chat.weights[i] > 0
-    return weighs and (supervise != "last" or all(m["role"] != "assistant" for m in chat.messages[i + 1 :]))
 
 
 def _text(message: Message) -> str:

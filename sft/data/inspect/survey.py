@@ -100,7 +100,6 @@ def take_survey(
     facts = tokenizer_facts(tokenizer)
     scanned, *scans = [scan(data_set.corpus, facts.end_of_turn_ids, console) for data_set, _ in prepared]
     messages = count_messages(train, tokenizer, data.supervise, console)
-    full_rows = np.concatenate(train.rows)
     return Survey(
         schema=SCHEMA,
         recipe=recipe,
@@ -112,12 +111,7 @@ def take_survey(
         files=tuple(counts for data_set, _ in prepared for counts in of_files(data_set)),
         sources=tuple(of_sources(train)),
         total=of_all(train),
-        retention=retention(
-            full_rows["full_tokens"],
-            full_rows["full_supervised"],
-            doc_multiple=data.doc_multiple,
-            seq_length=data.seq_length,
-        ),
+        retention=retention(np.concatenate(train.rows), doc_multiple=data.doc_multiple, seq_length=data.seq_length),
         roles=messages.roles,
         roles_exact=messages.is_exact,
         rows_of_tokens=messages.num_tokenised,

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,11 @@ def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> li
         if len(packs) > header["train.global_batch_size"]:
             raise DataError(f"{line}: {len(packs)} packs; a global batch has {header['train.global_batch_size']}.")
         epochs[epoch] += packs
-    return [
-        plan_of(
-            np.array([i for pack in packs for i in pack], dtype=np.int64),
-            np.array([len(pack) for pack in packs]),
-            lengths,
-            capacity,
-            multiple,
-        )
-        for packs in epochs
-    ]
+    plans = []
+    for packs in epochs:
+        samples = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
+        plans.append(plan_of(samples, np.array([len(pack) for pack in packs]), lengths, capacity, multiple))
+    return plans
 
 
 def compare_plans(first: Path, second: Path) -> list[str]:
@@ -147,10 +143,10 @@ def compare_plans(first: Path, second: Path) -> list[str]:
 def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[int, int], Counter[int]]:
     """(epoch, batch) -> the ids of its samples."""
     members: dict[tuple[int, int], Counter[int]] = {}
-    counts: Counter[int] = Counter()
+    num_batches: Counter[int] = Counter()
     for _, epoch, packs in batches:
-        members[epoch, counts[epoch]] = Counter(i for pack in packs for i in pack)
-        counts[epoch] += 1
+        members[epoch, num_batches[epoch]] = Counter(chain.from_iterable(packs))
+        num_batches[epoch] += 1
     return members
 
 
@@ -164,7 +160,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[in
     for line, row in rows:
         epoch: Any = row.get("epoch")
         packs: Any = row.get("packs")
-        if type(epoch) is not int or epoch < 0 or not _are_packs(packs):
+        lists = isinstance(packs, list) and packs and all(isinstance(pack, list) for pack in packs)
+        if type(epoch) is not int or epoch < 0 or not lists or not all(type(i) is int for i in chain(*packs)):
             raise DataError(
                 f'{line}: expected a global batch, as in {{"epoch": 0, "batch": 0, "packs": [[0, 1], [2]]}}.'
             )
@@ -186,15 +183,6 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"the plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise DataError(f"{path} is not a plan: a line is no JSON object ({error}).") from error
-
-
-def _are_packs(packs: object) -> bool:
-    """At least one list of numbers."""
-    return (
-        isinstance(packs, list)
-        and bool(packs)
-        and all(isinstance(pack, list) and all(type(i) is int for i in pack) for pack in packs)
-    )
 
 
 def _check(line: str, pack: list[int], lengths: np.ndarray, capacity: int, multiple: int) -> None:

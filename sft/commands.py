@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def train(arguments: Namespace) -> int:
     """`sft train`; 75 where the run was asked to stop before its end, and has saved"""
     recipe = _recipe(arguments)
-    _layout(recipe, _launched_world_size() or 1)
+    layout = _layout(recipe, _launched_world_size() or 1)
     _check_wandb(recipe)
     _check_paths(recipe)
 
     from sft.trainer import main
 
-    return main(recipe)
+    return main(recipe, layout)
 
 
 def status(arguments: Namespace) -> int:

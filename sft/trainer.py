@@ -105,7 +105,9 @@ class Trainer:
                     result = self._train_step(state.step, batch, waited_s=time.monotonic() - started)
                     state = state.after(result, batch.position, link(state.chain, *batch.position, batch.samples))
                     self.lifecycle.step, self.lifecycle.step_s = state.step, time.monotonic() - started
-                    self._log(state, batch, result, metrics, sample_log)
+                    if sample_log is not None:
+                        sample_log.write(state.step, *batch.position, batch.samples, state.chain)
+                    metrics.train(state.step, result, seconds=self.lifecycle.step_s)
                     self._check(state, batch, result)
                     progress.advance(1)
                     state, held_out = self._evaluate(state, metrics)
@@ -131,13 +133,6 @@ class Trainer:
         result = self.engine.train_step(batch.microbatches, sources=self.data.train.sources, data_wait_s=waited_s)
         assert result.num_documents == len(batch.samples), (result.num_documents, batch.samples)
         return result
-
-    def _log(
-        self, state: TrainState, batch: GlobalBatch, result: StepResult, metrics: MetricsLog, samples: SampleLog | None
-    ) -> None:
-        if samples is not None:
-            samples.write(state.step, *batch.position, batch.samples, state.chain)
-        metrics.train(state.step, result, seconds=self.lifecycle.step_s)
 
     def _check(self, state: TrainState, batch: GlobalBatch, result: StepResult) -> None:
         """Raises TrainingError after too many non-finite steps in a row."""

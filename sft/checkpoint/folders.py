@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sft.atomic_files import flush, replace_text
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, ConfigError
 
 POINTER = "latest_checkpointed_iteration.txt"
 MARKER = "metadata.json"  # which core writes into every torch_dist checkpoint
@@ -96,8 +96,11 @@ def make_temporary(folder: Path, step: int) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OSError where no checkpoint could be written, before the first save tries."""
-    make_temporary(folder, 0).rmdir()
+    """Raise ConfigError where no checkpoint could be written, before the first save tries."""
+    try:
+        make_temporary(folder, 0).rmdir()
+    except OSError as error:
+        raise ConfigError(f"run.dir = {folder.parent}: no checkpoint could be written: {error}.") from error
 
 
 def publish(written: Path, step: int) -> Path:

@@ -177,3 +177,8 @@ def _is_plain(name: str) -> bool:
 def names_in(folder: Path) -> Sequence[str]:
     """Names of all files of a checkpoint except the manifest."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.name != NAME)
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files of a checkpoint that is being written."""
+    return sum((folder / name).stat().st_size for name in names_in(folder))

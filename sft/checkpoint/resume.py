@@ -19,7 +19,7 @@ from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
 from sft.config import CheckpointConfig, Config
 from sft.console import Console, size
-from sft.errors import CheckpointError, ConfigError
+from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -46,7 +46,7 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
     point = find(config.checkpoint, folder, engine.groups, console)
     for removed in broadcast_from_rank0(lambda: folders.remove_leftovers(folder), control):
         console.say(f"removed {removed}, left by a save that was cut off")
-    broadcast_from_rank0(lambda: _check_writable(folder), control)
+    broadcast_from_rank0(lambda: folders.check_writable(folder), control)
     if point is not None:
         state = load(engine, point, config.checkpoint, conditions, console)
         saver.resumed(state.step, is_ours=point.path.parent.resolve() == folder.resolve())
@@ -56,13 +56,6 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
     else:
         console.say(f"started from random weights (seed {config.run.seed})")
     return TrainState()
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        folders.check_writable(folder)
-    except OSError as error:
-        raise ConfigError(f"run.dir = {folder.parent}: no checkpoint could be written: {error}.") from error
 
 
 def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> ResumePoint | None:
@@ -145,6 +138,9 @@ def load(
     if point.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
     same = engine_state.is_same_layout(engine, plain)
+    position = f"step {state.step} of this recipe's plan; which samples were seen is not known"
+    if sft is not None:
+        position = f"after global batch {state.batch} of epoch {state.epoch}, {state.num_tokens:,} supervised tokens"
     console.say(
         "\n".join(
             [
@@ -152,7 +148,7 @@ def load(
                 f"  files      {point.verification}",
                 f"  restored   weights, moments, Adam's step, schedule{', random generators' if same else ''}",
                 *([] if same else ["  not        random generators: another layout; nothing random happens in a step"]),
-                _position(state, sft is not None),
+                f"  position   {position}",
                 *lines,
             ]
         )
@@ -178,14 +174,6 @@ def start_from(engine: Engine, source: str, verify: Verify, console: Console) ->
     point = verified(path, verify, engine.groups)
     engine_state.load_weights(engine, point.path)
     console.say(f"started from the weights of {point.path} ({point.verification})")
-
-
-def _position(state: TrainState, is_known: bool) -> str:
-    if not is_known:
-        return f"  position   step {state.step} of this recipe's plan; which samples were seen is not known"
-    return (
-        f"  position   after global batch {state.batch} of epoch {state.epoch}, {state.num_tokens:,} supervised tokens"
-    )
 
 
 def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:

@@ -11,10 +11,10 @@ failure of the last save, end the run.
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest
@@ -48,7 +48,7 @@ class Saver:
         conditions: Conditions,
         groups: ProcessGroups,
         console: Console,
-        is_ours: Any,
+        is_ours: Callable[[], bool],
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours = console, is_ours
@@ -57,8 +57,7 @@ class Saver:
         self._failures = 0
         self._saved_step: int | None = None
         self._resumed_step: int | None = 0  # None: later checkpoints are renamed already
-        self.stall_s: float | None = None  # how long training waited for the last save
-        self.took_s: float | None = None  # how long that save took until it was published
+        self.took_s: float | None = None  # how long the last save took until it was published
         self.published: int | None = None  # step of the newest published checkpoint
 
     def resumed(self, step: int, *, is_ours: bool) -> None:
@@ -86,22 +85,20 @@ class Saver:
         self._job = _Job(partial(self._write, snapshot, temporary, state, started), state.step)
         if background:
             self._job.start()
-            self.stall_s = time.monotonic() - started
-            self._console.say(f"saving step {state.step} in the background; training waited {self.stall_s:.1f} s")
+            stall_s = time.monotonic() - started
+            self._console.say(f"saving step {state.step} in the background; training waited {stall_s:.1f} s")
         else:
-            measure = partial(_bytes_in, temporary)
+            measure = partial(manifest.bytes_in, temporary)
             with self._console.watch(f"saving step {state.step}", snapshot.num_bytes, "bytes", measure):
                 self._job.run()
             self.drain(must_succeed=wait)
-            self.stall_s = time.monotonic() - started
 
     def drain(self, *, must_succeed: bool = False) -> None:
         """Wait for a save in the background.  Raises as `save` where it failed too often, or `must_succeed`."""
         if self._job is None:
             return
         job, self._job = self._job, None
-        error = job.result()
-        if error is None:
+        if (error := job.result()) is None:
             self._failures = 0
         else:
             self._saved_step = None
@@ -116,7 +113,7 @@ class Saver:
         """The snapshot, and the temporary folder for it.  Raises for non-finite weights and where there is no room."""
         if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not finite; such a state is never saved.")
-        plain = {"iteration": state.step, "sft": {"state": asdict(state), **self._conditions.plain()}}
+        plain = {"iteration": state.step, "sft": {"state": asdict(state), **asdict(self._conditions)}}
         snapshot = engine_state.snapshot(engine, plain)
         if copy:
             snapshot = snapshot.copied(self._buffers, self._groups.control)
@@ -158,13 +155,9 @@ class Saver:
 
     def _digests(self, folder: Path) -> dict[str, manifest.Entry]:
         """Digests of the files that this rank wrote; the page cache still has them."""
-        own_prefix = f"__{self._groups.rank}_"
-        is_first = self._groups.rank == 0
-        return {
-            name: manifest.entry_of(folder / name)
-            for name in manifest.names_in(folder)
-            if name.startswith(own_prefix) or (is_first and not name.startswith("__"))
-        }
+        rank, names = self._groups.rank, manifest.names_in(folder)
+        own = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
+        return {name: manifest.entry_of(folder / name) for name in own}
 
     def _publish(self, temporary: Path, state: TrainState, files: dict[str, manifest.Entry]) -> Path:
         self._refuse_lost_folder()
@@ -172,7 +165,7 @@ class Saver:
             raise CheckpointError(f"no rank wrote {missing[0]}.")
         facts = {
             "step": state.step,
-            "time": _utc(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "layout": self._conditions.layout,
             "versions": self._conditions.versions,
         }
@@ -205,7 +198,7 @@ class Saver:
 class _Job(threading.Thread):
     """One save; keeps its error."""
 
-    def __init__(self, work: Any, step: int) -> None:
+    def __init__(self, work: Callable[[], None], step: int) -> None:
         super().__init__(name=f"saving step {step}", daemon=True)
         self.step, self._work = step, work
         self._error: BaseException | None = None
@@ -222,11 +215,3 @@ class _Job(threading.Thread):
         if self._error is not None and not isinstance(self._error, CheckpointError | StorageError | OSError):
             raise self._error
         return self._error
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum((folder / name).stat().st_size for name in manifest.names_in(folder))
-
-
-def _utc() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -7,7 +7,7 @@ refused unless the recipe allows them by name.
 import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft.config.keys import RENAMED, is_reported, leaves
@@ -65,9 +65,6 @@ class Conditions:
     layout: dict[str, int]
     versions: dict[str, str]
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
@@ -89,7 +86,7 @@ def installed() -> dict[str, str]:
 
 
 def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) -> Changes:
-    """The differences.  before: `Conditions.plain()` of the run that wrote the checkpoint
+    """The differences.  before: Conditions, as a dictionary, of the run that wrote the checkpoint
 
     Raises ConfigError where `allowed` names something that is never refused.
     """

@@ -3,23 +3,15 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from sft.config import TrainConfig
 from sft.data.loader import Loader
 from sft.errors import TrainingError
 from sft.mcore.engine import Engine
+from sft.metrics.log import MetricsLog
+from sft.metrics.records import Record
 from sft.metrics.totals import Totals
 from sft.run.lifecycle import Lifecycle
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """The result of a pass over one held-out set."""
-
-    name: str
-    totals: Totals
-    seconds: float
 
 
 class Evaluator:
@@ -35,12 +27,12 @@ class Evaluator:
         """Before the first step, after the last one, and every train.eval_every steps."""
         return step in (0, self._num_steps) or (self._every is not None and step % self._every == 0)
 
-    def run(self, step: int) -> list[HeldOut] | None:
-        """The results of all sets after `step`; None where the run has to stop meanwhile.  Collective.
+    def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
+        """The record of each set after `step`, by name; None where the run has to stop meanwhile.  Collective.
 
         A run that has to stop leaves its evaluation to the next start: the time left is for a save.
         """
-        results = []
+        results: dict[str, tuple[Totals, float]] = {}
         for name, loader in self._sets.items():
             started = time.monotonic()
             totals = evaluate(self._engine, loader, lambda: self._goes_on(f"held-out {name} after step {step}"))
@@ -50,9 +42,10 @@ class Evaluator:
                 raise TrainingError(
                     f"the held-out loss of {name} after step {step} is {totals.objective}; nothing was saved."
                 )
-            seconds = time.monotonic() - started
-            results.append(HeldOut(name=name, totals=totals, seconds=seconds))
-        return results
+            results[name] = totals, time.monotonic() - started
+        return {
+            name: metrics.evaluation(step, name, totals, seconds=seconds) for name, (totals, seconds) in results.items()
+        }
 
     def _goes_on(self, phase: str) -> bool:
         self._lifecycle.phase(phase)

@@ -16,9 +16,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -47,11 +47,6 @@ class Holder:
 
 class RunLock:
     """The run's own folder, for as long as the context lasts.  Rank 0 holds it.
-
-        with RunLock(folder, report=console.say) as lock:
-            ...
-            if lock.held():
-                save()
 
     Entering raises ConfigError where another run is alive in the folder, and calls `report` when it replaces a stale
     lock.  `heartbeat_s`: seconds between two heartbeats.  `stale_s`: a run on another host counts as gone after this
@@ -85,23 +80,19 @@ class RunLock:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if os.getpid() != self._me.pid:  # a fork of ours that ends by an exception
             return
         self._is_over.set()
         self._thread.join()
         os.close(self._file)
         claim = _claim(self._path, self._identity)
-        try:
+        with suppress(OSError):  # removed by hand, or the disk is gone: the next run finds a stale lock
             # Under the claim, as another run would replace it: between reading and removing, the lock could change.
             if _link(self._path, claim):
                 if self._is_mine():
                     self._path.unlink()
                 claim.unlink()
-        except OSError:  # removed by hand, or the disk is gone: the next run finds a stale lock
-            pass
 
     def held(self) -> bool:
         """Whether this process still holds the lock: not where another run replaced it, and not in a fork."""
@@ -114,11 +105,9 @@ class RunLock:
         count = 0
         while not self._is_over.wait(self._heartbeat_s):
             count += 1
-            try:
+            with suppress(OSError):  # the saver reports what happens to the disk
                 os.pwrite(self._file, _counter(count), len(self._identity + _BEAT))
                 os.fsync(self._file)  # to the server: other hosts look there
-            except OSError:  # the saver reports what happens to the disk
-                pass
 
     def _replace(self, own: Path, path: Path, stale: bytes) -> None:
         """Replace the `stale` lock by our file, unless another process does so first."""

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -25,17 +24,10 @@ from sft.parallel.position import Position
 
 
 class Profiler:
-    """Goes around the whole run, from before the model is built, so that it sees the error a run ends in.
-
-    with Profiler(config.profile, folder, position, console) as profile:
-        ...
-        with profile.step(1):
-            ...
-    """
+    """Goes around the whole run, from before the model is built, so that it sees the error a run ends in."""
 
     def __init__(self, config: ProfileConfig, folder: Path, position: Position, console: Console) -> None:
-        self._folder, self._position = folder, position
-        self._max_entries = config.memory.max_entries
+        self._config, self._folder, self._position, self._console = config, folder, position, console
         self._snapshots = _steps(config.memory, position)  # of this rank
         self._traces = _steps(config.torch, position)
         if position.device.type != "cuda":
@@ -43,22 +35,32 @@ class Profiler:
         self._last = max(self._snapshots, default=0)  # no history is recorded after this step
         self._recording = False
         self._step = 0  # the last one that began; 0 before the first one of this process
-        for line in _announcements(config, folder, position.device):
-            console.say(line)
 
     def __enter__(self) -> "Profiler":
+        for line in self._announcements():
+            self._console.say(line)
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=self._max_entries)
+            torch.cuda.memory._record_memory_history(max_entries=self._config.memory.max_entries)
             self._recording = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._recording and isinstance(error, Exception):
             ending = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
             self._snapshot(f"step_{self._step}_{ending}")
         self._stop()
+
+    def _announcements(self) -> Iterator[str]:
+        """The lines that rank 0 prints before the first step."""
+        snapshots, traces = self._config.memory.steps or [], self._config.torch.steps or []
+        if snapshots and self._position.device.type != "cuda":
+            yield "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU"
+        elif snapshots:
+            yield f"profile.memory: recorded to step {max(snapshots)}, written to {self._folder}/memory_snapshots/"
+            if early := [str(step) for step in traces if step < max(snapshots)]:
+                yield f"profile.torch: memory is recorded during step {', '.join(early)}, which slows what is traced"
+        if traces:
+            yield f"profile.torch: traces are written to {self._folder}/traces/"
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -101,8 +103,7 @@ class Profiler:
                 save(str(partial))
                 os.replace(partial, path)
             finally:
-                with suppress(OSError):
-                    partial.unlink()
+                partial.unlink(missing_ok=True)
 
     @contextmanager
     def _best_effort(self, failure: str) -> Iterator[None]:
@@ -131,16 +132,3 @@ def _steps(chosen: MemoryProfile | TorchProfile, position: Position) -> frozense
     else:
         is_chosen = position.rank in chosen.ranks
     return frozenset(chosen.steps or ()) if is_chosen else frozenset()
-
-
-def _announcements(config: ProfileConfig, folder: Path, device: torch.device) -> Iterator[str]:
-    """The lines that rank 0 prints before the first step."""
-    snapshots, traces = config.memory.steps or [], config.torch.steps or []
-    if snapshots and device.type != "cuda":
-        yield "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU"
-    elif snapshots:
-        yield f"profile.memory: recorded to step {max(snapshots)}, written to {folder}/memory_snapshots/"
-        if early := [str(step) for step in traces if step < max(snapshots)]:
-            yield f"profile.torch: memory is recorded during step {', '.join(early)}, which slows what is traced"
-    if traces:
-        yield f"profile.torch: traces are written to {folder}/traces/"

@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any
 
 from sft.errors import ConfigError
 
@@ -37,14 +38,6 @@ _forking = threading.local()  # the signal mask of the forking thread before the
 class StopSignals:
     """Notes that the run is to stop.  A context for the main thread; one at a time.
 
-        with StopSignals(grace_s=120, deadline=deadline(...), report=console.say) as stop:
-            for step in steps:
-                train(step)
-                if stop.reason:
-                    save()
-                    stop.disarm()
-                    break
-
     `grace_s`: this many seconds after the first signal the process exits without a save, with exit code 1.
     `deadline`: the monotonic time at which to stop, and why.  A second signal exits at once with 128 + its number.
 
@@ -52,16 +45,8 @@ class StopSignals:
     the context lasts and the parent lives; afterwards signals end them as usual.
     """
 
-    def __init__(
-        self,
-        *,
-        grace_s: float,
-        deadline: tuple[float, str] | None,
-        report: Callable[[str], None],
-        leave: Callable[[int], NoReturn] = os._exit,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._grace_s, self._deadline, self._report, self._leave, self._clock = grace_s, deadline, report, leave, clock
+    def __init__(self, *, grace_s: float, deadline: tuple[float, str] | None, report: Callable[[str], None]) -> None:
+        self._grace_s, self._deadline, self._report = grace_s, deadline, report
         self._pid = os.getpid()
         self._reason: str | None = None
         self._is_disarmed = False
@@ -77,9 +62,7 @@ class StopSignals:
         _active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _active
         if os.getpid() != self._pid:  # a fork that ends by an exception
             return
@@ -97,9 +80,9 @@ class StopSignals:
     @property
     def reason(self) -> str | None:
         """Why to stop, in a word or two; None where the run goes on."""
-        is_late = self._deadline is not None and not self._is_disarmed and self._clock() >= self._deadline[0]
-        if self._reason is None and self._deadline is not None and is_late:
-            self._reason = self._deadline[1]
+        if self._reason is None and self._deadline is not None and not self._is_disarmed:
+            ends_at, why = self._deadline
+            self._reason = why if time.monotonic() >= ends_at else None
         return self._reason
 
     def disarm(self) -> None:
@@ -134,7 +117,7 @@ class StopSignals:
     def _leave_now(self, code: int, line: str) -> None:
         for action in (lambda: self._report(line), lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
             _bounded(action)
-        self._leave(code)
+        os._exit(code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the parent, `_listen` handles signals.  A forked child ends, unless its parent still listens."""
@@ -147,11 +130,6 @@ class StopSignals:
         except OSError:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _keep_child_out(self) -> None:
-        """In a forked child: its signals do not concern the run, and only the parent keeps the receiving socket."""
-        signal.set_wakeup_fd(-1)
-        self._receiver.close()
 
 
 def _before_fork() -> None:
@@ -166,9 +144,11 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
+    """A child's signals do not concern the run, and only the parent keeps the receiving socket."""
     global _active
     if _active is not None:
-        _active._keep_child_out()
+        signal.set_wakeup_fd(-1)
+        _active._receiver.close()
         _active = None
     _in_parent()
 
@@ -176,29 +156,22 @@ def _in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
-def deadline(
-    exit_after_minutes: float | None,
-    grace_s: float,
-    environ: Mapping[str, str],
-    *,
-    monotonic: Callable[[], float] = time.monotonic,
-    wall: Callable[[], float] = time.time,
-) -> tuple[float, str] | None:
+def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[str, str]) -> tuple[float, str] | None:
     """The monotonic time at which to stop, and why; None where nothing limits the run.
 
     The earlier one of `exit_after_minutes` from now, and of `grace_s` before the end of the SLURM job.
     """
     limits = []
     if exit_after_minutes is not None:
-        limits.append((monotonic() + 60 * exit_after_minutes, "run.exit_after_minutes"))
+        limits.append((time.monotonic() + 60 * exit_after_minutes, "run.exit_after_minutes"))
     if (text := environ.get("SLURM_JOB_END_TIME")) is not None:
-        now = wall()
+        now = time.time()
         if not text.strip().isdecimal() or int(text) <= now:
             raise ConfigError(
                 f"SLURM_JOB_END_TIME = {text!r} is not when a running job ends: it must be seconds since 1970 that "
                 f"are still to come (it is {int(now)}).  Unset it where this is not the job it was set for."
             )
-        limits.append((monotonic() + int(text) - now - grace_s, "end of the job"))
+        limits.append((time.monotonic() + int(text) - now - grace_s, "end of the job"))
     return min(limits, default=None)
 
 
@@ -231,10 +204,8 @@ def _bounded(action: Callable[[], object]) -> None:
     """Run `action` for a limited time: a line that cannot be printed must not keep the process from exiting."""
 
     def attempt() -> None:
-        try:
+        with suppress(Exception):  # a closed stream, a full disk
             action()
-        except Exception:  # a closed stream, a full disk
-            pass
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()

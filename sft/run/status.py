@@ -22,6 +22,7 @@ from sft.errors import ConfigError, SftError, StorageError
 
 FILE = "run_state.json"
 FAILURE = "run_state.failure.json"
+MAX_STARTS = 3
 
 Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal"]
 
@@ -62,17 +63,14 @@ def read(folder: Path) -> Status | None:
         ) from error
 
 
-def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
-    """A start that goes on after `step`, to `num_steps` (None: as before, if that is known).
-
-    To be called before any rank can fail.  Raises ConfigError as `read`.
-    """
+def begin(folder: Path, *, step: int) -> Status:
+    """A start that goes on after `step`.  To be called before any rank can fail.  Raises ConfigError as `read`."""
     before = read(folder)
     in_a_row = before is not None and before.started_at_step == step and before.status != "done"
     status = Status(
         status="running",
         step=step,
-        num_steps=num_steps if num_steps is not None or before is None else before.num_steps,
+        num_steps=before.num_steps if before else None,
         started_at_step=step,
         saved_step=step,
         start_id=uuid.uuid4().hex[:12],
@@ -89,43 +87,17 @@ def begin(folder: Path, *, step: int, num_steps: int | None = None) -> Status:
     return status
 
 
-def progress(
-    folder: Path, *, step: int, step_s: float | None = None, save_s: float | None = None, start_id: str | None = None
-) -> None:
-    """`step` was saved; a step and a save took that many seconds (None: as before)."""
-    before = _known(folder, step)
-    if _is_of_another(before, start_id):
-        return
-    step_s = before.step_s if step_s is None else step_s
-    save_s = before.save_s if save_s is None else save_s
-    _write(folder, replace(before, step=step, saved_step=step, step_s=step_s, save_s=save_s, **_now()))
+def progress(folder: Path, start_id: str | None, *, step: int, step_s: float, save_s: float) -> None:
+    """`step` was saved; the last step and that save took so many seconds."""
+    _change(folder, start_id, step, saved_step=step, step_s=step_s, save_s=save_s)
 
 
-def end(
-    folder: Path,
-    status: Kind,
-    *,
-    step: int,
-    reason: str | None,
-    num_steps: int | None = None,
-    start_id: str | None = None,
-) -> None:
-    """All ranks ended together after `step`, which "done" and "preempted" promise to be saved."""
-    before = _known(folder, step)
-    if _is_of_another(before, start_id):
-        return
-    saved_step = step if status in ("done", "preempted") else before.saved_step
-    changes: dict[str, Any] = {
-        "status": status,
-        "step": step,
-        "num_steps": before.num_steps if num_steps is None else num_steps,
-        "saved_step": saved_step,
-        "reason": _line(reason),
-    }
-    _write(folder, replace(before, **changes, **_now()))
+def end(folder: Path, start_id: str | None, status: Kind, *, step: int, num_steps: int, reason: str | None) -> None:
+    """All ranks ended together, done or preempted after `step`, which is saved."""
+    _change(folder, start_id, step, status=status, num_steps=num_steps, saved_step=step, reason=_line(reason))
 
 
-def fail(folder: Path, error: BaseException, *, rank: int, step: int, start_id: str | None = None) -> None:
+def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int) -> None:
     """This rank ends by an error in or after `step`.
 
     The first failure of a start stays: what other ranks report later, such as a reset connection, follows from it.
@@ -135,9 +107,11 @@ def fail(folder: Path, error: BaseException, *, rank: int, step: int, start_id: 
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
         return
+    # Another start would fail in the same way by a mistake of the user, not by a failing disk.
+    is_mistake = isinstance(error, SftError) and not isinstance(error, StorageError)
     failed = replace(
         before,
-        status="failed-fatal" if _is_mistake(error) else "failed-retryable",
+        status="failed-fatal" if is_mistake else "failed-retryable",
         step=step,
         reason=_line(f"rank {rank}: {type(error).__name__}: {error}"),
         traceback="".join(traces.format_exception(error)),
@@ -155,17 +129,17 @@ def fail(folder: Path, error: BaseException, *, rank: int, step: int, start_id: 
     _publish_failure(folder)
 
 
-def verdict(status: Status | None, *, max_starts: int = 3) -> Literal["done", "go on", "stop"]:
+def verdict(status: Status | None) -> Literal["done", "go on", "stop"]:
     """Whether a script should start the run again.
 
-    A status "running" means that the run was killed; None, that it was never started: both go on.
-    `max_starts`: stop after this many starts in a row from the same step, the last of them without a save.
+    A status "running" means that the run was killed; None, that it was never started: both go on.  `MAX_STARTS` in a
+    row from the same step, the last of them without a save, are enough.
     """
     if status is None:
         return "go on"
     if status.status == "done":
         return "done"
-    is_stuck = status.starts >= max_starts and status.saved_step <= status.started_at_step
+    is_stuck = status.starts >= MAX_STARTS and status.saved_step <= status.started_at_step
     return "stop" if status.status == "failed-fatal" or is_stuck else "go on"
 
 
@@ -198,15 +172,13 @@ def _is_of_another(known: Status, start_id: str | None) -> bool:
     return start_id is not None and known.start_id not in ("", start_id)
 
 
-def _is_mistake(error: BaseException) -> bool:
-    """Whether another start would fail in the same way: a mistake of the user, not a failing disk."""
-    return isinstance(error, SftError) and not isinstance(error, StorageError)
-
-
-def _write(folder: Path, status: Status) -> None:
-    """Write the status of rank 0, unless another rank has failed."""
+def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> None:
+    """Change the status, unless another start has begun meanwhile, or another rank has failed.  For rank 0."""
+    before = _known(folder, step)
+    if _is_of_another(before, start_id):
+        return
     if not (folder / FAILURE).exists():
-        replace_text(folder / FILE, _text(status), sync=True)
+        replace_text(folder / FILE, _text(replace(before, step=step, **changes, **_now())), sync=True)
     if (folder / FAILURE).exists():  # written since the check above
         _publish_failure(folder)
 

@@ -1,26 +1,26 @@
 """Checks the loss and the gradient norm of every step: warns of a loss spike, ends a run that stays non-finite.
 
-Both numbers are the same on all ranks, so all ranks decide the same.
+Both numbers are the same on all ranks, so all ranks decide the same.  What is needed to find the reason is kept:
+
+    run.dir/bad_steps/step_0000012/
+        samples.json     the samples of the global batch, by number, and the row of the data file each comes from
+        ranks.json       of every rank: its position in the layout, and the summed loss of each of its microbatches
+        recipe.yaml
 """
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+from sft.atomic_files import replace_text
 from sft.config import TrainConfig
 from sft.console import Console
 from sft.errors import TrainingError
 from sft.metrics.loss_spikes import LossSpikes
-
-
-class StepNumbers(Protocol):
-    """What is checked.  `is_nonfinite`: the loss or the gradient norm is not finite."""
-
-    @property
-    def is_nonfinite(self) -> bool: ...
-    @property
-    def lm_loss(self) -> float | None: ...
-    @property
-    def grad_norm(self) -> float: ...
+from sft.metrics.totals import StepResult
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
+from sft.parallel.position import Position
 
 
 class StepCheck:
@@ -30,32 +30,53 @@ class StepCheck:
         self._max_nonfinite_steps, self._console = config.max_nonfinite_steps, console
         self._loss_spikes = LossSpikes()
 
-    def allows(self, step: int, numbers: StepNumbers, bad_in_a_row: int) -> bool:
-        """Whether training may go on after `step`.  Warns of a loss spike and of a skipped step.
+    def check(self, step: int, result: StepResult, bad_in_a_row: int, dump: Callable[[], Path]) -> None:
+        """Warn of a loss spike, and of a skipped step.
 
-        False after more than train.max_nonfinite_steps non-finite steps in a row: then raise `refusal`.
+        dump: writes what is kept of the step, into the folder that it returns
+        Raises TrainingError after more than train.max_nonfinite_steps non-finite steps in a row.
         """
-        if not numbers.is_nonfinite:
-            warning = None if numbers.lm_loss is None else self._loss_spikes.check(numbers.lm_loss)
+        if not result.is_nonfinite:
+            warning = None if result.lm_loss is None else self._loss_spikes.check(result.lm_loss)
             if warning is not None:
                 self._console.say(f"WARNING: loss spike in step {step}: {warning}")
-            return True
+            return
+        numbers = f"step {step}: lm loss {result.lm_loss:.4f}, gradient norm {result.grad_norm}"
         if bad_in_a_row > self._max_nonfinite_steps:
-            return False
+            raise TrainingError(
+                f"{numbers}, after {bad_in_a_row - 1} such steps before it (train.max_nonfinite_steps).  Nothing of it "
+                f"was saved.  Its samples and the losses of all ranks are in {dump()}.  A lower optim.lr may help, "
+                f"from a checkpoint before the first non-finite step: checkpoint.resume=PATH with another run.dir."
+            )
         self._console.say(
-            f"WARNING: {_numbers(step, numbers)}: nothing was updated, the step is skipped "
+            f"WARNING: {numbers}: nothing was updated, the step is skipped "
             f"({bad_in_a_row} in a row of at most {self._max_nonfinite_steps})"
         )
-        return True
-
-    def refusal(self, step: int, numbers: StepNumbers, bad_in_a_row: int, dumped: Path) -> TrainingError:
-        """Why training ends after `step`; `dumped` is the folder that `nonfinite_dump.write` made."""
-        return TrainingError(
-            f"{_numbers(step, numbers)}, after {bad_in_a_row - 1} such steps before it (train.max_nonfinite_steps).  "
-            f"Nothing of it was saved.  Its samples and the losses of all ranks are in {dumped}.  A lower optim.lr may "
-            f"help, from a checkpoint before the first non-finite step: checkpoint.resume=PATH with another run.dir."
-        )
 
 
-def _numbers(step: int, numbers: StepNumbers) -> str:
-    return f"step {step}: lm loss {numbers.lm_loss:.4f}, gradient norm {numbers.grad_norm}"
+def dump_step(
+    folder: Path,
+    step: int,
+    *,
+    samples: Sequence[dict[str, Any]],
+    losses: Sequence[float],
+    recipe: str,
+    position: Position,
+) -> Path:
+    """Write the dump of `step` into the run's `folder`, and return the folder that was made.  Collective.
+
+    losses  summed loss of each microbatch of this rank
+    """
+
+    def write() -> Path:
+        target = folder / "bad_steps" / f"step_{step:07d}"
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in (("samples", samples), ("ranks", ranks)):
+            replace_text(target / f"{name}.json", json.dumps(content, indent=1) + "\n")
+        replace_text(target / "recipe.yaml", recipe)
+        return target
+
+    entry = {"rank": position.rank, "summed loss of each microbatch": [repr(loss) for loss in losses]}
+    entry |= {f"{kind}_rank": getattr(position, f"{kind}_rank") for kind in ("dp", "cp", "tp", "pp", "ep")}
+    ranks = all_gather_objects(lambda: entry, position.control)
+    return broadcast_from_rank0(write, position.control)

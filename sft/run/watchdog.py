@@ -17,8 +17,8 @@ import time
 import traceback as traces
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TextIO
 
 from sft.errors import ConfigError
@@ -31,11 +31,6 @@ _active: "Watchdog | None" = None
 
 class Watchdog:
     """Ends this process with exit code 1 when a phase lasts longer than `timeout_s` (None: never).
-
-        with Watchdog(600, folder, rank, on_hang=...) as watchdog:
-            watchdog.phase("step 12: forward and backward")
-            ...
-            watchdog.idle()
 
     The stacks go to `folder`/stacks/rank_00003.txt, after those of earlier starts, and to stderr.  `on_hang` gets the
     same text, whose first line says rank, phase, seconds and time.  Then `linger_s` pass, in which other ranks, which
@@ -73,9 +68,7 @@ class Watchdog:
             _active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _active
         if self._file is None or os.getpid() != self._pid:
             return
@@ -84,12 +77,10 @@ class Watchdog:
         self._is_over.set()
         self._thread.join()
         self._file.close()
-        try:
+        with suppress(OSError):  # other ranks' files are still there
             if self._path.stat().st_size == 0:
                 self._path.unlink()
                 self._path.parent.rmdir()
-        except OSError:  # other ranks' files are still there
-            pass
 
     def phase(self, name: str) -> None:
         """Start a new phase, and its timer."""
@@ -120,22 +111,16 @@ class Watchdog:
     def _end(self, phase: str, since: float) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         text = f"rank {self._rank}: no end of '{phase}' after {time.monotonic() - since:.0f} s, {now}\n{_stacks()}"
-        for action in (self._to_stderr, self._to_file, self._on_hang):
+        to_stderr, to_file = (partial(print, file=stream, flush=True) for stream in (sys.stderr, self._file))
+        outputs: tuple[Callable[[str], None], ...] = (to_stderr, to_file, self._on_hang)
+        for output in outputs:
             try:
-                action(text)
+                output(text)
             except Exception:  # a full disk, a closed stream: the process ends all the same
                 with suppress(Exception):
                     traces.print_exc()
         time.sleep(self._linger_s)
         self._leave(1)
-
-    def _to_stderr(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def _to_file(self, text: str) -> None:
-        assert self._file is not None
-        self._file.write(text + "\n")
-        self._file.flush()
 
 
 def _stacks() -> str:

@@ -35,7 +35,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """The recipes that reach `sft.trainer.main`, which is not run."""
     recipes: list[Recipe] = []
     stand_in = types.ModuleType("sft.trainer")
-    stand_in.main = recipes.append  # type: ignore[attr-defined]
+    stand_in.main = lambda recipe, layout: recipes.append(recipe)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sft.trainer", stand_in)
     return recipes
 
@@ -196,7 +196,7 @@ def test_train_hands_the_recipe_on(trained: list[Recipe], monkeypatch: pytest.Mo
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(recipe: Recipe) -> None:
+    def broken(recipe: Recipe, layout: object) -> None:
         raise ValueError("ours")
 
     monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=broken))
@@ -208,7 +208,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 def test_how_a_run_ends(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(recipe: Recipe) -> None:
+    def stop(recipe: Recipe, layout: object) -> None:
         raise error
 
     monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=stop))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sft.parallel.position import Position
-from sft.run import nonfinite_dump
+from sft.run.step_check import dump_step
 
 SAMPLES = [{"sample": 3, "row": "chat.jsonl:4"}, {"sample": 7, "row": "ü.jsonl:1"}]
 
@@ -27,7 +27,7 @@ def position() -> Iterator[Position]:
 
 
 def test_everything_is_in_one_folder(tmp_path: Path, position: Position) -> None:
-    made = nonfinite_dump.write(
+    made = dump_step(
         tmp_path, 12, samples=SAMPLES, losses=[3.5, float("nan")], recipe="run: {dir: a}\n", position=position
     )
     assert made == tmp_path / "bad_steps" / "step_0000012"
@@ -45,7 +45,7 @@ def test_everything_is_in_one_folder(tmp_path: Path, position: Position) -> None
 def test_the_same_step_again_takes_the_place(tmp_path: Path, position: Position) -> None:
     """Resumed, and not finite once more."""
     for losses in ([1.0, 2.0], [3.0]):
-        made = nonfinite_dump.write(tmp_path, 12, samples=SAMPLES, losses=losses, recipe="", position=position)
+        made = dump_step(tmp_path, 12, samples=SAMPLES, losses=losses, recipe="", position=position)
     assert json.loads((made / "ranks.json").read_text())[0]["summed loss of each microbatch"] == ["3.0"]
-    other = nonfinite_dump.write(tmp_path, 13, samples=[], losses=[], recipe="", position=position)
+    other = dump_step(tmp_path, 13, samples=[], losses=[], recipe="", position=position)
     assert made.is_dir() and other.name == "step_0000013"

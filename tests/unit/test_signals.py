@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -190,13 +191,14 @@ def test_what_was_before_comes_back() -> None:
     assert held() <= had, it  # still here: nothing was closed by being forgotten
 
 
-def test_time_that_is_up() -> None:
+def test_time_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print, clock=lambda: now[0]) as it:
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print) as it:
         assert it.reason is None
         now[0] = 150.0
         assert str(it.reason) == "end of the job"
-    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print, clock=lambda: now[0]) as it:
+    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print) as it:
         it.disarm()
         assert it.reason is None  # the run is through
 
@@ -285,15 +287,19 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
         (None, "5001", (71.0, "end of the job")),  # too late for another step
     ],
 )
-def test_deadlines(minutes: float | None, job_end: str | None, expected: tuple[float, str] | None) -> None:
+def test_deadlines(
+    minutes: float | None, job_end: str | None, expected: tuple[float, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environ = {} if job_end is None else {"SLURM_JOB_END_TIME": job_end}
-    assert deadline(minutes, 30.0, environ, monotonic=lambda: 100.0, wall=lambda: 5000.0) == expected
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0))
+    assert deadline(minutes, 30.0, environ) == expected
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", "1e9", "4999", "Unknown", "2026-01-01T00:00:00", "5000"])
-def test_a_job_end_that_is_none(text: str) -> None:
+def test_a_job_end_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0))
     with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME = '{text}' is not when .* still to come .it is 5000"):
-        deadline(1.0, 30.0, {"SLURM_JOB_END_TIME": text}, wall=lambda: 5000.0)
+        deadline(1.0, 30.0, {"SLURM_JOB_END_TIME": text})
 
 
 # The launcher

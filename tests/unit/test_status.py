@@ -51,15 +51,16 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_from_start_to_end(tmp_path: Path, here: None) -> None:
     assert read(tmp_path) is None
-    first = begin(tmp_path, step=0, num_steps=20)
-    told = replace(STATUS, step=0, num_steps=20, started_at_step=0, saved_step=0, step_s=None, job="7")
+    first = begin(tmp_path, step=0)
+    told = replace(STATUS, step=0, num_steps=None, started_at_step=0, saved_step=0, step_s=None, job="7")
     assert first == replace(told, start_id=first.start_id) == read(tmp_path) and len(first.start_id) == 12
-    progress(tmp_path, step=10, step_s=2.5, save_s=30.0)
+    progress(tmp_path, None, step=10, step_s=2.5, save_s=30.0)
     saved = replace(first, step=10, saved_step=10, step_s=2.5, save_s=30.0)
     assert read(tmp_path) == saved
-    progress(tmp_path, step=20, save_s=31.0)
-    end(tmp_path, "done", step=20, reason=None)
-    assert read(tmp_path) == replace(saved, status="done", step=20, saved_step=20, save_s=31.0)
+    progress(tmp_path, None, step=20, step_s=2.5, save_s=31.0)
+    end(tmp_path, None, "done", step=20, num_steps=20, reason=None)
+    ended = replace(saved, status="done", step=20, num_steps=20, saved_step=20, save_s=31.0)
+    assert read(tmp_path) == ended
     assert [path.name for path in tmp_path.iterdir()] == ["run_state.json"]
 
 
@@ -68,36 +69,37 @@ def test_a_start_that_lost_its_folder_says_nothing_more(tmp_path: Path) -> None:
     old = begin(tmp_path, step=0).start_id
     new = begin(tmp_path, step=10)
     assert old != new.start_id
-    progress(tmp_path, step=15, step_s=9.0, start_id=old)
-    fail(tmp_path, RuntimeError("connection reset"), rank=3, step=15, start_id=old)
-    end(tmp_path, "preempted", step=15, reason="SIGTERM", start_id=old)
+    progress(tmp_path, old, step=15, step_s=9.0, save_s=1.0)
+    fail(tmp_path, old, RuntimeError("connection reset"), rank=3, step=15)
+    end(tmp_path, old, "preempted", step=15, num_steps=30, reason="SIGTERM")
     assert read(tmp_path) == new
-    end(tmp_path, "done", step=20, reason=None, start_id=new.start_id)
+    end(tmp_path, new.start_id, "done", step=20, num_steps=30, reason=None)
     assert known(tmp_path).status == "done"
 
 
 def test_a_disk_that_fails_is_worth_another_start_and_a_mistake_is_not(tmp_path: Path) -> None:
     for error, kind in ((StorageError("no room"), "failed-retryable"), (ConfigError("no key"), "failed-fatal")):
         begin(tmp_path, step=0)
-        fail(tmp_path, error, rank=0, step=3)
+        fail(tmp_path, None, error, rank=0, step=3)
         assert known(tmp_path).status == kind
 
 
 def test_starts_in_a_row_are_counted(tmp_path: Path) -> None:
     counts = []
     for step in (0, 0, 10, 10, 10, 20):  # killed each time
-        counts.append(begin(tmp_path, step=step, num_steps=30).starts)
+        counts.append(begin(tmp_path, step=step).starts)
     assert counts == [1, 2, 1, 2, 3, 1]
-    end(tmp_path, "done", step=20, reason=None)
-    assert begin(tmp_path, step=20, num_steps=30).starts == 1
-    end(tmp_path, "preempted", step=20, reason="SIGTERM")
-    assert begin(tmp_path, step=20, num_steps=30).starts == 2
+    end(tmp_path, None, "done", step=20, num_steps=30, reason=None)
+    again = begin(tmp_path, step=20)
+    assert (again.starts, again.num_steps) == (1, 30)
+    end(tmp_path, None, "preempted", step=20, num_steps=30, reason="SIGTERM")
+    assert begin(tmp_path, step=20).starts == 2
 
 
 def test_what_a_step_and_a_save_take_is_carried_over(tmp_path: Path) -> None:
-    begin(tmp_path, step=0, num_steps=30)
-    progress(tmp_path, step=10, step_s=2.5, save_s=30.0)
-    again = begin(tmp_path, step=10, num_steps=30)
+    begin(tmp_path, step=0)
+    progress(tmp_path, None, step=10, step_s=2.5, save_s=30.0)
+    again = begin(tmp_path, step=10)
     assert (again.step_s, again.save_s) == (2.5, 30.0)
     assert (known(tmp_path).step_s, known(tmp_path).save_s) == (2.5, 30.0)
 
@@ -111,58 +113,58 @@ def test_what_a_step_and_a_save_take_is_carried_over(tmp_path: Path) -> None:
     ],
 )
 def test_failures(tmp_path: Path, error: BaseException, expected: str, reason: str) -> None:
-    begin(tmp_path, step=10, num_steps=30)
+    begin(tmp_path, step=10)
     try:
         raise error
     except BaseException as raised:
-        fail(tmp_path, raised, rank=3, step=12)
+        fail(tmp_path, None, raised, rank=3, step=12)
     assert told(tmp_path) == (expected, 12, 10, 1, reason)
     trace = known(tmp_path).traceback
     assert trace is not None and "in test_failures\n    raise error\n" in trace
 
 
 def test_the_first_failure_stays_until_the_next_start(tmp_path: Path) -> None:
-    begin(tmp_path, step=10, num_steps=30)
-    fail(tmp_path, DataError("the cause"), rank=3, step=12)
+    begin(tmp_path, step=10)
+    fail(tmp_path, None, DataError("the cause"), rank=3, step=12)
     first = read(tmp_path)
-    fail(tmp_path, ConnectionError("reset"), rank=0, step=12)
-    progress(tmp_path, step=20)
-    end(tmp_path, "preempted", step=20, reason="SIGTERM")
+    fail(tmp_path, None, ConnectionError("reset"), rank=0, step=12)
+    progress(tmp_path, None, step=20, step_s=1.0, save_s=1.0)
+    end(tmp_path, None, "preempted", step=20, num_steps=30, reason="SIGTERM")
     assert read(tmp_path) == first and told(tmp_path)[4] == "rank 3: DataError: the cause"
-    begin(tmp_path, step=10, num_steps=30)
+    begin(tmp_path, step=10)
     assert told(tmp_path) == ("running", 10, 10, 2, None)
-    fail(tmp_path, ConnectionError("reset"), rank=0, step=12)
+    fail(tmp_path, None, ConnectionError("reset"), rank=0, step=12)
     assert told(tmp_path)[4] == "rank 0: ConnectionError: reset"
 
 
 def test_a_failure_is_not_even_hidden_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(tmp_path, step=10, num_steps=30)
-    fail(tmp_path, DataError("the cause"), rank=3, step=12)
+    begin(tmp_path, step=10)
+    fail(tmp_path, None, DataError("the cause"), rank=3, step=12)
     written: list[Path] = []
     monkeypatch.setattr(status, "replace_text", lambda path, content, sync: written.append(path))
-    end(tmp_path, "preempted", step=20, reason="SIGTERM")
+    end(tmp_path, None, "preempted", step=20, num_steps=30, reason="SIGTERM")
     assert written == [] and told(tmp_path)[4] == "rank 3: DataError: the cause"
 
 
 def test_a_failure_between_looking_and_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 tells of a save, and has looked, when rank 3 fails."""
-    begin(tmp_path, step=10, num_steps=30)
+    begin(tmp_path, step=10)
     really = status.replace_text
 
     def late(path: Path, content: str, *, sync: bool = False) -> None:
-        fail(tmp_path, DataError("the cause"), rank=3, step=12)
+        fail(tmp_path, None, DataError("the cause"), rank=3, step=12)
         really(path, content, sync=sync)
 
     monkeypatch.setattr(status, "replace_text", late)
-    progress(tmp_path, step=20)
+    progress(tmp_path, None, step=20, step_s=1.0, save_s=1.0)
     assert told(tmp_path)[4] == "rank 3: DataError: the cause"
 
 
 @pytest.mark.parametrize("kind", ["done", "preempted"])
 def test_what_fails_after_the_end_changes_nothing(tmp_path: Path, kind: Kind) -> None:
-    begin(tmp_path, step=10, num_steps=30)
-    end(tmp_path, kind, step=30, reason="SIGUSR1\n(rank 2)")
-    fail(tmp_path, RuntimeError("while closing"), rank=1, step=30)
+    begin(tmp_path, step=10)
+    end(tmp_path, None, kind, step=30, num_steps=30, reason="SIGUSR1\n(rank 2)")
+    fail(tmp_path, None, RuntimeError("while closing"), rank=1, step=30)
     assert told(tmp_path) == (kind, 30, 30, 1, "SIGUSR1 (rank 2)")
 
 
@@ -170,7 +172,7 @@ def test_what_fails_after_the_end_changes_nothing(tmp_path: Path, kind: Kind) ->
 def test_a_file_that_somebody_removed_or_broke_under_a_run(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "run_state.json").write_text(content)
-    fail(tmp_path, RuntimeError("x"), rank=1, step=5)
+    fail(tmp_path, None, RuntimeError("x"), rank=1, step=5)
     assert told(tmp_path) == ("failed-retryable", 5, 5, 1, "rank 1: RuntimeError: x")
 
 
@@ -180,14 +182,14 @@ from pathlib import Path
 from sft.run.status import fail
 print("ready", flush=True)
 sys.stdin.readline()
-fail(Path(sys.argv[1]), RuntimeError("x" * 20000), rank=int(sys.argv[2]), step=3)
+fail(Path(sys.argv[1]), None, RuntimeError("x" * 20000), rank=int(sys.argv[2]), step=3)
 """
 
 
 @pytest.mark.parametrize("repeat", range(3))
 def test_eight_failures_at_once(tmp_path: Path, repeat: int) -> None:
     """The file is whole at any time, says "running" and then the same failure for ever."""
-    begin(tmp_path, step=0, num_steps=30)
+    begin(tmp_path, step=0)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", FAIL, str(tmp_path), str(rank)],
@@ -246,7 +248,7 @@ def test_a_file_that_is_no_state(tmp_path: Path, content: bytes | str, why: str)
     with pytest.raises(ConfigError, match=f"run_state.json is not the state of a run: .*{why}"):
         read(tmp_path)
     with pytest.raises(ConfigError):
-        begin(tmp_path, step=0, num_steps=1)
+        begin(tmp_path, step=0)
 
 
 def test_numbers_and_nothing_are_read(tmp_path: Path) -> None:
@@ -277,16 +279,14 @@ def test_verdicts(kind: Kind, starts: int, saved_step: int, expected: str) -> No
 
 def test_verdicts_on_other_terms() -> None:
     assert verdict(None) == "go on"
-    assert verdict(replace(STATUS, starts=3), max_starts=4) == "go on"
-    assert verdict(replace(STATUS, starts=1), max_starts=1) == "stop"
 
 
 def test_a_run_that_never_gets_past_a_step_is_stopped(tmp_path: Path) -> None:
     """It does two steps each time, and saves none."""
     verdicts = []
     for _ in range(3):
-        begin(tmp_path, step=10, num_steps=30)
-        fail(tmp_path, RuntimeError("x"), rank=0, step=12)
+        begin(tmp_path, step=10)
+        fail(tmp_path, None, RuntimeError("x"), rank=0, step=12)
         verdicts.append(verdict(read(tmp_path)))
     assert verdicts == ["go on", "go on", "stop"]
 

@@ -1,6 +1,7 @@
 """Which changes between two starts are told, refused, allowed or nobody's business; and how a run's state moves on."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def conditions(plan: Any = PLAN, recipe: Any = RECIPE, layout: Any = LAYOUT, ver
     return Conditions(plan=plan, recipe=recipe, layout=layout, versions=versions)
 
 
-BEFORE = conditions().plain()
+BEFORE = asdict(conditions())
 
 
 def after_changing(allowed: tuple[str, ...] = (), **recipe: Any) -> Changes:
@@ -153,7 +154,7 @@ def test_whatever_is_refused_can_be_allowed(forth: bool) -> None:
     """A field of megatron's has a key of its own in a recipe that has any: keys come and go."""
     none, one = (values(config(*given)) for given in ((), ("model.megatron={apply_rope_fusion: false}",)))
     was, now = (none, one) if forth else (one, none)
-    before = conditions(recipe=was).plain()
+    before = asdict(conditions(recipe=was))
     refused = changes(before, conditions(recipe=now), []).refused
     assert "model.megatron.apply_rope_fusion" in refused
     assert changes(before, conditions(recipe=now), list(refused)).refused == {}
@@ -161,7 +162,7 @@ def test_whatever_is_refused_can_be_allowed(forth: bool) -> None:
 
 def test_a_real_recipe_through_json_has_not_changed() -> None:
     recipe = values(config("model.megatron={apply_rope_fusion: false}", "log.position_edges=[4096]"))
-    before = json.loads(json.dumps(conditions(recipe=recipe).plain()))
+    before = json.loads(json.dumps(asdict(conditions(recipe=recipe))))
     assert changes(before, conditions(recipe=recipe), []) == Changes(reported=[], refused={})
 
 
@@ -176,7 +177,7 @@ PLAIN = st.recursive(
 @given(st.dictionaries(st.sampled_from(["data", "model.a", "optim.b"]), PLAIN))
 def test_lists_and_tuples_are_the_same(given_values: dict[str, Any]) -> None:
     now = conditions(plan=given_values, recipe=given_values)
-    before = json.loads(json.dumps(now.plain()))
+    before = json.loads(json.dumps(asdict(now)))
     assert changes(before, now, []) == Changes(reported=[], refused={})
 
 

@@ -12,17 +12,13 @@ from sft.config import RopeConfig
 
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ORIGINAL = "original_max_position_embeddings"
-_READ = {  # by kind: their name -> ours
-    "none": {},
-    "linear": {"factor": "factor"},
-    "llama3": {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
-    "yarn": {
-        "factor": "factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-    },
+_READ: dict[str, tuple[str, ...]] = {  # by kind: values whose names are ours, too
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
 }
+_REQUIRED = {"none": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
 # These have no effect at these values.  Any other value has an effect that our model does not support.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
@@ -50,7 +46,7 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
     for name, value in group.items():
         if name not in known and value not in _NEUTRAL.get(name, ()):
             problems.append(f"{name} = {json.dumps(value)} is not supported with rope_type = {named}")
-    rope = {ours: group[hf_name] for hf_name, ours in _READ[kind].items() if group.get(hf_name) is not None}
+    rope = {name: group[name] for name in _READ[kind] if group.get(name) is not None}
     if kind in ("llama3", "yarn"):
         outer, inner = content.get(_ORIGINAL), group.get(_ORIGINAL)
         if outer is not None and inner is not None and outer != inner:  # versions of transformers read different ones
@@ -62,10 +58,7 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
         longest, original = content.get("max_position_embeddings"), rope["original_max_position"]
         if isinstance(longest, int) and isinstance(original, int) and original > 0:
             rope["factor"] = longest / original
-    needed = (
-        ["factor", *(["low_freq_factor", "high_freq_factor"] if kind == "llama3" else [])] if kind != "none" else []
-    )
-    problems += [f"{name} is missing from rope_type = {named}" for name in needed if name not in rope]
+    problems += [f"{name} is missing from rope_type = {named}" for name in _REQUIRED[kind] if name not in rope]
     if rope.get("factor") == 1.0 and "attention_factor" not in rope:
         kind, rope = "none", {}  # scaled by one
     return {"base": base, "scaling": kind, **rope}, problems
@@ -78,9 +71,7 @@ def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
     """
     kind = {ours: hf_name for hf_name, ours in _KINDS.items()}[rope.scaling]
     scaling: dict[str, Any] = {"rope_type": kind}
-    for hf_name, ours in _READ[rope.scaling].items():
-        if (value := getattr(rope, ours)) is not None:
-            scaling[hf_name] = value
+    scaling |= {name: value for name in _READ[rope.scaling] if (value := getattr(rope, name)) is not None}
     if rope.scaling in ("llama3", "yarn"):
         scaling[_ORIGINAL] = rope.original_max_position
     if is_new:

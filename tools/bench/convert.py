@@ -26,7 +26,7 @@ from sft.atomic_files import flush
 from sft.checkpoint import folders, manifest
 from sft.console import size
 from sft.hf.architecture import CONFIG, architecture
-from sft.hf.convert.safetensors_files import PlannedTensor, write_tensors
+from sft.hf.convert.safetensors_files import write_tensors
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
 from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
@@ -51,15 +51,16 @@ def config_of(shape: str, num_layers: int) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", **sizes}
 
 
-def tensors_of(content: Mapping[str, Any]) -> list[PlannedTensor]:
-    """The tensors of such a model."""
+def tensors_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of such a model, on the meta device."""
     model = architecture(content, CONFIG)
     mappings = model.family.mappings(model.model, model.vocab_size)
-    return [PlannedTensor(part.name, torch.bfloat16, part.shape) for mapping in mappings for part in mapping.sources]
+    parts = [part for mapping in mappings for part in mapping.sources]
+    return {part.name: torch.empty(part.shape, dtype=torch.bfloat16, device="meta") for part in parts}
 
 
-def num_bytes(tensors: Sequence[PlannedTensor]) -> int:
-    return sum(tensor.num_bytes for tensor in tensors)
+def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def num_layers_for(shape: str, limit: float) -> int:
@@ -73,9 +74,13 @@ def make(folder: Path, content: Mapping[str, Any]) -> None:
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
-    # Bits of finite numbers; normal ones take five times as long.
-    bits = (torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator) for tensor in tensors)
-    write_tensors(folder, tensors, (values.view(tensor.dtype) for tensor, values in zip(tensors, bits)))
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        """Bits of finite numbers; normal ones take five times as long."""
+        bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
+        return bits.view(tensor.dtype)
+
+    write_tensors(folder, tensors, map(values, tensors.values()))
 
 
 def copy() -> int:
@@ -118,7 +123,7 @@ def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
         turns = [turn(folder) for _ in range(options.repeats)]
         facts = {"layers": num_layers, "bytes": num_bytes(tensors), "file_system": machine.file_system(folder)}
     for row in rows_of(turns, num_bytes(tensors)):
-        yield {**facts, "largest": max(tensor.num_bytes for tensor in tensors), **row}
+        yield {**facts, "largest": max(tensor.nbytes for tensor in tensors.values()), **row}
 
 
 def rows_of(turns: Sequence[Turn], model_bytes: int) -> Iterator[Row]:

@@ -65,11 +65,10 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
             raise CheckpointError(f"{target} was created by another process meanwhile; nothing was written.")
         os.rename(temporary, target)
         flush(parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{target} was not written: {error}.") from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} was not written: {error}.") from error
         raise
 
 

@@ -8,7 +8,8 @@ imported checkpoint, `model.hf` or `model.init_from` of the recipe that trained 
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.hf.architecture import CONFIG, IMPORTED, Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
-from sft.hf.convert.safetensors_files import DTYPES, SHARD_BYTES, PlannedTensor, write_tensors
+from sft.hf.convert.safetensors_files import DTYPES, SHARD_BYTES, write_tensors
 from sft.hf.convert.tensor_check import check_tensors
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.family import TensorMapping
@@ -60,13 +61,15 @@ def export_hf(
     mappings = list(imported.family.mappings(model, model.vocab_size or imported.vocab_size))
     _check(reader, mappings, path)
     mappings.sort(key=lambda mapping: -reader.dtype(mapping.key).itemsize)  # keeps every tensor aligned to its type
-    planned = [
-        PlannedTensor(tensor.name, reader.dtype(mapping.key), tensor.shape)
+    planned = {
+        tensor.name: torch.empty(tensor.shape, dtype=reader.dtype(mapping.key), device="meta")
         for mapping in mappings
         for tensor in mapping.sources
-    ]
-    config = write_back(content, model, str(template / CONFIG), dtype=_main_dtype(planned), seq_length=seq_length)
-    num_bytes = sum(tensor.num_bytes for tensor in planned)
+    }
+    config = write_back(
+        content, model, str(template / CONFIG), dtype=_main_dtype(planned.values()), seq_length=seq_length
+    )
+    num_bytes = sum(tensor.nbytes for tensor in planned.values())
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
             tensors = (tensor for mapping in mappings for tensor in _hf_tensors(reader, mapping))
@@ -180,12 +183,12 @@ def _padded_like(stored: tuple[int, ...] | None, mapping: TensorMapping) -> tupl
     return stored if mapping.form == "vocabulary" and is_padded and stored else shape
 
 
-def _main_dtype(planned: list[PlannedTensor]) -> str:
+def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
     """The type of most bytes, which config.json gives for the weights: `bfloat16`."""
-    num_bytes: dict[torch.dtype, int] = {}
+    num_bytes = Counter[torch.dtype]()
     for tensor in planned:
-        num_bytes[tensor.dtype] = num_bytes.get(tensor.dtype, 0) + tensor.num_bytes
-    return str(max(num_bytes, key=lambda dtype: num_bytes[dtype])).removeprefix("torch.")
+        num_bytes[tensor.dtype] += tensor.nbytes
+    return str(num_bytes.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,22 +193,9 @@ def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str],
         raise CheckpointError(f"{folder / INDEX} and its files disagree: {'; '.join(problems)}.")
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor that will be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensors(
     folder: Path,
-    planned: Sequence[PlannedTensor],
+    planned: Mapping[str, torch.Tensor],
     tensors: Iterable[torch.Tensor],
     shard_bytes: int = SHARD_BYTES,
     *,
@@ -219,7 +206,7 @@ def write_tensors(
     The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This holds one:
     it puts the bytes together, and the library reads each header back once the file is complete.
 
-    advance: called with the bytes of each tensor
+    planned: type and shape of each, as tensors of the meta device; advance: called with the bytes of each tensor
     Returns size and SHA-256 of each file, and the SHA-256 of each tensor.  The disk has the files of tensors then.
     """
     files, digests, file_of = {}, {}, {}
@@ -228,46 +215,43 @@ def write_tensors(
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with closing(HashingFile(folder / name)) as file:
             file.write(_header(shard))
-            for plan, tensor in zip(shard, tensors):
-                assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), plan
+            for (tensor_name, plan), tensor in zip(shard.items(), tensors):
+                assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, tuple(plan.shape)), tensor_name
                 data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
                 file.write(data)
                 file.check()
-                digests[plan.name], file_of[plan.name] = hashlib.sha256(data).hexdigest(), name
+                digests[tensor_name], file_of[tensor_name] = hashlib.sha256(data).hexdigest(), name
                 advance(len(data))
             files[name] = file.finish()
         with safe_open(folder / name, framework="pt") as written:  # the library checks it against the file's size
-            assert set(written.keys()) == {plan.name for plan in shard}, name
+            assert set(written.keys()) == set(shard), name
     if len(shards) > 1:
-        metadata = {"total_size": sum(plan.num_bytes for plan in planned)}
+        metadata = {"total_size": sum(plan.nbytes for plan in planned.values())}
         content = {"metadata": metadata, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return files, digests
 
 
-def split_into_shards(planned: Sequence[PlannedTensor], shard_bytes: int) -> list[list[PlannedTensor]]:
+def split_into_shards(planned: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
     """The tensors of each file: as many as `shard_bytes` hold, in their order; a larger one has a file of its own."""
-    shards: list[list[PlannedTensor]] = [[]]
+    shards: list[dict[str, torch.Tensor]] = [{}]
     num_bytes = 0
-    for tensor in planned:
-        if shards[-1] and num_bytes + tensor.num_bytes > shard_bytes:
-            shards.append([])
+    for name, tensor in planned.items():
+        if shards[-1] and num_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
             num_bytes = 0
-        shards[-1].append(tensor)
-        num_bytes += tensor.num_bytes
+        shards[-1][name] = tensor
+        num_bytes += tensor.nbytes
     return shards
 
 
-def _header(planned: Sequence[PlannedTensor]) -> bytes:
+def _header(planned: Mapping[str, torch.Tensor]) -> bytes:
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in planned:
-        content[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.num_bytes],
-        }
-        end += tensor.num_bytes
+    for name, tensor in planned.items():
+        offsets = [end, end + tensor.nbytes]
+        content[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        end += tensor.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data behind it
     return len(text).to_bytes(8, "little") + text

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from sft.errors import CheckpointError
 
@@ -70,12 +71,8 @@ def _counted(noun: str, numbers: Iterable[str]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> 0-2, 5"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    by_distance = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal within a run
+    runs = [[number for _, number in run] for _, run in by_distance]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

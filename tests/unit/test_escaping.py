@@ -8,7 +8,7 @@ import pytest
 
 from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
-from sft.data.chat.render import free_characters, render_chat
+from sft.data.chat.render import free_characters, render_chat, restored
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, runs, tool, user
@@ -23,7 +23,7 @@ def test_stand_ins_have_the_length_of_what_they_stand_for(tokenizers: Tokenizers
     assert typed.messages == [user("a" + B * 10 + A * 4 + "b" + B * 10)]
     assert typed.tools == [{A * 4: 1}]
     assert typed.stand_ins == {A: "</s>", B: "<|im_end|>"}
-    assert typed.restore(typed.messages[0]["content"]) == "a<|im_end|></s>b<|im_end|>"
+    assert restored(typed.messages[0]["content"], typed.stand_ins) == "a<|im_end|></s>b<|im_end|>"
 
 
 def test_a_chat_without_control_strings_is_left_alone(tokenizers: Tokenizers) -> None:

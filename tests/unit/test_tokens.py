@@ -19,7 +19,7 @@ def tokens(text: str, turns: list[str], tokenizer: FolderTokenizer) -> list[str]
     """What the tokens of some parts of the text decode to."""
     spans = [Turn(i, text.index(part), text.index(part) + len(part), "blank") for i, part in enumerate(turns)]
     encoded = tokenizer.encode(text)
-    rendered = RenderedChat(text, [], [], None, {}, "", tokenizer)
+    rendered = RenderedChat(text, text, [], [], None, {}, "", tokenizer)
     found = find_token_spans(spans, rendered, encoded)
     return [tokenizer.decode(encoded.ids[first:last]) for _, first, last in found]
 

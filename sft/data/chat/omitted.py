@@ -19,7 +19,7 @@ import re
 from typing import Any, NamedTuple
 
 from sft.data.chat.messages import THINKING, THOUGHT, Message, Tools
-from sft.data.chat.render import RenderedChat
+from sft.data.chat.render import RenderedChat, restored
 from sft.data.chat.template_pattern import COMPOSITE, ChatText, asides_of, texts_of
 from sft.errors import DataError
 
@@ -47,7 +47,7 @@ def find_omitted(chat: RenderedChat) -> list[OmittedText]:
     lost = chat.tokenizer.template.pattern.left_out(chat.text, _texts(chat, chat), asides)
     if lost is None:
         lost = _by_words(chat, asides)
-    return [text._replace(text=chat.restore(text.text)) for text in _by_message(lost)]
+    return [text._replace(text=restored(text.text, chat.stand_ins)) for text in _by_message(lost)]
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:

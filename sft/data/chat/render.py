@@ -27,24 +27,20 @@ class RenderedChat(NamedTuple):
     """A chat with a stand-in for every typed control string, and its text.
 
     text        what the template writes for `messages` and `tools`
+    real_text   the same with the control strings back in it, at the same positions
     marks       the characters inside each {% generation %} block of the text
     stand_ins   what stands for each: a private character -> <|im_end|>
     everything  all texts in the chat, to look for a character that it does not contain
     """
 
     text: str
+    real_text: str
     marks: list[tuple[int, int]]
     messages: list[Message]
     tools: Tools
     stand_ins: dict[str, str]
     everything: str
     tokenizer: FolderTokenizer
-
-    def restore(self, text: str) -> str:
-        """`text` with the control strings back in it; positions stay what they are."""
-        for character, token in self.stand_ins.items():
-            text = text.replace(character * len(token), token)
-        return text
 
 
 def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
@@ -53,14 +49,21 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     messages, tools, stand_ins, everything = _escape(real_messages, real_tools, tokenizer)
     template = tokenizer.template
     text, marks = template.marked(messages, tools)
-    rendered = RenderedChat(text, marks, messages, tools, stand_ins, everything, tokenizer)
-    if stand_ins and rendered.restore(text) != template.render(real_messages, real_tools):
+    real_text = restored(text, stand_ins)
+    if stand_ins and real_text != template.render(real_messages, real_tools):
         raise DataError(
             f"the chat contains the text {next(iter(stand_ins.values()))}, a control token of the tokenizer of "
             f"{tokenizer.name}, and chat template {template.name} treats it as more than text.  Remove it or "
             "write it differently."
         )
-    return rendered
+    return RenderedChat(text, real_text, marks, messages, tools, stand_ins, everything, tokenizer)
+
+
+def restored(text: str, stand_ins: dict[str, str]) -> str:
+    """`text` with the control strings back in it; positions stay what they are."""
+    for character, token in stand_ins.items():
+        text = text.replace(character * len(token), token)
+    return text
 
 
 def prepared(messages: list[Message]) -> list[Message]:

@@ -122,6 +122,17 @@ class FolderTokenizer:
         # Without offsets: the same ids, a fifth faster.
         return Encoded(np.array(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32), offsets)
 
+    def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
+        """Tokens of a piece of a chat whose control strings are text; None where that cannot be shown.
+
+        masked, ids  the piece with stand-ins for them, and what it gives within the whole chat
+        """
+        plain = self.encode(text, as_text=True)
+        # The piece by itself must give what it gives within the chat, keep its text, and make no control token.
+        alone = np.array_equal(self.encode(masked, as_text=True).ids, ids)
+        lossless = self.decode(plain.ids).strip() in (text.strip(), self.normalize(text).strip())
+        return plain if alone and lossless and not self.is_control[plain.ids].any() else None
+
     def count(self, text: str) -> int:
         """Number of tokens of a short text that comes again and again."""
         if text not in self.counts:

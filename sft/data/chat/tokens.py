@@ -57,7 +57,12 @@ def tokenise(chat: RenderedChat) -> Encoded:
         part = slice(before + 1, after)
         control = slice(after, after + 1)
         if stand_in.search(text, first, last):
-            plain = _as_text(chat, text[first:last], whole.ids[part])
+            plain = tokenizer.encode_as_text(chat.real_text[first:last], text[first:last], whole.ids[part])
+            if plain is None:
+                raise DataError(
+                    f"the chat contains the text {next(iter(chat.stand_ins.values()))}, which the tokenizer of "
+                    f"{tokenizer.name} cannot be shown to keep as text.  Remove it or write it differently."
+                )
             ids.append(plain.ids)
             offsets.append(np.stack([plain.starts, plain.ends], axis=1) + first)
         else:
@@ -66,21 +71,6 @@ def tokenise(chat: RenderedChat) -> Encoded:
         ids.append(whole.ids[control])
         offsets.append(np.stack([whole.starts[control], whole.ends[control]], axis=1))
     return Encoded(np.concatenate(ids), lambda: np.concatenate(offsets).reshape(-1))
-
-
-def _as_text(chat: RenderedChat, masked: str, ids: np.ndarray) -> Encoded:
-    """Tokens of a piece between two control tokens, whose stand-ins are the tokens `ids` of the whole chat."""
-    text, tokenizer = chat.restore(masked), chat.tokenizer
-    plain = tokenizer.encode(text, as_text=True)
-    # The piece by itself must give what it gives within the chat, keep its text, and make no control token.
-    alone = np.array_equal(tokenizer.encode(masked, as_text=True).ids, ids)
-    lossless = tokenizer.decode(plain.ids).strip() in (text.strip(), tokenizer.normalize(text).strip())
-    if not alone or not lossless or tokenizer.is_control[plain.ids].any():
-        raise DataError(
-            f"the chat contains the text {next(iter(chat.stand_ins.values()))}, which the tokenizer of "
-            f"{tokenizer.name} cannot be shown to keep as text.  Remove it or write it differently."
-        )
-    return plain
 
 
 def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) -> list[TokenSpan]:
@@ -94,7 +84,7 @@ def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) ->
     counts, counted_to = dict.fromkeys(ends, 0), 0  # how often each stands in the text so far
     spans = []
     for turn in turns:
-        wanted = chat.restore(text[turn.start : turn.end])
+        wanted = chat.real_text[turn.start : turn.end]
         end = max((end for end in ends if wanted.endswith(end)), key=len)
         for token in counts:
             counts[token] += text.count(token, counted_to, turn.end - len(end))

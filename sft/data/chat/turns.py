@@ -46,9 +46,10 @@ def find_turns(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
     if chat.tokenizer.template.has_markers:
         turns = _marked(chat, wanted) if wanted else []
     else:
+        marks = free_characters(chat.everything, max(2, len(wanted)))
         at_once = len(wanted) > MANY_TURNS or chat.tokenizer.delimiters.lead.strip()
-        together = _all_blanked(chat, wanted) if at_once else None
-        turns = together or [_prefix(chat, i) or _blanked(chat, i) for i in wanted]
+        together = _all_blanked(chat, wanted, marks) if at_once else None
+        turns = together or [_prefix(chat, i) or _blanked(chat, i, *marks[:2]) for i in wanted]
     for turn, following in zip(turns, turns[1:], strict=False):
         if following.start < turn.end:
             raise _error(chat, following.message, "writes it before an earlier one", chat.text[following.start :])
@@ -112,10 +113,9 @@ def _prefix(chat: RenderedChat, i: int) -> Turn | None:
     return Turn(i, start, end[1], "prefix")
 
 
-def _blanked(chat: RenderedChat, i: int) -> Turn:
+def _blanked(chat: RenderedChat, i: int, mark: str, thought: str) -> Turn:
     """Proof 3: the difference to a rendering in which the assistant wrote something else."""
     message = chat.messages[i]
-    mark, thought = free_characters(chat.everything, 2)
     bare = {key: value for key, value in message.items() if key not in ("tool_calls", *THINKING)}
     blanks = [({**bare, "content": mark}, False)]
     thinking, content = _thinking_of(message), str(message.get("content") or "")
@@ -162,12 +162,12 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
     return Turn(i, start, end[1], "blank") if _is_assistant_text(message, written, chat.tokenizer) else None
 
 
-def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
+def _all_blanked(chat: RenderedChat, wanted: list[int], free: list[str]) -> list[Turn] | None:
     """Proof 3 for many turns of plain text at once; None where that proves nothing."""
     delimiters, text = chat.tokenizer.delimiters, chat.text
     if not all(_is_plain(chat.messages[i]) for i in wanted):
         return None
-    spans = _locate(chat, wanted)
+    spans = _locate(chat, dict(zip(free, wanted, strict=False)))
     lead = "" if delimiters.lead.strip() else delimiters.lead
     turns = []
     for i in wanted:
@@ -183,10 +183,9 @@ def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
     return turns
 
 
-def _locate(chat: RenderedChat, wanted: list[int]) -> dict[int, tuple[int, int]]:
-    """Where the contents of some messages stand, by one rendering with a private character for each; {} where the
-    template writes something else then."""
-    marks = dict(zip(free_characters(chat.everything, len(wanted)), wanted, strict=True))
+def _locate(chat: RenderedChat, marks: dict[str, int]) -> dict[int, tuple[int, int]]:
+    """Where the contents of some messages stand, by one rendering with a private character for each (`marks`); {} where
+    the template writes something else then."""
     messages = list(chat.messages)
     for mark, i in marks.items():
         messages[i] = {**messages[i], "content": mark}

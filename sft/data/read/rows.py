@@ -149,7 +149,8 @@ def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
     """All rows from number `start` (from 0) on."""
     kind = kind_of(path)
     if kind not in ("jsonl", "json"):
-        yield from enumerate(read_table(data_files(path), start), start=start + 1)
+        files = data_files(path)
+        yield from enumerate(read_table(files, start), start=start + 1)
         return
     is_list, begin = find_first_row(path, may_be_list=kind == "json")
     number = 1

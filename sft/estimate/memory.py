@@ -2,21 +2,19 @@
 
     device = weights + gradients + optimizer + layers + ends + the largest of (MLP, attention + gathered, head)
 
-Each part of the model counts its own bytes, beside its code (sft/mcore/**/*_bytes.py); here they are summed over a
-layer, a stage and a run.  `layers` is what layers keep between forward and backward.  MLP and attention belong to the
-layer whose backward is running: what it recomputes, and the gradients within.  `ends` lies before the first layer and
-behind the last.  All as on CUDA, with fused activations and torch's flash kernel: a CPU keeps more.  CUDA itself, NCCL
-and gaps between allocations are not counted: about 1 GiB, or more with many communicators.
+Parts of the model count their own bytes (sft/mcore/model_bytes.py, sft/mcore/attention/activation_bytes.py); here they
+are summed over a layer, a stage and a run.  `layers` is what layers keep between forward and backward.  MLP and
+attention belong to the layer whose backward is running: what it recomputes, and the gradients within.  `ends` lies
+before the first layer and behind the last.  All as on CUDA, with fused activations and torch's flash kernel: a CPU keeps
+more.  CUDA itself, NCCL and gaps between allocations are not counted: about 1 GiB, or more with many communicators.
 """
 
 from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.console import size
-from sft.mcore import activation_bytes
-from sft.mcore.activations.offload_plan import num_offloaded_layers, num_resident_layers
+from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
-from sft.mcore.optimizer.state_bytes import StateBytes
 from sft.parallel.layout import Layout, padded_vocab_size
 
 CARD_BYTES = 80e9  # for which `describe` says the longest context; cards of 80 GB have 85e9, the rest is CUDA's
@@ -79,17 +77,17 @@ class LayerBytes:
         Llama-8B: full 8 KiB; selective 36 KiB, none 136 KiB, and a few bytes a head
         """
         model, rank = backend.model, backend.rank
-        hidden = activation_bytes.hidden_state(model, rank)
+        hidden = model_bytes.hidden_state(model, rank)
         attention = {"layer's input": hidden}
         if recompute == "full":
             return LayerBytes(attention=attention, mlp={})
         attention |= backend.saved
-        attention |= {"norms' scales": activation_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
+        attention |= {"norms' scales": model_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
         if recompute == "none" or backend.norm_outputs_are_saved:
             attention["normed input"] = hidden
             if model.qk_norm:
                 attention["normed queries and keys"] = rank.width * (backend.queries + backend.pairs / 2)
-        return LayerBytes(attention=attention, mlp=activation_bytes.mlp(model, rank) if recompute == "none" else {})
+        return LayerBytes(attention=attention, mlp=model_bytes.mlp(model, rank) if recompute == "none" else {})
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -128,11 +126,11 @@ def _vocab_rows(vocab_size: int, tp: int) -> float:
     return padded_vocab_size(vocab_size, tp) / tp
 
 
-def _state(config: Config, layout: Layout, vocab_size: int, stage: int, width: int) -> StateBytes:
+def _state(config: Config, layout: Layout, vocab_size: int, stage: int, width: int) -> dict[str, float]:
     dense, experts = parameters(config.model, layout, vocab_size, stage)
     copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # of each expert
     sharded = config.parallel.distributed_optimizer
-    return StateBytes.of(
+    return model_bytes.state(
         parameters=dense + experts,
         owned=dense / (layout.dp * layout.cp) + experts / copies if sharded else dense + experts,
         width=width,
@@ -155,11 +153,14 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     """What all layers of a rank keep: on the device, in host memory.  layer: bytes that one keeps of a microbatch."""
     num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # of a model chunk
     is_last = stage == layout.pp - 1
-    num_offloaded = num_offloaded_layers(
+    num_offloaded = model_bytes.num_offloaded_layers(
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
     )
     one_of_each_chunk = layer * layout.virtual_stages * _num_waiting(layout, stage)
-    return one_of_each_chunk * num_resident_layers(num_offloaded, num_layers), one_of_each_chunk * num_offloaded
+    return (
+        one_of_each_chunk * model_bytes.num_resident_layers(num_offloaded, num_layers),
+        one_of_each_chunk * num_offloaded,
+    )
 
 
 def _mlp_backward(config: Config, everything: LayerBytes, kept: LayerBytes, tokens: float) -> float:
@@ -185,18 +186,15 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
     if train.mlp_tile is not None:
         kept = LayerBytes(attention=kept.attention, mlp={})
     tokens, is_last = pack / layout.cp, stage == layout.pp - 1
-    hidden = activation_bytes.hidden_state(model, rank) * tokens
+    hidden = model_bytes.hidden_state(model, rank) * tokens
     layers, host_layers = _layers(config, layout, stage, kept.total * tokens)
     recomputed = _recomputed_attention(everything, kept) * tokens
-    matrix = activation_bytes.widest_gradient(model, rank)
+    matrix = model_bytes.widest_gradient(model, rank)
     vocab_rows = _vocab_rows(vocab_size, layout.tp)
-    head = activation_bytes.loss_head(config.loss, model, rank, vocab_rows=vocab_rows, tokens=tokens)
-    state = _state(config, layout, vocab_size, stage, rank.width)
+    head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=vocab_rows, tokens=tokens)
     return Memory(
         stage=stage,
-        weights=state.weights,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
+        **_state(config, layout, vocab_size, stage, rank.width),
         layers=layers,
         ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # around the last norm
         mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix,
@@ -204,7 +202,6 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         gathered=backend.gathered(pack),
         head=head if is_last else 0.0,
         host_layers=host_layers,
-        host_optimizer=state.host,
     )
 
 

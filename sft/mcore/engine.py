@@ -185,13 +185,16 @@ class Engine:
 
     def _make_save_policy(self) -> SavePolicy:
         train = self.config.train
-        return SavePolicy(
-            recompute=train.recompute == "selective" and self.backend.norms_are_recomputable,
+        policy = SavePolicy(
+            recompute=train.recompute == "selective" and not self.backend.has_te_kernels,
             memory=PinnedMemory(self.groups.device) if train.offload_fraction else None,
             offload_fraction=train.offload_fraction,
             backward_is_next=self.layout.virtual_stages == 1 and self.groups.is_last_stage,
             resident=[weight for chunk in self.chunks for weight in chunk.parameters()],
         )
+        for chunk in self.chunks:
+            policy.attach(chunk)
+        return policy
 
     def _document_of_token(self, mb: Microbatch, chunk: Any) -> Tensor:
         """The document of each token, -1 for padding: int32 [1, t].  See `experts.ExpertLayer`.

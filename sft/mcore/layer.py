@@ -15,11 +15,13 @@ from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from sft.mcore.activations import saved_tensors
+from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class Layer(TransformerLayer):
     """recompute: the second half once more in backward; tile: tokens that it takes at once, None for all."""
+
+    save_policy: SavePolicy | None = None
 
     def __init__(
         self, config: Any, *args: Any, recompute: bool = False, tile: int | None = None, **kwargs: Any
@@ -28,7 +30,8 @@ class Layer(TransformerLayer):
         self._recompute, self._tile = recompute, tile
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        saved_tensors.start_layer()
+        if self.save_policy is not None:
+            self.save_policy.start_layer()
         return super().forward(*args, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from sft.mcore.activations import saved_tensors
+from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class RMSNorm(torch.nn.Module):
@@ -17,6 +17,8 @@ class RMSNorm(torch.nn.Module):
 
     Its weight is marked for core's reduction of gradients: under sequence parallelism it saw a slice of the tokens.
     """
+
+    save_policy: SavePolicy | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -28,7 +30,8 @@ class RMSNorm(torch.nn.Module):
         # Queries and keys are views, and a saved view would keep the whole output of the projection alive.
         x = x.contiguous()
         out = self._norm(x)
-        saved_tensors.mark_recomputable(out, self._norm, x)
+        if self.save_policy is not None:
+            self.save_policy.mark_recomputable(out, self._norm, x)
         return out
 
     def _norm(self, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 from sft.config import Config, LossConfig
 from sft.estimate import memory
 from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
-from sft.mcore.activation_bytes import RankShare
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
+from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
 from tests.unit.test_layout import config
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sft.mcore.activations.offload import OffloadedLayers, PinnedMemory
-from sft.mcore.activations.offload_plan import num_offloaded_layers
+from sft.mcore.model_bytes import num_offloaded_layers
 
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device
 
@@ -122,31 +122,51 @@ class SavePolicy:
         self.recompute, self.memory = recompute, memory
         self.offload_fraction, self.backward_is_next = offload_fraction, backward_is_next
         self.resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
+        self._pass: _ForwardPass | None = None  # that runs; None outside of one, so also while backward runs
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Hand this policy to the layers and norms of a model, which core has built without it."""
+        for module in model.modules():
+            if hasattr(module, "save_policy"):
+                module.save_policy = self  # type: ignore[assignment]
 
     @contextmanager
     def forward_pass(self, num_layers: int) -> Iterator[None]:
         """Around a forward pass.  What full recomputation computes in backward is saved as autograd saves it."""
-        global _current_pass
         if not (self.recompute or self.memory) or not torch.is_grad_enabled():
             yield
             return
-        assert _current_pass is None
-        _current_pass = this_pass = _ForwardPass(self, num_layers)
+        assert self._pass is None
+        self._pass = this_pass = _ForwardPass(self, num_layers)
         try:
             with torch.autograd.graph.saved_tensors_hooks(this_pass.save, lambda saved: saved.restore()):
                 yield
             if this_pass.layers is not None and not self.backward_is_next:
                 this_pass.layers.evict_all()
         finally:
-            _current_pass = None
+            self._pass = None
             this_pass.end()
+
+    def start_layer(self) -> None:
+        """What is saved from here on belongs to the next layer."""
+        if self._pass is not None and self._pass.layers is not None:
+            self._pass.layers.start_layer()
+
+    def mark_recomputable(self, out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
+        """Declare that `compute(*inputs)` gives `out` once more at next to no cost.
+
+        `out` must be contiguous and fill its storage.  No effect outside of a forward pass that recomputes.
+        """
+        if self._pass is not None and self.recompute and torch.is_grad_enabled():
+            assert out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.element_size()
+            self._pass.mark(out, compute, inputs)
 
 
 class _ForwardPass:
     """What one forward pass has saved so far."""
 
     def __init__(self, policy: SavePolicy, num_layers: int) -> None:
-        self.recompute, self._resident = policy.recompute, policy.resident
+        self._resident = policy.resident
         self.layers = None if policy.memory is None else OffloadedLayers(policy.memory)
         self._num_offloaded = num_offloaded_layers(
             policy.offload_fraction, num_layers, backward_is_next=policy.backward_is_next
@@ -211,25 +231,3 @@ class _ForwardPass:
             and storage.nbytes() >= MIN_OFFLOADED_BYTES
             and storage.data_ptr() not in self._resident
         )
-
-
-# The forward pass that runs in this process, set by `SavePolicy.forward_pass`; None outside of one, so also while
-# backward runs.  State of the module, as the stack of torch's own saved-tensor hooks is: layers and norms are built and
-# called by megatron-core, which has no argument that would hand the pass down to them.
-_current_pass: _ForwardPass | None = None
-
-
-def mark_recomputable(out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
-    """Declare that `compute(*inputs)` gives `out` once more at next to no cost.
-
-    `out` must be contiguous and fill its storage.  No effect outside of a forward pass that recomputes.
-    """
-    if _current_pass is not None and _current_pass.recompute and torch.is_grad_enabled():
-        assert out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.element_size()
-        _current_pass.mark(out, compute, inputs)
-
-
-def start_layer() -> None:
-    """What is saved from here on belongs to the next layer."""
-    if _current_pass is not None and _current_pass.layers is not None:
-        _current_pass.layers.start_layer()

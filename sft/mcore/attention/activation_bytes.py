@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sft.config import Config, ModelConfig
-from sft.mcore.activation_bytes import FP32, RankShare
+from sft.mcore.model_bytes import FP32, RankShare
 from sft.parallel.layout import Layout
 
 MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small

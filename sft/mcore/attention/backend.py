@@ -11,9 +11,8 @@ sft/config/attention.py, and the bytes that it keeps in activation_bytes.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -39,7 +38,8 @@ class AttentionBackend(ABC):
     """One implementation of attention.  reason: why this run has it, for the log."""
 
     name: ClassVar[str]  # as attention.backend in the recipe
-    norms_are_recomputable: ClassVar[bool]  # its norms mark their outputs; see activations/saved_tensors.py
+    final_norm: ClassVar[type[torch.nn.Module]]  # behind the last layer
+    has_te_kernels: ClassVar[bool]  # those of Transformer Engine; elsewhere norms mark what they save as recomputable
 
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
@@ -49,24 +49,19 @@ class AttentionBackend(ABC):
         return f"{self.name} ({self.reason})"
 
     @property
-    @abstractmethod
-    def transformer_fields(self) -> Mapping[str, Any]:
-        """Fields of TransformerConfig that this backend decides."""
+    def transformer_fields(self) -> dict[str, bool]:
+        """Fields of TransformerConfig that the backend decides."""
+        experts = {} if self.config.model.moe.num_experts is None else {"moe_grouped_gemm": self.has_te_kernels}
+        return {"apply_rope_fusion": self.has_te_kernels, **experts}
 
     @abstractmethod
     def layer_spec(self) -> ModuleSpec:
         """The modules of one transformer layer.  All backends store the same checkpoint keys."""
 
-    @property
-    @abstractmethod
-    def final_norm(self) -> type[torch.nn.Module]:
-        """The norm behind the last layer."""
-
-    @abstractmethod
     def rotary_table(self, device: torch.device) -> RotaryTable | None:
         """Angles for megatron-core, which then rotates queries and keys; None: attention itself rotates them."""
+        return None
 
-    @abstractmethod
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
@@ -75,7 +70,20 @@ class AttentionBackend(ABC):
         cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
         max_seqlen  tokens of its longest document, padded
         positions   int64 [1, t] of this rank's tokens within their documents, on the device
+
+        The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
+        causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
         """
+        boundaries = send(cu_seqlens, positions.device)
+        return PackedDocuments(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            cu_seqlens_q_padded=boundaries,
+            cu_seqlens_kv_padded=boundaries,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+        )
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Rotary frequencies: float32 [head_dim / 2]."""
@@ -85,30 +93,3 @@ class AttentionBackend(ABC):
 
 def params_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.run.precision == "bf16" else torch.float32
-
-
-def packed_documents(
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    device: torch.device,
-    *,
-    kernel: Kernel | None = None,
-    rotation: Rotation | None = None,
-) -> PackedDocuments:
-    """Boundaries of a whole pack -> what attention needs on this rank.
-
-    The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
-    causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
-    """
-    boundaries = send(cu_seqlens, device)
-    return PackedDocuments(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        cu_seqlens_q_padded=boundaries,
-        cu_seqlens_kv_padded=boundaries,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        kernel=kernel,
-        rotation=rotation,
-    )

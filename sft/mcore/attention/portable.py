@@ -5,7 +5,7 @@ itself, and all-gathers keys and values over the context-parallel group (packed_
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import Config
-from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, packed_documents, params_dtype
+from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import Kernel, packed_attention
 from sft.mcore.attention.rope import Rotation
@@ -28,7 +28,8 @@ class Portable(AttentionBackend):
     """make_kernel: makes the kernel of a microbatch, `FlashKernel.of` or `TorchKernel.of`."""
 
     name = "portable"
-    norms_are_recomputable = True
+    final_norm = RMSNorm
+    has_te_kernels = False
 
     def __init__(self, config: Config, reason: str, make_kernel: MakeKernel) -> None:
         super().__init__(config, reason)
@@ -37,11 +38,6 @@ class Portable(AttentionBackend):
     @property
     def has_flash_kernel(self) -> bool:
         return self._make_kernel is FlashKernel.of
-
-    @property
-    def transformer_fields(self) -> Mapping[str, Any]:
-        has_experts = self.config.model.moe.num_experts is not None
-        return {"apply_rope_fusion": False, **({"moe_grouped_gemm": False} if has_experts else {})}
 
     def layer_spec(self) -> ModuleSpec:
         model = self.config.model
@@ -53,24 +49,13 @@ class Portable(AttentionBackend):
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         return spec
 
-    @property
-    def final_norm(self) -> type[torch.nn.Module]:
-        return RMSNorm
-
-    def rotary_table(self, device: torch.device) -> None:
-        return None
-
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
-        device = positions.device
-        return packed_documents(
-            cu_seqlens,
-            max_seqlen,
-            device,
-            kernel=self._make_kernel(cu_seqlens.cpu().numpy(), cp_size, cp_rank, device),
-            rotation=Rotation.of(positions.flatten(), self.frequencies(device), params_dtype(self.config)),
-        )
+        device, packed = positions.device, super().documents(cu_seqlens, max_seqlen, positions, cp_size, cp_rank)
+        packed.kernel = self._make_kernel(cu_seqlens.cpu().numpy(), cp_size, cp_rank, device)
+        packed.rotation = Rotation.of(positions.flatten(), self.frequencies(device), params_dtype(self.config))
+        return packed
 
 
 class PortableAttention(torch.nn.Module):

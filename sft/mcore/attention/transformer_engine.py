@@ -5,19 +5,16 @@ megatron-core builds them and applies the rotary embedding; context parallelism 
 """
 
 import importlib.metadata
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
-from torch import Tensor
 
 from sft.config import Config, ParallelConfig
 from sft.errors import ConfigError
 from sft.mcore import fp8
-from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, packed_documents
+from sft.mcore.attention.backend import AttentionBackend
 from sft.mcore.attention.rope import RotaryTable
 
 # Release of Transformer Engine from which context parallelism other than p2p takes packed documents; from its sources.
@@ -26,15 +23,11 @@ _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 
 class TransformerEngine(AttentionBackend):
     name = "te"
-    norms_are_recomputable = False
+    final_norm = TENorm
+    has_te_kernels = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, "Transformer Engine")
-
-    @property
-    def transformer_fields(self) -> Mapping[str, Any]:
-        has_experts = self.config.model.moe.num_experts is not None
-        return {"apply_rope_fusion": True, **({"moe_grouped_gemm": True} if has_experts else {})}
 
     def layer_spec(self) -> ModuleSpec:
         experts = self.config.model.moe.num_experts
@@ -42,18 +35,8 @@ class TransformerEngine(AttentionBackend):
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
         )
 
-    @property
-    def final_norm(self) -> type[torch.nn.Module]:
-        norm: type[torch.nn.Module] = TENorm
-        return norm
-
     def rotary_table(self, device: torch.device) -> RotaryTable:
         return RotaryTable(self.frequencies(device))
-
-    def documents(
-        self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
-    ) -> PackedDocuments:
-        return packed_documents(cu_seqlens, max_seqlen, positions.device)
 
 
 def why_not(config: Config, device_type: str) -> str | None:

@@ -1,7 +1,7 @@
 """The sum of squares of many gradients, in float64, without a wide copy of any of them.
 
 Decides in what precision squares are added, and how much is read at once.  Which gradients count, over which ranks
-they are added, and what the norm is used for, `optim.py` decides.
+they are added, and what the norm is used for, `build.py` decides.
 
 torch's norm of an fp32 tensor on a CPU adds the squares one after another, in fp32.  Once the sum is large, what is
 added to it is rounded away.  Of 151,936 x 128 values with a few large rows the norm came out 1.5e-4 too small, of

@@ -1,7 +1,6 @@
-"""Bytes that norms, the MLP, experts and the loss head keep of a token, counted beside the code that keeps them.
+"""Bytes that norms, the MLP, experts and the loss head keep of a token, and those of a parameter.
 
-Arithmetic only, no torch: sft/estimate sums these.  Attention counts its own (attention/activation_bytes.py), so do
-the optimizer (optimizer/state_bytes.py) and the offload of activations (activations/offload_plan.py).
+Arithmetic only, no torch: sft/estimate sums these.  Attention counts its own (attention/activation_bytes.py).
 """
 
 import math
@@ -92,3 +91,39 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
     # With sequence parallelism the gathered hidden states, too.
     gradient = rank.width * model.hidden_size * tokens * (2 if rank.sequence < 1 else 1)
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
+
+
+def state(*, parameters: float, owned: float, width: int, offload_fraction: float) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
+
+    parameters  on this rank
+    owned       those of them whose optimizer states it has
+    width       bytes of a weight
+
+    With bf16 weights 18 bytes a parameter; with the distributed optimizer 6 + 12 / (dp x cp), and of an expert
+    6 + 12 / its copies.
+    """
+    moments, main_weight = 2 * FP32, FP32 if width < FP32 else 0
+    offloaded = 4 * FP32  # main weight, moments, and the gradient in transfer
+    return {
+        "weights": width * parameters,
+        "gradients": FP32 * parameters,
+        "optimizer": (1 - offload_fraction) * (moments + main_weight) * owned,
+        "host_optimizer": offload_fraction * offloaded * owned,
+    }
+
+
+def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next: bool) -> float:
+    """Of the layers of a model chunk, the first ones, which backward reaches last; the forward pass asks, too.
+
+    backward_is_next: backward follows each forward pass at once, so that the last two layers stay
+
+    4 layers: a fraction of 0.3 -> 2, 0.1 -> 1, 1 -> 4, or 2 where backward is next
+    """
+    return min(math.ceil(fraction * num_layers), max(0, num_layers - 2) if backward_is_next else num_layers)
+
+
+def num_resident_layers(num_offloaded: float, num_layers: float) -> float:
+    """Most layers whose activations are on the device at a time: an offloaded layer is fetched while the one behind it
+    is computed, so that two are there at least."""
+    return max(num_layers - num_offloaded, min(2.0, num_layers))

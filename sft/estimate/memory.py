@@ -5,8 +5,9 @@
 Parts of the model count their own bytes (sft/mcore/model_bytes.py, sft/mcore/attention/activation_bytes.py); here they
 are summed over a layer, a stage and a run.  `layers` is what layers keep between forward and backward.  MLP and
 attention belong to the layer whose backward is running: what it recomputes, and the gradients within.  `ends` lies
-before the first layer and behind the last.  All as on CUDA, with fused activations and torch's flash kernel: a CPU keeps
-more.  CUDA itself, NCCL and gaps between allocations are not counted: about 1 GiB, or more with many communicators.
+before the first layer and behind the last.  All as on CUDA, with fused activations and torch's flash kernel: a CPU
+keeps more.  CUDA itself, NCCL and gaps between allocations are not counted: about 1 GiB, or more with many
+communicators.
 """
 
 from dataclasses import dataclass

@@ -20,9 +20,8 @@ _CPU_TYPE_NAMES = {
     torch.float16: "torch.cuda.HalfTensor",
 }
 
-_IS_CUDA = getattr(
-    torch.Tensor, "is_cuda"
-).__get__  # noqa: B009 - the function that a mode receives when the property is read
+# The function that a mode receives when the property is read.
+_IS_CUDA = getattr(torch.Tensor, "is_cuda").__get__  # noqa: B009
 
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; a process alone is the only one
 

@@ -43,8 +43,7 @@ class Operators:
 class FlashKernel:
     """The kernel with the sequences of one microbatch; the same in every layer.
 
-    key_order     int64 [k]: index into the gathered local parts of each sequence's keys, one sequence after the other;
-                  None: keys are used as they are (cp 1)
+    key_order     of each sequence's keys, one sequence after the other; see `packed_attention.Kernel`
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
     cu_seqlens_k  int32 [sequences + 1], boundaries of their keys
     """
@@ -86,13 +85,12 @@ class FlashKernel:
         )
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [heads, t]."""
+        """As `Kernel.forward`; log-sum-exp [heads, t]."""
         return self.operators.forward(query, keys, values, *self._boundaries, scale=scale)
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values."""
         return self.operators.backward(grad, query, keys, values, out, lse, *self._boundaries, scale=scale)
 
     @property

@@ -25,7 +25,7 @@ class TorchKernel:
     """The kernel with the chunks of one microbatch.  It wants the keys of the whole pack, in pack order.
 
     chunks     the queries of this rank
-    key_order  int64 [t * cp_size]: concat(local parts)[key_order] is the pack; None: keys are used as they are (cp 1)
+    key_order  int64 [t * cp_size]: concat(local parts)[key_order] is the pack; None with cp 1
     """
 
     chunks: tuple[context_parallel.Chunk, ...]
@@ -34,11 +34,9 @@ class TorchKernel:
     @staticmethod
     def of(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device) -> "TorchKernel":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack."""
-        order = (
-            None
-            if cp_size == 1
-            else send(torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size)), device)
-        )
+        order = None
+        if cp_size > 1:
+            order = send(torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size)), device)
         return TorchKernel(chunks=context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank), key_order=order)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,5 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     backward (4 GEMMs), because the upstream gradients are not known before.  Entropy is None unless the config asks for
     it, and has a gradient only where entropy_coef is not 0.
     """
-    if loss.impl == "fused":
-        return fused.token_statistics(hidden, shard, targets, loss)
-    if loss.impl == "chunked":
-        return chunked.token_statistics(hidden, shard, targets, loss)
-    return full.token_statistics(hidden, shard, targets, loss)
+    by_name = {"fused": fused, "chunked": chunked, "full": full}
+    return by_name[loss.impl].token_statistics(hidden, shard, targets, loss)

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from sft.atomic_files import why_not_written
 from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import Conditions, TrainState
@@ -187,7 +188,8 @@ class Saver:
 
     def _failed(self, step: int, error: BaseException, *, must_succeed: bool) -> None:
         self._failures += 1
-        message = f"the checkpoint of step {step} was not saved: {error}"
+        reason = why_not_written(self.folder, error) if isinstance(error, OSError) else error
+        message = f"the checkpoint of step {step} was not saved: {reason}"
         if must_succeed or self._failures >= MAX_FAILURES:
             count = f"  {self._failures} in a row." if self._failures > 1 else ""
             kind = StorageError if isinstance(error, StorageError | OSError) else CheckpointError

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from sft.atomic_files import why_not_written
 from sft.console import Console, duration
 from sft.errors import StorageError
 from sft.metrics.records import Record, eval_record, start_record, train_record
@@ -21,9 +22,9 @@ class MetricsLog:
     """
 
     def __init__(
-        self, writers: Sequence[Writer], console: Console, run: RunFacts, *, step: int, num_steps: int
+        self, folder: Path, writers: Sequence[Writer], console: Console, run: RunFacts, *, step: int, num_steps: int
     ) -> None:
-        self._writers, self._console, self._run = writers, console, run
+        self._folder, self._writers, self._console, self._run = folder, writers, console, run
         self._num_steps, self._every = num_steps, run.config.log.every
         self._first, self._busy_s = step, 0.0
         self._losses: dict[str, list[tuple[int, float]]] = {"train": []}
@@ -42,7 +43,7 @@ class MetricsLog:
             writers.extend(open_writers(folder, run.config, step, console, is_evaluated=is_evaluated))
 
         broadcast_from_rank0(open_all)
-        return MetricsLog(writers, console, run, step=step, num_steps=num_steps)
+        return MetricsLog(folder, writers, console, run, step=step, num_steps=num_steps)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -107,8 +108,9 @@ class MetricsLog:
             for writer in self._writers:
                 writer.write(record)
         except OSError as error:
+            why = why_not_written(self._folder, error)
             raise StorageError(
-                f"the numbers of step {record['step']} cannot be written: {error}.  The last checkpoint is whole."
+                f"the numbers of step {record['step']} cannot be written: {why}.  The last checkpoint is whole."
             ) from error
 
 

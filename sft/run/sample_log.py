@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from sft.atomic_files import why_not_written
 from sft.errors import StorageError
 from sft.parallel.collectives import broadcast_from_rank0
 
@@ -62,9 +63,10 @@ class SampleLog:
         try:
             self._put(row)
         except OSError as error:
+            path = Path(self._file.name)
+            why = why_not_written(path.parent, error)
             raise StorageError(
-                f"the samples of step {step} cannot be written to {self._file.name}: {error}.  The last checkpoint is "
-                f"whole."
+                f"the samples of step {step} cannot be written to {path}: {why}.  The last checkpoint is whole."
             ) from error
 
     def sync(self) -> None:

@@ -1,5 +1,6 @@
 """A file that is replaced is the old or the new one, whatever happens in between."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft import atomic_files
-from sft.atomic_files import flush, replace_text
+from sft.atomic_files import flush, replace_text, why_not_written
 from tests.unit.fixtures.held import held
 
 
@@ -79,3 +80,48 @@ def test_flush_leaves_nothing_open(tmp_path: Path) -> None:
     assert held() <= had
     with pytest.raises(FileNotFoundError):
         flush(tmp_path / "nowhere")
+
+
+def failed_with(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (errno.ENOSPC, "the disk is full (OSError: [Errno 28] No space left on device)"),
+        (errno.EDQUOT, "the quota on this disk is used up (OSError: [Errno 122] Disk quota exceeded)"),
+        (errno.EROFS, "the file system is read-only (OSError: [Errno 30] Read-only file system)"),
+        (errno.ENOENT, "the folder is gone (FileNotFoundError: [Errno 2] No such file or directory)"),
+        (errno.ESTALE, "the folder is gone (OSError: [Errno 116] Stale file handle)"),
+        (errno.EIO, "the disk reports an I/O error (OSError: [Errno 5] Input/output error)"),
+        (errno.EACCES, "this user may not write there (PermissionError: [Errno 13] Permission denied)"),
+    ],
+)
+def test_a_failed_write_is_reported_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    assert why_not_written(tmp_path, failed_with(number)) == words
+    # A library that reports what it noticed later, here while it closed the file: the number is behind its error.
+    try:
+        try:
+            raise failed_with(number)
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598\nframe 0")
+    except RuntimeError as error:
+        assert why_not_written(tmp_path, error) == f"{words.split(' (')[0]} (RuntimeError: unexpected pos 704 vs 598)"
+
+
+def test_the_file_system_is_asked_where_an_error_has_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = RuntimeError("unexpected pos 704 vs 598")
+    assert why_not_written(tmp_path, late) == "RuntimeError: unexpected pos 704 vs 598"  # nothing is wrong with it
+    assert os.listdir(tmp_path) == []
+    assert why_not_written(tmp_path, late, 1 << 60).startswith("the disk is full (")
+    assert why_not_written(tmp_path / "gone", late).startswith("the folder is gone (")
+
+    def quota(handle: int) -> None:
+        raise failed_with(errno.EDQUOT)
+
+    monkeypatch.setattr(atomic_files.os, "fsync", quota)
+    assert why_not_written(tmp_path, late).startswith("the quota on this disk is used up (")
+    assert os.listdir(tmp_path) == []

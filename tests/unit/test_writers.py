@@ -73,7 +73,7 @@ def console() -> tuple[Console, io.StringIO]:
 
 def log_of(writers: list[Writer], said: Console, *overrides: str, step: int = 0) -> MetricsLog:
     """Of a run of nine steps."""
-    return MetricsLog(writers, said, run_of(config(*overrides)), step=step, num_steps=9)
+    return MetricsLog(Path(), writers, said, run_of(config(*overrides)), step=step, num_steps=9)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -146,7 +146,10 @@ def test_numbers_that_cannot_be_written_end_the_run() -> None:
         def close(self, exit_code: int = 0) -> None:
             pass
 
-    with pytest.raises(StorageError, match="the numbers of step 3 cannot be written: .*No space left on device.  The"):
+    with pytest.raises(
+        StorageError,
+        match=r"the numbers of step 3 cannot be written: the disk is full .*No space left on device\).  The",
+    ):
         with log_of([Full()], console()[0]) as metrics:
             metrics.train(3, result(), seconds=2.0)
 

@@ -33,8 +33,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from sft.atomic_files import why_not_written
 from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
@@ -149,9 +152,26 @@ def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> 
     state = {**_by_key(snapshot.shards), **snapshot.objects}
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, process_group=group)
+        dcp.save(state, storage_writer=_Writer(folder, snapshot.num_bytes), planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException
         raise StorageError(f"{folder.name} was not written: {_causes(error)}") from error
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer; where a rank's files fail, it reports why while the disk is still as it was.
+
+    On a full disk torch itself reports "unexpected pos 704 vs 598", or the like.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        super().__init__(folder)
+        self._num_bytes = num_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise StorageError(why_not_written(Path(self.path), error, self._num_bytes)) from error
 
 
 class _SavePlanner(MCoreSavePlanner):
@@ -236,5 +256,8 @@ def _bytes(data: Any) -> io.BytesIO:
 
 def _causes(error: dcp.CheckpointException) -> str:
     """`rank 1: No space left on device; rank 3: ...`"""
-    causes = {rank: f"{type(cause).__name__}: {cause}".splitlines()[0] for rank, (cause, _) in error.failures.items()}
+    causes = {
+        rank: str(cause) if isinstance(cause, StorageError) else f"{type(cause).__name__}: {cause}".splitlines()[0]
+        for rank, (cause, _) in error.failures.items()
+    }
     return "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(causes.items()))

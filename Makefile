@@ -130,18 +130,14 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.lint
-	$(BIN)/python -m tools.config_docs --check
-	$(BIN)/python -m tools.room_diagram --check
-	$(BIN)/python tools/metrics_docs.py --check
+	$(BIN)/python -m tools.pages --check
 
 fmt: $(READY)
 	$(BIN)/python -m isort $(CODE)
 	$(BIN)/python -m $(BLACK) $(CODE)
 
 docs: $(READY)
-	$(BIN)/python -m tools.config_docs
-	$(BIN)/python -m tools.room_diagram
-	$(BIN)/python tools/metrics_docs.py
+	$(BIN)/python -m tools.pages
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -21,10 +21,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.metric_differences import Metrics, Row, Tolerance, compare, is_timed
-from tools.metric_table import extent, spans, table
-from tools.run_metrics import RunMetrics, kinds_of, read_run
-from tools.run_records import RunError
+from tools.metric_differences import Metrics, Row, Tolerance, compare, extent, is_timed, spans, table
+from tools.run_records import RunError, RunMetrics, kinds_of, read_metrics
 
 
 def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int]:
@@ -111,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)
     try:
-        a, b = read_run(arguments.a), read_run(arguments.b)
+        a, b = read_metrics(arguments.a), read_metrics(arguments.b)
         lines, is_different = report(
             a, b, tolerance, ignore_missing=arguments.ignore_missing, compare_all=arguments.all
         )

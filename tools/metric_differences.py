@@ -1,4 +1,4 @@
-"""How one metric differs between two runs: where first, and by how much at most.
+"""How one metric differs between two runs, where first and by how much at most; and the table that shows it.
 
 floats    differ beyond max(rtol x the larger magnitude, atol); NaN differs from everything
 integers  (counts, false and true) differ unless equal
@@ -8,6 +8,7 @@ absent    in one of two records is a difference, unless missing values are ignor
 
 import json
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 TIMED = ("time", "per-second", "tflop", "mfu", "memory", "data-wait")
@@ -89,3 +90,42 @@ def compare(
 def shown(metrics: Metrics, name: str) -> str:
     """A value in as many digits as it has."""
     return json.dumps(metrics[name]) if name in metrics else "absent"
+
+
+def spans(steps: Collection[int], limit: int = 8) -> str:
+    """[1, 2, 3, 7, 9, 10] -> "1-3, 7, 9-10"; where there are more than `limit`: "0, 30, 60, ..., 300 (11 in all)" """
+    ends: list[list[int]] = []
+    for step in sorted(steps):
+        if ends and step == ends[-1][1] + 1:
+            ends[-1][1] = step
+        else:
+            ends.append([step, step])
+    texts = [f"{first}-{last}" if first < last else str(first) for first, last in ends]
+    return ", ".join(texts if len(texts) <= limit else [*texts[:3], "...", f"{texts[-1]} ({len(steps)} in all)"])
+
+
+def short(number: float) -> str:
+    """A count as it is, else 3 digits."""
+    return str(number) if isinstance(number, int) else f"{number:.3g}"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """One aligned line per metric."""
+    cells = [("kind", "metric", "differs", "first at step", "A", "B", "largest", "relative")]
+    for row in rows:
+        step, a, b = row.first or ("-", "-", "-")
+        largest, relative = map(short, row.largest) if row.largest else ("-", "-")
+        count = f"{row.num_different} of {row.num_steps}"
+        cells.append((row.kind, row.name, count, str(step), a, b, largest, relative))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+
+
+def extent(records: Mapping[str, Mapping[int, object]]) -> str:
+    """train 1-24; eval 0, 12, 24"""
+    return "; ".join(f"{kind} {spans(steps)}" for kind, steps in records.items() if steps)

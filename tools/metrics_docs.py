@@ -1,23 +1,16 @@
-"""Writes the tables of docs/metrics.md, and docs/metrics.schema.json, from the rows in sft/metrics/rows.py.
+"""The tables of docs/metrics.md, and docs/metrics.schema.json, from the rows in sft/metrics/rows.py.
 
-python tools/metrics_docs.py            write both
-python tools/metrics_docs.py --check    exit 1 where one of them is out of date
-
-A table stands between `<!-- rows: HEADING -->` and `<!-- end -->`; the rest of the page is written by hand.
+tools/pages.py writes them.  A table stands between `<!-- rows: HEADING -->` and `<!-- end -->`; the rest of the page
+is written by hand.
 """
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sft.metrics.rows import ALL, BOTH, GROUPS, ROWS, SCHEMA, Row
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE, JSON_SCHEMA = DOCS / "metrics.md", DOCS / "metrics.schema.json"
 RECORDS = {
     "start": "A run begins, or continues after a restart.",
     "train": "One optimizer step.",
@@ -30,7 +23,7 @@ def page(text: str) -> str:
     """The page with its tables made anew.  Raises ValueError where the page lacks one."""
     missing = GROUPS.keys() - set(re.findall(r"<!-- rows: (.+?) -->", text))
     if missing:
-        raise ValueError(f"{PAGE.name} has no table of {', '.join(sorted(missing))}.")
+        raise ValueError(f"metrics.md has no table of {', '.join(sorted(missing))}.")
     return TABLE.sub(lambda match: f"{match[1]} -->\n{table(GROUPS[match[1]])}", text)
 
 
@@ -46,6 +39,11 @@ def table(rows: Sequence[Row]) -> str:
 
 def _where(row: Row) -> str:
     return {ALL: "all", BOTH: "both"}.get(row.records, row.records[0])
+
+
+def schema_text(text: str = "") -> str:
+    """The whole of docs/metrics.schema.json, whatever it was before."""
+    return json.dumps(schema(), indent=1) + "\n"
 
 
 def schema() -> dict[str, Any]:
@@ -94,29 +92,3 @@ def _value(row: Row, kind: str) -> dict[str, Any]:
     if row.name == "step" and kind == "train":
         return {**row.json, "minimum": 1, **description}
     return {**row.json, **description}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the tables of docs/metrics.md, and docs/metrics.schema.json.")
-    parser.add_argument("--check", action="store_true", help="only say whether both are up to date")
-    arguments = parser.parse_args()
-    before = PAGE.read_text(encoding="utf-8")
-    texts = {PAGE: (before, page(before)), JSON_SCHEMA: (_read(JSON_SCHEMA), json.dumps(schema(), indent=1) + "\n")}
-    stale = [path for path, (old, new) in texts.items() if old != new]
-    for path in stale:
-        if arguments.check:
-            print(f"{path.name} is out of date; run: python tools/metrics_docs.py", file=sys.stderr)
-        else:
-            path.write_text(texts[path][1], encoding="utf-8")
-    if stale and arguments.check:
-        return 1
-    print(f"{PAGE.name} and {JSON_SCHEMA.name} are up to date: {len(ROWS)} rows")
-    return 0
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

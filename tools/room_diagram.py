@@ -1,18 +1,14 @@
-"""Draws the packages of sft/ and which may import which, from the contract in setup.cfg, into docs/architecture.md.
+"""The diagram of docs/architecture.md: the packages of sft/ and which may import which, by the contract in setup.cfg.
 
-python -m tools.room_diagram            write the diagram
-python -m tools.room_diagram --check    exit 1 where the page shows another one
+tools/pages.py writes it into the page.
 """
 
-import argparse
 import ast
 import configparser
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
 START, END = "```text rooms\n", "```\n"
 
 
@@ -44,21 +40,5 @@ def diagram(root: Path = ROOT) -> str:
 def page(text: str, root: Path = ROOT) -> str:
     """The page `text` with today's diagram in it."""
     before, start, rest = text.partition(START)
-    assert start, f"{PAGE.name} has no block that opens with {START!r}"
+    assert start, f"architecture.md has no block that opens with {START!r}"
     return before + start + diagram(root) + END + rest.partition(END)[2]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw the packages of sft/ into docs/architecture.md.")
-    parser.add_argument("--check", action="store_true", help="only compare")
-    text = PAGE.read_text(encoding="utf-8")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(text), encoding="utf-8")
-    elif page(text) != text:
-        print(f"{PAGE.name} differs from setup.cfg; run: python -m tools.room_diagram", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

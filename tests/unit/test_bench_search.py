@@ -1,12 +1,12 @@
-"""tools/bench/steps/search.py: which lengths are tried."""
+"""tools/bench/longest.py: which lengths are tried."""
 
 import pytest
 
-from tools.bench.steps import search
+from tools.bench import longest
 
 
-def tries(limit: int, predicted: int, grain: int = 1000) -> search.Search:
-    return search.search(predicted, lambda length: length <= limit, grain)
+def tries(limit: int, predicted: int, grain: int = 1000) -> longest.Search:
+    return longest.search(predicted, lambda length: length <= limit, grain)
 
 
 @pytest.mark.parametrize("limit", [1_000, 37_000, 95_000, 99_999, 100_000, 101_000, 104_000, 250_000])
@@ -33,13 +33,13 @@ def test_nothing_fits() -> None:
 def test_a_try_that_says_nothing_ends_the_search() -> None:
     def fits(length: int) -> bool:
         if length > 100_000:
-            raise search.Stopped("not begun: 5 minutes are over")
+            raise longest.Stopped("not begun: 5 minutes are over")
         return True
 
-    found = search.search(100_000, fits, 1000)
+    found = longest.search(100_000, fits, 1000)
     assert (found.fits, found.fails, found.stopped) == (100_000, None, "not begun: 5 minutes are over")
 
 
 def test_a_search_ends() -> None:
-    found = search.search(1000, lambda length: True, 1000)
+    found = longest.search(1000, lambda length: True, 1000)
     assert (len(found.tried), found.stopped) == (12, "12 tries")

@@ -212,11 +212,7 @@ def test_every_default_case_is_one_that_a_host_of_128_gib_takes() -> None:
 
 def test_a_trade_is_told_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps in 4 s, and one in 3 s: half as long again.  What was not measured has no ratio."""
-    rates_of = {"attention": {}, "gemm": 1e12, "attention not run": {}}
-    done = {"status": "done", "constants": rates_of, "shares": {}, "backend": "x"}
-    rows = iter(
-        [{"status": "out of memory"}, {**done, "seconds": 4.0, "steps": 2}, {**done, "seconds": 3.0, "steps": 1}]
-    )
+    rows = iter([{"status": "out of memory"}, *({"status": "done", "step_s": seconds} for seconds in (2.0, 3.0))])
     monkeypatch.setattr(trades, "measured", lambda case, options: next(rows))
     found = list(trades.measure(trades.read("1.7b:64k")[:3], argparse.Namespace(keys=0)))
     assert [(row["way"], row.get("ratio")) for row in found] == [

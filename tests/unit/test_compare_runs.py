@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import compare_runs, metric_differences, metric_table
+from tools import compare_runs, metric_differences
 
 START = {"schema": 1, "kind": "start", "step": 0, "time": 1795267288.03}
 
@@ -222,8 +222,8 @@ def test_a_last_line_without_its_line_break_counts(tmp_path: Path) -> None:
 
 
 def test_spans() -> None:
-    assert metric_table.spans([9, 1, 2, 3, 10, 7]) == "1-3, 7, 9-10"
-    assert metric_table.spans(range(0, 301, 30)) == "0, 30, 60, ..., 300 (11 in all)"
+    assert metric_differences.spans([9, 1, 2, 3, 10, 7]) == "1-3, 7, 9-10"
+    assert metric_differences.spans(range(0, 301, 30)) == "0, 30, 60, ..., 300 (11 in all)"
 
 
 GOOD = json.dumps(START) + "\n" + json.dumps(train(1)) + "\n"

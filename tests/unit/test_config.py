@@ -1,8 +1,7 @@
 """The schema as a whole: its size, its words, and the page made of it."""
 
 import json
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from sft.config.keys import expected, leaves, nearest, sections, values
 from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
 from tests.unit.test_recipe import GOOD
+from tools import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,41 +147,20 @@ def test_several_problems_are_a_list_whose_first_line_stands_by_itself() -> None
     assert listed(["a is wrong.", "b too."]) == "1 of 2: a is wrong.\n  2 of 2: b too."
 
 
-def test_the_page_of_all_keys_is_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/config_docs.py", "--check"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_pages_that_follow_from_code_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pages.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_page_out_of_date_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "tools/config_docs.py").write_text((ROOT / "tools/config_docs.py").read_text())
-    page = (ROOT / "docs/config.md").read_text()
-    (tmp_path / "docs/config.md").write_text(page.replace("`parallel.cp`", "`parallel.context`"))
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "tools/config_docs.py", *arguments],
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    stale = run("--check")
-    assert stale.returncode == 1
-    assert stale.stderr == "config.md is out of date; run: python -m tools.config_docs\n"
-    assert run().returncode == 0
-    assert (tmp_path / "docs/config.md").read_text() == page
-    assert run("--check").returncode == 0
+def test_a_page_out_of_date_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in pages.PAGES:
+        shutil.copy(ROOT / "docs" / name, tmp_path)
+    page = (tmp_path / "config.md").read_text()
+    (tmp_path / "config.md").write_text(page.replace("`parallel.cp`", "`parallel.context`"))
+    assert pages.main(["--check"], tmp_path) == 1
+    assert capsys.readouterr().err == "config.md is out of date; run: python -m tools.pages\n"
+    assert pages.main([], tmp_path) == 0
+    assert (tmp_path / "config.md").read_text() == page
+    assert pages.main(["--check"], tmp_path) == 0
 
 
 def test_the_whole_schema_is_in_the_config() -> None:

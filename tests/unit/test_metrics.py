@@ -305,10 +305,10 @@ def test_the_page_the_schema_and_the_records_have_the_same_names(kind: str) -> N
 
 
 def test_the_page_and_the_schema_follow_from_the_rows() -> None:
-    """`python tools/metrics_docs.py` writes both."""
-    text = metrics_docs.PAGE.read_text()
+    """`python -m tools.pages` writes both."""
+    text = (ROOT / "docs" / "metrics.md").read_text()
     assert metrics_docs.page(text) == text
-    assert metrics_docs.schema() == json.loads(metrics_docs.JSON_SCHEMA.read_text())
+    assert metrics_docs.schema() == json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
 
 
 def test_one_more_row_is_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools import plot_positions, plot_run, plotted_run
+from tools import plot_run, plotted_run
 
 START = {"schema": 2, "kind": "start", "step": 0}
 
@@ -145,7 +145,7 @@ def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.Mo
         "far": {"a": [(0, 2), (1, 2)]},
     }
     colors = {str(line.get_color()) for axes in panels for line in axes.get_lines() if line.get_label() == "a"}
-    assert colors == {plot_positions.COLORS[0]}
+    assert colors == {plot_run.COLORS[0]}
 
 
 def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

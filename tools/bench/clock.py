@@ -42,6 +42,17 @@ def wall(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def wall_on(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    """The wall clock around all that a call starts on the device."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def clock(call: Callable[[], Any]) -> float:
+        synchronize()
+        return wall(lambda: (call(), synchronize()))
+
+    return clock
+
+
 def cpu_time(call: Callable[[], Any]) -> float:
     """Of this process, whoever else uses the machine."""
     start = time.process_time()

@@ -3,23 +3,84 @@
     python -m tools.bench longest --cases 0.6b,1.7b --minutes 8
 
 Not yet run on a GPU.  A case is a shape of tools/bench/steps/case.py.  The search begins at what the equations
-predict (tools/bench/steps/search.py).  `ratio` is of that length.  Where by arithmetic nothing fits, as much of the
-optimizer as the host takes is offloaded.  Documents of --mix: `one` takes as much memory as `1k`, and far longer.
+predict; a try that runs out of memory leaves nothing behind for the next.  `ratio` is of that length.  Where by
+arithmetic nothing fits, as much of the optimizer as the host takes is offloaded.  Documents of --mix: `one` takes as
+much memory as `1k`, and far longer.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 from tools.bench.harness import DONE, Column, Option, Row, Subject
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import SHAPES, StepCase
 from tools.bench.steps.options import OPTIONS, validate
 from tools.bench.steps.process import HOST, measured, memory_of
-from tools.bench.steps.search import Stopped, search
 
 CUDA_CONTEXT = 2**30  # bytes that CUDA takes for itself
+FIRST = 0.05  # of the predicted length: how far the second try is from the first; each further one twice as far
+TOLERANCE = 0.02  # between the longest that fits and the shortest that does not
+TRIES = 12
+
+
+@dataclass
+class Search:
+    """What is known of one model."""
+
+    predicted: int
+    fits: int = 0  # tokens, the longest that was tried and fits; 0: none
+    fails: int | None = None  # the shortest that does not
+    tried: list[tuple[int, bool]] = field(default_factory=list)
+    stopped: str | None = None  # why the search ended before it was sure
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the predicted length; None where nothing is predicted to fit."""
+        return self.fits / self.predicted if self.predicted else None
+
+
+class Stopped(Exception):
+    """A try that says nothing about memory."""
+
+
+def search(predicted: int, fits: Callable[[int], bool], grain: int) -> Search:
+    """The longest multiple of `grain` that fits, to within TOLERANCE.
+
+    fits  whether a step of so many tokens fits; Stopped where that cannot be known
+    """
+    state, step = Search(predicted=predicted), FIRST
+    length = _whole(predicted, grain)
+    while len(state.tried) < TRIES:
+        try:
+            is_fitting = fits(length)
+        except Stopped as error:
+            state.stopped = str(error)
+            return state
+        state.tried.append((length, is_fitting))
+        if is_fitting:
+            state.fits = length  # every try is above what fits, and below what does not
+        else:
+            state.fails = length
+        if state.fails is not None and state.fails - state.fits <= max(grain, TOLERANCE * state.fits):
+            return state
+        length, step = _next(state, step, grain)
+    state.stopped = f"{TRIES} tries"
+    return state
+
+
+def _next(state: Search, step: float, grain: int) -> tuple[int, float]:
+    """Further up while all fit, further down while none does, then the middle."""
+    if state.fails is None:
+        return _whole(max(state.fits * (1 + step), state.fits + grain), grain), 2 * step
+    if not state.fits:
+        return _whole(state.fails * max(0.1, 1 - step), grain), 2 * step
+    return _whole((state.fits + state.fails) / 2, grain), step
+
+
+def _whole(length: float, grain: int) -> int:
+    return max(grain, int(length) // grain * grain)
 
 
 def read(shape: str) -> str:

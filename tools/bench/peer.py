@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tools.bench.harness import Row, Subject
 from tools.bench.longest import read
 from tools.bench.steps.case import StepCase
-from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate, with_notes
+from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate
 from tools.bench.steps.process import measured
 
 LENGTHS = (131_072, 65_536, 32_768, 16_384)
@@ -22,7 +22,7 @@ LENGTHS = (131_072, 65_536, 32_768, 16_384)
 def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     for length in [256] if options.tiny else LENGTHS:
         case = StepCase(shape=shape, length=length, mix="one", recompute="peer")
-        row = with_notes(measured(case, options))
+        row = measured(case, options)
         yield {**row, "way": f"{length:,} tokens"}
         if not row["status"].startswith("out of memory"):
             return

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.bench.clock import check_close, medians, wall
+from tools.bench.clock import check_close, medians, wall_on
 from tools.bench.counter import Counter
 from tools.bench.harness import DONE, Row
 
@@ -64,7 +63,7 @@ def measure(problem: Problem, checked: Problem, *, repeats: int, peak: bool = Tr
     checked.clear()
     del expected
     calls = {name: partial(problem.backward, name) for name, row in counts.items() if row["status"] == DONE}
-    seconds = medians(calls, repeats=repeats, clock=_clock(problem.device))
+    seconds = medians(calls, repeats=repeats, clock=wall_on(problem.device))
     for name, row in counts.items():
         ratio = seconds[name] / seconds[reference] if name in seconds and reference in seconds else None
         yield {"way": name, **row, "seconds": seconds.get(name), "ratio": ratio}
@@ -107,19 +106,3 @@ def catch_out_of_memory() -> Iterator[list[str]]:
         errors.append(str(error))
     if errors:
         torch.cuda.empty_cache()
-
-
-def _clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """The wall clock around all that a call starts on the device."""
-    if device.type != "cuda":
-        return wall
-
-    def run(call: Callable[[], Any]) -> None:
-        call()
-        torch.cuda.synchronize()
-
-    def clock(call: Callable[[], Any]) -> float:
-        torch.cuda.synchronize()
-        return wall(partial(run, call))
-
-    return clock

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from tools.bench.harness import Row, Subject
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import StepCase
-from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate, with_notes
+from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate
 from tools.bench.steps.process import measured
 
 # By importance: --minutes may leave no time for the last.
@@ -38,7 +38,7 @@ CASES = (
 
 
 def measure(case: StepCase, options: argparse.Namespace) -> Iterator[Row]:
-    yield with_notes(measured(case, options))
+    yield measured(case, options)
 
 
 def describe(case: StepCase) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tools.bench.harness import DONE, Column, Option, Row, Subject
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import TILE, StepCase
-from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate, with_notes
+from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate
 from tools.bench.steps.process import measured
 
 
@@ -30,7 +30,7 @@ def read(text: str) -> list[StepCase]:
 def measure(cases: list[StepCase], options: argparse.Namespace) -> Iterator[Row]:
     first_s: float | None = None
     for case in cases[: options.keys or None]:
-        row = with_notes(measured(case, options))
+        row = measured(case, options)
         if row["status"] == DONE:
             first_s = first_s or row["step_s"]
             row["ratio"] = row["step_s"] / first_s

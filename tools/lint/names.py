@@ -7,24 +7,16 @@ from dataclasses import dataclass, field
 
 from tools.lint.source import Source
 
-FOREIGN = {  # names of other software, and of files that a user has
-    *("GraceTime", "KillWait", "PreemptMode", "JobRequeue", "PreemptParameters", "TransformerConfig"),
-    *(
-        "ParallelDims",
-        "HybridDeviceOptimizer",
-        "_extra_state",
-        "_communicate_shapes",
-        "lm_head.weight",
-        "Dataset.save_to_disk",
-    ),
-}
+# Names of other software, and of files that a user has.
+FOREIGN = """GraceTime KillWait PreemptMode JobRequeue PreemptParameters TransformerConfig ParallelDims
+HybridDeviceOptimizer _extra_state _communicate_shapes lm_head.weight Dataset.save_to_disk""".split()
 
 
 @dataclass
 class Names:
     """What our code names: `uses` holds every name in it, `attributes` those of each module, package and class."""
 
-    uses: set[str] = field(default_factory=lambda: set(dir(builtins)) | FOREIGN)
+    uses: set[str] = field(default_factory=lambda: {*dir(builtins), *FOREIGN})
     imported: set[str] = field(default_factory=set)  # packages, ours and others
     attributes: dict[str, set[str]] = field(default_factory=dict)
 

@@ -27,24 +27,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _CALL = re.compile(r"([A-Za-z_][\w.]*)\(.*\)", re.DOTALL)
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _PRIVATE = re.compile(r"_[a-z]\w*")
-_FILE_ENDINGS = (
-    "json",
-    "jsonl",
-    "jinja",
-    "yaml",
-    "md",
-    "png",
-    "svg",
-    "txt",
-    "pt",
-    "parquet",
-    "gz",
-    "lock",
-    "log",
-    "sbatch",
-    "cfg",
-    "html",
-)
+_FILE_ENDINGS = "json jsonl jinja yaml md png svg txt pt parquet gz lock log sbatch cfg html".split()
 
 
 def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]:
@@ -95,13 +78,8 @@ def _resolves(dotted: str, names: Names, *, on_page: bool) -> bool:
     if rest[-1] in _FILE_ENDINGS or dotted in names.uses:
         return True
     if first in sections():
-        if (
-            in_schema(dotted) in leaves()
-            or dotted in RENAMED
-            or dotted in sections()
-            or dotted.startswith(OPEN)
-            or not dotted.islower()
-        ):
+        is_key = in_schema(dotted) in leaves() or dotted in RENAMED or dotted in sections() or dotted.startswith(OPEN)
+        if is_key or not dotted.islower():
             return True
     if first not in names.attributes:
         return first in (names.imported if on_page else names.uses)

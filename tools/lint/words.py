@@ -43,21 +43,7 @@ IN_NAMES = {
     "said": "assistant text",
     "boxes": "chunks, slices",
 }
-WHOLE_NAMES = (
-    "one",
-    "found",
-    "here",
-    "every",
-    "some",
-    "done",
-    "how",
-    "what",
-    "mine",
-    "theirs",
-    "given",
-    "told",
-    "twice",
-)
+WHOLE_NAMES = "one found here every some done how what mine theirs given told twice".split()
 KEPT = (  # names on disk and keys of a recipe
     r"ledger\.json",
     r"seen\.jsonl",

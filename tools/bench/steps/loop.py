@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from tools.bench.clock import wall_on
 from tools.bench.steps.roofline import RANGE
 
 Step = Callable[[int], dict[str, float]]  # the step's number -> tokens, labels, squares, data_wait_s, peak_bytes, loss
@@ -72,12 +72,8 @@ def most_memory(step: Step, device: torch.device) -> dict[str, Any]:
 
 def timed(step: Step, index: int, device: torch.device) -> tuple[float, dict[str, float]]:
     """Seconds of a whole step by the wall clock, with all work that it started on the device."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    facts = step(index)
-    synchronize()
-    return time.perf_counter() - start, facts
+    facts: list[dict[str, float]] = []
+    return wall_on(device)(lambda: facts.append(step(index))), facts[0]
 
 
 def profiled(

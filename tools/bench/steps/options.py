@@ -2,7 +2,7 @@
 
 import argparse
 
-from tools.bench.harness import Column, Option, Row
+from tools.bench.harness import Column, Option
 from tools.bench.steps.loop import StepOptions
 
 GIB = 2**30
@@ -43,16 +43,3 @@ def validate(options: argparse.Namespace) -> None:
         device="cpu" if options.device == "cpu" else "cuda", steps=options.steps, seconds=options.seconds,
         overrides=tuple(options.set), kernels=kernels, peak_tflops=options.peak_tflops, memory_gib=options.memory,
     )  # fmt: skip
-
-
-def with_notes(row: Row) -> Row:
-    """The row with seconds a step, and its constants and shares as text."""
-    if "constants" not in row or "seconds" not in row:
-        return row
-    constants = row["constants"]
-    rates = [f"{n} {r['forward'] / 1e12:.0f} / {r['backward'] / 1e12:.0f}" for n, r in constants["attention"].items()]
-    notes = [row["backend"], f"product {constants['gemm'] / 1e12:.0f} TFLOP/s; attention {', '.join(rates)}"]
-    notes += [f"{n} {constants[n] / 1e9:,.0f} GB/s" for n in ("copy", "to device", "to host") if n in constants]
-    notes += [f"no {name} ({why})" for name, why in constants["attention not run"].items()]
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in row["shares"].items())
-    return {**row, "step_s": row["seconds"] / row["steps"], "notes": ["; ".join(notes), *filter(None, [shares])]}

@@ -20,7 +20,7 @@ from tools.bench.harness import DONE, Row
 from tools.bench.steps import trainer, transformers_peer
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions
-from tools.bench.steps.roofline import shares, with_rates
+from tools.bench.steps.roofline import shares, with_notes, with_rates
 
 ROOT = Path(__file__).resolve().parents[3]
 GRACE_S = 90  # that the last case may take beyond --minutes
@@ -88,7 +88,7 @@ def child(case: StepCase, work: StepOptions) -> Row:
         row["shares"] = shares(row.pop("events"), row["profiled_s"])
         if row["shares"]:
             row["shares"]["data"] = row["data_wait_s"] / row["seconds"]
-        return with_rates(case, row, work.peak_tflops)
+        return with_notes(with_rates(case, row, work.peak_tflops))
     except torch.OutOfMemoryError as error:
         gib = torch.cuda.max_memory_allocated() / 2**30
         seconds = time.monotonic() - start

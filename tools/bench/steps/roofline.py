@@ -75,3 +75,14 @@ def _kind_of(kernel: Mapping[str, Any]) -> str:
     if re.search(r"flash|fmha|sdpa|attention", name):
         return "attention"
     return "linear" if re.search(r"gemm|nvjet|cublas|xmma|cutlass", name) else "other"
+
+
+def with_notes(row: Row) -> Row:
+    """The row with seconds a step, and its constants and shares as text."""
+    constants = row["constants"]
+    rates = [f"{n} {r['forward'] / 1e12:.0f} / {r['backward'] / 1e12:.0f}" for n, r in constants["attention"].items()]
+    notes = [row["backend"], f"product {constants['gemm'] / 1e12:.0f} TFLOP/s; attention {', '.join(rates)}"]
+    notes += [f"{n} {constants[n] / 1e9:,.0f} GB/s" for n in ("copy", "to device", "to host") if n in constants]
+    notes += [f"no {name} ({why})" for name, why in constants["attention not run"].items()]
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in row["shares"].items())
+    return {**row, "step_s": row["seconds"] / row["steps"], "notes": ["; ".join(notes), *filter(None, [shares])]}

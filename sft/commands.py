@@ -68,8 +68,7 @@ def check(arguments: Namespace) -> None:
     if arguments.no_data:
         built_in = recipe.config.data.tokenizer == "byte"
         vocab_size = _tokenizer(recipe).vocab_size if built_in else None
-        _print_group("model", [_parameters(recipe, vocab_size)])
-        _print_group("memory", _memory(recipe, layout, vocab_size))
+        _print_model(recipe, layout, vocab_size)
         _print_group("data", ["not read (--no-data)"])
     else:
         _check_paths(recipe)
@@ -82,8 +81,7 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
 
     length = recipe.config.train
     tokenizer = _tokenizer(recipe)
-    _print_group("model", [_parameters(recipe, tokenizer.vocab_size)])
-    _print_group("memory", _memory(recipe, layout, tokenizer.vocab_size))
+    _print_model(recipe, layout, tokenizer.vocab_size)
     corpora = prepare_recipe(recipe.config, tokenizer, _progress())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
@@ -268,25 +266,19 @@ def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
     return load_tokenizer(recipe.config.data)
 
 
-def _parameters(recipe: "Recipe", tokenizer_size: int | None) -> str:
+def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:
+    """Parameters, and memory by the equations; neither is known without the size of the vocabulary."""
+    from sft.estimate.memory import describe
     from sft.flops import describe_parameters
     from sft.parallel.layout import vocab_rows
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
-        return "parameters unknown: model.vocab_size comes from the tokenizer, which was not read"
+        _print_group("model", ["parameters unknown: model.vocab_size comes from the tokenizer, which was not read"])
+        return
     rows = vocab_rows(model, tokenizer_size or 0)
-    return f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"
-
-
-def _memory(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> list[str]:
-    from sft.estimate.memory import describe
-    from sft.parallel.layout import vocab_rows
-
-    model = recipe.config.model
-    if model.vocab_size is None and tokenizer_size is None:
-        return []
-    return describe(recipe.config, layout, vocab_rows(model, tokenizer_size or 0))
+    _print_group("model", [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"])
+    _print_group("memory", describe(recipe.config, layout, rows))
 
 
 def _progress() -> "Console":

@@ -79,10 +79,8 @@ class Console:
                 miniters=0,  # every advance may redraw, ten times a second at most
             ) as bar:
                 yield _Bar(bar)
-        elif self._prints and lines:
-            yield _Lines(self, self._clock, title, total, unit, start)
         else:
-            yield _Silence()
+            yield _Lines(self if lines else QUIET, self._clock, title, total, unit, start)
 
     @contextmanager
     def watch(self, title: str, total: int | None, unit: str, measure: Callable[[], int]) -> Iterator[None]:
@@ -140,11 +138,6 @@ class _Lines:
             parts[0] = f"{number} of {_amount(total, self._unit)} ({100 * units // total}%)"
             parts += [f"left {duration((total - units) / rate)}"] if rate else []
         return f"{self._title}: {', '.join(parts)}"
-
-
-class _Silence:
-    def advance(self, amount: int, note: str = "") -> None:
-        pass
 
 
 def _shows_bars(stream: TextIO) -> bool:

@@ -70,19 +70,6 @@ TIMED = (
 )
 
 
-def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{i} + {i}?"},
-                {"role": "assistant", "content": str(2 * i) * (i % 7 + 1)},
-            ]
-        }
-        for i in range(count)
-    ]
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.builders import chats
 from tests.faults.ends import End, end_of
 from tests.faults.matrix import Matrix
 from tests.faults.runs import RECIPE, Case, Nursery
-from tests.launching import chats
 
 MATRIX = pytest.StashKey[Matrix]()
 HITS = pytest.StashKey[dict[str, int]]()

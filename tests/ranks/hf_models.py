@@ -1,5 +1,6 @@
 """Small random models of transformers and the same weights in our engine: token losses and gradients of both."""
 
+import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from sft.batch import Sample
+from sft.console import Console
+from sft.hf.architecture import architecture, read
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel
@@ -230,3 +233,19 @@ def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:
         loss.backward()
         total += float(loss.detach())
     return total, count
+
+
+QUIET = Console(0, io.StringIO())
+
+
+def recipe_of(source: Path) -> list[str]:
+    """config.json as overrides of the tests' recipe."""
+    found = architecture(read(source), str(source)).values
+    return ["train.global_batch_size=2"] + [f"model.{k}={str(v).lower()}" for k, v in found.items() if v is not None]
+
+
+def check_parameters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """All are there, and of each the difference is at most `tolerance` of its norm."""
+    assert found.keys() == expected.keys()
+    errors = {n: float((found[n] - one).norm() / one.norm()) for n, one in expected.items()}
+    assert not {n: error for n, error in errors.items() if not error <= tolerance}

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -236,3 +237,16 @@ def our_next_update(engine: Any) -> None:
         group["lr"] = 5e-4
     fill_gradients(engine.chunks, CUT)
     engine.optimizer.step()
+
+
+def theirs_loaded(flags: str, folder: str) -> dict[str, np.ndarray]:
+    """What Megatron-LM has in its model after --load FOLDER --finetune, by name."""
+    # Qwen3 has no such bias.
+    command, made = megatron_lm.COMMAND.replace(" --add-qkv-bias", ""), megatron_lm.TransformerConfig
+    with (
+        mock.patch.object(megatron_lm, "COMMAND", command),
+        mock.patch.object(megatron_lm, "TransformerConfig", lambda **k: made(**{**k, "add_qkv_bias": False})),
+        megatron_lm.running(f"{flags} --finetune --no-load-optim --no-load-rng") as other,
+    ):
+        assert megatron_lm.load(other, Path(folder)) == 0
+        return {name: param.detach().float().numpy().copy() for name, param in other.model.module.named_parameters()}

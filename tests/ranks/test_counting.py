@@ -13,9 +13,10 @@ from sft.batch import Sample
 from sft.metrics.records import Record, eval_record, flat, train_record
 from sft.metrics.rows import RunFacts
 from sft.run.evaluation import evaluate
+from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
-from tests.unit.test_metrics import by_layout
+from tests.unit.metric_values import by_layout
 
 # The same sums over other groupings of fp32 numbers.
 TOLERANCE = 1e-6
@@ -31,10 +32,14 @@ LAYOUTS = [
 ]
 
 
-def sample(seed: int, length: int, supervised: bool = True) -> Sample:
-    tokens = np.random.default_rng(seed).integers(0, scenarios.VOCAB, size=length, dtype=np.int32)
-    mask = np.arange(length) >= 0.75 * length if supervised else np.zeros(length, dtype=bool)
-    return Sample(sample_id=seed, tokens=tokens, weights=mask.astype(np.float32))
+def quarter(seed: int, length: int) -> Sample:
+    """Supervised in its last quarter: of 10 tokens the last 2, of 3 none."""
+    return answer(length, length // 4, seed=seed, last=scenarios.VOCAB)
+
+
+def question(seed: int, length: int) -> Sample:
+    """Without a supervised token."""
+    return answer(length, 0, seed=seed, last=scenarios.VOCAB)
 
 
 def one_step(overrides: list[str], packs: list[list[Sample]]) -> dict[str, object]:
@@ -55,7 +60,7 @@ def one_step(overrides: list[str], packs: list[list[Sample]]) -> dict[str, objec
 @pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
 def test_counts_by_hand(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
     # Lengths 100, 10, 3, 2: supervised from 75, 8, 3 (nothing), 2 (nothing) on; a label needs a token before it.
-    packs = [[sample(0, 100)], [sample(1, 10)], [sample(2, 3)], [sample(3, 2)]]
+    packs = [[quarter(0, 100)], [quarter(1, 10)], [quarter(2, 3)], [quarter(3, 2)]]
     for result in ranks(world_size).run(one_step, overrides, packs):
         assert result["num_tokens"] == 25 + 2
         assert result["documents"] == 4
@@ -64,7 +69,7 @@ def test_counts_by_hand(ranks: Ranks, world_size: int, overrides: list[str]) -> 
 
 @pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
 def test_a_batch_without_supervision_is_skipped(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
-    packs = [[sample(i, 40, supervised=False)] for i in range(4)]
+    packs = [[question(i, 40)] for i in range(4)]
     before = ranks(world_size).run(untrained_hash, overrides)
     after = ranks(world_size).run(one_step, overrides, packs)
     for result, expected in zip(after, before):
@@ -80,12 +85,12 @@ def untrained_hash(overrides: list[str]) -> str:
 @pytest.mark.parametrize("world_size,overrides", LAYOUTS, ids=str)
 def test_unsupervised_microbatches_change_nothing(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
     """A whole microbatch, and with dp 2 a whole rank, without a supervised token: the result is bitwise the same."""
-    some = [[sample(0, 90)], [sample(1, 33, supervised=False)], [sample(2, 70)], []]
+    some = [[quarter(0, 90)], [question(1, 33)], [quarter(2, 70)], []]
     other = [
-        [sample(0, 90)],
-        [sample(7, 64, supervised=False)],
-        [sample(2, 70)],
-        [sample(8, 9, supervised=False)],
+        [quarter(0, 90)],
+        [question(7, 64)],
+        [quarter(2, 70)],
+        [question(8, 9)],
     ]
     for a, b in zip(
         ranks(world_size).run(one_step, overrides, some), ranks(world_size).run(one_step, overrides, other)
@@ -96,8 +101,8 @@ def test_unsupervised_microbatches_change_nothing(ranks: Ranks, world_size: int,
 
 
 def test_a_fully_masked_sample_in_a_pack_changes_nothing_but_rounding(ranks: Ranks) -> None:
-    (alone,) = ranks(1).run(one_step, [], [[sample(0, 90)]])
-    (beside,) = ranks(1).run(one_step, [], [[sample(0, 90), sample(1, 50, supervised=False)]])
+    (alone,) = ranks(1).run(one_step, [], [[quarter(0, 90)]])
+    (beside,) = ranks(1).run(one_step, [], [[quarter(0, 90), question(1, 50)]])
     assert beside["num_tokens"] == alone["num_tokens"] == 22
     assert beside["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE)
     assert beside["grad_norm"] == pytest.approx(alone["grad_norm"], rel=TOLERANCE)
@@ -105,7 +110,7 @@ def test_a_fully_masked_sample_in_a_pack_changes_nothing_but_rounding(ranks: Ran
 
 @pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.pp=2"])], ids=str)
 def test_the_number_of_microbatches_does_not_matter(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
-    a, b, c, d = (sample(i, n) for i, n in enumerate([60, 31, 50, 20]))
+    a, b, c, d = (quarter(i, n) for i, n in enumerate([60, 31, 50, 20]))
     splits = [[[a, b, c, d]], [[a, b], [c, d]], [[a], [b], [c], [d]]]
     results = [ranks(world_size).run(one_step, overrides, packs)[0] for packs in splits]
     for result in results[1:]:
@@ -127,7 +132,7 @@ def test_the_number_of_microbatches_does_not_matter(ranks: Ranks, world_size: in
 )
 def test_the_logged_loss_is_the_optimised_one(ranks: Ranks, objective: list[str]) -> None:
     """lr small, one plain step of known size: the loss must fall by lr * |gradient|^2, to first order (P67)."""
-    packs = [[sample(0, 90), sample(2, 30)], [sample(1, 60)]]
+    packs = [[quarter(0, 90), quarter(2, 30)], [quarter(1, 60)]]
     (result,) = ranks(1).run(descent, objective, packs)
     assert result["fallen"] == pytest.approx(result["expected"], rel=0.02)  # second order is left out
 
@@ -136,7 +141,7 @@ def test_the_logged_loss_is_the_optimised_one(ranks: Ranks, objective: list[str]
 @pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"])], ids=str)
 def test_the_logged_loss_is_what_went_backward(ranks: Ranks, world_size: int, overrides: list[str], count: int) -> None:
     """For any number of microbatches: the roots of the graphs, and the size of the step they made."""
-    samples = [sample(i, n) for i, n in enumerate([60, 31, 50, 20])]
+    samples = [quarter(i, n) for i, n in enumerate([60, 31, 50, 20])]
     packs = [samples[i::count] for i in range(count)]
     found = ranks(world_size).run(descent, overrides, packs)
     assert found[0]["fallen"] == pytest.approx(found[0]["expected"], rel=0.02)
@@ -149,7 +154,7 @@ def test_the_logged_loss_is_what_went_backward(ranks: Ranks, world_size: int, ov
 @pytest.mark.parametrize("world_size,overrides", [(1, []), (2, ["parallel.cp=2"]), (2, ["parallel.pp=2"])], ids=str)
 def test_the_size_of_weights_does_not_matter(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
     """Their sum is the denominator, also where it is far below 1 (core takes any denominator for at least 1)."""
-    packs = [[sample(0, 90), sample(2, 30)], [sample(1, 60)]]
+    packs = [[quarter(0, 90), quarter(2, 30)], [quarter(1, 60)]]
     plain, light = (ranks(world_size).run(weighed, overrides, packs, size)[0] for size in (1.0, 2.0**-10))
     assert light["denominator"] == plain["denominator"] / 1024 < 1
     assert light["loss"] == pytest.approx(plain["loss"], rel=TOLERANCE)
@@ -196,8 +201,8 @@ def noting(loss: Any, roots: list[float], *arguments: Any) -> Any:
 @pytest.mark.parametrize("sharded", ["true", "false"])
 def test_the_norm_is_logged_with_clipping_switched_off(ranks: Ranks, sharded: str) -> None:
     overrides = [f"parallel.distributed_optimizer={sharded}"]
-    (clipped,) = ranks(1).run(one_step, [*overrides, "optim.clip_grad=1.0"], [[sample(0, 90)]])
-    (whole,) = ranks(1).run(one_step, [*overrides, "optim.clip_grad=0"], [[sample(0, 90)]])
+    (clipped,) = ranks(1).run(one_step, [*overrides, "optim.clip_grad=1.0"], [[quarter(0, 90)]])
+    (whole,) = ranks(1).run(one_step, [*overrides, "optim.clip_grad=0"], [[quarter(0, 90)]])
     assert whole["grad_norm"] == clipped["grad_norm"] > 1.0
     assert whole["hash"] != clipped["hash"]
 
@@ -213,7 +218,7 @@ def test_biases_and_norms_do_not_decay(ranks: Ranks) -> None:
 def decaying(overrides: list[str]) -> set[str]:
     """Last two parts of the names of parameters in groups with weight decay, after a step."""
     with scenarios.running(overrides) as engine:
-        engine.train_step([scenarios.microbatch_of(engine, [sample(0, 90)])] * engine.layout.num_microbatches)
+        engine.train_step([scenarios.microbatch_of(engine, [quarter(0, 90)])] * engine.layout.num_microbatches)
         groups = [g for g in engine.optimizer.param_groups if g["weight_decay"] > 0]
         assert {g["weight_decay"] for g in groups} == {0.1}
         named = {id(p): n for n, p in engine.chunks[0].named_parameters()}

@@ -22,7 +22,7 @@ import torch
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from tests.launching import start
-from tests.ranks.test_hf_convert import QUIET, check_parameters, recipe_of
+from tests.ranks.hf_models import QUIET, check_parameters, recipe_of
 from tests.unit.fixtures import hf
 
 # fp32 against float64, over six Adam steps, relative.

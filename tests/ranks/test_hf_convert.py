@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,34 +25,36 @@ from sft.config.keys import values
 from sft.console import Console
 from sft.data.cache.prepare import prepare_recipe
 from sft.data.chat.tokenizer import load_tokenizer
-from sft.hf.architecture import architecture, read
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.mcore.checkpoint_io import engine_state
 from sft.recipe.load import load_recipe
-from tests.launching import chats
+from tests.builders import chats
 from tests.ranks import megatron_lm, scenarios
 from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
     PACKS,
+    QUIET,
     VISIBLE,
     Architecture,
     Reference,
     _losses,
     backward,
     check_losses,
+    check_parameters,
     global_name,
     hf_losses,
     in_hf_names,
     packed_gradients,
     packed_losses,
+    recipe_of,
 )
+from tests.ranks.interop import theirs_loaded
 from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]
-QUIET = Console(0, io.StringIO())
 ORIGINAL = 64  # context before scaling; samples of 200 tokens go far beyond
 CP, EP, TP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"]
 SP = ["parallel.sequence_parallel=true"]
@@ -118,12 +119,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return get
 
 
-def recipe_of(source: Path) -> list[str]:
-    """config.json as overrides of the tests' recipe."""
-    found = architecture(read(source), str(source)).values
-    return ["train.global_batch_size=2"] + [f"model.{k}={str(v).lower()}" for k, v in found.items() if v is not None]
-
-
 @pytest.fixture(scope="module")
 def packs() -> list[list[Sample]]:
     """Samples supervised in their last quarter only: packed, and each alone."""
@@ -175,13 +170,6 @@ def test_loss_and_every_gradient_are_those_of_transformers(
         assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
     everywhere = {key: gradient for result in results for key, gradient in result["gradients"].items()}
     check_parameters(in_hf_names(in_transformers(name), everywhere), expected, GRADIENT_TOLERANCE)
-
-
-def check_parameters(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    """All are there, and of each the difference is at most `tolerance` of its norm."""
-    assert found.keys() == expected.keys()
-    errors = {n: float((found[n] - one).norm() / one.norm()) for n, one in expected.items()}
-    assert not {n: error for n, error in errors.items() if not error <= tolerance}
 
 
 def in_transformers(name: str) -> Architecture:
@@ -317,19 +305,6 @@ def test_what_was_trained_gives_transformers_the_same_losses(
     with torch.no_grad():
         before, after = (hf_losses(m, packs[0][0]) for m in (model.model, trained.model))
     assert float(np.abs((before - after).numpy()).mean()) > VISIBLE
-
-
-def theirs_loaded(flags: str, folder: str) -> dict[str, np.ndarray]:
-    """What Megatron-LM has in its model after --load FOLDER --finetune, by name."""
-    # Qwen3 has no such bias.
-    command, made = megatron_lm.COMMAND.replace(" --add-qkv-bias", ""), megatron_lm.TransformerConfig
-    with (
-        mock.patch.object(megatron_lm, "COMMAND", command),
-        mock.patch.object(megatron_lm, "TransformerConfig", lambda **k: made(**{**k, "add_qkv_bias": False})),
-        megatron_lm.running(f"{flags} --finetune --no-load-optim --no-load-rng") as other,
-    ):
-        assert megatron_lm.load(other, Path(folder)) == 0
-        return {name: param.detach().float().numpy().copy() for name, param in other.model.module.named_parameters()}
 
 
 @pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")

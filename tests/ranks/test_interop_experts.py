@@ -11,11 +11,10 @@ import pytest
 from sft.console import Console
 from sft.hf.convert.import_hf import import_hf
 from tests.ranks import megatron_lm
-from tests.ranks.interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, whole
+from tests.ranks.interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, theirs_loaded, whole
 from tests.ranks.layouts import MOE, NUM_EXPERTS
 from tests.ranks.megatron_lm import LAYERS
 from tests.ranks.pool import RankPool
-from tests.ranks.test_hf_convert import theirs_loaded
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sft.batch import Sample
+from tests.builders import answer
 from tests.ranks import scenarios
 from tests.ranks.layouts import THREE
 from tests.ranks.pool import RankPool
@@ -27,9 +28,8 @@ LAYOUTS = [
 Ranks = Callable[[int], RankPool]
 
 
-def sample(length: int, seed: int, first: int = 0, last: int = scenarios.VOCAB, supervised: bool = True) -> Sample:
-    tokens = np.random.default_rng(seed).integers(first, last, size=length, dtype=np.int32)
-    return Sample(sample_id=seed, tokens=tokens, weights=np.full(length, supervised, dtype=np.float32))
+def document(length: int, seed: int, first: int = 0, last: int = scenarios.VOCAB, supervised: bool = True) -> Sample:
+    return answer(length, length * supervised, seed=seed, first=first, last=last)
 
 
 def whole(results: list[Any], pack: int, length: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def whole(results: list[Any], pack: int, length: int) -> np.ndarray:
 def test_replacing_one_document_leaves_the_others_bitwise_unchanged(
     ranks: Ranks, world_size: int, overrides: list[str]
 ) -> None:
-    a, b, c, other = sample(50, 1), sample(70, 2), sample(90, 3), sample(70, 4)
+    a, b, c, other = document(50, 1), document(70, 2), document(90, 3), document(70, 4)
     results = ranks(world_size).run(scenarios.token_losses, overrides, [[a, b, c], [a, other, c]])
     multiple = 48 if "data.doc_multiple=48" in overrides else 32
     ends = np.cumsum([-(-n // multiple) * multiple for n in (50, 70, 90)])
@@ -63,7 +63,7 @@ def test_replacing_one_document_leaves_the_others_bitwise_unchanged(
     "world_size,overrides", LAYOUTS[:6], ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
 )
 def test_a_document_does_not_know_where_in_the_pack_it_is(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
-    a, b = sample(50, 1), sample(70, 2)
+    a, b = document(50, 1), document(70, 2)
     results = ranks(world_size).run(scenarios.token_losses, overrides, [[b], [a, b]])
     start = 96 if "data.doc_multiple=48" in overrides else 64
     length = 96  # both multiples round 70 up to it
@@ -94,9 +94,9 @@ def embedding_gradient(overrides: list[str]) -> np.ndarray:
             chunk.train()
             chunk.zero_grad_buffer()
         pack = [
-            sample(60, 1, 0, 100, supervised=False),
-            sample(70, 2, 100, 301),
-            sample(40, 3, 0, 100, supervised=False),
+            document(60, 1, 0, 100, supervised=False),
+            document(70, 2, 100, 301),
+            document(40, 3, 0, 100, supervised=False),
         ]
         engine._run([scenarios.microbatch_of(engine, pack)], forward_only=False)
         names = dict(engine.chunks[0].named_parameters())

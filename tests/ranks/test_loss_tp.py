@@ -21,7 +21,7 @@ from sft.mcore import device, process_groups
 from sft.mcore.loss import VocabShard, lm_loss, token_statistics
 from sft.parallel.layout import Layout
 from tests.ranks.pool import RankFailure, RankPool, join
-from tests.unit.test_loss import EXACT_TOLERANCE, TERMS, Case, Outcome, check, expected, same, tolerance, with_terms
+from tests.unit.loss_cases import EXACT_TOLERANCE, TERMS, Case, Outcome, check, expected, same, tolerance, with_terms
 
 TOKENS, WIDTH, ROWS = 24, 12, 128
 SPREAD = [0, 2, 3, 7, 11, 12, 13, 19, 23]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.launching import chats, kill, launch, records, start
-from tests.unit.test_metrics import check
+from tests.builders import chats
+from tests.launching import kill, launch, records, start
+from tests.unit.metric_values import check
 
 
 @pytest.fixture(scope="module")

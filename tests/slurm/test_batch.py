@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import RECIPE, chats, records
+from tests.builders import chats
+from tests.launching import RECIPE, records
 from tests.slurm.cluster import Cluster, Job, command_lines, until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft.trainer import STOPPED
-from tests.launching import chats
+from tests.builders import chats
 from tests.standin import launch
 
 STEPS = 3

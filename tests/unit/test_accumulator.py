@@ -12,6 +12,7 @@ from sft.batch import Sample
 from sft.data.packing.pack import local_part, make_pack
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import Peak, Totals, quantity
+from tests.builders import answer
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +25,6 @@ def accumulator() -> Iterator[Accumulator]:
         counts_tokens=True, counts_packs=True, cp=group, device=torch.device("cpu"),
     )  # fmt: skip
     dist.destroy_process_group()
-
-
-def sample(length: int, supervised: int, source: int = 0) -> Sample:
-    mask = np.arange(length) >= length - supervised
-    return Sample(sample_id=0, tokens=np.ones(length, dtype=np.int32), weights=mask.astype(np.float32), source=source)
 
 
 def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[float]]]) -> Totals:
@@ -53,7 +49,7 @@ def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[floa
 def test_written_out(accumulator: Accumulator) -> None:
     """Lengths 5 and 3 in one pack, 4 in another; labels 3 and 1, and 2."""
     found = measured(
-        accumulator, [([sample(5, 3), sample(3, 1, source=1)], [1.0, 2.0, 3.0, 0.5]), ([sample(4, 2)], [1.0, 0.0])]
+        accumulator, [([answer(5, 3), answer(3, 1, source=1)], [1.0, 2.0, 3.0, 0.5]), ([answer(4, 2)], [1.0, 0.0])]
     )
     assert (found.num_tokens, found.num_real_tokens, found.num_documents) == (6, 12, 3)
     assert (found.num_aligned_tokens, found.num_padded_tokens) == (24, 64)  # 8 each; packs of 32
@@ -73,7 +69,7 @@ def test_written_out(accumulator: Accumulator) -> None:
 
 
 def test_a_document_without_supervision_is_counted_but_has_no_perplexity(accumulator: Accumulator) -> None:
-    found = measured(accumulator, [([sample(5, 0), sample(4, 1)], [1.0]), ([], [])])
+    found = measured(accumulator, [([answer(5, 0), answer(4, 1)], [1.0]), ([], [])])
     assert (found.num_documents, found.num_real_tokens, found.num_sequences) == (2, 9, 1)
     assert found.perplexity_min == found.perplexity_max == pytest.approx(2.718282)
 
@@ -86,7 +82,7 @@ def test_nothing_at_all(accumulator: Accumulator) -> None:
 
 
 def test_batches_add_up(accumulator: Accumulator) -> None:
-    one, two = ([sample(5, 3)], [1.0, 2.0, 3.0]), ([sample(4, 2, source=1)], [1.0, 0.0])
+    one, two = ([answer(5, 3)], [1.0, 2.0, 3.0]), ([answer(4, 2, source=1)], [1.0, 0.0])
     apart, together = measured(accumulator, [one]) + measured(accumulator, [two]), measured(accumulator, [one, two])
     for name, value in vars(together).items():
         if name != "work_imbalance":
@@ -95,7 +91,7 @@ def test_batches_add_up(accumulator: Accumulator) -> None:
 
 def test_forty_million_tokens_are_counted_exactly(accumulator: Accumulator) -> None:
     """fp32 stops counting at 2**24 = 16,777,216."""
-    parts = [measured(accumulator, [([sample(5, 3)], [1.0, 2.0, 3.0])])]
+    parts = [measured(accumulator, [([answer(5, 3)], [1.0, 2.0, 3.0])])]
     for _ in range(24):
         parts.append(parts[-1] + parts[-1])
     total = parts[-1] + parts[-2]
@@ -111,7 +107,7 @@ def test_bytes_sent(accumulator: Accumulator, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         dist, "all_gather_into_tensor", lambda out, local: (sent.append(local.nbytes), gather(out, local))
     )
-    measured(accumulator, [([sample(5, 3)], [1.0, 2.0, 3.0])])
+    measured(accumulator, [([answer(5, 3)], [1.0, 2.0, 3.0])])
     assert sent == [8 * (2 + 19 + 2 * (3 + 2))]
 
 
@@ -124,7 +120,7 @@ class WithLongest(Totals):
 
 def test_a_new_maximum_is_not_added(accumulator: Accumulator) -> None:
     """Its kind says how two batches are merged, wherever it stands in the table."""
-    both = vars(measured(accumulator, [([sample(5, 3)], [1.0, 2.0, 3.0])]))
+    both = vars(measured(accumulator, [([answer(5, 3)], [1.0, 2.0, 3.0])]))
     first = WithLongest(**both, longest=Peak(value=5.0, rank=0))
     second = WithLongest(**both, longest=Peak(value=9.0, rank=3))
     assert (first + second).longest == (second + first).longest == Peak(value=9.0, rank=3)

@@ -13,11 +13,11 @@ from sft.errors import ConfigError
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.selection import choose
 from sft.recipe.load import parse_recipe
-from tests.unit.test_recipe import GOOD
+from tests.builders import RECIPE
 
 
 def config(*overrides: str) -> Config:
-    return parse_recipe(GOOD, "a.yaml", list(overrides)).config
+    return parse_recipe(RECIPE, "a.yaml", list(overrides)).config
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from sft.cli import main
 from sft.errors import TrainingError
 from sft.recipe.resolved import Recipe
-from tests.unit.test_recipe import GOOD
+from tests.builders import RECIPE
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]}\n'
@@ -21,7 +21,7 @@ CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe and its data, and an environment in which nothing was launched."""
-    (tmp_path / "a.yaml").write_text(GOOD)
+    (tmp_path / "a.yaml").write_text(RECIPE)
     (tmp_path / "a.jsonl").write_text(CHAT * 300)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

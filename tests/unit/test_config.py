@@ -11,14 +11,14 @@ from sft.config import Config, Conflict, DataConfig, OptimConfig, ParallelConfig
 from sft.config.keys import expected, leaves, nearest, sections, values
 from sft.errors import ConfigError
 from sft.recipe.load import parse_recipe
-from tests.unit.test_recipe import GOOD
+from tests.builders import RECIPE
 from tools import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(*overrides: str) -> Config:
-    return parse_recipe(GOOD, "a.yaml", list(overrides)).config
+    return parse_recipe(RECIPE, "a.yaml", list(overrides)).config
 
 
 def test_there_are_few_keys_and_every_one_is_explained() -> None:
@@ -97,7 +97,7 @@ def test_the_nearest_key(typed: str, meant: str | None) -> None:
 
 
 def test_nothing_can_be_written_back() -> None:
-    config = parse_recipe(GOOD, "a.yaml").config
+    config = parse_recipe(RECIPE, "a.yaml").config
     with pytest.raises(ValidationError):
         config.parallel.cp = 2  # type: ignore[misc]
     with pytest.raises(ValidationError):
@@ -127,7 +127,7 @@ def test_a_conflict_names_all_its_problems() -> None:
 
 
 def test_values_are_flat_and_whole() -> None:
-    config = parse_recipe(GOOD, "a.yaml", ["model.megatron.a=1"]).config
+    config = parse_recipe(RECIPE, "a.yaml", ["model.megatron.a=1"]).config
     flat = values(config)
     assert flat["model.rope.base"] == 10000.0
     assert flat["model.megatron.a"] == 1 and "model.megatron" not in flat

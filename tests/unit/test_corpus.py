@@ -1,9 +1,6 @@
 """Files to samples: every fault named, every loss counted, every cache either right or rebuilt."""
 
-import io
 import json
-import time
-from collections.abc import Callable
 from itertools import count as counter
 from pathlib import Path
 from typing import Any
@@ -11,43 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.console import Console
 from sft.data.cache import workers
 from sft.data.cache.corpus import Corpus
-from sft.data.cache.prepare import prepare
 from sft.data.cache.row_report import RowReport
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.errors import DataError
+from tests.unit.corpora import LONG, ROW, corpus_of, write
 from tests.unit.fixtures.folder import config, make_folder, template
-
-# In bytes: 1 + "user\n" + 14 + 2 = 22 and 1 + "assistant\n" + 4 + 2 = 17, together 39 tokens,
-# 5 of them supervised.  LONG adds 1 + 5 + 53 + 2 = 61 and 1 + 10 + 3 + 2 = 16: 116 tokens, 9 supervised.
-ROW = {"messages": [{"role": "user", "content": "Hello, friend!"}, {"role": "assistant", "content": "Fine"}]}
-LONG = {"messages": ROW["messages"] + [{"role": "user", "content": "x" * 53}, {"role": "assistant", "content": "Yes"}]}
-
-
-def write(path: Path, *rows: object) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
-
-
-def corpus_of(
-    *paths: str,
-    cache: Path | None = None,
-    log: list[str] | None = None,
-    verify: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    **overrides: Any,
-) -> Corpus:
-    """Prepared; `log` takes what was told."""
-    data, said = config(**overrides), io.StringIO()
-    cache_dir = cache or Path(paths[0]).parent / "cache"
-    console = Console(0, said, clock=clock)
-    try:
-        return prepare(paths, data, load_tokenizer(data), cache_dir, console, verify=verify)
-    finally:
-        if log is not None:
-            log.extend(said.getvalue().splitlines())
 
 
 def texts(corpus: Corpus) -> list[str]:

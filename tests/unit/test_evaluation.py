@@ -9,7 +9,7 @@ from sft.config import TrainConfig
 from sft.errors import TrainingError
 from sft.run import evaluation
 from sft.run.evaluation import Evaluator
-from tests.unit.test_metrics import totals
+from tests.unit.metric_values import totals
 
 
 def evaluator(**config: Any) -> Evaluator:

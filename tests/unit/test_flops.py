@@ -1,7 +1,7 @@
 """Parameters and FLOPs, counted by hand."""
 
 from sft.flops import active_parameters, attention_crossover, describe_parameters, num_parameters, train_flops
-from tests.unit.test_layout import config
+from tests.builders import layout_config
 
 
 def test_the_crossover_of_llama_8b() -> None:
@@ -14,7 +14,7 @@ def test_the_crossover_of_llama_8b() -> None:
         "num_query_groups": 8,
         "head_dim": 128,
     }
-    assert attention_crossover(config(model=llama).model) == 53_248
+    assert attention_crossover(layout_config(model=llama).model) == 53_248
 
 
 def test_parameters_counted_by_hand() -> None:
@@ -28,23 +28,23 @@ def test_parameters_counted_by_hand() -> None:
         "tie_embeddings": True,
     }
     # embedding 10*4, qkv 4*12, proj 4*4, fc1 4*16, fc2 8*4, two norms of 4, last norm 4
-    assert num_parameters(config(model=model).model, 10) == 40 + 48 + 16 + 64 + 32 + 8 + 4
+    assert num_parameters(layout_config(model=model).model, 10) == 40 + 48 + 16 + 64 + 32 + 8 + 4
     # an output weight of its own, biases of q, k, v, norms of q and k
     changed = {**model, "tie_embeddings": False, "qkv_bias": True, "qk_norm": True}
-    assert num_parameters(config(model=changed).model, 10) == 212 + 40 + 12 + 4
+    assert num_parameters(layout_config(model=changed).model, 10) == 212 + 40 + 12 + 4
     # one group: k and v are one head of 2
-    assert num_parameters(config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
+    assert num_parameters(layout_config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
 
 
 def test_experts_counted_by_hand() -> None:
     model = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "head_dim": 2}
     dense = {**model, "num_query_groups": None, "tie_embeddings": True}  # 212 parameters, 96 of them the MLP
-    moe = config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}).model
+    moe = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}).model
     # router 4*8, each of 8 experts: gate, up and down 3*4*2
     assert num_parameters(moe, 10) == 212 - 96 + 32 + 8 * 24
     # qkv 48, proj 16; a token multiplies the router and two experts
     assert train_flops(moe, 10) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40, 6 * 4)
-    wide = config(model={**dense, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
+    wide = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
     assert num_parameters(wide, 10) == 212 - 96 + 32 + 8 * 96
 
 
@@ -52,8 +52,8 @@ def test_what_one_token_meets() -> None:
     """Of 8 experts of 24 parameters each it goes to two."""
     model = {"num_layers": 3, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "head_dim": 2}
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}
-    dense = config(model={**model, "num_query_groups": None}).model
-    sparse = config(model={**model, "num_query_groups": None, "moe": experts}).model
+    dense = layout_config(model={**model, "num_query_groups": None}).model
+    sparse = layout_config(model={**model, "num_query_groups": None, "moe": experts}).model
     assert active_parameters(dense, 10) == num_parameters(dense, 10)
     assert active_parameters(sparse, 10) == num_parameters(sparse, 10) - 3 * 6 * 24
     assert describe_parameters(dense, 10) == "588"

@@ -26,8 +26,8 @@ from sft.data.inspect.preview import Piece, preview
 from sft.data.inspect.report import percent, preview_lines, survey_lines, visible
 from sft.data.inspect.roles import Role
 from sft.data.inspect.survey import Survey, take_survey, tokenizer_facts, whole_rows
+from tests.builders import RECIPE
 from tests.unit.fixtures.folder import config, load_folder, template
-from tests.unit.test_recipe import GOOD
 
 
 def chat(*texts: str, system: str | None = None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe, two training files and a held-out one; and nothing was launched."""
     for name, rows in (("a", A), ("b", B), ("h", HELD_OUT)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "r.yaml").write_text(GOOD)
+    (tmp_path / "r.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)

@@ -11,33 +11,12 @@ from sft.config import Config
 from sft.errors import ConfigError
 from sft.parallel.alignment import smallest_world
 from sft.parallel.layout import Layout, vocab_rows
-
-
-def config(**sections: Mapping[str, object]) -> Config:
-    """12 layers, 24 query heads in 8 groups, ffn 96, packs of 32,768 tokens, 16 packs per step."""
-    base: dict[str, dict[str, object]] = {
-        "run": {"dir": "runs/a"},
-        "model": {
-            "num_layers": 12,
-            "hidden_size": 48,
-            "ffn_hidden_size": 96,
-            "num_attention_heads": 24,
-            "num_query_groups": 8,
-            "head_dim": 8,
-        },
-        "data": {"train": ["a.jsonl"], "seq_length": 32768},
-        "parallel": {},
-        "attention": {},
-        "train": {"num_steps": 10, "global_batch_size": 16},
-        "optim": {"lr": 1e-5},
-        "profile": {},
-    }
-    return Config.model_validate({name: {**keys, **sections.get(name, {})} for name, keys in base.items()})
+from tests.builders import layout_config
 
 
 def told(world_size: int, **sections: Mapping[str, object]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        Layout.resolve(config(**sections), world_size)
+        Layout.resolve(layout_config(**sections), world_size)
     return str(caught.value).split("\n")
 
 
@@ -50,7 +29,7 @@ def refusal(wanted: Config, world_size: int) -> ConfigError | None:
 
 
 def test_a_layout() -> None:
-    assert Layout.resolve(config(parallel={"tp": 2, "cp": 2}), 8) == Layout(
+    assert Layout.resolve(layout_config(parallel={"tp": 2, "cp": 2}), 8) == Layout(
         world_size=8,
         tp=2,
         cp=2,
@@ -68,8 +47,8 @@ def test_a_layout() -> None:
 
 
 def test_sequence_parallel_is_what_takes_effect() -> None:
-    assert not Layout.resolve(config(), 1).sequence_parallel
-    assert not Layout.resolve(config(parallel={"tp": 2, "sequence_parallel": False}), 2).sequence_parallel
+    assert not Layout.resolve(layout_config(), 1).sequence_parallel
+    assert not Layout.resolve(layout_config(parallel={"tp": 2, "sequence_parallel": False}), 2).sequence_parallel
 
 
 @pytest.mark.parametrize(
@@ -83,12 +62,12 @@ def test_sequence_parallel_is_what_takes_effect() -> None:
     ],
 )
 def test_pack_multiple(parallel: dict[str, object], doc_multiple: int, pack_multiple: int) -> None:
-    fitting = config(parallel=parallel, data={"doc_multiple": doc_multiple, "seq_length": 960})
+    fitting = layout_config(parallel=parallel, data={"doc_multiple": doc_multiple, "seq_length": 960})
     assert Layout.resolve(fitting, smallest_world(fitting)).pack_multiple == pack_multiple
 
 
 def test_equations() -> None:
-    assert Layout.resolve(config(parallel={"tp": 2, "cp": 2}), 8).equations(32768) == [
+    assert Layout.resolve(layout_config(parallel={"tp": 2, "cp": 2}), 8).equations(32768) == [
         "world_size 8 = tp 2 x cp 2 x pp 1 x dp 2",
         "global_batch_size 16 packs = dp 2 x num_microbatches 8",
         "tokens per step <= 16 packs x 32,768 = 524,288",
@@ -96,7 +75,7 @@ def test_equations() -> None:
         "between layers, sequence parallel: 16,384 / tp 2 = 8,192",
         "documents padded to a multiple of 32, packs to a multiple of 32",
     ]
-    assert Layout.resolve(config(parallel={"pp": 2, "virtual_stages": 3}), 4).equations(32768) == [
+    assert Layout.resolve(layout_config(parallel={"pp": 2, "virtual_stages": 3}), 4).equations(32768) == [
         "world_size 4 = tp 1 x cp 1 x pp 2 x dp 2",
         "global_batch_size 16 packs = dp 2 x num_microbatches 8",
         "tokens per step <= 16 packs x 32,768 = 524,288",
@@ -231,23 +210,23 @@ def test_misfits(world_size: int, sections: dict[str, dict[str, object]], messag
 
 
 def test_microbatches_without_virtual_stages_may_be_any_number() -> None:
-    layout = Layout.resolve(config(parallel={"pp": 2}, train={"global_batch_size": 5}), 2)
+    layout = Layout.resolve(layout_config(parallel={"pp": 2}, train={"global_batch_size": 5}), 2)
     assert layout.num_microbatches == 5
 
 
 @pytest.mark.parametrize("elsewhere", [{"attention": {"backend": "portable"}}, {"run": {"device": "cpu"}}])
 def test_all_to_all_binds_transformer_engine_only(elsewhere: dict[str, dict[str, object]]) -> None:
-    short = config(parallel={"cp": 16, "cp_comm": "a2a"}, **elsewhere)
+    short = layout_config(parallel={"cp": 16, "cp_comm": "a2a"}, **elsewhere)
     assert Layout.resolve(short, 16).cp == 16
 
 
 def test_two_levels_need_heads_for_one() -> None:
     """cp 8 as 2 x 4: two ranks share the 4 groups of a tp rank, which all 8 could not."""
     parallel = {"tp": 2, "cp": 8, "cp_comm": "a2a+p2p", "cp_a2a": 2}
-    layout = Layout.resolve(config(parallel=parallel, model={"num_query_groups": 4}), 16)
+    layout = Layout.resolve(layout_config(parallel=parallel, model={"num_query_groups": 4}), 16)
     assert layout.cp_a2a == 2
     assert "cp 8 = 2 ranks of all-to-all x 4 of the ring" in layout.equations(32768)
-    elsewhere = config(parallel=parallel, attention={"backend": "portable"})
+    elsewhere = layout_config(parallel=parallel, attention={"backend": "portable"})
     assert Layout.resolve(elsewhere, 16).cp_a2a is None
 
 
@@ -273,14 +252,14 @@ def test_a_layout_adds_up_or_is_refused(tp: int, cp: int, pp: int, virtual: int,
     if pp == 1:
         virtual = 1
     parallel = {"tp": tp, "cp": cp, "pp": pp, "virtual_stages": virtual}
-    wanted = config(parallel=parallel, train={"global_batch_size": packs})
+    wanted = layout_config(parallel=parallel, train={"global_batch_size": packs})
     try:
         layout = Layout.resolve(wanted, world)
     except ConfigError as error:
         offers = re.findall(r"parallel\.(cp|tp|pp) = \d+ does not (fit|divide) .*that fit: ([0-9, ]+)\.", str(error))
         for name, verb, sizes in offers:
             for size in sizes.split(", "):
-                changed = config(parallel={**parallel, name: int(size)}, train={"global_batch_size": packs})
+                changed = layout_config(parallel={**parallel, name: int(size)}, train={"global_batch_size": packs})
                 assert f"parallel.{name} = {size} does not {verb}" not in str(refusal(changed, world))
         return
     assert layout.tp * layout.cp * layout.pp * layout.dp == world
@@ -295,11 +274,11 @@ MOE = {"moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 6}}
 
 
 def test_experts_share_the_ranks_of_a_stage() -> None:
-    layout = Layout.resolve(config(model=MOE, parallel={"tp": 2, "cp": 2, "pp": 2, "ep": 4}), 16)
+    layout = Layout.resolve(layout_config(model=MOE, parallel={"tp": 2, "cp": 2, "pp": 2, "ep": 4}), 16)
     assert (layout.dp, layout.ep, layout.etp) == (2, 4, 1)
     assert "experts: 8 ranks of a stage = ep 4 x etp 1 x 2 copies" in layout.equations(32768)
-    assert not any("experts" in line for line in Layout.resolve(config(model=MOE), 2).equations(32768))
-    layout = Layout.resolve(config(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2}), 8)
+    assert not any("experts" in line for line in Layout.resolve(layout_config(model=MOE), 2).equations(32768))
+    layout = Layout.resolve(layout_config(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2}), 8)
     assert "experts: 8 ranks of a stage = ep 2 x etp 2 x 2 copies" in layout.equations(32768)
 
 
@@ -340,12 +319,12 @@ def test_experts_are_not_split_on_the_cpu() -> None:
 
 def test_the_width_of_a_dense_mlp_that_is_not_there_need_not_split() -> None:
     odd = {**MOE, "ffn_hidden_size": 97}
-    assert Layout.resolve(config(model=odd, parallel={"tp": 8}), 8).tp == 8
+    assert Layout.resolve(layout_config(model=odd, parallel={"tp": 8}), 8).tp == 8
 
 
 def test_vocabulary() -> None:
-    model = config(model={"vocab_size": 300}).model
-    assert vocab_rows(config().model, 259) == 259
+    model = layout_config(model={"vocab_size": 300}).model
+    assert vocab_rows(layout_config().model, 259) == 259
     assert vocab_rows(model, 259) == 300
     with pytest.raises(ConfigError) as caught:
         vocab_rows(model, 301)

@@ -5,282 +5,64 @@ lasts as long as the process and is kept out of this one.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from sft.batch import Microbatch
 from sft.config import LossConfig
-from sft.mcore import process_groups
-from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss, token_statistics
-from sft.parallel.layout import Layout
+from sft.mcore.loss import Targets, VocabShard, lm_loss, token_statistics
+from tests.unit.loss_cases import (
+    CHUNKED,
+    EACH,
+    EVERY,
+    FULL,
+    FUSED,
+    LOSS_TOLERANCE,
+    PADDED,
+    SUPERVISED,
+    TERMS,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    Case,
+    Outcome,
+    case,
+    check,
+    error,
+    expected,
+    microbatch,
+    name,
+    run,
+    run_statistics,
+    same,
+    shard_of,
+    terms,
+    terms_of,
+    tolerance,
+    with_terms,
+    world_of_one,
+)
 
-# fp32 sums over 12 numbers per score and up to 32 tokens, against float64; a rounding is 6e-8.
-LOSS_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-6  # of the gradient's norm
-# The same sums in float64, where a rounding is 1e-16; megatron-core's cross-entropy always takes fp32.
-EXACT_TOLERANCE = 1e-12
 # bf16 keeps 8 bits: scores of about 3 are off by up to 8e-3, a mean over tokens less.
 BF16_LOSS_TOLERANCE = 1e-2
 BF16_GRADIENT_TOLERANCE = 2e-2  # of the gradient's norm
-
-TOKENS, WIDTH, VOCAB, PADDED = 23, 12, 17, 32  # 23 is prime: no chunk size divides it
-SUPERVISED = [2, 3, 7, 11, 12, 13, 19, 22]  # 8 of 23
-
-FUSED = [LossConfig(impl="fused", chunk_size=c) for c in (1, 3, 4, 8, 9, 4096, None)]
-CHUNKED = [LossConfig(impl="chunked", chunk_size=c) for c in (1, 4, 22, 23, 24, None)]
-FULL = LossConfig(impl="full")
-EVERY = [*FUSED, *CHUNKED, FULL]
-EACH = [LossConfig(impl="fused", chunk_size=3), LossConfig(impl="chunked", chunk_size=5), FULL]  # one of a kind
-# Everything that `LossConfig` can add to the loss of a token; coefficients large enough to be seen.
-TERMS = {
-    "plain": {},
-    "z": {"z_loss_coef": 0.05},
-    "flatter": {"entropy_coef": 0.3},
-    "sharper": {"entropy_coef": -0.2},
-    "all": {"z_loss_coef": 0.05, "entropy_coef": 0.3, "entropy": True},
-}
-
-
-def name(loss: LossConfig) -> str:
-    return "full" if loss.impl == "full" else f"{loss.impl} {loss.chunk_size}"
 
 
 every = pytest.mark.parametrize("loss", EVERY, ids=name)
 each = pytest.mark.parametrize("loss", EACH, ids=lambda c: c.impl)
 fused = pytest.mark.parametrize("loss", FUSED, ids=name)
 no_logits = pytest.mark.parametrize("loss", [*FUSED, *CHUNKED], ids=name)
-terms = pytest.mark.parametrize("more", TERMS.values(), ids=TERMS)
 infinities = pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-
-
-@contextmanager
-def world_of_one() -> Iterator[dist.ProcessGroup]:
-    """The tensor-parallel group of a world of one; core's own cross-entropy looks it up globally."""
-    layout = Layout(
-        world_size=1,
-        tp=1,
-        cp=1,
-        pp=1,
-        dp=1,
-        virtual_stages=1,
-        sequence_parallel=False,
-        global_batch_size=1,
-        num_microbatches=1,
-        doc_multiple=1,
-        pack_multiple=1,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RANK", raising=False)
-        patch.setattr(process_groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
-        place = process_groups.start(layout, torch.device("cpu"), seed=1, timeout_s=60)
-    try:
-        yield place.tp
-    finally:
-        process_groups.stop()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[dist.ProcessGroup]:
     with world_of_one() as tp:
         yield tp
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One call of the loss head."""
-
-    hidden: Tensor  # [t, 1, h]
-    weight: Tensor  # [PADDED, h]
-    labels: Tensor  # [1, t]
-    weights: Tensor  # float32 [1, t], above 0 where supervised
-
-    @property
-    def supervised(self) -> Tensor:
-        return self.weights[0] > 0
-
-    def to(self, dtype: torch.dtype) -> "Case":
-        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
-
-    def broken(self, bad: float) -> "Case":
-        """With `bad` in every hidden state without supervision."""
-        return replace(self, hidden=torch.where(self.supervised[:, None, None], self.hidden, bad))
-
-    def targets(self) -> Targets:
-        return Targets.of(microbatch(self.labels, self.weights), torch.device("cpu"))
-
-
-def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
-    """What the loss reads of one: labels and weights."""
-    nothing, size = torch.zeros_like(labels), labels.numel()
-    return Microbatch(
-        tokens=nothing,
-        labels=labels,
-        position_ids=nothing,
-        loss_weights=weights,
-        documents=torch.zeros_like(nothing, dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, size], dtype=torch.int32),
-        max_seqlen=size,
-        lengths=np.array([size], dtype=np.int32),
-        supervised=np.array([int((weights > 0).sum())], dtype=np.int32),
-        sources=np.zeros(1, dtype=np.int32),
-        num_documents=1,
-        num_real_tokens=size,
-        num_aligned_tokens=size,
-        num_tokens=int((weights > 0).sum()),
-        sample_ids=(0,),
-    )
-
-
-def case(supervised: list[int] | None = None, tokens: int = TOKENS, seed: int = 5) -> Case:
-    """Random numbers, weights between 0.1 and 1.1."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(1, tokens)
-    mask[0, SUPERVISED if supervised is None else supervised] = 1.0
-    return Case(
-        hidden=torch.randn(tokens, 1, WIDTH, generator=generator),
-        weight=torch.randn(PADDED, WIDTH, generator=generator),
-        labels=torch.randint(0, VOCAB, (1, tokens), generator=generator),
-        weights=mask * (0.1 + torch.rand(1, tokens, generator=generator)),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    loss: Tensor
-    hidden: Tensor  # gradient
-    weight: Tensor  # gradient
-    rows: tuple[Tensor | None, ...] = ()  # logprob, lse, entropy, correct of every supervised token
-
-
-def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB) -> VocabShard:
-    return VocabShard.of(weight, vocab, group, sequence_parallel=False)
-
-
-def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = VOCAB) -> tuple[Tensor, RowStatistics]:
-    """Without a gradient to follow, of inputs that need none."""
-    return lm_loss(c.hidden, shard_of(c.weight, group, vocab), c.targets(), loss)
-
-
-def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
-    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    total, rows = lm_loss(hidden, shard_of(weight, group, vocab), c.targets(), loss)
-    (total * upstream).backward()
-    assert total.dtype == torch.float64
-    assert total.shape == ()
-    wide = torch.float64 if c.hidden.dtype == torch.float64 and loss.impl != "full" else torch.float32
-    for column in rows.columns:
-        assert column is None or (column.shape == (len(c.targets()),) and not column.requires_grad)
-        assert column is None or column.dtype == wide or loss.impl == "full"
-    return _outcome(c, hidden, weight, total, rows)
-
-
-def run_statistics(
-    c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: list[Tensor | None], vocab: int = VOCAB
-) -> Outcome:
-    """Gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
-    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
-    rows = token_statistics(hidden, shard_of(weight, group, vocab), c.targets(), loss)
-    total = torch.zeros((), dtype=torch.float64)
-    for column, times in zip(rows.columns, upstream):
-        if times is not None:
-            assert column is not None and column.requires_grad
-            total = total + (times * column).sum(dtype=torch.float64)
-    total.backward()
-    return _outcome(c, hidden, weight, total, rows)
-
-
-def _outcome(c: Case, hidden: Tensor, weight: Tensor, total: Tensor, rows: RowStatistics) -> Outcome:
-    assert hidden.grad is not None and weight.grad is not None
-    assert (hidden.grad.dtype, weight.grad.dtype) == (c.hidden.dtype, c.weight.dtype)
-    found = tuple(None if column is None else column.detach() for column in rows.columns)
-    return Outcome(loss=total.detach(), hidden=hidden.grad, weight=weight.grad, rows=found)
-
-
-def definition(scores: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """log p(label), log-sum-exp, entropy and whether the label is the guess, of each row of scores over the real
-    vocabulary."""
-    logprobs = torch.log_softmax(scores, dim=-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    guessed = (scores.argmax(-1) == labels).double()
-    return logprobs[torch.arange(len(labels)), labels], scores.logsumexp(-1), entropy, guessed
-
-
-def expected(
-    c: Case,
-    upstream: float | list[Tensor | None] = 1.0,
-    vocab: int = VOCAB,
-    z_loss_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    entropy: bool = False,
-) -> Outcome:
-    """The definition, in float64, over the real vocabulary; unsupervised rows are not even looked at.
-
-    With a list as upstream, that of `run_statistics`.
-    """
-    supervised = c.supervised
-    inputs, labels = c.hidden[:, 0][supervised].double().requires_grad_(), c.labels[0][supervised]
-    real = c.weight[:vocab].double().requires_grad_()
-    rows = definition(inputs @ real.t(), labels)
-    if isinstance(upstream, list):
-        objective = sum((times * column).sum() for times, column in zip(upstream, rows) if times is not None)
-        total = objective
-    else:
-        per_token = -rows[0] + z_loss_coef * rows[1] ** 2 - entropy_coef * rows[2]
-        objective = (c.weights[0][supervised].double() * per_token).sum()
-        total = objective * upstream
-    assert isinstance(objective, Tensor) and isinstance(total, Tensor)
-    total.backward()
-    hidden, weight = torch.zeros(c.hidden.shape).double(), torch.zeros(c.weight.shape).double()
-    hidden[supervised, 0], weight[:vocab] = inputs.grad, real.grad
-    return Outcome(
-        loss=objective.detach(), hidden=hidden, weight=weight, rows=tuple(column.detach() for column in rows)
-    )
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """Distance relative to the norm; what should be zero must be."""
-    assert found.shape == wanted.shape
-    assert found.isfinite().all()
-    distance, norm = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
-    return distance / norm if norm else distance
-
-
-def check(
-    found: Outcome,
-    wanted: Outcome,
-    loss_tolerance: float = LOSS_TOLERANCE,
-    gradient_tolerance: float = GRADIENT_TOLERANCE,
-) -> None:
-    """The loss, both gradients and the statistics of the rows, where both have them."""
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=loss_tolerance, atol=0.0)
-    assert error(found.hidden, wanted.hidden) <= gradient_tolerance
-    assert error(found.weight, wanted.weight) <= gradient_tolerance
-    for mine, theirs in zip(found.rows, wanted.rows):
-        if mine is not None and theirs is not None:
-            assert error(mine, theirs) <= loss_tolerance
-
-
-def same(a: Outcome, b: Outcome) -> None:
-    """Bit for bit."""
-    for x, y in zip((a.loss, a.hidden, a.weight, *a.rows), (b.loss, b.hidden, b.weight, *b.rows), strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or y is None or torch.equal(x, y)
-
-
-def tolerance(loss: LossConfig, dtype: torch.dtype) -> float:
-    """Of `full` in float64 no more than of fp32 can be asked: megatron-core's own cross-entropy computes in it."""
-    return EXACT_TOLERANCE if dtype == torch.float64 and loss.impl != "full" else LOSS_TOLERANCE
-
-
-def with_terms(loss: LossConfig, more: dict[str, float]) -> LossConfig:
-    return loss.model_copy(update=more)
 
 
 # --- the value and its gradients ---------------------------------------------------------------------------
@@ -561,8 +343,8 @@ def test_inputs_are_left_alone(group: dist.ProcessGroup) -> None:
         c, copy = case(), case()
         run(c, loss, group)
         run_statistics(c, with_terms(loss, TERMS["all"]), group, upstream)
-        for name, value in vars(copy).items():
-            assert torch.equal(getattr(c, name), value), name
+        for field, value in vars(copy).items():
+            assert torch.equal(getattr(c, field), value), field
 
 
 # --- what is computed --------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.batch import Sample
 from sft.config import LossConfig
 from sft.data.packing.pack import make_pack, token_weight
 from sft.mcore.loss import chunked, lm_loss, softmax_torch, token_statistics
-from tests.unit.test_loss import (
+from tests.builders import sample
+from tests.unit.loss_cases import (
     EACH,
     FULL,
     GRADIENT_TOLERANCE,
@@ -487,18 +487,17 @@ def test_fused_goes_backward_once(buffered: bool, group: dist.ProcessGroup) -> N
 # --- the weights of tokens ---------------------------------------------------------------------------------
 
 
-def sample(mask: list[int], sample_id: int = 0) -> Sample:
-    tokens = np.arange(10, 10 + len(mask), dtype=np.int32)
-    return Sample(sample_id=sample_id, tokens=tokens, weights=np.array(mask, dtype=np.float32))
-
-
 @pytest.mark.parametrize(
     "reduction, four, one",
     [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)],
 )
 def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -> None:
     """Samples of 4 and of 1 supervised labels (the first token is never one), and of none; then filler."""
-    samples = [sample([1, 1, 1, 0, 1, 1]), sample([0, 0, 1]), sample([1, 0])]
+    samples = [
+        sample(range(10, 16), [1, 1, 1, 0, 1, 1]),
+        sample(range(10, 13), [0, 0, 1]),
+        sample(range(10, 12), [1, 0]),
+    ]
     pack = make_pack(samples, doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20)
     first, second = [four, four, 0, four, four, 0, 0, 0], [0, one, 0, 0]
     assert pack.loss_weights.tolist() == first + second + [0] * 8
@@ -509,11 +508,11 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
 @pytest.mark.parametrize("reduction, total", [("token", 7.0), ("sample", 1.0), ("sqrt", 7.0**0.5)])
 def test_weights_of_a_sample_add_up(reduction: str, total: float) -> None:
     """All n supervised tokens together: n, 1 and the square root of n."""
-    pack = make_pack([sample([0, *[1] * 7, 0])], doc_multiple=1, pad_id=0, reduction=reduction)
+    pack = make_pack([sample(range(10, 19), [0, *[1] * 7, 0])], doc_multiple=1, pad_id=0, reduction=reduction)
     assert pack.loss_weights.sum() == pytest.approx(total, rel=LOSS_TOLERANCE)
     assert len(set(pack.loss_weights[pack.loss_mask].tolist())) == 1
 
 
 def test_packs_weigh_tokens_alike_by_default() -> None:
-    assert make_pack([sample([1, 1, 1])], doc_multiple=4, pad_id=0).loss_weights.tolist() == [1, 1, 0, 0]
+    assert make_pack([sample(range(10, 13), [1, 1, 1])], doc_multiple=4, pad_id=0).loss_weights.tolist() == [1, 1, 0, 0]
     assert token_weight(0, "sample") == 1.0  # no token has it

@@ -11,7 +11,7 @@ from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
 from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
-from tests.unit.test_layout import config
+from tests.builders import layout_config
 
 KIB = 1024
 LLAMA = {
@@ -38,7 +38,9 @@ TINY_PARAMETERS = 684
 def of(
     world_size: int = 1, model: Mapping[str, object] = TINY, loss: str = "fused", **sections: Mapping[str, object]
 ) -> tuple[Config, Layout]:
-    wanted = config(model=model, **sections).model_copy(update={"loss": LossConfig.model_validate({"impl": loss})})
+    wanted = layout_config(model=model, **sections).model_copy(
+        update={"loss": LossConfig.model_validate({"impl": loss})}
+    )
     return wanted, Layout.resolve(wanted, world_size)
 
 
@@ -52,7 +54,7 @@ def taken(world_size: int = 1, **sections: Any) -> Memory:
 @pytest.mark.parametrize("recompute, kib, more", [("full", 8, 0), ("selective", 36, 132), ("none", 136, 136)])
 def test_a_token_in_a_layer_of_llama_8b(recompute: str, kib: int, more: int) -> None:
     """More: a log-sum-exp of 4 bytes for each of 32 heads, and 4 for each norm."""
-    assert LayerBytes.of(PortableBytes(model=config(model=LLAMA).model), recompute).total == kib * KIB + more
+    assert LayerBytes.of(PortableBytes(model=layout_config(model=LLAMA).model), recompute).total == kib * KIB + more
 
 
 @pytest.mark.parametrize(
@@ -63,13 +65,13 @@ def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None
     """The counts of tests/ranks/test_saved_tensors.py, of the same model; without recomputation those of a fused
     activation, 4 x 192 less."""
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
-    model = config(model={**TINY, **sizes, "qk_norm": norms}).model
+    model = layout_config(model={**TINY, **sizes, "qk_norm": norms}).model
     assert LayerBytes.of(PortableBytes(model=model), recompute).total == expected
 
 
 def test_what_a_token_leaves_by_name() -> None:
     """Hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
-    model = config(model={**LLAMA, "qk_norm": True}).model
+    model = layout_config(model={**LLAMA, "qk_norm": True}).model
     assert LayerBytes.of(PortableBytes(model=model), "none").by_name == {
         "layer's input": 8192,
         "normed input": 8192,
@@ -96,7 +98,7 @@ def test_what_a_token_leaves_by_name() -> None:
 
 def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
     """What is between layers only with sequence parallelism."""
-    model = config(model=LLAMA).model
+    model = layout_config(model=LLAMA).model
     found = LayerBytes.of(PortableBytes(model=model, rank=RankShare(tp=2)), "none").by_name
     assert (found["layer's input"], found["queries, keys, values"], found["log-sum-exp"]) == (8192, 6144, 64)
     assert (found["gate and up"], found["MLP's normed input"]) == (28_672, 8192)
@@ -112,12 +114,12 @@ def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
 def test_a_token_among_experts() -> None:
     """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers; 8 scores twice."""
     moe = {**TINY, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2}}
-    found = LayerBytes.of(PortableBytes(model=config(model=moe).model), "none").by_name
+    found = LayerBytes.of(PortableBytes(model=layout_config(model=moe).model), "none").by_name
     assert (found["sent to experts"], found["from experts"]) == (16, 16)
     assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 64)
     assert (
-        LayerBytes.of(PortableBytes(model=config(model=moe).model), "selective").by_name.keys()
-        == LayerBytes.of(PortableBytes(model=config(model=TINY).model), "selective").by_name.keys()
+        LayerBytes.of(PortableBytes(model=layout_config(model=moe).model), "selective").by_name.keys()
+        == LayerBytes.of(PortableBytes(model=layout_config(model=TINY).model), "selective").by_name.keys()
     )
 
 

@@ -2,63 +2,31 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
-from sft.config import Config
 from sft.metrics import records
-from sft.metrics.records import eval_record, flat, train_record
-from sft.metrics.rows import COUNT, ROWS, SAME, TRAIN, Row, RunFacts
-from sft.metrics.totals import ExpertLoad, Peak, StepResult, Totals
+from sft.metrics.records import flat, train_record
+from sft.metrics.rows import COUNT, ROWS, SAME, TRAIN, Row
+from sft.metrics.totals import ExpertLoad, Peak
 from sft.metrics.writers import scalars
-from sft.parallel.layout import Layout
-from sft.recipe.load import parse_recipe
+from tests.unit.metric_values import (
+    ROOT,
+    START,
+    by_layout,
+    check,
+    config,
+    evaluation,
+    page,
+    result,
+    run_of,
+    train,
+    validator,
+)
 from tools import metrics_docs
-
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = """
-run: {dir: unused, device: cpu}
-model: {num_layers: 1, hidden_size: 4, ffn_hidden_size: 8, num_attention_heads: 2}
-data: {train: unused, seq_length: 128}
-train: {num_steps: 9, global_batch_size: 2}
-optim: {lr: 1e-3}
-"""
-
-
-def config(*overrides: str) -> Config:
-    return parse_recipe(RECIPE, "tests", list(overrides)).config
-
-
-def totals(**changes: Any) -> Totals:
-    values: dict[str, Any] = dict(
-        objective=30.0, denominator=20.0, nll=25.0, entropy=50.0, num_tokens=20, num_correct=5, num_real_tokens=100,
-        num_aligned_tokens=128, num_padded_tokens=160, num_documents=4, sum_of_squares=3000,
-        num_sequences=3, sequence_nll=4.5, perplexity=15.0, perplexity_min=3.0, perplexity_max=7.0,
-        nll_by_position={"0-4K": 25.0, "4K+": 0.0}, num_tokens_by_position={"0-4K": 20, "4K+": 0},
-        nll_by_source={"chat": 5.0, "code": 20.0}, num_tokens_by_source={"chat": 10, "code": 10},
-        data_wait_s=Peak(value=0.5, rank=1), memory_allocated=Peak(value=2.0**31, rank=3),
-        memory_reserved=Peak(value=2.0**32, rank=2), work_imbalance=1.25,
-    )  # fmt: skip
-    return Totals(**{**values, **changes})
-
-
-def result(experts: ExpertLoad | None = None, **changes: Any) -> StepResult:
-    return StepResult(**vars(totals(**changes)), grad_norm=0.5, learning_rate=1e-3, skipped=False, experts=experts)
-
-
-def run_of(recipe: Config) -> RunFacts:
-    """Two ranks, ten tokens in the vocabulary."""
-    return RunFacts.of(recipe, Layout.resolve(recipe, 2), 10)
-
-
-def train(*overrides: str, **changes: Any) -> dict[str, Any]:
-    return train_record(3, result(**changes), run_of(config(*overrides)), seconds=2.0)
 
 
 def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
@@ -73,33 +41,6 @@ def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
     return train_record(3, result(ExpertLoad(**{**load, **changes})), run_of(recipe), seconds=2.0)
 
 
-def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
-    return eval_record(3, totals(**changes), run_of(config(*overrides)), set_name="eval", seconds=2.0)
-
-
-def validator() -> Any:
-    """Of docs/metrics.schema.json; stricter than the standard, where 20.0 is an integer."""
-    schema = json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
-    standard = jsonschema.Draft202012Validator
-    standard.check_schema(schema)
-    types = standard.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    return jsonschema.validators.extend(standard, type_checker=types)(schema)
-
-
-def check(record: dict[str, Any]) -> None:
-    """As it is after a round through JSON."""
-    validator().validate(json.loads(json.dumps(record, allow_nan=False)))
-
-
-START: dict[str, Any] = {
-    "schema": 5,
-    "kind": "start",
-    "step": 0,
-    "time": 1795267288.03,
-    "parameters": 252,
-    "num-steps": 9,
-    "layout": {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1},
-}
 EVERYTHING = ["loss.entropy=true", "loss.z_loss_coef=1e-4", "log.peak_tflops=989"]
 EXPERTS = mixture("model.moe.aux_loss_coef=0.01", *EVERYTHING)
 
@@ -237,36 +178,6 @@ KINDS = {"all": {"start", "train", "eval"}, "both": {"train", "eval"}}
 def documented(kind: str) -> set[str]:
     """Names of a kind in the table of docs/metrics.md."""
     return {name for names, cells in page() for name in names if kind in KINDS.get(cells[0], {cells[0]})}
-
-
-def page() -> Iterator[tuple[list[str], list[str]]]:
-    """Names, and the cells after them, of each row of the first table of docs/metrics.md.
-
-    `a/b`, `/c` stands for a/b and a/c; `a`, `-b` for a and a-b.
-    """
-    for line in (ROOT / "docs" / "metrics.md").read_text().splitlines():
-        if re.match(r"\| `.*? \| (all|both|start|train|eval) \|", line):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            first, *others = re.findall(r"`([^`]+)`", cells[0])
-            yield [first, *(_in_full(first, other) for other in others)], cells[1:]
-
-
-def _in_full(first: str, other: str) -> str:
-    if other.startswith("/"):
-        return first.rpartition("/")[0] + other
-    if other.startswith("-"):
-        return first + other if first == "tokens-per-second" else first.rpartition("-")[0] + other
-    return other
-
-
-def by_layout() -> dict[str, set[str]]:
-    """Names by the column `layout` of docs/metrics.md; "rounding; same" is the first name's and the second's."""
-    found: dict[str, set[str]] = {}
-    for names, cells in page():
-        told = cells[3].split("; ")
-        for name, how in zip(names, told if len(told) > 1 else told * len(names), strict=True):
-            found.setdefault(how, set()).add(name)
-    return found
 
 
 def test_the_page_says_of_every_number_what_a_layout_does_to_it() -> None:

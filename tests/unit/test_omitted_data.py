@@ -12,9 +12,9 @@ from sft.data.cache import workers
 from sft.data.cache.corpus import find_prepared
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.errors import DataError
+from tests.builders import RECIPE
+from tests.unit.corpora import corpus_of, write
 from tests.unit.fixtures.folder import config, make_folder, template
-from tests.unit.test_corpus import corpus_of, write
-from tests.unit.test_recipe import GOOD
 
 SYSTEM = {"role": "system", "content": "You are an expert in the law of the sea."}
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -37,7 +37,7 @@ def nemo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     make_folder(Path("nemo"), template("mistral_nemo"))
     Path("switches.jinja").write_text(template("switches"))
-    Path("r.yaml").write_text(GOOD)
+    Path("r.yaml").write_text(RECIPE)
 
 
 def corpus(path: str, **overrides: Any) -> Any:

@@ -5,14 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.batch import Pack, Sample
+from sft.batch import Pack
 from sft.data.packing.pack import make_pack
 from sft.parallel.alignment import aligned
-
-
-def sample(tokens: list[int], mask: list[int] | None = None, sample_id: int = 0) -> Sample:
-    weights = np.array(mask if mask is not None else [1] * len(tokens), dtype=np.float32)
-    return Sample(sample_id=sample_id, tokens=np.array(tokens, dtype=np.int32), weights=weights)
+from tests.builders import sample
 
 
 def test_aligned() -> None:
@@ -27,7 +23,9 @@ def check(pack: Pack, **expected: list[int]) -> None:
 
 def test_pack_in_numbers() -> None:
     """The example of `sft.batch.Pack`."""
-    made = make_pack([sample([5, 6, 7], [0, 1, 1], 4), sample([8, 9], [0, 0], 2)], doc_multiple=4, pad_id=0)
+    made = make_pack(
+        [sample([5, 6, 7], [0, 1, 1], sample_id=4), sample([8, 9], [0, 0], sample_id=2)], doc_multiple=4, pad_id=0
+    )
     check(
         made,
         tokens=[5, 6, 7, 0, 8, 9, 0, 0],
@@ -64,7 +62,7 @@ def test_the_mask_does_not_wrap() -> None:
 )
 def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc_multiple: int) -> None:
     """P01, P02, P05, P09, P10: any lengths, 1 token included, any masks, pad id without influence."""
-    samples = [sample([100 * i + k for k in range(len(m))], m, i) for i, m in enumerate(masks)]
+    samples = [sample([100 * i + k for k in range(len(m))], m, sample_id=i) for i, m in enumerate(masks)]
     zero, one = (make_pack(samples, doc_multiple=doc_multiple, pad_id=pad_id) for pad_id in (7000, 7001))
     assert zero.loss_mask.sum() == sum(sum(mask[1:]) for mask in masks) == sum(s.num_supervised for s in samples)
     assert (zero.labels[zero.loss_mask] == one.labels[one.loss_mask]).all()

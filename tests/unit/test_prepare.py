@@ -23,9 +23,9 @@ from sft.data.chat.encode_chat import Encoding
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read.rows import index_rows, read_rows
 from sft.errors import DataError
+from tests.builders import RECIPE
+from tests.unit.corpora import LONG, ROW, corpus_of, write
 from tests.unit.fixtures.folder import config
-from tests.unit.test_corpus import LONG, ROW, corpus_of, write
-from tests.unit.test_recipe import GOOD
 
 ROOT = str(Path(__file__).parents[2])
 HOW = "sft data prepare a.yaml"
@@ -386,7 +386,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", ROW, LONG)
     write(tmp_path / "b.jsonl", ROW)
-    (tmp_path / "r.yaml").write_text(GOOD)
+    (tmp_path / "r.yaml").write_text(RECIPE)
     return tmp_path / "r.yaml"
 
 

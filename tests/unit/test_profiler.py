@@ -27,7 +27,7 @@ from sft.mcore.process_groups import ProcessGroups
 from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import dump
 from sft.run.profiler import Profiler, name
-from tests.unit.test_recipe import GOOD, told
+from tests.builders import RECIPE, refusal_lines
 
 
 class Recorder:
@@ -339,7 +339,7 @@ def test_a_trace_while_memory_is_recorded_is_told(recorder: Recorder, tracers: l
 
 
 def test_the_keys_are_off_unless_asked_for() -> None:
-    config = parse_recipe(GOOD, "a.yaml").config.profile
+    config = parse_recipe(RECIPE, "a.yaml").config.profile
     assert config == ProfileConfig() and config.memory.steps is config.torch.steps is None
     assert set(sections()["profile.memory"].model_fields) == {"steps", "max_entries", "ranks"}
     assert set(sections()["profile.torch"].model_fields) == {"steps", "ranks"}
@@ -347,7 +347,7 @@ def test_the_keys_are_off_unless_asked_for() -> None:
 
 def test_a_recipe_that_asks_loads_back() -> None:
     asked = ["profile.memory={steps: [3, 5], ranks: stage}", "profile.torch.steps=[4]", "profile.torch.ranks=[0, 1]"]
-    recipe = parse_recipe(GOOD, "a.yaml", asked)
+    recipe = parse_recipe(RECIPE, "a.yaml", asked)
     assert recipe.config.profile.memory == MemoryProfile(steps=[3, 5], ranks="stage")
     assert recipe.config.profile.torch == TorchProfile(steps=[4], ranks=[0, 1])
     assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config
@@ -392,12 +392,12 @@ def test_wrong_entries(entries: Any) -> None:
     ],
 )
 def test_a_mistake_is_told_at_its_key(override: str, begins: str) -> None:
-    [line] = told(GOOD, override)
+    [line] = refusal_lines(RECIPE, override)
     assert line.startswith(begins), line
 
 
 def test_both_on_one_step_is_refused_and_says_why() -> None:
-    [line] = told(GOOD, "profile.memory.steps=[3, 1, 4]", "profile.torch.steps=[4, 2, 3]")
+    [line] = refusal_lines(RECIPE, "profile.memory.steps=[3, 1, 4]", "profile.torch.steps=[4, 2, 3]")
     assert line == (
         "profile.torch.steps = [4, 2, 3] (command line: profile.torch.steps=[4, 2, 3]) shares step 3, 4 with "
         "profile.memory.steps, and each would distort the other: recording stacks slows the launches that are traced, "

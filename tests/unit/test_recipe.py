@@ -1,4 +1,4 @@
-"""Text to Config: what values mean, where they came from, and what every kind of mistake is told as."""
+"""Text to Config: what values mean, where they came from, and what every kind of mistake is refusal_lines as."""
 
 from pathlib import Path
 
@@ -10,44 +10,19 @@ from sft.config import yaml
 from sft.errors import ConfigError
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Origin, Recipe, derived, dump
-
-GOOD = """\
-run: {dir: runs/a}
-model:
-  num_layers: 2
-  hidden_size: 64
-  ffn_hidden_size: 128
-  num_attention_heads: 4
-data:
-  train: a.jsonl
-  seq_length: 1024
-train: {num_steps: 10, global_batch_size: 4}
-optim:
-  lr: 1e-5
-"""
-
-
-def good(*overrides: str) -> Recipe:
-    return parse_recipe(GOOD, "a.yaml", overrides)
-
-
-def told(text: str, *overrides: str) -> list[str]:
-    """The lines of the error that `text` and `overrides` end in."""
-    with pytest.raises(ConfigError) as caught:
-        parse_recipe(text, "a.yaml", overrides)
-    return str(caught.value).split("\n")
+from tests.builders import RECIPE, parsed, refusal_lines
 
 
 def with_line(line: str, under: str | None = None) -> str:
-    """GOOD with `line` put under the group `under`, or at the end."""
-    return GOOD.replace(f"{under}:\n", f"{under}:\n  {line}\n") if under else GOOD + line + "\n"
+    """RECIPE with `line` put under the group `under`, or at the end."""
+    return RECIPE.replace(f"{under}:\n", f"{under}:\n  {line}\n") if under else RECIPE + line + "\n"
 
 
 # What values mean
 
 
 def test_a_recipe_is_read() -> None:
-    config = good().config
+    config = parsed().config
     assert config.run.dir == "runs/a"
     assert config.data.train == ["a.jsonl"]
     assert config.data.eval == []
@@ -100,14 +75,14 @@ def test_quotes_make_text() -> None:
 
 
 def test_whole_numbers_serve_as_numbers() -> None:
-    lr = good("optim.lr=1", "model.rope.base=500000").config
+    lr = parsed("optim.lr=1", "model.rope.base=500000").config
     assert (lr.optim.lr, lr.model.rope.base) == (1.0, 500000.0)
     assert type(lr.optim.lr) is float
 
 
 def test_one_path_is_a_list_of_one() -> None:
-    assert good("data.eval=b.jsonl").config.data.eval == ["b.jsonl"]
-    assert good("data.eval=[b.jsonl, 'c d.jsonl']").config.data.eval == ["b.jsonl", "c d.jsonl"]
+    assert parsed("data.eval=b.jsonl").config.data.eval == ["b.jsonl"]
+    assert parsed("data.eval=[b.jsonl, 'c d.jsonl']").config.data.eval == ["b.jsonl", "c d.jsonl"]
 
 
 def test_held_out_sets_have_names() -> None:
@@ -120,7 +95,7 @@ def test_held_out_sets_have_names() -> None:
             "code-2": ["c.jsonl", "d.jsonl"],
         },
     }.items():
-        assert good(override).config.data.eval_sets == sets
+        assert parsed(override).config.data.eval_sets == sets
 
 
 @pytest.mark.parametrize(
@@ -142,13 +117,13 @@ def test_held_out_sets_have_names() -> None:
 )
 def test_held_out_sets_that_are_none(value: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        good(f"data.eval={value}")
+        parsed(f"data.eval={value}")
     message = str(caught.value)
     assert message.startswith("data.eval") and why in message and "\n" not in message
-    assert good("data.train=on").config.data.train == ["on"]
+    assert parsed("data.train=on").config.data.train == ["on"]
 
 
-MIXED = GOOD.replace(
+MIXED = RECIPE.replace(
     "  train: a.jsonl\n",
     """\
   train:
@@ -171,7 +146,7 @@ def test_sources_have_names() -> None:
     assert str(recipe.origins["data.train"]) == "a.yaml, line 8"
     assert str(recipe.origins["data.train.code.weight"]) == "a.yaml, line 12"
     assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config
-    unnamed = good().config.data
+    unnamed = parsed().config.data
     assert (unnamed.sources, unnamed.train_files, unnamed.train_names) == ({}, ["a.jsonl"], None)
 
 
@@ -212,7 +187,7 @@ WRONG_SOURCES = {
 @pytest.mark.parametrize("end, message", WRONG_SOURCES.items(), ids=str)
 def test_wrong_sources(end: str, message: str) -> None:
     override = f"data.train.{end}"
-    assert told(MIXED, override) == [message.replace("@", f"command line: {override}")]
+    assert refusal_lines(MIXED, override) == [message.replace("@", f"command line: {override}")]
 
 
 @pytest.mark.parametrize(
@@ -235,23 +210,23 @@ def test_wrong_sources(end: str, message: str) -> None:
     ],
 )
 def test_mappings_that_are_no_sources(value: str, message: str) -> None:
-    assert told(GOOD, f"data.train={value}") == [message.replace("@", f"command line: data.train={value}")]
+    assert refusal_lines(RECIPE, f"data.train={value}") == [message.replace("@", f"command line: data.train={value}")]
 
 
 def test_wrong_sources_of_a_file() -> None:
-    assert told(MIXED.replace("weight: 0.3", "wait: 0.3")) == [
+    assert refusal_lines(MIXED.replace("weight: 0.3", "wait: 0.3")) == [
         "1 of 2: data.train.code.weight = null (a.yaml, line 10) stands beside the weight of chat; give weights to all "
         "sources, or to none.",
         "  2 of 2: unknown key data.train.code.wait (a.yaml, line 12).  Did you mean data.train.code.weight?",
     ]
-    assert told(GOOD, "data.train.chat.weight=2") == [
+    assert refusal_lines(RECIPE, "data.train.chat.weight=2") == [
         "data.train.chat.weight (command line: data.train.chat.weight=2): data.train is a list of files (a.yaml, "
         "line 8), without named sources."
     ]
 
 
 def test_an_empty_group_is_a_group_of_defaults() -> None:
-    assert parse_recipe(GOOD + "log:\nparallel: {}\n", "a.yaml").config == good().config
+    assert parse_recipe(RECIPE + "log:\nparallel: {}\n", "a.yaml").config == parsed().config
 
 
 def test_megatron_fields_pass_through() -> None:
@@ -277,31 +252,31 @@ def test_megatron_fields_pass_through() -> None:
     ],
 )
 def test_overrides(override: str, key: str, value: object) -> None:
-    assert good(override).config.parallel.model_dump()[key] == value
+    assert parsed(override).config.parallel.model_dump()[key] == value
 
 
 def test_an_override_wins_and_the_last_one_most() -> None:
-    assert good("optim.lr=1", "optim.lr=2").config.optim.lr == 2.0
+    assert parsed("optim.lr=1", "optim.lr=2").config.optim.lr == 2.0
 
 
 def test_null_takes_a_value_back() -> None:
-    config = good("train.num_steps=null", "train.num_epochs=3").config
+    config = parsed("train.num_steps=null", "train.num_epochs=3").config
     assert (config.train.num_steps, config.train.num_epochs) == (None, 3)
 
 
 def test_a_group_given_by_an_override_is_merged() -> None:
-    assert good("optim={beta1: 0.8}").config.optim.lr == 1e-5
+    assert parsed("optim={beta1: 0.8}").config.optim.lr == 1e-5
 
 
 def test_an_override_is_taken_as_it_stands() -> None:
-    assert good("run.dir=runs/a #1: b=c").config.run.dir == "runs/a #1: b=c"
+    assert parsed("run.dir=runs/a #1: b=c").config.run.dir == "runs/a #1: b=c"
 
 
 # Origins
 
 
 def test_origins() -> None:
-    origins = good("parallel.cp=4").origins
+    origins = parsed("parallel.cp=4").origins
     assert origins["optim.lr"] == Origin("file", file="a.yaml", line=12)
     assert origins["train.num_steps"] == Origin("file", file="a.yaml", line=10)
     assert origins["parallel.cp"] == Origin("command line", text="parallel.cp=4")
@@ -314,15 +289,15 @@ def test_origins() -> None:
 
 
 def test_derived_values() -> None:
-    assert derived(good().config) == {
+    assert derived(parsed().config) == {
         "model.num_query_groups": (4, "num_attention_heads"),
         "model.head_dim": (16, "hidden_size / num_attention_heads"),
         "data.cache_dir": ("runs/a/cache", "run.dir/cache"),
     }
-    given_all = good("model.head_dim=32", "model.num_query_groups=2", "data.cache_dir=c")
+    given_all = parsed("model.head_dim=32", "model.num_query_groups=2", "data.cache_dir=c")
     assert derived(given_all.config) == {}
     assert given_all.origins["model.head_dim"].kind == "command line"
-    written_out = good("model.head_dim=null")
+    written_out = parsed("model.head_dim=null")
     assert derived(written_out.config)["model.head_dim"][0] == 16
     assert written_out.origins["model.head_dim"].kind == "command line"
 
@@ -507,7 +482,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("override, message", MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistakes(override: str, message: str) -> None:
-    assert told(GOOD, override) == [message]
+    assert refusal_lines(RECIPE, override) == [message]
 
 
 CLASHES = {
@@ -633,21 +608,23 @@ CLASHES = {
 
 @pytest.mark.parametrize("overrides, message", CLASHES.values(), ids=CLASHES.keys())
 def test_impossible_combinations(overrides: list[str], message: str) -> None:
-    assert told(GOOD, *overrides) == [message]
+    assert refusal_lines(RECIPE, *overrides) == [message]
 
 
 def test_a_mistake_in_the_file_names_its_line() -> None:
-    assert told(with_line("shufle: true", "data")) == [
+    assert refusal_lines(with_line("shufle: true", "data")) == [
         "unknown key data.shufle (a.yaml, line 8).  Did you mean data.shuffle?"
     ]
-    assert told(GOOD.replace("lr: 1e-5", "lr: -1")) == ["optim.lr = -1 (a.yaml, line 12); expected a number above 0.0."]
+    assert refusal_lines(RECIPE.replace("lr: 1e-5", "lr: -1")) == [
+        "optim.lr = -1 (a.yaml, line 12); expected a number above 0.0."
+    ]
 
 
 def test_what_is_missing() -> None:
-    assert told(GOOD.replace("  lr: 1e-5\n", "")) == [
+    assert refusal_lines(RECIPE.replace("  lr: 1e-5\n", "")) == [
         "optim.lr is missing from a.yaml; expected a number above 0.0.  Peak learning rate."
     ]
-    assert told(GOOD.replace("run: {dir: runs/a}\n", "")) == [
+    assert refusal_lines(RECIPE.replace("run: {dir: runs/a}\n", "")) == [
         "run.dir is missing from a.yaml; expected non-empty text.  Folder of this run: recipe.yaml, data.json, "
         "metrics.jsonl, "
         "tensorboard/, checkpoints/.  One run, one folder."
@@ -655,22 +632,26 @@ def test_what_is_missing() -> None:
 
 
 def test_a_misspelt_key_is_not_missing_as_well() -> None:
-    assert told(GOOD.replace("seq_length", "seq_lenght")) == [
+    assert refusal_lines(RECIPE.replace("seq_length", "seq_lenght")) == [
         "unknown key data.seq_lenght (a.yaml, line 9).  Did you mean data.seq_length?"
     ]
-    assert told(GOOD.replace("optim:", "optimizer:")) == [
+    assert refusal_lines(RECIPE.replace("optim:", "optimizer:")) == [
         "unknown key optimizer (a.yaml, line 11).  Did you mean optim?"
     ]
 
 
 def test_a_key_given_twice() -> None:
-    assert told(GOOD + "  lr: 2e-5\n") == ["optim.lr is given twice (a.yaml, line 13; first in line 12).  Keep one."]
-    assert told(GOOD + "run: {dir: b}\n") == ["run is given twice (a.yaml, line 13; first in line 1).  Keep one."]
+    assert refusal_lines(RECIPE + "  lr: 2e-5\n") == [
+        "optim.lr is given twice (a.yaml, line 13; first in line 12).  Keep one."
+    ]
+    assert refusal_lines(RECIPE + "run: {dir: b}\n") == [
+        "run is given twice (a.yaml, line 13; first in line 1).  Keep one."
+    ]
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_then_what_is_missing() -> None:
-    text = GOOD.replace("  lr: 1e-5\n", "  beta1: 2\n").replace("num_layers: 2", "num_layers: two") + "lgo: 3\n"
-    assert told(text, "parallel.virtual_stages=2", "data.seq_length=4.0", "x=1") == [
+    text = RECIPE.replace("  lr: 1e-5\n", "  beta1: 2\n").replace("num_layers: 2", "num_layers: two") + "lgo: 3\n"
+    assert refusal_lines(text, "parallel.virtual_stages=2", "data.seq_length=4.0", "x=1") == [
         '1 of 7: model.num_layers = "two" (a.yaml, line 3); expected a whole number of at least 1.',
         "  2 of 7: optim.beta1 = 2 (a.yaml, line 12); expected a number of at least 0.0 and below 1.0.",
         "  3 of 7: unknown key lgo (a.yaml, line 13).  Did you mean log?",
@@ -750,11 +731,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("text, message", BROKEN.values(), ids=BROKEN.keys())
 def test_files_that_cannot_be_read_as_yaml(text: str, message: str) -> None:
-    assert told(text) == [message]
+    assert refusal_lines(text) == [message]
 
 
 def test_an_empty_file_says_so() -> None:
-    assert told("# nothing yet\n")[0].startswith("a.yaml, line 1: 0 documents.")
+    assert refusal_lines("# nothing yet\n")[0].startswith("a.yaml, line 1: 0 documents.")
 
 
 # Files
@@ -762,16 +743,16 @@ def test_an_empty_file_says_so() -> None:
 
 def test_a_recipe_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("\ufeff" + GOOD.replace("\n", "\r\n"), encoding="utf-8")
+    path.write_text("\ufeff" + RECIPE.replace("\n", "\r\n"), encoding="utf-8")
     recipe = load_recipe(str(path), ["parallel.cp=2"])
-    assert recipe.config == good("parallel.cp=2").config
+    assert recipe.config == parsed("parallel.cp=2").config
     assert recipe.path == str(path)
     assert recipe.origins["optim.lr"] == Origin("file", file=str(path), line=12)
 
 
 def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("qwen_64k.yaml").write_text(GOOD)
+    Path("qwen_64k.yaml").write_text(RECIPE)
     Path("latin.yaml").write_bytes(b"run: {dir: caf\xe9}")
     Path("data.jsonl").write_bytes(b" " * 2_000_000)
     for path, message in {
@@ -791,7 +772,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_dump_says_whence() -> None:
-    lines = dump(good("parallel.cp=4", "model.megatron.a=1")).split("\n")
+    lines = dump(parsed("parallel.cp=4", "model.megatron.a=1")).split("\n")
     assert lines[0] == "# Resolved from a.yaml."
     assert "  cp: 4  # command line: parallel.cp=4" in lines
     assert "  lr: 1e-05  # a.yaml, line 12" in lines
@@ -802,7 +783,7 @@ def test_dump_says_whence() -> None:
 
 
 def test_dump_loads_back(tmp_path: Path) -> None:
-    first = good(
+    first = parsed(
         "data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "train.eval_every=5", "optim.lr=5e4"
     )
     again = parse_recipe(dump(first), "b.yaml")
@@ -813,7 +794,7 @@ def test_dump_loads_back(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.text(min_size=1), st.floats(min_value=1e-300, allow_infinity=False), st.lists(st.text(min_size=1)))
 def test_any_value_survives_the_dump(text: str, number: float, paths: list[str]) -> None:
-    config = good().config
+    config = parsed().config
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": text}),
@@ -821,8 +802,8 @@ def test_any_value_survives_the_dump(text: str, number: float, paths: list[str])
             "data": config.data.model_copy(update={"eval": paths}),
         }
     )
-    recipe = Recipe(config=config, origins=good().origins, path=text)
-    assert parse_recipe(dump(recipe), "b.yaml").config == config
+    changed = Recipe(config=config, origins=parsed().origins, path=text)
+    assert parse_recipe(dump(changed), "b.yaml").config == config
 
 
 @settings(deadline=None, max_examples=50)

@@ -39,10 +39,10 @@ from sft.mcore.attention.transformer_engine import TransformerEngine
 from sft.mcore.checkpoint_io import fp8_state
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
-from tests.unit.test_recipe import GOOD
+from tests.builders import RECIPE
 
 def built(name, overrides):
-    config = parse_recipe(GOOD, "a.yaml", ["run.device=cuda", *overrides]).config
+    config = parse_recipe(RECIPE, "a.yaml", ["run.device=cuda", *overrides]).config
     layout = Layout.resolve(config, 1)
     backend = TransformerEngine(config) if name == "te" else Portable(config, "", TorchKernel.of)
     core = model.transformer_config(config, layout, "cuda", backend)
@@ -50,7 +50,7 @@ def built(name, overrides):
     return config, core, model._build_chunk(config, layout, place, core, backend, 300, 0)
 
 place = process_groups.start(
-    Layout.resolve(parse_recipe(GOOD, "a.yaml", ["run.device=cuda"]).config, 1), here, seed=1, timeout_s=60
+    Layout.resolve(parse_recipe(RECIPE, "a.yaml", ["run.device=cuda"]).config, 1), here, seed=1, timeout_s=60
 )
 """
 

@@ -12,7 +12,7 @@ from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes,
 from sft.config.keys import values
 from sft.errors import ConfigError
 from sft.metrics.totals import StepResult
-from tests.unit.test_metrics import config, totals
+from tests.unit.metric_values import config, totals
 
 PLAN = {"data": "9f2c", "run.seed": 1, "data.seq_length": 128, "data.train": None, "planner": 2}
 RECIPE = {

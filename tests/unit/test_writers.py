@@ -17,7 +17,7 @@ from sft.console import Console
 from sft.errors import ConfigError, StorageError, TrainingError
 from sft.metrics.log import MetricsLog
 from sft.metrics.writers import BestEffortWriter, JsonLines, TensorBoard, Wandb, Writer, open_writers, scalars
-from tests.unit.test_metrics import RECIPE, START, check, config, evaluation, result, run_of, totals, train
+from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, run_of, totals, train
 
 
 class FakeRun:

@@ -1,0 +1,90 @@
+"""What tests are made of: recipes, configs, samples, packs, chats, and small models."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sft.batch import Sample
+from sft.config import Config
+from sft.errors import ConfigError
+from sft.recipe.load import parse_recipe
+from sft.recipe.resolved import Recipe
+
+RECIPE = """\
+run: {dir: runs/a}
+model:
+  num_layers: 2
+  hidden_size: 64
+  ffn_hidden_size: 128
+  num_attention_heads: 4
+data:
+  train: a.jsonl
+  seq_length: 1024
+train: {num_steps: 10, global_batch_size: 4}
+optim:
+  lr: 1e-5
+"""
+
+
+def parsed(*overrides: str) -> Recipe:
+    """RECIPE with overrides, as if it were the file a.yaml."""
+    return parse_recipe(RECIPE, "a.yaml", overrides)
+
+
+def refusal_lines(text: str, *overrides: str) -> list[str]:
+    """The lines of the error that `text` and `overrides` end in."""
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(text, "a.yaml", overrides)
+    return str(caught.value).split("\n")
+
+
+def sample(tokens: Iterable[int], mask: Sequence[int] | None = None, *, sample_id: int = 0, source: int = 0) -> Sample:
+    """sample([7, 8, 9], [0, 1, 1]): the last two tokens are learned; without a mask, all."""
+    ids = np.array(list(tokens), dtype=np.int32)
+    weights = np.ones(len(ids), dtype=np.float32) if mask is None else np.array(mask, dtype=np.float32)
+    return Sample(sample_id=sample_id, tokens=ids, weights=weights, source=source)
+
+
+def answer(length: int, supervised: int, *, seed: int = 0, first: int = 0, last: int = 100, source: int = 0) -> Sample:
+    """Random tokens of first <= token < last, of which the last `supervised` are learned; the seed is its id."""
+    tokens = np.random.default_rng(seed).integers(first, last, size=length, dtype=np.int32)
+    return sample(tokens, np.arange(length) >= length - supervised, sample_id=seed, source=source)
+
+
+def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
+    """A file of `count` chats of one question each, whose answers have 1 to 7 words' worth of digits."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} + {i}?"},
+                {"role": "assistant", "content": str(2 * i) * (i % 7 + 1)},
+            ]
+        }
+        for i in range(count)
+    ]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def layout_config(**sections: Mapping[str, object]) -> Config:
+    """12 layers, 24 query heads in 8 groups, ffn 96, packs of 32,768 tokens, 16 packs per step."""
+    base: dict[str, dict[str, object]] = {
+        "run": {"dir": "runs/a"},
+        "model": {
+            "num_layers": 12,
+            "hidden_size": 48,
+            "ffn_hidden_size": 96,
+            "num_attention_heads": 24,
+            "num_query_groups": 8,
+            "head_dim": 8,
+        },
+        "data": {"train": ["a.jsonl"], "seq_length": 32768},
+        "parallel": {},
+        "attention": {},
+        "train": {"num_steps": 10, "global_batch_size": 16},
+        "optim": {"lr": 1e-5},
+        "profile": {},
+    }
+    return Config.model_validate({name: {**keys, **sections.get(name, {})} for name, keys in base.items()})

@@ -1,0 +1,48 @@
+"""Checkpoints of earlier versions resume in this one, on another layout, and go on as they went on then."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import golden
+from tests.launching import records, start
+
+# A machine and a version of torch of their own: fp32 sums in another order, over three updates.
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+LAYOUTS = {  # as it was saved, and another
+    "1-dense-fp32": [(2, []), (2, ["parallel.cp=1", "parallel.tp=2"])],
+    "1-experts-bf16": [(2, []), (1, ["parallel.ep=1"])],
+}
+
+
+def test_every_golden_checkpoint_is_resumed() -> None:
+    assert sorted(LAYOUTS) == golden.names()
+
+
+@pytest.mark.parametrize(
+    "name, world_size, overrides",
+    [
+        pytest.param(name, *layout, marks=[] if layout[1] else pytest.mark.grid)
+        for name, layouts in LAYOUTS.items()
+        for layout in layouts
+    ],
+    ids=str,
+)
+def test_it_goes_on_as_it_did_then(tmp_path: Path, name: str, world_size: int, overrides: list[str]) -> None:
+    expected, tolerance = golden.expected(name), TOLERANCE[name.rpartition("-")[2]]
+    shutil.copy2(golden.FOLDER / name / "chat.jsonl", tmp_path)
+    shutil.copytree(golden.FOLDER / name / "checkpoints", tmp_path / "run/checkpoints")
+    for code, out, err in start(tmp_path, [*expected["overrides"], *overrides], world_size):
+        assert code == 0, out + err
+    train = records(tmp_path, "train")
+    assert [record["step"] for record in train] == [4, 5, 6]
+    np.testing.assert_allclose([record["lm loss"] for record in train], expected["lm loss"], rtol=tolerance)
+    np.testing.assert_allclose([record["grad-norm"] for record in train], expected["grad-norm"], rtol=10 * tolerance)
+    log = [json.loads(line) for line in (tmp_path / "run/seen.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in log if row["step"] > golden.CUT] == expected["samples"]
+    np.testing.assert_allclose(
+        [record["learning-rate"] for record in train], expected["learning-rate"], rtol=1e-12, atol=1e-18
+    )

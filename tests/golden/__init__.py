@@ -4,7 +4,7 @@
     NAME/checkpoints/      what the run left after step 3
     NAME/expected.json     the overrides of the recipe, and what the steps 4 to 6 were when it went on at once
 
-A change of what is stored adds a folder: `python -m tests.golden NAME`, with settings that the change is about in SETTINGS
+A change of what is stored adds a folder: `python -m tests.golden NAME`, with the settings it is about in SETTINGS
 of __main__.py.  `tests/ranks/test_golden.py` resumes each one.
 """
 

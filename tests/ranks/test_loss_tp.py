@@ -226,7 +226,7 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
     shard = VocabShard.of(weight, call.vocab, place.tp, sequence_parallel=sequence_parallel)
     if isinstance(upstream, list):
         rows = token_statistics(hidden, shard, targets, call.loss)
-        products = [(times * column).sum() for times, column in zip(upstream, rows.columns) if times is not None]
+        products = [(times * column).sum() for times, column in zip(upstream, rows) if times is not None]
         total = torch.stack(products).sum(dtype=torch.float64)
         total.backward()
     else:
@@ -240,7 +240,7 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
         loss=total.detach(),
         hidden=hidden.grad,
         weight=weight.main_grad if call.into_main_grad else weight.grad,  # type: ignore[attr-defined]
-        rows=tuple(None if column is None else column.detach() for column in rows.columns),
+        rows=tuple(None if column is None else column.detach() for column in rows),
     )
 
 

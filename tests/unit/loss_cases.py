@@ -151,7 +151,7 @@ def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1
     assert total.dtype == torch.float64
     assert total.shape == ()
     wide = torch.float64 if c.hidden.dtype == torch.float64 and loss.impl != "full" else torch.float32
-    for column in rows.columns:
+    for column in rows:
         assert column is None or (column.shape == (len(c.targets()),) and not column.requires_grad)
         assert column is None or column.dtype == wide or loss.impl == "full"
     return _outcome(c, hidden, weight, total, rows)
@@ -164,7 +164,7 @@ def run_statistics(
     hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
     rows = token_statistics(hidden, shard_of(weight, group, vocab), c.targets(), loss)
     total = torch.zeros((), dtype=torch.float64)
-    for column, times in zip(rows.columns, upstream):
+    for column, times in zip(rows, upstream):
         if times is not None:
             assert column is not None and column.requires_grad
             total = total + (times * column).sum(dtype=torch.float64)
@@ -175,7 +175,7 @@ def run_statistics(
 def _outcome(c: Case, hidden: Tensor, weight: Tensor, total: Tensor, rows: RowStatistics) -> Outcome:
     assert hidden.grad is not None and weight.grad is not None
     assert (hidden.grad.dtype, weight.grad.dtype) == (c.hidden.dtype, c.weight.dtype)
-    found = tuple(None if column is None else column.detach() for column in rows.columns)
+    found = tuple(None if column is None else column.detach() for column in rows)
     return Outcome(loss=total.detach(), hidden=hidden.grad, weight=weight.grad, rows=found)
 
 

@@ -216,7 +216,7 @@ def test_without_gradients_the_same_is_found(
     trained = run(c, loss, group)
     assert not objective.requires_grad
     assert torch.equal(objective, trained.loss)
-    for mine, theirs in zip(rows.columns, trained.rows, strict=True):
+    for mine, theirs in zip(rows, trained.rows, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or theirs is None or torch.equal(mine, theirs)
 

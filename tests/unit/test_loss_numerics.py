@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.config import LossConfig
 from sft.data.packing.pack import make_pack, token_weight
-from sft.mcore.loss import chunked, lm_loss, softmax_torch, token_statistics
+from sft.mcore.loss import chunked, lm_loss, softmax, token_statistics
 from tests.builders import sample
 from tests.unit.loss_cases import (
     EACH,
@@ -112,7 +112,7 @@ def test_gradients_of_statistics_are_their_slopes(
     c, loss = small(supervised), with_terms(loss, {"chunk_size": 3, "entropy_coef": 1.0})
 
     def compute(hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        return token_statistics(hidden, shard_of(weight, group, vocab=4), c.targets(), loss).columns[:3]
+        return token_statistics(hidden, shard_of(weight, group, vocab=4), c.targets(), loss)[:3]
 
     assert torch.autograd.gradcheck(compute, inputs_of(c))
 
@@ -212,7 +212,7 @@ def test_blocks_of_a_pass_change_nothing(
     loss = with_terms(loss, TERMS["all"] | {"chunk_size": 7})
     whole = run(c, loss, group), run_statistics(c, loss, group, upstream)
     for width in (PADDED, WIDTH):  # of scores, and of hidden states
-        monkeypatch.setitem(softmax_torch._BLOCK_BYTES, "cpu", 4 * width * rows)
+        monkeypatch.setitem(softmax._BLOCK_BYTES, "cpu", 4 * width * rows)
         for cut, one in zip((run(c, loss, group), run_statistics(c, loss, group, upstream)), whole, strict=True):
             same(cut, one)
 
@@ -261,7 +261,7 @@ def test_logits_are_never_written_to(more: dict[str, float], dtype: torch.dtype,
     values, version = logits.detach().clone(), logits._version
     rows = chunked.row_statistics(logits, shard_of(c.weight, group), c.targets(), loss)
     assert (logits._version, torch.equal(logits, values)) == (version, True)
-    sum(column.sum() for column in rows.columns if column is not None and column.requires_grad).backward()
+    sum(column.sum() for column in rows if column is not None and column.requires_grad).backward()
     assert (logits._version, torch.equal(logits, values)) == (version, True)
     assert leaf.grad is not None and leaf.grad.any()
     assert leaf.grad.dtype == dtype
@@ -275,7 +275,7 @@ def test_logits_of_unsupervised_rows_may_hold_anything(size: int | None, bad: fl
     for logits in (logits_of(c), torch.where(c.supervised[:, None], logits_of(c), bad)):
         logits.requires_grad_()
         rows = chunked.row_statistics(logits, shard_of(c.weight, group), c.targets(), loss)
-        torch.stack([column.sum() for column in rows.columns if column is not None]).sum().backward()
+        torch.stack([column.sum() for column in rows if column is not None]).sum().backward()
         assert logits.grad is not None and not logits.grad[~c.supervised].any()
         found.append((rows.logprob, logits.grad))
     for clean, dirty in zip(*found, strict=True):
@@ -290,7 +290,7 @@ def test_logits_are_shared_with_another_loss(first: str, group: dist.ProcessGrou
 
     def ours(logits: Tensor) -> Tensor:
         rows = chunked.row_statistics(logits, shard_of(c.weight, group), c.targets(), loss)
-        return sum(column.sum() for column in rows.columns)  # type: ignore[return-value, union-attr, misc]
+        return sum(column.sum() for column in rows)  # type: ignore[return-value, union-attr, misc]
 
     def theirs(logits: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits[:, :VOCAB], labels, reduction="sum")
@@ -466,7 +466,7 @@ def test_statistics_add_to_main_grad_in_backward(group: dist.ProcessGroup) -> No
     loss = with_terms(FUSED, {"entropy_coef": 1.0})
     rows = token_statistics(hidden, shard_of(weight, group), c.targets(), loss)
     assert torch.equal(main_grad(weight), before)
-    sum((times * column).sum() for times, column in zip(upstream, rows.columns)).backward()  # type: ignore
+    sum((times * column).sum() for times, column in zip(upstream, rows)).backward()  # type: ignore
     wanted = expected(c, list(upstream))
     assert error(main_grad(weight), before + wanted.weight) <= GRADIENT_TOLERANCE
     assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]

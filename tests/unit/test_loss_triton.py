@@ -13,7 +13,8 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 pytest.importorskip("triton", reason="make test-triton installs it")
 
-from sft.mcore.loss import softmax_torch, softmax_triton  # noqa: E402
+from sft.mcore.loss import softmax as softmax_torch  # noqa: E402
+from sft.mcore.loss import softmax_triton  # noqa: E402
 from sft.mcore.loss.objective import GradientCoefficients  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,8 +8,7 @@ All are split over the vocabulary (tp), work on the sequence-parallel slice, and
 rank: no communication over cp, no division.  Rows that only pad the vocabulary never enter the softmax.
 
 Reading order: `lm_loss` here, `objective.py` (what is minimised), then `fused.py`, `chunked.py` or `full.py`.  These
-share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores, computed by
-`softmax_torch.py` or `softmax_triton.py`).
+share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).
 """
 
 from torch import Tensor

@@ -3,7 +3,7 @@
 The logits exist once, and their gradient once, in their own dtype.
 """
 
-from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sft.config import LossConfig
 from sft.mcore.loss.objective import RowStatistics, Targets, upstream_coefficients
-from sft.mcore.loss.softmax import gradient, statistics
+from sft.mcore.loss.softmax import gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard
 
 
@@ -22,7 +22,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """The same from logits [t, rows of this shard], which are not modified."""
-    return RowStatistics.of(_RowStatistics.apply(logits, shard, targets, loss))
+    return RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
 
 
 class _RowStatistics(torch.autograd.Function):
@@ -35,19 +35,19 @@ class _RowStatistics(torch.autograd.Function):
         labels = targets.labels.new_zeros(num_tokens).index_copy_(0, targets.rows, targets.labels)
         entropy = loss.measures_entropy
         all_rows = RowStatistics.empty(num_tokens, logits, entropy=entropy)
-        for c in _chunks(num_tokens, loss):
-            all_rows[c] = statistics(logits[c], labels[c], shard, entropy=entropy)
+        for c in slices(num_tokens, loss.chunk(num_tokens)):
+            all_rows.assign(c, statistics(logits[c], labels[c], shard, entropy=entropy))
         rows = all_rows.map(lambda column: column[targets.rows])
         ctx.mark_non_differentiable(*rows.without_gradient(loss))
-        ctx.save_for_backward(logits, labels, *rows.columns)
+        ctx.save_for_backward(logits, labels, *rows)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
-        return rows.columns
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, *columns = ctx.saved_tensors
         num_tokens, index = logits.shape[0], ctx.targets.rows
-        rows = RowStatistics.of(columns)
+        rows = RowStatistics._make(columns)
 
         def spread(values: Tensor) -> Tensor:
             return values.new_zeros(num_tokens).index_copy_(0, index, values)
@@ -55,14 +55,9 @@ class _RowStatistics(torch.autograd.Function):
         all_rows, all_coefficients = rows.map(spread), upstream_coefficients(rows, *upstream).map(spread)
         unsupervised = labels.new_ones(num_tokens, dtype=torch.bool).index_fill_(0, index, False)
         dlogits = torch.empty_like(logits)
-        for c in _chunks(num_tokens, ctx.loss):
-            gradient(logits[c], labels[c], all_rows[c], all_coefficients[c], ctx.shard, out=dlogits[c])
+        for c in slices(num_tokens, ctx.loss.chunk(num_tokens)):
+            rows, coefficients = all_rows.map(itemgetter(c)), all_coefficients.map(itemgetter(c))
+            gradient(logits[c], labels[c], rows, coefficients, ctx.shard, out=dlogits[c])
             if index.numel() < num_tokens:  # their scores may be NaN
                 dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
         return dlogits, None, None, None
-
-
-def _chunks(num_tokens: int, loss: LossConfig) -> Iterator[slice]:
-    size = loss.chunk(num_tokens)
-    for start in range(0, num_tokens, size):
-        yield slice(start, min(start + size, num_tokens))

@@ -6,21 +6,15 @@ other objective and computes the scores a second time in backward: 4 GEMMs.
 """
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sft.config import LossConfig
-from sft.mcore.loss.objective import (
-    RowStatistics,
-    Targets,
-    objective,
-    objective_coefficients,
-    upstream_coefficients,
-)
-from sft.mcore.loss.softmax import gradient, statistics
-from sft.mcore.loss.softmax_torch import blocks
+from sft.mcore.loss.objective import RowStatistics, Targets, objective, objective_coefficients, upstream_coefficients
+from sft.mcore.loss.softmax import blocks, gradient, slices, statistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 
@@ -32,24 +26,18 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
     total, *columns = _Loss.apply(hidden, shard.weight, shard, targets, loss, train)
-    return total, RowStatistics.of(columns)
+    return total, RowStatistics._make(columns)
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """See `sft.mcore.loss.token_statistics`."""
-    return RowStatistics.of(_TokenStatistics.apply(hidden, shard.weight, shard, targets, loss))
+    return RowStatistics._make(_TokenStatistics.apply(hidden, shard.weight, shard, targets, loss))
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        shard: VocabShard,
-        targets: Targets,
-        loss: LossConfig,
-        train: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig, train: bool
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         head = _ChunkedHead(hidden, shard, targets, loss)
@@ -61,14 +49,14 @@ class _Loss(torch.autograd.Function):
             scores = head.project(inputs)
             rows = head.statistics(scores, part)
             total += objective(rows, targets.weights[part], loss)
-            all_rows[part] = rows
+            all_rows.assign(part, rows)
             if gradients:
                 chunk_coefficients = objective_coefficients(rows, targets.weights[part], loss)
                 gradient(scores, targets.labels[part], rows, chunk_coefficients, shard, out=scores)
                 gradients.add(part, scores, inputs)
-        ctx.mark_non_differentiable(*(column for column in all_rows.columns if column is not None))
+        ctx.mark_non_differentiable(*(column for column in all_rows if column is not None))
         ctx.gradients = gradients
-        return total, *all_rows.columns
+        return total, *all_rows
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -89,23 +77,24 @@ class _TokenStatistics(torch.autograd.Function):
         head = _ChunkedHead(hidden, shard, targets, loss)
         all_rows = head.allocate_statistics()
         for part in head.chunks():
-            all_rows[part] = head.statistics(head.project(head.whole[targets.rows[part]]), part)
+            all_rows.assign(part, head.statistics(head.project(head.whole[targets.rows[part]]), part))
         ctx.mark_non_differentiable(*all_rows.without_gradient(loss))
-        ctx.save_for_backward(hidden, weight, *all_rows.columns)
+        ctx.save_for_backward(hidden, weight, *all_rows)
         ctx.shard, ctx.targets, ctx.loss = shard, targets, loss
-        return all_rows.columns
+        return all_rows
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, _, *columns = ctx.saved_tensors
-        all_rows = RowStatistics.of(columns)
+        all_rows = RowStatistics._make(columns)
         all_coefficients = upstream_coefficients(all_rows, *upstream)
         head = _ChunkedHead(hidden, ctx.shard, ctx.targets, ctx.loss)
         gradients = _Gradients(head)
         for part in head.chunks():
             inputs = gradients.inputs(head.whole, part)
             scores = head.project(inputs)
-            gradient(scores, ctx.targets.labels[part], all_rows[part], all_coefficients[part], ctx.shard, out=scores)
+            rows, coefficients = all_rows.map(itemgetter(part)), all_coefficients.map(itemgetter(part))
+            gradient(scores, ctx.targets.labels[part], rows, coefficients, ctx.shard, out=scores)
             gradients.add(part, scores, inputs)
         return *gradients.finish(), None, None, None
 
@@ -120,8 +109,7 @@ class _ChunkedHead:
         self._buffer = shard.weight.new_empty((min(self._chunk, len(targets)), shard.weight.shape[0]))
 
     def chunks(self) -> Iterator[slice]:
-        for start in range(0, len(self.targets), self._chunk):
-            yield slice(start, min(start + self._chunk, len(self.targets)))
+        return slices(len(self.targets), self._chunk)
 
     def project(self, inputs: Tensor) -> Tensor:
         """Scores of inputs [m, h] -> [m, rows of this shard].  The next call overwrites them."""

@@ -5,8 +5,9 @@
 lse is the log-sum-exp of its scores.  Pulling it towards 0 keeps the scores of a long run from drifting.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +44,7 @@ class Targets:
         return self.rows.numel()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowStatistics:
+class RowStatistics(NamedTuple):
     """Of n rows of scores over the whole vocabulary, float32 (float64 of float64 scores), each [n].
 
     logprob  log p(label)
@@ -61,7 +61,7 @@ class RowStatistics:
 
     @staticmethod
     def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
-        """Uninitialised statistics of `num_rows` rows of scores like those; slices can be assigned."""
+        """Uninitialised statistics of `num_rows` rows of scores like those."""
         logprob, lse, correct, *rest = like.new_empty(
             (4 if entropy else 3, num_rows), dtype=accumulation_dtype(like.dtype)
         )
@@ -69,36 +69,19 @@ class RowStatistics:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RowStatistics":
         """`change` of each column that is there."""
-        lse, entropy = (None if x is None else change(x) for x in (self.lse, self.entropy))
-        return RowStatistics(logprob=change(self.logprob), lse=lse, entropy=entropy, correct=change(self.correct))
+        return RowStatistics._make(None if column is None else change(column) for column in self)
 
-    def __getitem__(self, part: slice) -> "RowStatistics":
-        return self.map(lambda column: column[part])
-
-    def __setitem__(self, part: slice, rows: "RowStatistics") -> None:
-        for target, source in zip(self.columns, rows.columns):
+    def assign(self, part: slice, rows: "RowStatistics") -> None:
+        for target, source in zip(self, rows):
             if target is not None and source is not None:
                 target[part] = source
-
-    @property
-    def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """In the order of the arguments of `upstream_coefficients`; an autograd.Function can return and save them."""
-        return self.logprob, self.lse, self.entropy, self.correct
 
     def without_gradient(self, loss: LossConfig) -> list[Tensor]:
         """The columns that no objective depends on."""
         return [self.correct] + ([self.entropy] if self.entropy is not None and not loss.entropy_coef else [])
 
-    @staticmethod
-    def of(columns: Iterable[Tensor | None]) -> "RowStatistics":
-        """The inverse of `columns`."""
-        logprob, lse, entropy, correct = columns
-        assert logprob is not None and correct is not None
-        return RowStatistics(logprob=logprob, lse=lse, entropy=entropy, correct=correct)
 
-
-@dataclass(frozen=True, kw_only=True)
-class GradientCoefficients:
+class GradientCoefficients(NamedTuple):
     """Coefficients of the gradient of a function of (logprob, lse, entropy) with respect to the scores z of a row:
 
         d/dz_j = softmax * p_j + entropy * p_j * log p_j + label * [j is the label]          p = softmax(z)
@@ -111,12 +94,7 @@ class GradientCoefficients:
     label: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "GradientCoefficients":
-        """`change` of each column that is there."""
-        entropy = None if self.entropy is None else change(self.entropy)
-        return GradientCoefficients(softmax=change(self.softmax), entropy=entropy, label=change(self.label))
-
-    def __getitem__(self, part: slice) -> "GradientCoefficients":
-        return self.map(lambda column: column[part])
+        return GradientCoefficients._make(None if column is None else change(column) for column in self)
 
 
 def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:

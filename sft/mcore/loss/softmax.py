@@ -1,25 +1,32 @@
 """Statistics of scores over a split vocabulary, and the gradient of anything that depends on them.
 
-Neither writes to the scores, unless `out` is them.
+`statistics` and `gradient` are for the whole vocabulary.  Each makes one pass over the scores of this shard: `row_sums`
+and `score_gradient`, here in plain torch, and on CUDA in Triton (`softmax_triton.py`).  The passes here work on blocks
+of a few rows, so that no temporary has the size of the scores.  None writes to the scores, unless `out` is them.
 """
 
 import functools
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from operator import itemgetter
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from sft.mcore.loss import softmax_torch
 from sft.mcore.loss.objective import GradientCoefficients, RowStatistics
-from sft.mcore.loss.vocab_parallel import VocabShard
+from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
 _FAR = -1e4  # exp(_FAR) is 0 in every format; keeps an empty shard's "-inf - x" out of products with 0
+# Bytes of a block: within a CPU core's cache; on CUDA enough to fill the device, and little beside the scores.
+_BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bool) -> RowStatistics:
     """scores [n, rows of this shard], labels int64 [n] -> over the whole vocabulary.  Collective over tp: one call,
     3 floats a row, 4 with entropy."""
-    local = labels - shard.first
-    local_sums: Tensor = _passes(scores).row_sums(scores, local, shard.num_real, entropy)
+    sums_of, _ = _passes(scores.is_cuda)
+    local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy)
     if shard.group.size() == 1:
         largest, total, score, *moment = local_sums.unbind(0)
     else:
@@ -53,18 +60,98 @@ def gradient(
 
     out: the scores themselves, or a buffer of their shape and dtype; columns that pad the vocabulary get 0
     """
-    local = labels - shard.first
-    _passes(scores).score_gradient(scores, local, shard.num_real, rows.logprob, rows.lse, coefficients, out)
-
-
-def _passes(scores: Tensor) -> ModuleType:
-    return _on_cuda() if scores.is_cuda else softmax_torch
+    _, write_gradient = _passes(scores.is_cuda)
+    write_gradient(scores, labels - shard.first, shard.num_real, rows.logprob, rows.lse, coefficients, out)
 
 
 @functools.cache
-def _on_cuda() -> ModuleType:
-    try:
-        from sft.mcore.loss import softmax_triton
-    except ImportError:  # torch for CUDA brings Triton on Linux, and only there
-        return softmax_torch
-    return softmax_triton
+def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`row_sums` and `score_gradient`."""
+    if is_cuda:
+        with suppress(ImportError):  # torch for CUDA brings Triton on Linux, and only there
+            from sft.mcore.loss import softmax_triton
+
+            return softmax_triton.row_sums, softmax_triton.score_gradient
+    return row_sums, score_gradient
+
+
+def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
+    """[3 or 4, n] of this shard's real columns: largest score m, sum of exp(z - m), the label's score (0 where
+    the label is in another shard), and sum of exp(z - m) (z - m).
+
+    local: the labels, counted from the first row of this shard
+    """
+    sums = scores.new_zeros((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
+    if num_real == 0:  # this shard holds only padding of the vocabulary
+        sums[0] = -torch.inf
+        return sums
+    for block in blocks(scores):
+        _sum_block(scores[block, :num_real], sums[:, block])
+    own, column = _own(local, num_real)
+    picked = scores.gather(1, column[:, None]).squeeze(1).to(sums.dtype)
+    sums[2] = torch.where(own, picked, 0.0)
+    return sums
+
+
+def _sum_block(scores: Tensor, sums: Tensor) -> None:
+    """A function of its own, so that its temporaries are freed before the next block."""
+    wider = scores.to(sums.dtype)
+    torch.amax(wider, -1, out=sums[0])
+    shifted = wider - sums[0][:, None]
+    if sums.shape[0] == 4:
+        torch.sum(shifted.exp().mul_(shifted), -1, out=sums[3])
+    torch.sum(shifted.exp_(), -1, out=sums[1])
+
+
+def score_gradient(
+    scores: Tensor,
+    local: Tensor,
+    num_real: int,
+    logprob: Tensor,
+    lse: Tensor,
+    coefficients: GradientCoefficients,
+    out: Tensor,
+) -> None:
+    out[:, num_real:] = 0.0
+    if num_real == 0:
+        return
+    own, column = _own(local, num_real)
+    for block in blocks(scores):
+        _gradient_block(
+            scores[block, :num_real], lse[block, None], coefficients.map(itemgetter(block)), out[block, :num_real]
+        )
+    # The label's column again, from the statistics: bf16 would round p before 1 is subtracted.
+    slope = coefficients.softmax
+    if coefficients.entropy is not None:
+        slope = slope + coefficients.entropy * logprob
+    exact = (logprob.exp() * slope + coefficients.label).to(out.dtype)
+    column = column[:, None]
+    out.scatter_(1, column, torch.where(own[:, None], exact[:, None], out.gather(1, column)))
+
+
+def _gradient_block(scores: Tensor, lse: Tensor, coefficients: GradientCoefficients, out: Tensor) -> None:
+    softmax = coefficients.softmax[:, None]
+    if coefficients.entropy is not None:
+        logprobs = scores.to(lse.dtype) - lse
+        powers = logprobs.exp()
+        out.copy_(powers.mul_(logprobs.mul_(coefficients.entropy[:, None]).add_(softmax)))
+    elif out.dtype == lse.dtype:
+        torch.sub(scores, lse, out=out).exp_().mul_(softmax)
+    else:
+        out.copy_((scores.to(lse.dtype) - lse).exp_().mul_(softmax))
+
+
+def _own(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
+    """Which labels are columns of this shard, and a column that may be read for each."""
+    return (local >= 0) & (local < num_real), local.clamp(0, num_real - 1)
+
+
+def blocks(x: Tensor) -> Iterator[slice]:
+    """Runs of rows of `x` [n, ...] of some _BLOCK_BYTES each, at least one row."""
+    row_bytes = max(1, x[:1].numel()) * torch.empty((), dtype=accumulation_dtype(x.dtype)).element_size()
+    return slices(x.shape[0], max(1, _BLOCK_BYTES[x.device.type] // row_bytes))
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """count 5, size 2 -> 0:2, 2:4, 4:5"""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))

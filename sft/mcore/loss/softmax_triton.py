@@ -1,4 +1,4 @@
-"""The two passes of `softmax_torch.py` in Triton, used on CUDA: one program per row, which reads it once.
+"""The two passes of `softmax.py` in Triton, used on CUDA: one program per row, which reads it once.
 
 `row_sums` keeps a running maximum and rescales what it has summed when that grows; `score_gradient` may write
 over the scores, as every element is read and written by the same program.
@@ -17,7 +17,7 @@ _WARPS = 8
 
 
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
-    """See `softmax_torch.row_sums`."""
+    """See `softmax.row_sums`."""
     sums = scores.new_empty((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
     if scores.shape[0]:
         block = min(_BLOCK, triton.next_power_of_2(scores.shape[1]))
@@ -45,12 +45,11 @@ def score_gradient(
     coefficients: GradientCoefficients,
     out: Tensor,
 ) -> None:
-    """See `softmax_torch.score_gradient`."""
+    """See `softmax.score_gradient`."""
     if scores.shape[0] == 0:
         return
-    entropy = (
-        coefficients.softmax if coefficients.entropy is None else coefficients.entropy
-    )  # not read where ENTROPY is false
+    # Not read where ENTROPY is false.
+    entropy = coefficients.softmax if coefficients.entropy is None else coefficients.entropy
     _score_gradient[(scores.shape[0],)](
         scores,
         scores.stride(0),
@@ -73,15 +72,7 @@ def score_gradient(
 
 @triton.jit
 def _row_sums(  # type: ignore[no-untyped-def]
-    scores,
-    stride,
-    local,
-    num_real,
-    sums,
-    sums_stride,
-    ENTROPY: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scores, stride, local, num_real, sums, sums_stride, ENTROPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     base = scores + row * stride

@@ -159,7 +159,7 @@ before.init_fp8_meta_tensors(before.fp8_meta["recipe"])
 before.fp8_meta["scaling_fwd"].scale.fill_(3.0)
 before.fp8_meta["scaling_bwd"].amax_history.fill_(2.0)
 stored = before.get_extra_state()
-numbers = fp8_state._numbers([stored], "k", None)
+numbers = fp8_state._scales([stored], "k", None)
 after = chunk.decoder.layers[1].mlp.linear_fc1
 with fp8_state._pickles_allowed():
     after.set_extra_state(fp8_state._payload(numbers, core))

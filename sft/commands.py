@@ -3,10 +3,12 @@
 Everything heavy is imported where it is first used, so that help and mistakes answer at once.
 """
 
+import json
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,22 +123,33 @@ def prepare(arguments: Namespace) -> None:
 
 def inspect(arguments: Namespace) -> None:
     """`sft data inspect`"""
+    picture: Path | None = arguments.png
     recipe = _recipe(arguments)
     _check_paths(recipe)
+    if arguments.samples < 0:
+        raise ConfigError(f"--samples {arguments.samples} is not a number of samples; give 0 or more.")
+    if picture is not None:
+        if picture.suffix != ".png":
+            raise ConfigError(f"--png {picture} does not end in .png, and a PNG is what is written.")
+        try:
+            from sft.data.inspect.picture import draw
+        except ImportError:
+            raise ConfigError("--png draws with matplotlib, which is not installed: pip install matplotlib") from None
 
-    from sft.data.inspect.command import inspect as inspect_data
+    from sft.data.inspect.report import survey_lines
+    from sft.data.inspect.survey import take_survey
 
+    data, cache_dir, console = recipe.config.data, Path(recipe.config.cache_dir), _progress()
+    survey = take_survey(recipe.path, data, _tokenizer(recipe), cache_dir, arguments.samples, console)
+    if picture is not None:
+        try:
+            draw(survey, picture)
+        except OSError as error:
+            raise ConfigError(f"--png {picture} cannot be written: {error.strerror}.") from error
+        console.say(f"picture {picture}")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    text = inspect_data(
-        recipe.config,
-        recipe.path,
-        num_previews=arguments.samples,
-        as_json=arguments.json,
-        color=color,
-        picture=arguments.png,
-        console=_progress(),
-    )
-    print(text, flush=True)
+    lines = "\n".join(survey_lines(survey, color=color)).rstrip()
+    print(json.dumps(asdict(survey), indent=1) if arguments.json else lines, flush=True)  # ASCII suits every terminal
 
 
 def plan(arguments: Namespace) -> int:

@@ -10,12 +10,14 @@ from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
 from sft.data.chat.render import free_characters, render_chat, restored
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
+from sft.data.chat.turns import MANY_TURNS
 from sft.errors import DataError
-from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, runs, tool, user
+from tests.unit.fixtures.chats import TALK, assistant, call, chat_of, proofs, runs, tool, user
 from tests.unit.fixtures.folder import config, load_folder, load_letters, make_folder, template
 
 Tokenizers = Callable[[str], FolderTokenizer]
 A, B = "\U000f0000", "\U000f0001"
+ALL_PRIVATE = "".join(map(chr, range(0xF0000, 0x10FFFE)))
 
 
 def test_stand_ins_have_the_length_of_what_they_stand_for(tokenizers: Tokenizers) -> None:
@@ -34,7 +36,17 @@ def test_a_chat_without_control_strings_is_left_alone(tokenizers: Tokenizers) ->
 def test_free_characters() -> None:
     assert free_characters("a" + A, 2) == [B, "\U000f0002"]
     with pytest.raises(DataError, match="uses the private characters"):
-        free_characters("".join(map(chr, range(0xF0000, 0x10FFFE))), 1)
+        free_characters(ALL_PRIVATE, 1)
+
+
+@pytest.mark.parametrize("turns", [1, MANY_TURNS + 1])
+def test_a_chat_of_all_private_characters_is_refused_only_where_a_proof_needs_one(
+    tokenizers: Tokenizers, turns: int
+) -> None:
+    chat = chat_of([user(ALL_PRIVATE), assistant("a")] + [user("b"), assistant("c")] * (turns - 1))
+    assert proofs(chat, tokenizers("chatml")) == ["prefix"] * turns
+    with pytest.raises(DataError, match="uses the private characters"):
+        proofs(chat, tokenizers("deepseek_r1"))
 
 
 def test_what_the_tokens_are(tokenizers: Tokenizers) -> None:

@@ -6,6 +6,7 @@ With the byte tokenizer a message of n bytes is n + 8 tokens for a user, n + 10 
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from sft.data.chat.encode_chat import encode_chat
 from sft.data.chat.formats import Chat
 from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
 from sft.data.inspect.counts import Bucket, Retention, histogram, quantiles, retention
-from sft.data.inspect.findings import Finding, copies, other_answers, scan, supervised_runs
+from sft.data.inspect.findings import Finding, copies, other_answers, scan
 from sft.data.inspect.preview import Piece, preview
 from sft.data.inspect.report import percent, preview_lines, survey_lines, visible
 from sft.data.inspect.roles import Role
@@ -429,12 +430,6 @@ def test_samples_without_a_prompt_share_none() -> None:
     assert copies(found.wholes).tolist() == [[2, 0]]
 
 
-def test_supervised_runs() -> None:
-    starts, ends = supervised_runs(np.array([1, 1, 1, 0, 0, 2], dtype=np.float32))
-    assert (starts.tolist(), ends.tolist()) == ([1, 5], [3, 6])  # nothing predicts the first token
-    assert [found.tolist() for found in supervised_runs(np.zeros(3, dtype=np.float32))] == [[], []]
-
-
 def test_tokenizer_of_a_folder(folder: Path) -> None:
     plain = tokenizer_facts(load_folder(folder / "plain", template("chatml")))
     assert (plain.end_of_turn, plain.eos, plain.masks) == ("<|im_end|>", "<|endoftext|>", "differences")
@@ -629,7 +624,7 @@ RUN = ["data", "inspect", "r.yaml", "data.train=[a.jsonl, b.jsonl]", "data.seq_l
 def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--json", "--samples", "1", "data.eval=h.jsonl"]) == 0
     taken = json.loads(capsys.readouterr().out)
-    assert taken == json.loads(json.dumps(survey(num_previews=1, eval=["h.jsonl"]).as_dict()))
+    assert taken == json.loads(json.dumps(asdict(survey(num_previews=1, eval=["h.jsonl"]))))
     assert list(taken) == [
         "schema",
         "recipe",

@@ -19,6 +19,10 @@ def plan(seed: int, epoch: int = 0) -> Plan:
     return plan_epoch(LENGTHS, capacity=64, doc_multiple=8, seed=seed, epoch=epoch, shuffle=True)
 
 
+def packs(made: Plan) -> list[tuple[int, ...]]:
+    return [made.pack(index) for index in range(len(made))]
+
+
 def write(path: Path, *plans: Plan, **header: Any) -> Path:
     write_plans(path, {**HEADER, **header}, plans, 2)
     return path
@@ -35,7 +39,7 @@ def rewrite(path: Path, line: int, **changes: Any) -> Path:
 def test_round_trip(tmp_path: Path) -> None:
     plans = [plan(3), plan(3, epoch=1)]
     read = read_plans(write(tmp_path / "p", *plans), HEADER, LENGTHS)
-    assert [p.digest for p in read] == [p.digest for p in plans]
+    assert [packs(p) for p in read] == [packs(p) for p in plans]
     assert [(p.fill, p.alignment_waste) for p in read] == [(p.fill, p.alignment_waste) for p in plans]
 
 
@@ -69,7 +73,7 @@ def test_other_data_or_sizes_are_refused(tmp_path: Path, key: str, value: Any, w
 
 def test_the_seed_is_the_plans_own(tmp_path: Path) -> None:
     path = write(tmp_path / "p", plan(3))
-    assert read_plans(path, {**HEADER, "run.seed": 9}, LENGTHS)[0].digest == plan(3).digest
+    assert packs(read_plans(path, {**HEADER, "run.seed": 9}, LENGTHS)[0]) == packs(plan(3))
 
 
 @pytest.mark.parametrize(

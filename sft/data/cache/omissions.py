@@ -8,9 +8,8 @@ Decides how it is described, and what the refusal says where data.on_omitted is 
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +43,11 @@ class RowOmission(NamedTuple):
     def as_line(self) -> str:
         """A line of omitted.jsonl."""
         return json.dumps(dict(zip(self._fields[:5], self[:5], strict=True))) + "\n"
+
+    def of_file(self) -> "FileOmission":
+        """The same of a file in which it is alone."""
+        row, message, role, kind, num, said, why = self
+        return FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,40 +97,18 @@ def row_omissions(row: int, chat: RenderedChat, explained: Collection[tuple[str,
         yield RowOmission(row, first.number, *kind, num, begin, why)
 
 
-class OmissionCounter:
-    """Adds up omissions; they come in the order of rows."""
+def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED) -> tuple[FileOmission, ...]:
+    """Those of each role and kind together, in the order of their rows; most chats first.
 
-    def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], FileOmission] = {}
-
-    def add_row(self, omission: RowOmission) -> None:
-        """Counts one row more."""
-        row, message, role, kind, num, said, why = omission
-        self.add(
-            FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)
-        )
-
-    def add(self, omission: FileOmission) -> None:
-        """Counts those of several rows more."""
-        name = omission.role, omission.kind
-        total = self._totals.get(name)
-        if total is not None:
-            rows = (*total.rows, *omission.rows)[:_ROWS_LISTED]
-            count, chats = total.count + omission.count, total.chats + omission.chats
-            omission = replace(total, count=count, chats=chats, rows=rows)
-        self._totals[name] = omission
-
-    def result(self) -> tuple[FileOmission, ...]:
-        """Most chats first."""
-        return tuple(sorted(self._totals.values(), key=lambda total: (-total.chats, total.role, total.kind)))
-
-
-def sum_omissions(files: Iterable[Sequence[FileOmission]]) -> tuple[FileOmission, ...]:
-    """The same of several files: counts are added up, rows are not, since they would be of different files."""
-    counter = OmissionCounter()
-    for omission in chain.from_iterable(files):
-        counter.add(replace(omission, rows=()))
-    return counter.result()
+    rows_listed  0 for several files, whose rows would be of different files
+    """
+    totals: dict[tuple[str, str], FileOmission] = {}
+    for omission in omissions:
+        total = totals.setdefault((omission.role, omission.kind), replace(omission, count=0, chats=0, rows=()))
+        count, chats = total.count + omission.count, total.chats + omission.chats
+        rows = (*total.rows, *omission.rows)[:rows_listed]
+        totals[omission.role, omission.kind] = replace(total, count=count, chats=chats, rows=rows)
+    return tuple(sorted(totals.values(), key=lambda total: (-total.chats, total.role, total.kind)))
 
 
 def refusal(file: Path, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:

@@ -26,7 +26,7 @@ import numpy as np
 
 from sft.atomic_files import flush
 from sft.data.cache.encoder import EncodedRows
-from sft.data.cache.omissions import FileOmission, OmissionCounter
+from sft.data.cache.omissions import FileOmission, add_up
 from sft.data.cache.row_report import LINE, Reject, RowReport, count_rows
 
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype(np.int32), "mask": np.dtype(np.uint8), "rows": LINE}
@@ -104,7 +104,8 @@ def _write_parts(
 ) -> tuple[list[Reject], tuple[FileOmission, ...], int]:
     """Writes the arrays, and the list of what the chat template left out; returns the number of chats too."""
     rejects: list[Reject] = []
-    counter, num_chats = OmissionCounter(), 0
+    totals: tuple[FileOmission, ...] = ()
+    num_chats = 0
     sizes = dict.fromkeys(_ARRAYS, 0)
     with ExitStack() as stack:
         files = {name: stack.enter_context((temp / f"{name}.npy").open("wb")) for name in _ARRAYS}
@@ -118,15 +119,13 @@ def _write_parts(
                 sizes[name] += len(array)
             rejects += part.rejects
             num_chats += part.num_chats
-            for omission in part.omitted:
-                counter.add_row(omission)
-                listed.write(omission.as_line())
+            totals = add_up([*totals, *(omission.of_file() for omission in part.omitted)])
+            listed.writelines(omission.as_line() for omission in part.omitted)
         for name, file in files.items():
             _write_header(file, _ARRAYS[name], sizes[name])
-    omitted = counter.result()
-    if not omitted:
+    if not totals:
         (temp / _OMITTED).unlink()
-    return rejects, omitted, num_chats
+    return rejects, totals, num_chats
 
 
 def publish(temp: Path, folder: Path) -> None:

@@ -46,10 +46,9 @@ def find_turns(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
     if chat.tokenizer.template.has_markers:
         turns = _marked(chat, wanted) if wanted else []
     else:
-        marks = free_characters(chat.everything, max(2, len(wanted)))
         at_once = len(wanted) > MANY_TURNS or chat.tokenizer.delimiters.lead.strip()
-        together = _all_blanked(chat, wanted, marks) if at_once else None
-        turns = together or [_prefix(chat, i) or _blanked(chat, i, *marks[:2]) for i in wanted]
+        together = _all_blanked(chat, wanted) if at_once else None
+        turns = together or [_prefix(chat, i) or _blanked(chat, i) for i in wanted]
     for turn, following in zip(turns, turns[1:], strict=False):
         if following.start < turn.end:
             raise _error(chat, following.message, "writes it before an earlier one", chat.text[following.start :])
@@ -113,9 +112,10 @@ def _prefix(chat: RenderedChat, i: int) -> Turn | None:
     return Turn(i, start, end[1], "prefix")
 
 
-def _blanked(chat: RenderedChat, i: int, mark: str, thought: str) -> Turn:
+def _blanked(chat: RenderedChat, i: int) -> Turn:
     """Proof 3: the difference to a rendering in which the assistant wrote something else."""
     message = chat.messages[i]
+    mark, thought = free_characters(chat.everything, 2)
     bare = {key: value for key, value in message.items() if key not in ("tool_calls", *THINKING)}
     blanks = [({**bare, "content": mark}, False)]
     thinking, content = _thinking_of(message), str(message.get("content") or "")
@@ -162,12 +162,16 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
     return Turn(i, start, end[1], "blank") if _is_assistant_text(message, written, chat.tokenizer) else None
 
 
-def _all_blanked(chat: RenderedChat, wanted: list[int], free: list[str]) -> list[Turn] | None:
+def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
     """Proof 3 for many turns of plain text at once; None where that proves nothing."""
     delimiters, text = chat.tokenizer.delimiters, chat.text
     if not all(_is_plain(chat.messages[i]) for i in wanted):
         return None
-    spans = _locate(chat, dict(zip(free, wanted, strict=False)))
+    try:
+        marks = free_characters(chat.everything, len(wanted))
+    except DataError:  # proof 2 needs none
+        return None
+    spans = _locate(chat, dict(zip(marks, wanted, strict=True)))
     lead = "" if delimiters.lead.strip() else delimiters.lead
     turns = []
     for i in wanted:

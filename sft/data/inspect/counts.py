@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.data.cache.corpus import Corpus, file_names
-from sft.data.cache.omissions import FileOmission, sum_omissions
+from sft.data.cache.omissions import FileOmission, add_up
 from sft.parallel.alignment import aligned
 
 # Fields of a row report that are added up under their own names.
@@ -113,7 +113,7 @@ def of_files(data: DataSet) -> list[Counts]:
     """Each file, in order."""
     sources: Sequence[str | None] = data.sources or [None] * len(data.paths)
     return [
-        _counts(data, [i], name=name, path=str(data.paths[i]), source=sources[i])
+        counts_of(data, [i], name=name, path=str(data.paths[i]), source=sources[i])
         for i, name in enumerate(file_names(data.paths))
     ]
 
@@ -122,25 +122,21 @@ def of_sources(data: DataSet) -> list[Counts]:
     """Each named source, in order, with all of its files."""
     sources = data.sources or []
     return [
-        _counts(data, [i for i, source in enumerate(sources) if source == name], source=name)
+        counts_of(data, [i for i, source in enumerate(sources) if source == name], source=name)
         for name in dict.fromkeys(sources)
     ]
 
 
-def of_all(data: DataSet) -> Counts:
-    """All files together."""
-    return _counts(data, range(len(data.paths)))
-
-
-def _counts(
+def counts_of(
     data: DataSet, chosen: Sequence[int], *, name: str = "all", path: str | None = None, source: str | None = None
 ) -> Counts:
-    """Of the chosen files, by their numbers."""
+    """The files of these numbers together."""
     reports = [data.corpus.row_reports[data.paths[i]] for i in chosen]
     full = np.concatenate([data.rows[i]["full_tokens"] for i in chosen])
     p50, p90, p99 = quantiles(full)
     tokens = sum(report.tokens_kept for report in reports)
     supervised = sum(report.supervised_kept for report in reports)
+    omitted = [omission for report in reports for omission in report.omitted]
     reasons: Counter[str] = Counter()
     for report in reports:
         reasons.update(dict(report.reasons))
@@ -159,7 +155,7 @@ def _counts(
         longest=int(full.max()),
         reasons=tuple(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
         histogram=histogram(full),
-        omitted=reports[0].omitted if len(reports) == 1 else sum_omissions(report.omitted for report in reports),
+        omitted=reports[0].omitted if len(reports) == 1 else add_up(omitted, rows_listed=0),
         **{field: sum(getattr(report, field) for report in reports) for field in _ADDED},
     )
 

@@ -22,6 +22,7 @@ from sft.config import DataConfig
 from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.omissions import FileOmission
+from sft.data.cache.truncation import turns
 from sft.data.inspect.counts import DataSet
 from sft.data.read.rows import row_name
 from sft.parallel.alignment import aligned
@@ -83,7 +84,7 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
     with console.track("reading samples", len(corpus), "samples") as progress:
         for sample_id, (window, of) in enumerate(windows):
             sample = corpus.sample(sample_id)
-            starts, ends = supervised_runs(sample.weights)
+            starts, ends = np.array(turns(sample.weights), dtype=np.int64).reshape(-1, 2).T
             digests += _digests(sample, starts, ends, has_prompt=window == 1)
             is_open = ~np.isin(sample.tokens[ends - 1], ends_of_turn)
             if window < of and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
@@ -115,17 +116,6 @@ def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt
     digest.update(sample.tokens[end:].data)
     whole = digest.digest()
     return whole + prompt + opening if has_prompt and start > 1 else 3 * whole
-
-
-def supervised_runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where supervised stretches start and end; a sample's first token is never learnt.
-
-    1 1 1 0 0 2 -> starts 1 5, ends 3 6
-    """
-    is_supervised = np.zeros(len(weights) + 2, dtype=bool)
-    is_supervised[2:-1] = weights[1:] > 0
-    edges = np.flatnonzero(is_supervised[1:] != is_supervised[:-1])
-    return edges[::2], edges[1::2]
 
 
 def copies(digests: np.ndarray) -> np.ndarray:

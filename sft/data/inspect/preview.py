@@ -5,12 +5,11 @@ sight, however long the sample is.  Does not decide how a piece looks (`report.p
 """
 
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import chain
 
 from sft.batch import Sample
+from sft.data.cache.truncation import turns
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.inspect.findings import supervised_runs
 
 _CHARACTERS = 200  # shown on each side of a boundary, and about as many tokens are decoded
 _FIRST_PIECES, _LAST_PIECES = 8, 4
@@ -43,8 +42,7 @@ def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Pr
     user "a", assistant "b", byte tokenizer ->
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n", then supervised "b<|im_end|>", then "\\n"
     """
-    starts, ends = supervised_runs(sample.weights)
-    edges = np.unique(np.concatenate([[0], starts, ends, [len(sample.tokens)]])).tolist()
+    edges = sorted({0, *chain.from_iterable(turns(sample.weights)), len(sample.tokens)})
     spans = list(zip(edges, edges[1:], strict=False))
     left_out = spans[_FIRST_PIECES:-_LAST_PIECES]
     shown = [piece for span in spans[:_FIRST_PIECES] for piece in _pieces(sample, *span, tokenizer)]

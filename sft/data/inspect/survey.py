@@ -10,9 +10,8 @@ Does not decide how it looks (`report.py`, `picture.py`).
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
 from sft.data.inspect import findings
-from sft.data.inspect.counts import Counts, DataSet, Retention, of_all, of_files, of_sources, retention
+from sft.data.inspect.counts import Counts, DataSet, Retention, counts_of, of_files, of_sources, retention
 from sft.data.inspect.findings import Finding, Scan, scan
 from sft.data.inspect.preview import Preview, preview
 from sft.data.inspect.roles import Role, count_messages
@@ -80,10 +79,6 @@ class Survey:
     findings: tuple[Finding, ...]
     previews: tuple[Preview, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The survey as JSON knows it."""
-        return asdict(self)
-
 
 def take_survey(
     recipe: str, data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, num_previews: int, console: Console
@@ -110,7 +105,7 @@ def take_survey(
         refused=next((refusal for _, refusal in prepared if refusal), None),
         files=tuple(counts for data_set, _ in prepared for counts in of_files(data_set)),
         sources=tuple(of_sources(train)),
-        total=of_all(train),
+        total=counts_of(train, range(len(train.paths))),
         retention=retention(np.concatenate(train.rows), doc_multiple=data.doc_multiple, seq_length=data.seq_length),
         roles=messages.roles,
         roles_exact=messages.is_exact,

@@ -6,7 +6,6 @@ number of a step says everything.
 Does not read samples, or know which rank computes which of them (`balance.py`).
 """
 
-import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,11 +57,6 @@ class Plan:
         """Sample ids of each pack of a global batch; empty tuples stand for packs that a short last one lacks."""
         packs = range(index * global_batch_size, (index + 1) * global_batch_size)
         return [self.pack(k) if k < len(self) else () for k in packs]
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal plans."""
-        return hashlib.sha256(self.starts.tobytes() + self.samples.tobytes()).hexdigest()
 
 
 def plan_epoch(

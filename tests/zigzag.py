@@ -1,4 +1,4 @@
-"""Zigzag sharding for tests: take a rank's part of an array, put all parts together, count a rank's attention."""
+"""Zigzag sharding for tests: take a rank's part of an array, put all parts together."""
 
 from collections.abc import Sequence
 
@@ -27,17 +27,3 @@ def unshard(parts: Sequence[np.ndarray], cu_seqlens: np.ndarray, cp_size: int) -
     expected = int(cu_seqlens[-1]) // cp_size
     assert set(lengths) == {expected}, f"each part must have {expected} tokens; got {lengths}"
     return np.concatenate(parts)[gathered_positions(cu_seqlens, cp_size)]
-
-
-def causal_area(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> int:
-    """Number of (query, key) pairs that `cp_rank` computes under causal attention inside documents.
-
-    Equal for all ranks; padding inside documents is computed like any token.
-
-        cu_seqlens = [0, 8], cp_size = 2, queries see 1 2 3 4 5 6 7 8 keys
-        rank 0 -> 1 + 2 + 7 + 8 = 18        rank 1 -> 3 + 4 + 5 + 6 = 18
-    """
-    starts = cu_seqlens[:-1].astype(np.int64)
-    lengths = np.diff(cu_seqlens).astype(np.int64)
-    keys_before = local_indices(cu_seqlens, cp_size, cp_rank) - np.repeat(starts, lengths // cp_size)
-    return int((keys_before + 1).sum())

@@ -8,6 +8,7 @@ from sft.config import Config
 from sft.errors import ConfigError
 from sft.parallel.alignment import smallest_world
 from sft.parallel.layout import Layout
+from tests.builders import layout_config
 
 # 32 query heads in 8 groups of 128, as Qwen3-8B: hidden 4096, feed-forward 12,288
 QWEN = {
@@ -28,15 +29,11 @@ def config(
     model: dict[str, object] | None = None,
     **parallel: object,
 ) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"dir": "runs/a", "fp8": fp8},
-            "model": {**QWEN, **(model or {})},
-            "data": {"train": ["a.jsonl"], "seq_length": seq_length, "doc_multiple": doc_multiple},
-            "parallel": parallel,
-            "train": {"num_steps": 10, "global_batch_size": 16},
-            "optim": {"lr": 1e-5},
-        }
+    return layout_config(
+        run={"dir": "runs/a", "fp8": fp8},
+        model={**QWEN, **(model or {})},
+        data={"seq_length": seq_length, "doc_multiple": doc_multiple},
+        parallel=parallel,
     )
 
 
@@ -54,23 +51,16 @@ def told(wanted: Config) -> str:
     "fp8, tp, cp, sequence_parallel, doc_multiple, multiple",
     [
         (None, 1, 1, True, 32, 32),
-        (None, 8, 8, True, 16, 64),
-        ("delayed", 1, 1, True, 8, 16),
+        (None, 4, 4, True, 8, 16),
+        (None, 4, 4, False, 8, 8),
+        (None, 8, 2, True, 12, 48),
         ("delayed", 1, 4, True, 32, 64),  # 32 of a pack are 8 of a rank: that 16 divides the pack is not enough
         ("delayed", 2, 2, True, 4, 64),
-        ("delayed", 2, 2, False, 4, 32),
         ("tensorwise", 4, 2, True, 32, 128),
-        ("tensorwise", 4, 2, False, 32, 32),
         ("tensorwise", 8, 16, True, 32, 2048),
-        ("mxfp8", 1, 1, True, 32, 32),
-        ("mxfp8", 1, 2, True, 32, 64),
         ("mxfp8", 2, 4, True, 32, 256),
-        ("mxfp8", 2, 4, False, 32, 128),
         ("mxfp8", 4, 3, True, 96, 384),
         ("blockwise", 1, 1, True, 32, 128),
-        ("blockwise", 1, 8, True, 32, 1024),
-        ("blockwise", 2, 2, True, 32, 512),
-        ("blockwise", 2, 2, False, 32, 256),
         ("blockwise", 2, 2, True, 12, 1536),
     ],
 )
@@ -90,7 +80,7 @@ LOCAL = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32
     sequence_parallel=st.booleans(),
     chunks=st.integers(1, 5),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_pack_suits_the_kernels(fp8: str | None, tp: int, cp: int, sequence_parallel: bool, chunks: int) -> None:
     """Each rank's tokens are what FP8 takes, as layers keep them; and no smaller multiple would do."""
     document = 2 * cp * chunks

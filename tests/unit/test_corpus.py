@@ -1,6 +1,7 @@
 """Files to samples: every fault named, every loss counted, every cache either right or rebuilt."""
 
 import json
+import shutil
 from itertools import count as counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from sft.data.cache import workers
 from sft.data.cache.corpus import Corpus
+from sft.data.cache.folders import store_folder
 from sft.data.cache.row_report import RowReport
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.errors import DataError
@@ -37,6 +39,7 @@ def test_samples(tmp_path: Path) -> None:
         "a.jsonl:3",
         "b.jsonl:1",
     ]
+    assert corpus.digest != corpus_of(second, first).digest
     assert corpus.summary().splitlines()[1].endswith("b.jsonl: 1 samples, 39 tokens (12.8% supervised), longest 39")
 
 
@@ -50,14 +53,6 @@ def test_over_long_is_an_error_by_default(tmp_path: Path) -> None:
         "it to 128, or set data.over_long to drop, cut_turns or windows (what is lost is counted)."
     )
     assert len(corpus_of(path, seq_length=128, doc_multiple=16)) == 2
-
-
-def test_over_long_counts_padded_length(tmp_path: Path) -> None:
-    """P07: 39 tokens fit 40, but not once they are padded to a multiple of 16."""
-    path = write(tmp_path / "a.jsonl", ROW)
-    assert len(corpus_of(path, seq_length=40, doc_multiple=8)) == 1
-    with pytest.raises(DataError, match=r"39 tokens \(48 when padded to a multiple of 16\) do not fit"):
-        corpus_of(path, seq_length=40, doc_multiple=16)
 
 
 def ledger(**counts: Any) -> RowReport:
@@ -94,13 +89,6 @@ def test_over_long_cut_after_a_turn(tmp_path: Path) -> None:
             rows_dropped=1, tokens_dropped=163, supervised_dropped=10, dropped=(3,),
         )
     }  # fmt: skip
-
-
-def test_cutting_keeps_as_many_turns_as_fit(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"messages": ROW["messages"] * 10})  # 39 tokens a turn pair
-    for seq_length, tokens in ((38, 38), (76, 38), (77, 77), (350, 350), (388, 350), (389, 389), (390, 390)):
-        corpus = corpus_of(path, seq_length=seq_length, doc_multiple=1, over_long="cut_turns")
-        assert corpus.lengths.tolist() == [tokens], seq_length
 
 
 def test_over_long_in_windows(tmp_path: Path) -> None:
@@ -148,40 +136,43 @@ def test_cache_is_used(tmp_path: Path) -> None:
     assert json.loads(json.dumps(first.report())) == {"digest": first.digest, "files": {path: counts}}
 
 
-def test_cache_follows_all_that_samples_depend_on(tmp_path: Path) -> None:
-    """P100: content, tokenizer, template, over_long, on_bad_row, seq_length and doc_multiple each make a
-    new store."""
-    path = tmp_path / "a.jsonl"
+def test_cache_follows_all_that_samples_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P100: content, kind, tokenizer, template, releases of libraries and settings each make a new store."""
+    path, folder = tmp_path / "a.jsonl", make_folder(tmp_path / "tokenizer", template("chatml"))
     write(path, ROW)
-    folder = make_folder(tmp_path / "tokenizer", template("chatml"))
     llama = tmp_path / "llama.jinja"
     llama.write_text(template("llama3"))
-    tokenizer = str(folder)
+
+    def name(file: Path = path, **overrides: Any) -> str:
+        data = config(**overrides)
+        return store_folder(tmp_path, file, data, load_tokenizer(data)).name
+
     settings: list[dict[str, Any]] = [
-        {}, {"seq_length": 2048}, {"doc_multiple": 16}, {"over_long": "drop"}, {"on_bad_row": "skip"},
-        {"tokenizer": tokenizer},
-        {"tokenizer": tokenizer, "chat_template": str(llama)},
+        {"seq_length": 2048}, {"doc_multiple": 16}, {"over_long": "drop"}, {"on_bad_row": "skip"}, {"supervise": "all"},
+        {"tokenizer": str(folder)}, {"tokenizer": str(folder), "chat_template": str(llama)},
     ]  # fmt: skip
-    for count, overrides in enumerate(settings, start=1):
-        for _ in range(2):
-            corpus_of(str(path), **overrides)
-            assert len(list((tmp_path / "cache").iterdir())) == count, overrides
+    names = [name(), *(name(**overrides) for overrides in settings)]
+    assert names[0] == name(num_workers=7)
+    names.append(name(Path(shutil.copy(path, tmp_path / "a.json"))))
+    (tmp_path / "saved").mkdir()
+    names.append(name(Path(shutil.copy(path, tmp_path / "saved")).parent))
+    for file in (path, tmp_path / "saved" / "a.jsonl"):
+        file.write_text(file.read_text().replace("Fine", "Good"))
+    names += [name(), name(tmp_path / "saved")]
     template_file = folder / "chat_template.jinja"
-    template_file.write_text(template_file.read_text().replace("# Tools", "# Functions"))
-    corpus_of(str(path), tokenizer=tokenizer)
-    write(path, {"messages": [{"role": "user", "content": "hello, friend!"}, ROW["messages"][1]]})
-    corpus_of(str(path))
-    assert len(list((tmp_path / "cache").iterdir())) == 9
+    template_file.write_text(template_file.read_text().replace("# Tools", "# TOOLS"))
+    names.append(name(tokenizer=str(folder)))
+    monkeypatch.setattr("sft.data.cache.folders.version", lambda library: "99.0")
+    names.append(name(tokenizer=str(folder)))
+    assert len(set(names)) == len(names) == 14
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "list.json"])
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts of rows, 8 seconds each; blank lines are no rows."""
     monkeypatch.setattr(workers, "ROWS_PER_PART", 64)
-    write(tmp_path / "a.jsonl", *[ROW] * 50, "", *[ROW] * 50)
-    (tmp_path / "list.json").write_text(json.dumps([ROW] * 100))
-    path, log, seconds = str(tmp_path / name), [], counter(0, 8)
-    corpus_of(path, log=log, clock=lambda: next(seconds), num_workers=1)
+    path = write(tmp_path / "a.jsonl", *[ROW] * 50, "", *[ROW] * 50)
+    log, seconds = [], counter(0, 8)
+    corpus_of(path, log=log, clock=lambda: next(seconds))
     assert log[:2] == [
         f"tokenising {path}: 64 of 100 rows (64%), 2,496 tokens, 8 rows/s, left 0:00:05",
         f"tokenising {path}: 100 of 100 rows (100%), 3,900 tokens, 6.2 rows/s, left 0:00:00",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sft.data.cache.encoder import encode_rows
-from sft.data.cache.folders import ENCODING
+from sft.data.cache.folders import ENCODING, store_folder
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.data.read.rows import read_rows
 from tests.unit.fixtures.chats import (
@@ -136,5 +136,12 @@ def test_rows_become_the_samples_that_stores_were_prepared_with(name: str, files
     )
 
 
-def test_the_digests_belong_to_this_version() -> None:
+def test_a_store_has_the_name_that_it_always_had(tmp_path: Path) -> None:
+    """What older releases tokenised is found."""
     assert ENCODING == VERSION, "change VERSION and DIGESTS together with ENCODING in sft/data/cache/folders.py"
+    (tmp_path / "a.jsonl").write_text("{}")
+    data = config()
+    assert (
+        store_folder(Path(), tmp_path / "a.jsonl", data, load_tokenizer(data)).name
+        == "3334ae7b0ae1fce20a718a5f15e37879"
+    )

@@ -61,8 +61,19 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert not store.tokens.flags.writeable
 
 
-def test_the_digest_follows_tokens_and_weights_and_not_the_rest(tmp_path: Path) -> None:
+def test_all_files_reach_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr("sft.data.cache.store.flush", lambda path: flushed.append(path.name))
+    stored(tmp_path)
+    assert sorted(flushed) == sorted(path.name for path in (tmp_path / "store").iterdir())
+
+
+def test_the_digest_follows_tokens_and_weights_and_not_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of the blocks in which arrays are read."""
     digest = stored(tmp_path / "a").digest
+    monkeypatch.setattr("sft.data.cache.store._HASH_BYTES", 8)
     assert stored(tmp_path / "b").digest == digest
     for name, weights in (("c", [0, 0.25, 1.5]), ("d", [0, 0.25, 0.5, 1])):
         palette = np.array(weights, dtype=np.float32)

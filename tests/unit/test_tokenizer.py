@@ -10,7 +10,7 @@ import pytest
 from sft.data.chat.template import TurnDelimiters
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
-from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
+from tests.unit.fixtures.folder import SPECIAL, config, load_folder, load_letters, make_folder, template
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_folder(folder: Path) -> None:
     tokenizer = load_tokenizer(config(tokenizer=str(folder)))
     assert isinstance(tokenizer, FolderTokenizer)
     assert tokenizer.end_of_turn == "<|im_end|>"
-    assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0  # no pad token: the end of text serves
+    assert tokenizer.pad_id == SPECIAL.index("<|endoftext|>") == 0
     assert not tokenizer.template.has_markers
     assert tokenizer.delimiters == TurnDelimiters(ends=("<|im_end|>",), header="<|im_start|>assistant\n", lead="")
     encoded = tokenizer.encode("<|im_start|>x \n y")
@@ -112,41 +112,42 @@ def test_a_template_file_replaces_the_folders_own(folder: Path, tmp_path: Path) 
 
 
 def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> None:
-    """P100: what a cache is keyed by."""
-    copy = tmp_path / "copy"
+    """P100: what a cache is keyed by.  A letter for another is enough; the weights of a model do not count."""
+    copy, file = tmp_path / "copy", tmp_path / "chat.jinja"
     shutil.copytree(folder, copy)
+
+    def digest(**settings: str) -> str:
+        return load_tokenizer(config(tokenizer=str(copy), **settings)).digest
+
     original = load_tokenizer(config(tokenizer=str(folder))).digest
-    assert load_tokenizer(config(tokenizer=str(copy))).digest == original
     (copy / "model.safetensors").write_bytes(b"weights")
-    assert load_tokenizer(config(tokenizer=str(copy))).digest == original
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        before = load_tokenizer(config(tokenizer=str(copy))).digest
-        (copy / name).write_text((copy / name).read_text() + " ")
-        assert load_tokenizer(config(tokenizer=str(copy))).digest != before
+    assert digest() == original
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text().replace('"a"', '"a" '))
+    longer = digest()
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text().replace('"a" ', ' "a"'))
+    file.write_text(template("chatml"))
+    given = digest(chat_template=str(file))
+    assert given == digest() != longer != original != given
+    file.write_text(template("chatml").replace("# Tools", "# TOOLS"))
+    assert digest(chat_template=str(file)) not in (original, longer, given)
 
 
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere does not exist.*byte .*or a folder with tokenizer.json"):
-        load_tokenizer(config(tokenizer=str(tmp_path / "nowhere")))
+def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """Names of the hub are not looked up."""
+    for name, damage in (("other", "config.json"), ("damaged", "tokenizer.json")):
+        shutil.copytree(folder, tmp_path / name) if name == "damaged" else (tmp_path / name).mkdir()
+        (tmp_path / name / damage).write_text("{")
+    for name, complaint in (
+        ("org/model", "tokenizer folder org/model does not exist.  data.tokenizer is byte .* nothing is downloaded"),
+        (str(tmp_path / "other"), r"is not a tokenizer folder that can be used \(it holds config.json\)"),
+        (str(tmp_path / "damaged"), "is not a tokenizer folder that can be used"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            load_tokenizer(config(tokenizer=name))
 
 
-def test_hub_names_are_not_looked_up() -> None:
-    with pytest.raises(DataError, match="tokenizer folder org/model does not exist.*nothing is downloaded"):
-        load_tokenizer(config(tokenizer="org/model"))
-
-
-def test_not_a_tokenizer_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"is not a tokenizer folder that can be used \(it holds config.json\)"):
-        load_tokenizer(config(tokenizer=str(tmp_path)))
-
-
-def test_damaged_tokenizer(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    (copy / "tokenizer.json").write_text("{")
-    with pytest.raises(DataError, match="is not a tokenizer folder that can be used"):
-        load_tokenizer(config(tokenizer=str(copy)))
+def test_without_a_token_for_padding_the_end_of_text_serves(tmp_path: Path) -> None:
+    assert load_letters(tmp_path).pad_id == 1
 
 
 def test_no_chat_template(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """What several unit tests share."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft.data.chat.tokenizer import FolderTokenizer
+from tests.unit.fixtures import hf
 from tests.unit.fixtures.folder import load_folder, template
+from tests.unit.fixtures.hf import Make
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fold
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Make:
+    """`made("qwen3", dtype=torch.bfloat16)`: a small random model of that family, as transformers saves it."""
+
+    def make(family: str = "qwen2", **fields: Any) -> Path:
+        return hf.save(tmp_path / "source", family, **fields)
+
+    return make

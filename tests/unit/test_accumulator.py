@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from sft.batch import Sample
 from sft.data.packing.pack import local_part, make_pack
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
-from sft.metrics.totals import Peak, Totals, quantity
+from sft.metrics.totals import Peak, Totals, quantities, quantity
 from tests.builders import answer
 
 
@@ -148,3 +149,9 @@ def test_a_quantity_without_a_kind_is_refused(accumulator: Accumulator) -> None:
 )
 def test_names_of_buckets(accumulator: Accumulator, edges: tuple[int, ...], names: tuple[str, ...]) -> None:
     assert replace(accumulator, position_edges=edges).names("position") == names
+
+
+def test_squares_of_long_documents_are_counted_exactly() -> None:
+    """In 32 bits, 65,536 squared is 0."""
+    pack = SimpleNamespace(lengths=np.array([65_536, 3], dtype=np.int32))
+    assert quantities(Totals)["sum_of_squares"].local([pack], ()).tolist() == [2**32 + 9]

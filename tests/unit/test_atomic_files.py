@@ -9,6 +9,8 @@ import pytest
 
 from sft import atomic_files
 from sft.atomic_files import flush, replace_text, why_not_written
+from sft.hf.convert.atomic_folder import new_folder
+from tests.unit.fixtures.disk import watch_disk
 from tests.unit.fixtures.held import held
 
 
@@ -47,29 +49,26 @@ def test_what_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "file").read_text() == "old"
 
 
-@pytest.mark.parametrize("sync,expected", [
-    (True, ["fsync file.tmp: new", "replace file.tmp -> file", "fsync folder"]),
-    (False, ["replace file.tmp -> file"]),
-])  # fmt: skip
+@pytest.mark.parametrize("sync", [True, False])
 def test_the_disk_has_the_content_before_the_name_and_then_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool, expected: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
-    done = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(handle: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        done.append("fsync folder" if path == tmp_path else f"fsync {path.name}: {path.read_text()}")
-        fsync(handle)
-
-    def note_replace(before: Path, after: Path) -> None:
-        done.append(f"replace {before.name} -> {after.name}")
-        replace(before, after)
-
-    monkeypatch.setattr(atomic_files.os, "fsync", note_fsync)
-    monkeypatch.setattr(atomic_files.os, "replace", note_replace)
+    calls = watch_disk(monkeypatch)
     replace_text(tmp_path / "file", "new", sync=sync)
-    assert done == expected
+    renamed = "rename file.tmp -> file"
+    assert calls == (["fsync file.tmp", renamed, f"fsync {tmp_path.name}"] if sync else [renamed])
+
+
+def test_a_new_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a conversion writes: files, then the folders that name them, then the name."""
+    calls = watch_disk(monkeypatch)
+    with new_folder(tmp_path / "target", 10) as temporary:
+        (temporary / "below").mkdir()
+        (temporary / "below" / "file").write_text("x")
+        (temporary / "beside").write_text("y")
+    name = temporary.name
+    assert calls == ["fsync file", "fsync below", "fsync beside", f"fsync {name}", f"rename {name} -> target",
+                     f"fsync {tmp_path.name}"]  # fmt: skip
 
 
 def test_flush_leaves_nothing_open(tmp_path: Path) -> None:

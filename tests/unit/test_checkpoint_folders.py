@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from sft.checkpoint import folders
+from tests.unit.fixtures.disk import watch_disk
 
 
 def folder_of(root: Path, step: int, content: str = "") -> Path:
@@ -134,3 +135,12 @@ def test_a_damaged_one_is_put_aside_and_no_longer_counts(tmp_path: Path) -> None
     away = folders.quarantine(tmp_path / "iter_0000200")
     assert away.name.startswith("iter_0000200.corrupt-") and (away / "metadata.json").exists()
     assert steps(tmp_path) == [100]
+
+
+def test_the_disk_has_a_checkpoint_before_the_pointer_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = folders.make_temporary(tmp_path, 100)
+    calls = watch_disk(monkeypatch)
+    folders.publish(written, 100)
+    pointer, root = folders.POINTER, f"fsync {tmp_path.name}"
+    assert calls == [f"fsync {written.name}", f"rename {written.name} -> iter_0000100", root,
+                     f"fsync {pointer}.tmp", f"rename {pointer}.tmp -> {pointer}", root]  # fmt: skip

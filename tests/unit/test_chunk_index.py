@@ -1,6 +1,7 @@
 """The parts of a stored tensor that a box needs, and what is wrong with parts that do not fill it."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from sft.errors import CheckpointError
+from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
 from sft.mcore.checkpoint_io import chunk_index
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 
@@ -101,3 +104,28 @@ def test_no_box_is_compared_with_all_experts(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_parts_fill_the_tensor_or_not(size: tuple[int, ...], chunks: list[ChunkStorageMetadata], fault: str) -> None:
     assert re.search(fault or "^$", parts(size, *chunks).fault())
+
+
+def test_boxes_in_a_stack_of_experts_on_a_disk(tmp_path: Path) -> None:
+    """Two layers of three experts in halves, as two tensor-parallel ranks write them; a box may span any of them."""
+    whole = torch.arange(2 * 3 * 4 * 2.0).view(2, 3, 4, 2)
+    writer = TorchDistWriter(tmp_path)
+    for part in experts():
+        layer, expert, row, _ = part.offsets
+        piece = whole[layer : layer + 1, expert : expert + 1, row : row + 2].clone()
+        writer.write_chunk("a", (2, 3, 4, 2), part.offsets, piece)
+    writer.finish()
+    boxes = TorchDistReader(tmp_path)
+    assert torch.equal(boxes.read("a", (1, 2, 1, 0), (1, 1, 2, 2)), whole[1:, 2:, 1:3])
+    assert torch.equal(boxes.read("a", (0, 1, 0, 1), (2, 2, 4, 1)), whole[:, 1:, :, 1:])
+    with pytest.raises(CheckpointError, match="chunks of a are missing"):
+        boxes.read("a", (1, 3, 0, 0), (1, 1, 4, 2))
+
+
+def test_a_part_that_is_missing(tmp_path: Path) -> None:
+    writer = TorchDistWriter(tmp_path)
+    writer.write_chunk("a", (4, 2), (0, 0), torch.ones(2, 2))
+    writer.finish()
+    assert TorchDistReader(tmp_path).read("a", (1, 0), (1, 2)).tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="chunks of a are missing"):
+        TorchDistReader(tmp_path).read("a", (0, 0), (4, 2))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft.cli import main
-from sft.errors import TrainingError
+from sft.errors import StorageError, TrainingError
 from sft.recipe.resolved import Recipe
 from tests.builders import RECIPE
 
@@ -204,16 +204,23 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         main(["train", "a.yaml"])
 
 
-@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (TrainingError("step 3: loss nan."), 2)])
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (TrainingError("step 3: loss nan."), 2, "TrainingError: step 3: loss nan.\n"),
+        (StorageError("the disk is full."), 1, "StorageError: the disk is full.\n"),  # another start may succeed
+    ],
+)
 def test_how_a_run_ends(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(recipe: Recipe, layout: object) -> None:
         raise error
 
     monkeypatch.setitem(sys.modules, "sft.trainer", types.SimpleNamespace(main=stop))
     assert main(["train", "a.yaml"]) == code
-    assert capsys.readouterr().err == ("" if code == 130 else "TrainingError: step 3: loss nan.\n")
+    assert capsys.readouterr().err == said
 
 
 # Mistakes

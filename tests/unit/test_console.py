@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -255,3 +256,28 @@ def test_durations_and_sizes() -> None:
     assert [size(b) for b in (0, 12, 1023, 1024, 1536, 361_758_720, 5 << 40, 5 << 50)] == [
         "0 B", "12 B", "1023 B", "1.0 KiB", "1.5 KiB", "345 MiB", "5.0 TiB", "5120 TiB",
     ]  # fmt: skip
+
+
+def test_a_line_that_cannot_be_printed_is_lost_and_the_run_is_not(tmp_path: Path) -> None:
+    """A log on a full disk has room again later; a reader that is gone gets nothing more."""
+
+    class Full(io.StringIO):
+        error: OSError | None = OSError(28, "No space left on device")
+
+        def write(self, text: str) -> int:
+            if self.error:
+                raise self.error
+            return super().write(text)
+
+    stream = Full()
+    said = Console(0, stream)
+    said.say("lost")
+    stream.error = None
+    said.say("kept")
+    assert stream.getvalue() == "kept\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        said = Console(0, gone)
+        said.say("lost")
+        said.say("lost, too")

@@ -110,3 +110,19 @@ def test_experts_are_told_by_layer_too() -> None:
         "model.layers.*.mlp.experts.*.up_proj.weight (layer 7; experts 0-2, 4-127)",
     ]
     assert fold_by_layer([expert(1, 2)]) == ["model.layers.*.mlp.experts.*.up_proj.weight (layer 1; expert 2)"]
+
+
+def test_a_dense_layer_written_out() -> None:
+    """Query, key and value rows by group; gate rows above up rows."""
+    mappings = {mapping.key: mapping for mapping in FAMILIES["qwen2"].mappings(MODEL, 5)}
+    layers, theirs = "decoder.layers", "model.layers.1"
+    qkv = mappings[f"{layers}.self_attention.linear_qkv.weight"]
+    assert qkv.sources == tuple(
+        HfTensor(f"{theirs}.self_attn.{name}_proj.weight", (rows, 8)) for name, rows in (("q", 8), ("k", 4), ("v", 4))
+    )
+    assert (qkv.form, qkv.num_groups) == ("groups", 2)
+    bias = mappings[f"{layers}.self_attention.linear_qkv.bias"]
+    assert [source.name for source in bias.sources] == [f"{theirs}.self_attn.{name}_proj.bias" for name in "qkv"]
+    fc1 = mappings[f"{layers}.mlp.linear_fc1.weight"]
+    assert fc1.sources == tuple(HfTensor(f"{theirs}.mlp.{name}_proj.weight", (12, 8)) for name in ("gate", "up"))
+    assert fc1.spans() == [RowSpan(0, 0, 12, 0), RowSpan(1, 0, 12, 12)]

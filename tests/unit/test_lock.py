@@ -14,6 +14,7 @@ import pytest
 from sft.errors import ConfigError
 from sft.run import lock
 from sft.run.lock import RunLock
+from tests.unit.fixtures.disk import watch_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken
@@ -110,13 +111,15 @@ def test_a_lock_is_there_while_it_is_held_and_says_who(tmp_path: Path, monkeypat
     assert names(tmp_path) == [] and told == []
 
 
-def test_beats(tmp_path: Path) -> None:
-    """The file stays readable, and as long as it was."""
+def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file stays readable, and as long as it was; each beat goes to the disk, where other hosts look."""
+    calls = watch_disk(monkeypatch)
     with RunLock(tmp_path, report=print, heartbeat_s=0.001):
         length, until = (tmp_path / "run.lock").stat().st_size, time.monotonic() + END_OF_TEST
         while (beat := json.loads((tmp_path / "run.lock").read_text())["beat"]) < 30:
             assert time.monotonic() < until
         assert beat >= 30 and (tmp_path / "run.lock").stat().st_size == length
+    assert len(calls) >= 30 and set(calls) == {"fsync run.lock"}
 
 
 def test_a_live_run_is_not_disturbed(tmp_path: Path, run: Callable[..., Run]) -> None:

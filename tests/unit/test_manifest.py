@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sft.checkpoint import manifest
-from sft.checkpoint.manifest import Entry, Manifest
+from sft.checkpoint.manifest import Entry, HashingFile, Manifest
 from sft.errors import CheckpointError
+from tests.unit.fixtures.disk import watch_disk
 
 FILES = {"__0_0.distcp": b"a" * 700, "__1_0.distcp": b"b" * 900, ".metadata": b"abc", "common.pt": b"", "x.pt": b"xyzw"}
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
@@ -224,3 +225,44 @@ def test_another_format_is_refused(folder: Path) -> None:
     assert str(error.value) == (
         f"{path} is not of the format sft checkpoint 1: written by another version of this trainer."
     )
+
+
+def test_the_disk_has_a_manifest_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watch_disk(monkeypatch)
+    manifest.write(tmp_path, Manifest(files={}, facts={}))
+    assert calls == ["fsync manifest.json.tmp", "rename manifest.json.tmp -> manifest.json", f"fsync {tmp_path.name}"]
+
+
+def test_a_hashing_file_is_on_the_disk_when_it_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watch_disk(monkeypatch)
+    file = HashingFile(tmp_path / "file")
+    assert [file.write(b"a"), file.write(b"bc")] == [1, 2]
+    assert file.finish() == Entry(num_bytes=3, sha256=ABC) == manifest.entry_of(tmp_path / "file")
+    assert calls == ["fsync file"]
+
+
+class Stream:
+    """Takes two bytes at a time, and no more than three."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def write(self, data: bytes) -> int:
+        if len(self.content) >= 3:
+            raise OSError(28, "No space left on device")
+        self.content += bytes(data[:2])
+        return len(data[:2])
+
+
+def test_a_short_write_is_continued_and_an_error_raised_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Not inside of torch.save, which would make an error of its own of it."""
+    file, stream = HashingFile(tmp_path / "file"), Stream()
+    file.close()
+    file._stream = stream  # type: ignore[assignment]
+    file.write(b"abc")
+    assert stream.content == b"abc"
+    file.check()
+    file.write(b"de")
+    for ask in (file.check, file.finish):
+        with pytest.raises(OSError, match="No space left"):
+            ask()

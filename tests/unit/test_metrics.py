@@ -23,6 +23,7 @@ from tests.unit.metric_values import (
     page,
     result,
     run_of,
+    totals,
     train,
     validator,
 )
@@ -65,6 +66,12 @@ def test_written_out() -> None:
     assert (found["memory/reserved-gib"], found["memory/reserved-rank"]) == (4.0, 2)
     told = dict(flat(evaluation()))
     assert (told["sample loss"], told["token accuracy"], told["set"]) == (1.5, 0.25, "eval")
+
+
+def test_the_loss_is_over_its_denominator() -> None:
+    """Weights of 15 in all, on 20 tokens."""
+    assert train(denominator=15.0)["lm loss"] == evaluation(denominator=15.0)["lm loss"] == 2.0
+    assert totals(denominator=15.0).lm_loss == 2.0 and totals(num_tokens=0).lm_loss is None
 
 
 def test_experts_written_out() -> None:

@@ -1,5 +1,6 @@
-"""What is kept of a step whose loss or gradient was not finite."""
+"""A step whose loss or gradient is not finite: what is said, when it ends the run, and what is kept of it."""
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -9,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sft.config import TrainConfig
+from sft.console import Console
+from sft.errors import TrainingError
 from sft.parallel.position import Position
-from sft.run.step_check import dump_step
+from sft.run.step_check import StepCheck, dump_step
+from tests.unit.metric_values import result
 
 SAMPLES = [{"sample": 3, "row": "chat.jsonl:4"}, {"sample": 7, "row": "ü.jsonl:1"}]
 
@@ -49,3 +54,31 @@ def test_the_same_step_again_takes_the_place(tmp_path: Path, position: Position)
     assert json.loads((made / "ranks.json").read_text())[0]["summed loss of each microbatch"] == ["3.0"]
     other = dump_step(tmp_path, 13, samples=[], losses=[], recipe="", position=position)
     assert made.is_dir() and other.name == "step_0000013"
+
+
+def step_check() -> tuple[StepCheck, io.StringIO]:
+    stream = io.StringIO()
+    config = TrainConfig(num_steps=9, global_batch_size=1, max_nonfinite_steps=2)
+    return StepCheck(config, Console(0, stream)), stream
+
+
+def test_one_step_more_than_allowed_ends_the_run(tmp_path: Path) -> None:
+    check, stream = step_check()
+    nan = result(objective=float("nan"))
+    for in_a_row in (1, 2):
+        check.check(7 + in_a_row, nan, in_a_row, lambda: pytest.fail("nothing is kept of it"))
+    line = (
+        "WARNING: step {}: lm loss nan, gradient norm 0.5: nothing was updated, the step is skipped ({} in a row of at "
+    )
+    assert stream.getvalue().splitlines() == [line.format(8, 1) + "most 2)", line.format(9, 2) + "most 2)"]
+    with pytest.raises(TrainingError, match=f"step 10: lm loss nan.*after 2 such steps .*are in {tmp_path}"):
+        check.check(10, nan, 3, lambda: tmp_path)
+
+
+def test_a_spike_is_told_and_a_skipped_step_is() -> None:
+    check, stream = step_check()
+    for step in range(1, 18):
+        check.check(step, result(), 0, lambda: pytest.fail("nothing is kept of it"))
+    assert stream.getvalue() == ""
+    check.check(18, result(objective=300.0), 0, lambda: pytest.fail("nothing is kept of it"))
+    assert stream.getvalue().startswith("WARNING: loss spike in step 18: 15.0000, usual is 1.5000")

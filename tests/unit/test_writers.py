@@ -112,8 +112,8 @@ def test_no_step_is_told_twice(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in told + late) + '{"kind": "train", "st')
     writer = JsonLines(path, step=2, is_evaluated=True)
     writer.write(train())
+    assert lines(tmp_path) == [*told, train()]  # at once: the run may be killed
     writer.close()
-    assert lines(tmp_path) == [*told, train()]
     JsonLines(path, step=0, is_evaluated=False).close()  # no checkpoint was left: it starts over
     assert lines(tmp_path) == [START]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -310,3 +310,15 @@ def test_lines_of_a_run() -> None:
         "lm loss, train: 1.5000 (step 1) -> 1.5000 (step 3)",
         "lm loss, held-out: 2.0000 (step 0) -> 1.5000 (step 3)",
     ]
+
+
+def test_lines_of_a_run_that_was_resumed() -> None:
+    """After step 6, every fourth and the last; the time left is that of its own steps, 2 s each."""
+    said, stream = console()
+    with log_of([], said, "log.every=4", step=6) as metrics:
+        for n in (7, 8, 9):
+            metrics.train(n, result(), seconds=2.0)
+    lines_said = stream.getvalue().splitlines()
+    assert [(line.split(" |")[0], line[-12:]) for line in lines_said] == [
+        ("step 8/9", "left 0:00:02"), ("step 9/9", "left 0:00:00")
+    ]  # fmt: skip

@@ -65,7 +65,7 @@ ROWS = {
     "X2": Row("manifest or pointer with .., absolute path, link", (HERE,)),
     "X3": Row(
         "YAML with a tag, duplicate or unknown key, alias bomb",
-        _unit("test_recipe.py::test_a_key_given_twice", "test_recipe.py", "test_escaping.py"),
+        _unit("test_recipe_mistakes.py::test_a_key_given_twice", "test_recipe.py", "test_escaping.py"),
     ),
     "X4": Row(
         "chat template that attacks",

@@ -51,10 +51,7 @@ def published(folder: Path) -> list[Path]:
 
 
 def read_pointer(folder: Path) -> int | None:
-    """The step that the pointer names; None where there is no pointer, or no number in it.
-
-    Its content becomes part of a path, so only digits are accepted.
-    """
+    """The step that the pointer names; None where there is none.  Only digits: it becomes part of a path."""
     try:
         text = (folder / POINTER).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -89,7 +86,6 @@ def has_saved_before(folder: Path) -> bool:
 
 
 def make_temporary(folder: Path, step: int) -> Path:
-    """Create an empty folder with a unique name, to write the checkpoint of `step` into."""
     path = folder / f"{name_of(step)}.tmp-{secrets.token_hex(4)}"
     path.mkdir(parents=True)
     return path
@@ -120,15 +116,12 @@ def publish(written: Path, step: int) -> Path:
 
 
 def write_pointer(folder: Path, step: int) -> None:
-    """Make `step` the checkpoint to continue from."""
     replace_text(folder / POINTER, str(step), sync=True)
 
 
 def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
-    """Rename all checkpoints after step `after`, which the run was restarted from, except step `keep`.
-
-    Then the checkpoints with a final name are all of one history.  Returns the new paths.
-    """
+    """Rename the checkpoints after step `after`, which the run was restarted from, except step `keep`: then those with
+    a final name are all of one history.  Returns the new paths."""
     renamed = []
     for path in published(folder):
         if after < int(path.name[5:]) != keep:

@@ -24,8 +24,6 @@ Verify = Literal["off", "size", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One file."""
-
     num_bytes: int
     sha256: str
 
@@ -72,7 +70,7 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is buffered; torch.save calls it."""
+        """torch.save calls it."""
 
     def check(self) -> None:
         """Raise the OSError of an earlier write."""
@@ -96,7 +94,6 @@ class HashingFile:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Complete the checkpoint in `folder`."""
     files = {name: {"bytes": e.num_bytes, "sha256": e.sha256} for name, e in sorted(manifest.files.items())}
     content = {"format": FORMAT, **manifest.facts, "files": files}
     replace_text(folder / NAME, json.dumps(content, indent=1) + "\n", sync=True)
@@ -147,7 +144,6 @@ def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int
 
 
 def refuse(folder: Path, problems: Sequence[str]) -> None:
-    """Raise CheckpointError where `damage` found some."""
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}.")
 
@@ -180,5 +176,4 @@ def names_in(folder: Path) -> Sequence[str]:
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of all files of a checkpoint that is being written."""
     return sum((folder / name).stat().st_size for name in names_in(folder))

@@ -30,8 +30,6 @@ _NFS_DELAY_S = 120.0  # how long another node may take to see the files that ran
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """A checkpoint to continue from."""
-
     path: Path
     verification: str  # how it was verified, for the log
     is_named: bool = False  # by checkpoint.resume
@@ -216,7 +214,7 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
 
 
 def _manifest_of(path: Path) -> Manifest | None:
-    """The manifest; None for a checkpoint that another program wrote without one."""
+    """None for a checkpoint that another program wrote without one."""
     entries = manifest.read(path)
     if entries is None and "sft" in safe_reader.common_state(path):
         raise CheckpointError(f"{path / manifest.NAME} is missing, and this trainer writes one.")

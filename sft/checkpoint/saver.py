@@ -198,8 +198,6 @@ class Saver:
 
 
 class _Job(threading.Thread):
-    """One save; keeps its error."""
-
     def __init__(self, work: Callable[[], None], step: int) -> None:
         super().__init__(name=f"saving step {step}", daemon=True)
         self.step, self._work = step, work

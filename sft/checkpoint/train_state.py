@@ -20,7 +20,7 @@ _START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The progress of a run.  The step gives the position in the data: which samples it uses is computed from it."""
+    """The step gives the position in the data: which samples it uses is computed from it."""
 
     step: int = 0  # optimizer steps done
     num_tokens: int = 0  # supervised tokens trained on
@@ -75,7 +75,6 @@ class Changes:
 
 
 def installed() -> dict[str, str]:
-    """Versions of the packages that a run's numbers depend on."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -123,7 +123,6 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
 
 
 def _vocab_rows(vocab_size: int, tp: int) -> float:
-    """Of the embedding on one rank, padding included."""
     return padded_vocab_size(vocab_size, tp) / tp
 
 
@@ -234,7 +233,6 @@ def longest_context(config: Config, layout: Layout, vocab_size: int, bytes_avail
 
 
 def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
-    """The estimate for people, in a few lines."""
     memory = estimate(config, layout, vocab_size)
     parts = {
         "weights": memory.weights,

@@ -48,8 +48,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of the Hugging Face model."""
-
     name: str
     shape: tuple[int, ...]
 

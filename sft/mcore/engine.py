@@ -51,16 +51,11 @@ class Engine:
         self.local_losses: list[float] = []
 
     def train_step(
-        self,
-        microbatches: Sequence[Microbatch],
-        *,
-        sources: Sequence[str] = (),
-        data_wait_s: float = 0.0,
+        self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = (), data_wait_s: float = 0.0
     ) -> StepResult:
-        """One update over the `num_microbatches` microbatches of this data-parallel rank.
+        """One update over the microbatches of this data-parallel rank.
 
-        sources      names of the data files, for the loss of each; none: no loss by source
-        data_wait_s  how long this rank waited for the microbatches
+        sources: names of the data files, for the loss of each; data_wait_s: how long this rank waited for them
         """
         for chunk in self.chunks:
             chunk.train()
@@ -141,7 +136,7 @@ class Engine:
         )
 
     def _expert_load(self) -> ExpertLoad | None:
-        """Collective over all ranks."""
+        """Collective."""
         count = self.config.model.moe.num_experts
         if count is None:
             return None

@@ -62,11 +62,8 @@ class Router(TopKRouter):
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight of each expert for each local token, 0 for those not chosen; and which are chosen; both [t, experts].
-
-        input      [t, 1, h]
-        documents  int32 [1, t], -1 for padding
-        """
+        """input [t, 1, h], documents int32 [1, t], -1 for padding -> weight of each expert for each local token, 0 for
+        those not chosen; and which are chosen; both [t, experts]."""
         logits: Tensor = _Scores.apply(input.view(-1, input.shape[-1]), self.weight)
         weights, chosen = topk_routing_with_score_function(
             logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax
@@ -176,10 +173,9 @@ class _Attach(torch.autograd.Function):
 
 
 def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents: int) -> None:
-    """Before each step.
+    """Before each step.  max_documents: most of any pack; the same on the ranks that share a pack
 
-    loss_scale     weight of a sum over real tokens in the objective, which is a sum that will be divided
-    max_documents  most of any pack; the same on the ranks that share a pack
+    loss_scale: weight of a sum over real tokens in the objective, which is a sum that will be divided
     """
     for router in _routers(chunks):
         router.loss_scale, router.max_documents, router.totals = loss_scale, max_documents, None

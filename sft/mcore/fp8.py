@@ -19,17 +19,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Requirements:
-    """
-    te          first release of Transformer Engine
-    gpu, below  first compute capability, and the first that cannot
-    cuda        first version that torch is built for
-    """
-
-    te: tuple[int, int]
-    gpu: tuple[int, int]
+    te: tuple[int, int]  # first release of Transformer Engine
+    gpu: tuple[int, int]  # first compute capability
     gpu_name: str
-    below: tuple[int, int] | None = None
-    cuda: tuple[int, int] = (12, 1)
+    below: tuple[int, int] | None = None  # first compute capability that cannot
+    cuda: tuple[int, int] = (12, 1)  # first version that torch is built for
+
+    def fit(self, gpu: tuple[int, int]) -> bool:
+        return self.gpu <= gpu and (self.below is None or gpu < self.below)
 
 
 # Releases from megatron-core's fp8_utils (0.16.1, 0.19.2), the rest from Transformer Engine's quantization.py (2.20).
@@ -42,10 +39,7 @@ _REQUIREMENTS = {
 
 
 def fields(fp8: str | None) -> dict[str, Any]:
-    """Fields of TransformerConfig, by run.fp8.
-
-    "mxfp8" -> fp8 "e4m3", fp8_recipe "mxfp8", and weights and attention not in FP8
-    """
+    """Fields of TransformerConfig, by run.fp8."""
     if fp8 is None:
         return {"fp8": None}  # set, so that model.megatron cannot switch it on past the checks
     return {
@@ -65,7 +59,7 @@ def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[
     needs = _REQUIREMENTS[fp8]
     if te < needs.te:
         return f"it needs Transformer Engine {_dotted(needs.te)}, and {_dotted(te)} is installed"
-    if gpu < needs.gpu or (needs.below and gpu >= needs.below):
+    if not needs.fit(gpu):
         limit = f", below {_dotted(needs.below)}" if needs.below else ""
         return (
             f"it needs a GPU of compute capability {_dotted(needs.gpu)} or more{limit} ({needs.gpu_name}), and this "
@@ -78,9 +72,7 @@ def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[
 
 def recipes_for(gpu: tuple[int, int]) -> list[str]:
     """Values of run.fp8 that such a GPU can run, whatever is installed.  (9, 0) -> delayed, tensorwise, blockwise"""
-    return [
-        name for name, needs in _REQUIREMENTS.items() if needs.gpu <= gpu and not (needs.below and gpu >= needs.below)
-    ]
+    return [name for name, needs in _REQUIREMENTS.items() if needs.fit(gpu)]
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -14,17 +14,12 @@ FP32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Which part of a token's tensors one rank holds.
+    """Which part of a token's tensors one rank holds."""
 
-    tp, etp   tensor-parallel sizes: of layers, of an expert
-    sequence  share of the tokens between layers that the rank holds: 1 / tp with sequence parallelism
-    width     bytes of a number: 2 in bf16
-    """
-
-    tp: int = 1
-    etp: int = 1
-    sequence: float = 1.0
-    width: int = 2
+    tp: int = 1  # tensor-parallel size of layers
+    etp: int = 1  # and of an expert
+    sequence: float = 1.0  # share of the tokens between layers that the rank holds: 1 / tp with sequence parallelism
+    width: int = 2  # bytes of a number
 
     @staticmethod
     def of(config: Config, layout: Layout) -> "RankShare":
@@ -80,10 +75,7 @@ def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:
-    """Bytes that the loss head allocates for all tokens, without its inputs.  See docs/loss.md.
-
-    vocab_rows  of the output weight on this rank, padding included
-    """
+    """Bytes that the loss head allocates for all tokens, without its inputs.  See docs/loss.md."""
     if loss.impl == "chunked":
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":
@@ -96,10 +88,7 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
 def state(*, parameters: float, owned: float, width: int, offload_fraction: float) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
 
-    parameters  on this rank
-    owned       those of them whose optimizer states it has
-    width       bytes of a weight
-
+    parameters: on this rank; owned: those of them whose optimizer states it has; width: bytes of a weight
     With bf16 weights 18 bytes a parameter; with the distributed optimizer 6 + 12 / (dp x cp), and of an expert
     6 + 12 / its copies.
     """

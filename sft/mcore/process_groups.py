@@ -25,8 +25,6 @@ from sft.parallel.position import Position
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups(Position):
-    """The position of this process and its process groups."""
-
     collection: ProcessGroupCollection  # what megatron-core's constructors take
 
     @property

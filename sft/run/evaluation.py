@@ -15,8 +15,6 @@ from sft.run.lifecycle import Lifecycle
 
 
 class Evaluator:
-    """Evaluates all held-out sets of a run when they are due."""
-
     def __init__(
         self, engine: Engine, sets: dict[str, Loader], config: TrainConfig, lifecycle: Lifecycle, num_steps: int
     ) -> None:

@@ -209,7 +209,7 @@ def _start_time(pid: int) -> float | None:
 
 
 def _parse(content: bytes) -> Holder | None:
-    """The holder; None where the content is not a lock."""
+    """None where the content is not a lock."""
     try:
         values = json.loads(content)
         del values["beat"]
@@ -245,7 +245,6 @@ def _link(file: Path, name: Path) -> bool:
 
 
 def _has_identity(path: Path, identity: bytes) -> bool:
-    """Whether `path` is the lock of the run with this identity."""
     content = _read(path)
     return content is not None and _identity(content) == identity
 

@@ -125,10 +125,8 @@ def name(position: Position) -> str:
 
 def _steps(chosen: MemoryProfile | TorchProfile, position: Position) -> frozenset[int]:
     """The steps that this rank is to record."""
-    if chosen.ranks == "all":
-        is_chosen = True
-    elif chosen.ranks == "stage":
+    if chosen.ranks == "stage":
         is_chosen = position.dp_rank == position.cp_rank == position.tp_rank == 0
     else:
-        is_chosen = position.rank in chosen.ranks
+        is_chosen = chosen.ranks == "all" or position.rank in chosen.ranks
     return frozenset(chosen.steps or ()) if is_chosen else frozenset()

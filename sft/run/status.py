@@ -193,7 +193,6 @@ def _publish_failure(folder: Path) -> None:
 
 
 def _now() -> dict[str, Any]:
-    """When, where, and in which job."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "host": socket.gethostname(),

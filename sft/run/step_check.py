@@ -24,8 +24,6 @@ from sft.parallel.position import Position
 
 
 class StepCheck:
-    """The checks of one run."""
-
     def __init__(self, config: TrainConfig, console: Console) -> None:
         self._max_nonfinite_steps, self._console = config.max_nonfinite_steps, console
         self._loss_spikes = LossSpikes()

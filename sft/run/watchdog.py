@@ -83,13 +83,11 @@ class Watchdog:
                 self._path.parent.rmdir()
 
     def phase(self, name: str) -> None:
-        """Start a new phase, and its timer."""
         if self._timeout_s is not None and os.getpid() == self._pid:
             self._phase = name, time.monotonic()
             self._arm()
 
     def idle(self) -> None:
-        """Nothing is watched until the next phase."""
         if self._timeout_s is not None and os.getpid() == self._pid:
             self._phase = None
             faulthandler.cancel_dump_traceback_later()

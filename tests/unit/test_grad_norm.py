@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.profiler import ProfilerActivity, profile
 
-from sft.mcore.optimizer.grad_norm import sum_of_squares
+from sft.mcore.optimizer.build import sum_of_squares
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # of float64 sums of 20 million numbers, in two orders: 1e-15 was found

@@ -96,7 +96,6 @@ def _write_others(folder: Path, template: Path, content: dict[str, Any], config:
 
 
 def _verify(path: Path, verify: Verify, console: Console) -> None:
-    """Raise CheckpointError naming every file that is not as it was written."""
     entries = manifest.read(path)
     if entries is None:
         console.say(f"{path} is unverified: it has no manifest to compare its files with")
@@ -126,7 +125,7 @@ def _find_template(common: Mapping[str, Any], path: Path, like: Path | None) -> 
 
 
 def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Every key of the recipe that wrote the checkpoint; empty where no run of this trainer wrote it."""
+    """Empty where no run of this trainer wrote the checkpoint."""
     sft = common.get("sft")
     recipe = sft.get("recipe") if isinstance(sft, dict) else None
     return recipe if isinstance(recipe, dict) else {}
@@ -165,7 +164,6 @@ def _model(
 
 
 def _check(reader: TorchDistReader, mappings: list[TensorMapping], path: Path) -> None:
-    """Raise CheckpointError listing every tensor that is not as the model has it."""
     stored = {key: shape for key, shape in reader.shapes.items() if not key.startswith(_NOT_MODEL)}
     wanted = {mapping.key: _padded_like(stored.get(mapping.key), mapping) for mapping in mappings}
     other = [
@@ -192,8 +190,6 @@ def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
 
 
 def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[torch.Tensor]:
-    """The Hugging Face tensors of the mapping, in order."""
-
     def rows(start: int, count: int) -> torch.Tensor:
         depth, row_shape = len(mapping.stack_index), mapping.row_shape
         offset = (*mapping.stack_index, start, *[0] * len(row_shape))

@@ -75,7 +75,6 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
 
 
 def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Architecture, source: Path) -> None:
-    """Raise CheckpointError listing every tensor that is not as the model has it."""
     wanted = {tensor.name: tensor.shape for mapping in mappings for tensor in mapping.sources}
     unread = {
         name.replace(LAYER, str(layer)) for name in model.family.unread for layer in range(model.model.num_layers)
@@ -205,10 +204,7 @@ def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowS
 
 
 def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> None:
-    """Write common.pt and metadata.json, which Megatron-LM reads beside the tensors.
-
-    positions: the longest sequence that the model is meant for, in tokens
-    """
+    """Write common.pt and metadata.json, which Megatron-LM reads beside the tensors."""
     args = Namespace(
         **model_arguments(model, padded_vocab_size=padded_vocab_size, positions=positions, bf16=bf16),
         tensor_model_parallel_size=1,

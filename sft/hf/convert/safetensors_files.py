@@ -49,10 +49,7 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name.
-
-    Raises CheckpointError listing what is wrong with the files.
-    """
+    """The tensors of a folder by name.  Raises CheckpointError listing what is wrong with the files."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, StoredTensor] = {}

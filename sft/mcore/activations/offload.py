@@ -139,8 +139,6 @@ class OffloadedTensor:
 
 
 class _LayerTensors:
-    """The offloaded tensors of one layer."""
-
     def __init__(self) -> None:
         self.references: list[weakref.ref[OffloadedTensor]] = []
         self.copied_out: Any = None  # event: all are in host memory

@@ -2,20 +2,20 @@
 
 autograd hands over every tensor that an operation saves (torch.autograd.graph.saved_tensors_hooks), and gets instead
 
-    Recompute        for the output of a norm: its inputs, from which backward computes it once more
-    OffloadedTensor  for any other large tensor of an offloaded layer: a copy in host memory (offload.py)
-    Prefetch         in the first layer that is not offloaded: the tensor itself.  When backward reaches it, the layer
-                     before is fetched
-    Resident         for the rest, the tensor itself: weights, small tensors, and everything where neither
-                     train.recompute nor train.offload_fraction asks for more
+    recompute  for the output of a norm: its inputs, from which backward computes it once more
+    offload    for any other large tensor of an offloaded layer: a copy in host memory (offload.py)
+    prefetch   in the first layer that is not offloaded: the tensor itself.  When backward reaches it, the layer before
+               is fetched
+    resident   for the rest, the tensor itself: weights, small tensors, and everything where neither train.recompute nor
+               train.offload_fraction asks for more
 
 A recomputed tensor gets no gradient of its own: the norm's own backward has it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,65 +27,44 @@ from sft.mcore.model_bytes import num_offloaded_layers
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device
 
 
-class SavedTensor(Protocol):
-    """What autograd keeps in place of a tensor until backward wants it."""
-
-    def restore(self) -> Tensor: ...
+Restore = Callable[[], Tensor]  # what autograd keeps in place of a tensor, and calls when backward wants it
 
 
-@dataclass(frozen=True)
-class Resident:
-    """The tensor itself.  version: of its content when it was saved"""
+def _resident(tensor: Tensor) -> Restore:
+    kept, version = tensor.detach(), tensor._version  # with its own node, the tensor would keep itself alive
 
-    tensor: Tensor
-    version: int
-
-    def restore(self) -> Tensor:
+    def restore() -> Tensor:
         # autograd leaves this check to the hooks.
-        assert self.tensor._version == self.version, "changed in place since it was saved"
-        return self.tensor
+        assert kept._version == version, "changed in place since it was saved"
+        return kept
+
+    return restore
 
 
-@dataclass(frozen=True)
-class Recompute:
-    compute: Callable[..., Tensor]
-    inputs: tuple[SavedTensor, ...]
-
-    def restore(self) -> Tensor:
+def _recompute(compute: Callable[..., Tensor], inputs: Sequence[Restore]) -> Restore:
+    def restore() -> Tensor:
         with torch.no_grad():
-            return self.compute(*(saved.restore() for saved in self.inputs))
+            return compute(*(restore_input() for restore_input in inputs))
+
+    return restore
 
 
-@dataclass(frozen=True)
-class Prefetch:
-    """Saved by `layer`, the first one that is not offloaded.  When backward wants it, the layer before is fetched."""
+def _prefetch(saved: Restore, layers: OffloadedLayers, layer: int) -> Restore:
+    def restore() -> Tensor:
+        layers.fetch(layer)
+        return saved()
 
-    saved: SavedTensor
-    layers: OffloadedLayers
-    layer: int
-
-    def restore(self) -> Tensor:
-        self.layers.fetch(self.layer)
-        return self.saved.restore()
+    return restore
 
 
-@dataclass(frozen=True)
-class SavedView:
-    """A part of a saved storage, or another shape of it."""
-
-    saved: SavedTensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def restore(self) -> Tensor:
-        return self.saved.restore().as_strided(self.size, self.stride, self.offset)
+def _view(saved: Restore, like: Tensor) -> Restore:
+    """The part of a saved storage, or the shape of it, that `like` is."""
+    size, stride, offset = like.size(), like.stride(), int(like.storage_offset())
+    return lambda: saved().as_strided(size, stride, offset)
 
 
 @dataclass(frozen=True)
 class _Recomputable:
-    """A storage, and how to compute its content once more."""
-
     storage: StorageWeakRef
     compute: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
@@ -93,10 +72,8 @@ class _Recomputable:
 
 @dataclass(frozen=True)
 class _SavedStorage:
-    """A whole storage that was saved, and by which layer."""
-
     storage: StorageWeakRef
-    saved: SavedTensor
+    saved: Restore
     layer: int
 
 
@@ -139,7 +116,7 @@ class SavePolicy:
         assert self._pass is None
         self._pass = this_pass = _ForwardPass(self, num_layers)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(this_pass.save, lambda saved: saved.restore()):
+            with torch.autograd.graph.saved_tensors_hooks(this_pass.save, lambda restore: restore()):
                 yield
             if this_pass.layers is not None and not self.backward_is_next:
                 this_pass.layers.evict_all()
@@ -163,8 +140,6 @@ class SavePolicy:
 
 
 class _ForwardPass:
-    """What one forward pass has saved so far."""
-
     def __init__(self, policy: SavePolicy, num_layers: int) -> None:
         self._resident = policy.resident
         self.layers = None if policy.memory is None else OffloadedLayers(policy.memory)
@@ -186,24 +161,23 @@ class _ForwardPass:
         self._recomputable.clear()
         self._saved.clear()
 
-    def save(self, tensor: Tensor) -> SavedTensor:
+    def save(self, tensor: Tensor) -> Restore:
         """The pack hook of torch's saved_tensors_hooks."""
         storage = tensor.untyped_storage()
         whole = self._save_storage(tensor, storage)
         if whole is not None:
-            return SavedView(whole, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        # Detached: with its own node, the tensor would keep itself alive.
-        resident = Resident(tensor.detach(), tensor._version)
+            return _view(whole, tensor)
+        resident = _resident(tensor)
         if self.layers is None or self._layer != self._num_offloaded + 1:
             return resident
-        return Prefetch(resident, self.layers, self._layer)
+        return _prefetch(resident, self.layers, self._layer)
 
     @property
     def _layer(self) -> int:
         """Number of the layer that is being computed, from 1; 0 before the first layer."""
         return 0 if self.layers is None else self.layers.num_started
 
-    def _save_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> SavedTensor | None:
+    def _save_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> Restore | None:
         """The whole storage of the tensor, to recompute or offloaded; None: it stays on the device."""
         key = storage.data_ptr(), tensor.dtype
         earlier = self._saved.get(key)
@@ -212,13 +186,13 @@ class _ForwardPass:
             # backward of the last layer would have to fetch all that the first one saved.
             return earlier.saved if earlier.layer == self._layer else None
         marked = self._recomputable.get(storage.data_ptr())
-        saved: SavedTensor | None = None
+        saved: Restore | None = None
         if marked is not None and not marked.storage.expired():
-            saved = Recompute(marked.compute, tuple(self.save(tensor) for tensor in marked.inputs))
+            saved = _recompute(marked.compute, [self.save(tensor) for tensor in marked.inputs])
         elif self._is_offloaded(tensor, storage):
             assert self.layers is not None
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            saved = self.layers.store(flat)
+            saved = self.layers.store(flat).restore
         if saved is not None:
             self._saved[key] = _SavedStorage(StorageWeakRef(storage), saved, self._layer)
         return saved

@@ -1,10 +1,7 @@
 """What the rest of the model asks of an attention backend.
 
-A backend is one object, made once for a run by `selection.choose`.  It gives the modules of a layer, the fields of
-TransformerConfig that go with them, the table of rotary angles where megatron-core applies them, and for every
-microbatch what its attention must know.  Nobody else branches on which backend it is.
-
-A further kind of layer has its own ModuleSpec, made beside `layer_spec`, and its own field in PackedDocuments.
+A backend is one object, made once for a run by `selection.choose`.  Nobody else branches on which backend it is.  A
+further kind of layer has its own ModuleSpec, made beside `layer_spec`, and its own field in PackedDocuments.
 
 What must be known before torch is imported stands elsewhere: what a backend means for the keys of a recipe in
 sft/config/attention.py, and the bytes that it keeps in activation_bytes.py.
@@ -86,7 +83,7 @@ class AttentionBackend(ABC):
         )
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Rotary frequencies: float32 [head_dim / 2]."""
+        """float32 [head_dim / 2]"""
         self._frequencies = self._frequencies.to(device)  # copied the first time only
         return self._frequencies
 

@@ -57,11 +57,7 @@ class FlashKernel:
 
     @staticmethod
     def of(
-        cu_seqlens: np.ndarray,
-        cp_size: int,
-        cp_rank: int,
-        device: torch.device,
-        operators: Operators | None = None,
+        cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device, operators: Operators | None = None
     ) -> "FlashKernel":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
 

@@ -33,14 +33,13 @@ class TorchKernel:
 
     @staticmethod
     def of(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device) -> "TorchKernel":
-        """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack."""
         order = None
         if cp_size > 1:
             order = send(torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size)), device)
         return TorchKernel(chunks=context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank), key_order=order)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp [t, heads]."""
+        """As `Kernel.forward`; log-sum-exp [t, heads]."""
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=_compute_dtype(query), device=query.device)
         for chunk in self.chunks:
@@ -49,14 +48,7 @@ class TorchKernel:
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
+        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, keys and values; those of keys and values in the dtype of `lse`."""
         dquery = torch.empty_like(query)
@@ -97,9 +89,7 @@ def _query_tiles(chunk: context_parallel.Chunk) -> Iterator[_Tile]:
     for start in range(0, chunk.length, QUERY_TILE):
         stop = min(start + QUERY_TILE, chunk.length)
         yield _Tile(
-            slice(chunk.local_start + start, chunk.local_start + stop),
-            chunk.document_start,
-            chunk.position + start,
+            slice(chunk.local_start + start, chunk.local_start + stop), chunk.document_start, chunk.position + start
         )
 
 

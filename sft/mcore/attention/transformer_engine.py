@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
 
-from sft.config import Config, ParallelConfig
+from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention.backend import AttentionBackend
@@ -53,36 +53,22 @@ def why_not(config: Config, device_type: str) -> str | None:
 
 
 def check_release(config: Config) -> None:
-    """Raises ConfigError where the installed release cannot do what the recipe asks for.
-
-    Transformer Engine itself would stop with an assertion in the first step.
-    """
-    _check_communication(config.parallel)
-    _check_fp8(config.run.fp8)
-
-
-def _check_communication(parallel: ParallelConfig) -> None:
-    needed, installed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0)), _installed()
+    """Raises ConfigError where the installed release, in the first step, would stop with an assertion."""
+    parallel, recipe, installed = config.parallel, config.run.fp8, importlib.metadata.version("transformer-engine")
+    needed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0))
     if parallel.cp > 1 and _numbers(installed) < needed:
         major, minor = needed
         raise ConfigError(
             f"parallel.cp_comm = {parallel.cp_comm}: Transformer Engine {installed} is installed, and takes packed "
             f"documents so from {major}.{minor} on.  parallel.cp_comm=p2p works."
         )
-
-
-def _check_fp8(recipe: str | None) -> None:
     if recipe is None:
         return
     gpu, cuda = torch.cuda.get_device_capability(), _numbers(torch.version.cuda or "0.0")
-    problem = fp8.why_not(recipe, te=_numbers(_installed()), gpu=gpu, cuda=cuda)
+    problem = fp8.why_not(recipe, te=_numbers(installed), gpu=gpu, cuda=cuda)
     if problem:
         others = [name for name in fp8.recipes_for(gpu) if name != recipe]
         raise ConfigError(f"run.fp8 = {recipe}: {problem}.  This GPU can run: {', '.join([*others, 'null'])}.")
-
-
-def _installed() -> str:
-    return importlib.metadata.version("transformer-engine")
 
 
 def _numbers(version: str) -> tuple[int, int]:

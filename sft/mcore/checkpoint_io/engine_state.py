@@ -85,7 +85,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
 
 
 def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
-    """Whether a checkpoint was written with the parallel sizes of `engine`; `plain` holds its non-tensor values."""
+    """Whether the checkpoint with these plain values was written with the parallel sizes of `engine`."""
     stored, current = common.get("args"), _arguments(engine, 0)
     axes = ("tensor_model", "pipeline_model", "context", "data", "expert_model", "expert_tensor")
     sizes = [f"{axis}_parallel_size" for axis in axes]
@@ -121,7 +121,6 @@ def _form(engine: Engine) -> dict[str, Any]:
 
 
 def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
-    """The plain values, under Megatron-LM's names."""
     return {
         "args": _arguments(engine, plain.get("iteration", 0)),
         "checkpoint_version": CHECKPOINT_VERSION,
@@ -161,10 +160,7 @@ def _arguments(engine: Engine, step: int) -> Namespace:
 
 
 def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
-    """Those of Megatron-LM's arguments that describe the model.
-
-    positions: the longest sequence that it is meant for, in tokens
-    """
+    """Those of Megatron-LM's arguments that describe the model.  positions: of the longest sequence it is meant for"""
     return dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -63,8 +63,7 @@ def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
 def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -> list[ShardedTensor]:
     """The tensors of the slices, described as chunks of whole tensors.
 
-    model: sharded state dict, which describes the parameters
-    main: the prefix of the fp32 weights; empty: they are those of the model
+    model: sharded state dict; main: the prefix of the fp32 weights, empty where they are those of the model
     """
     param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}

@@ -19,10 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.metadata as md
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     determine_main_replica_uniform_distribution,
@@ -48,22 +45,17 @@ CHUNK_BYTES = 256 << 20  # of one stored chunk; to read a row of it is to read a
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one rank writes of a checkpoint; refers to the engine's tensors: write it before the next step, or copy it.
-
-    objects  small objects as bytes by key
-    common   the plain values, which rank 0 writes
-    """
+    """What one rank writes of a checkpoint.  Its tensors are the engine's: write or copy it before the next step."""
 
     shards: list[ShardedTensor]
-    objects: dict[str, io.BytesIO]
-    common: dict[str, Any]
+    objects: dict[str, io.BytesIO]  # small ones, by key
+    common: dict[str, Any]  # the plain values, which rank 0 writes
 
     @property
     def num_bytes(self) -> int:
         return sum(s.data.nbytes for s in self.shards) + sum(len(o.getbuffer()) for o in self.objects.values())
 
     def refuse_nonfinite(self) -> None:
-        """Raise CheckpointError where a value is NaN or infinite."""
         if keys := [shard.key for shard in self.shards if not are_finite([shard.data])]:
             raise CheckpointError(f"{keys[0]} holds a value that is not finite; such a state is never saved.")
 
@@ -97,7 +89,6 @@ class CopyBuffers:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def copy(self, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        """The shards with copies of their data, which training does not change."""
         copies = [replace(shard, data=self._copy(shard)) for shard in shards]
         if any(shard.data.is_cuda for shard in shards):
             torch.cuda.synchronize()
@@ -188,11 +179,7 @@ class _SavePlanner(MCoreSavePlanner):
 
 
 def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader) -> None:
-    """Fill the shards' tensors, in place, from the files of a checkpoint.  Not collective.
-
-    source: its folder, or a reader of it
-    Raises CheckpointError.
-    """
+    """Fill the shards' tensors, in place, from the files of a checkpoint.  Not collective.  Raises CheckpointError."""
     if not shards:
         return
     wanted = [_with_all_axes(shard) for shard in shards]

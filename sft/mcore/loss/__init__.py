@@ -22,8 +22,7 @@ __all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistic
 
 
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
-    """The objective, a float64 scalar with its gradient: a sum over the supervised tokens; and the statistics of each
-    of these tokens, without gradient.
+    """The objective, a float64 scalar: a sum over the supervised tokens; and their statistics, without gradient.
 
     hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
     Without a supervised token the objective and its gradients are exactly 0, and the rank still joins all collectives.

@@ -20,16 +20,11 @@ from sft.mcore.loss.vocab_parallel import accumulation_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The supervised tokens of a microbatch on this rank.
+    """The supervised tokens of a microbatch on this rank."""
 
-    rows     int64 [n], increasing: where they stand among the rank's tokens
-    labels   int64 [n], each a token of the vocabulary
-    weights  float32 [n], above 0
-    """
-
-    rows: Tensor
-    labels: Tensor
-    weights: Tensor
+    rows: Tensor  # int64 [n], increasing: where they stand among the rank's tokens
+    labels: Tensor  # int64 [n]
+    weights: Tensor  # float32 [n], above 0
 
     @staticmethod
     def of(microbatch: Microbatch, device: torch.device) -> "Targets":
@@ -47,17 +42,13 @@ class Targets:
 class RowStatistics(NamedTuple):
     """Of n rows of scores over the whole vocabulary, float32 (float64 of float64 scores), each [n].
 
-    logprob  log p(label)
-    lse      log-sum-exp of the scores
-    entropy  in nats
-    correct  1 where no score is above the label's, 0 elsewhere; has no gradient
     lse and entropy are None where the config does not need them; `softmax.statistics` always gives lse.
     """
 
-    logprob: Tensor
-    lse: Tensor | None
-    entropy: Tensor | None
-    correct: Tensor
+    logprob: Tensor  # log p(label)
+    lse: Tensor | None  # log-sum-exp of the scores
+    entropy: Tensor | None  # in nats
+    correct: Tensor  # 1 where no score is above the label's, 0 elsewhere; has no gradient
 
     @staticmethod
     def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":

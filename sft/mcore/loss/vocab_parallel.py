@@ -10,16 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """The part of the output projection on this rank.
+    """The part of the output projection on this rank."""
 
-    weight        [rows, h], a slice of the padded vocabulary
-    first         the vocabulary id of row 0
-    num_real      rows that are real tokens (the rest pads the vocabulary)
-    """
-
-    weight: Tensor
-    first: int
-    num_real: int
+    weight: Tensor  # [rows, h], a slice of the padded vocabulary
+    first: int  # the vocabulary id of row 0
+    num_real: int  # rows that are real tokens (the rest pads the vocabulary)
     group: dist.ProcessGroup
     sequence_parallel: bool
 

@@ -178,7 +178,7 @@ def _memory(name: str) -> tuple[Row, Row]:
     rank = Source("Max", lambda step, run: getattr(step, field).rank)
     return (
         Row(f"{key}-gib", TRAIN, "GiB", MACHINE, gib, ABOVE_0, "peak of any rank; CUDA only", only_if=is_measured),
-        Row(f"{key}-rank", TRAIN, "rank", MACHINE, rank, COUNT, "rank that has this peak; CUDA only", only_if=is_measured),
+        Row(f"{key}-rank", TRAIN, "rank", MACHINE, rank, COUNT, "rank with this peak; CUDA only", only_if=is_measured),
     )
 
 

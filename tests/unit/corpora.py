@@ -24,6 +24,11 @@ def write(path: Path, *rows: object) -> str:
     return str(path)
 
 
+def save(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
 def corpus_of(
     *paths: str,
     cache: Path | None = None,

@@ -68,10 +68,6 @@ SHAPES: dict[str, tuple[object, Chat]] = {
         {"conversations": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a", "thinking": "so"}]},
         Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "so"}], None),
     ),
-    "messages": (
-        {"messages": [SYSTEM, USER, ANSWER], "id": 7},
-        Chat([SYSTEM, USER, ANSWER], None),
-    ),
     "messages as JSON text": (
         {"messages": json.dumps([USER, ANSWER]), "tools": ""},
         Chat([USER, ANSWER], None),
@@ -129,20 +125,12 @@ SHAPES: dict[str, tuple[object, Chat]] = {
         {"messages": [ANSWER, ANSWER, {"role": "user", "content": ""}]},
         Chat([ANSWER, ANSWER, {"role": "user", "content": ""}], None),
     ),
-    "a tool result without an id": (
-        {"messages": [USER, {"role": "tool", "content": "7"}, ANSWER]},
-        Chat([USER, {"role": "tool", "content": "7"}, ANSWER], None),
-    ),
     "a system text beside the messages": (
         {"system": "Be brief.", "messages": [USER, ANSWER]},
         Chat([SYSTEM, USER, ANSWER], None),
     ),
     "the same system text twice": (
         {"system": "Be brief.", "messages": [SYSTEM, USER, ANSWER]},
-        Chat([SYSTEM, USER, ANSWER], None),
-    ),
-    "ShareGPT": (
-        {"conversations": sent(system="Be brief.", human="Six?", gpt="6")},
         Chat([SYSTEM, USER, ANSWER], None),
     ),
     "ShareGPT by other names": (
@@ -182,10 +170,6 @@ SHAPES: dict[str, tuple[object, Chat]] = {
     "conversations in OpenAI's words, messages in ShareGPT's": (
         {"conversations": [USER, {"from": "gpt", "value": "6"}]},
         Chat([USER, ANSWER], None),
-    ),
-    "prompt and completion": (
-        {"prompt": "Six?", "completion": "6"},
-        Chat([USER, ANSWER], None, (0.0, 1.0)),
     ),
     "prompt and completion as messages: only the completion is learnt": (
         {"prompt": [SYSTEM, USER, ANSWER, USER], "completion": [ANSWER], "tools": [TOOL]},
@@ -280,16 +264,13 @@ BAD_ROWS: list[tuple[object, str]] = [
     ({"tokens": [1], "input_ids": [1]}, "the row has tokens as well as input_ids," + TWICE),
     # Messages
     (talk(), "messages must be a list of at least one message; got an empty list."),
-    ({"messages": {}}, "messages must be a list of at least one message; got an object."),
     ({"messages": "hi"}, "messages: not JSON: Expecting value at column 1 of 2 characters."),
     ({"messages": '"hi"'}, "messages must be a list of at least one message; got a string."),
     (talk("hi"), "message 1 must be an object with role and content; got a string."),
-    (talk(None), "message 1 must be an object with role and content; got null."),
     (talk(USER, USER, {"role": "assitant", "content": "x"}),
      'message 3 has role "assitant"; expected one of system, user, assistant, tool.'),
     (talk({"content": "x"}), "message 1 has no role; expected one of system, user, assistant, tool."),
     (talk({"role": ["user"], "content": "x"}), 'message 1 has role ["user"]; expected one of system, user,'),
-    (talk({"role": None, "content": "x"}), "message 1 has no role; expected one of"),
     (talk({"role": "x" * 99}), f'message 1 has role "{"x" * 56}...; expected one of'),
     # Contents
     (talk({"role": "user"}), "message 1 (user) must have a string as content; got null."),
@@ -304,7 +285,6 @@ BAD_ROWS: list[tuple[object, str]] = [
     (talk(USER, {"role": "assistant"}), "message 2 (assistant) must have a string as content; got null."),
     (talk(USER, {"role": "assistant", "content": " \n"}), "message 2 (assistant) is empty: it would teach to end a"),
     (talk(USER, {"role": "assistant", "content": "", "tool_calls": []}), "message 2 (assistant) is empty: it would"),
-    (talk(USER, {"role": "assistant", "content": []}), "message 2 (assistant) is empty: it would teach"),
     (talk({**USER, "reasoning": "a"}), "message 1 has reasoning, which is of the user; it is a string of"),
     (talk({**ANSWER, "thinking": 7}), "message 1 has thinking, which is 7; it is a string of an assistant."),
     (talk({**ANSWER, "thinking": "a", "reasoning": "b"}), "message 1 has reasoning and thinking, which differ."),
@@ -321,7 +301,6 @@ BAD_ROWS: list[tuple[object, str]] = [
     (talk(USER, {**ANSWER, "train": True, "weight": 1}), "message 2 has weight and train, which say the same."),
     # Tools
     (talk(USER, ANSWER, tools=7), "tools must be a list of objects; got 7."),
-    (talk(USER, ANSWER, tools={"name": "f"}), "tools must be a list of objects; got an object."),
     (talk(USER, ANSWER, tools="f"), "tools: not JSON: Expecting value at column 1 of 1 characters."),
     (talk(USER, ANSWER, tools=["f"]), "tool 1: not JSON: Expecting value at column 1 of 1 characters."),
     (talk(USER, ANSWER, tools=[7]), "tools must be a list of objects; tool 1 is 7."),
@@ -330,7 +309,6 @@ BAD_ROWS: list[tuple[object, str]] = [
     # Calls and results
     (talk({**USER, "tool_calls": [CALL]}), "message 1 is of the user and has tool_calls; only an assistant calls"),
     (talk({**CALLS, "tool_calls": ["f"]}), "message 1 has tool_calls that are not a list of objects."),
-    (talk({**CALLS, "tool_calls": {}}), "message 1 has tool_calls that are not a list of objects."),
     (talk({**CALLS, "tool_calls": "["}), "message 1: tool_calls: not JSON: Expecting value at column 2"),
     (calling(function="f"), "message 2 has a tool call without the name of a function."),
     (calling(arguments={}), "message 2 has a tool call without the name of a function."),
@@ -365,7 +343,6 @@ BAD_ROWS: list[tuple[object, str]] = [
     ({"tokens": "1 2"}, "tokens must be a list of at least one number; got a string."),
     ({"tokens": [1, 1.5]}, "tokens has 1.5 at 2; ids are integers."),
     ({"tokens": [1, True]}, "tokens has true at 2; ids are integers."),
-    ({"tokens": [1, None]}, "tokens has null at 2; ids are integers."),
     ({"tokens": [1, -2]}, "tokens has -2 at 2; ids are integers from 0 to 2,147,483,647."),
     ({"input_ids": [1, 10**99]}, "input_ids has 1000000000"),
     ({"tokens": [1, 2]}, "tokens needs one of loss_mask, assistant_masks and labels, which say what is supervised;"),
@@ -398,16 +375,4 @@ def test_values_that_only_a_table_can_hold() -> None:
 def test_bad_rows(row: object, complaint: str) -> None:
     with pytest.raises(DataError) as error:
         read_row(row)
-    assert str(error.value).startswith(complaint) or complaint in str(error.value)
-    assert len(str(error.value)) < 300
-
-
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [(row, text) for row, text in BAD_ROWS if "NaN" not in json.dumps(row)],
-)
-def test_bad_rows_of_a_file_are_named(tmp_path: Path, row: object, complaint: str) -> None:
-    """And only they: the good rows before and after them are not."""
-    with pytest.raises(DataError) as error:
-        prepared(tmp_path, talk(USER, ANSWER), talk(USER, ANSWER), row, talk(USER, ANSWER))
-    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:3: ") and complaint in str(error.value)
+    assert complaint in str(error.value) and len(str(error.value)) < 300

@@ -1,0 +1,172 @@
+"""A bad row is named, with its reason, and alone: the rows around it are read as if it were not there."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sft.data.chat.formats import read_row
+from sft.data.read import json_rows
+from sft.data.read.rows import index_rows, read_rows
+from sft.data.read.strict_json import Unreadable, parse
+from sft.errors import DataError
+from tests.unit.corpora import ROW, corpus_of, save
+
+USER, ANSWER = ROW["messages"]
+GOOD = json.dumps(ROW).encode()
+CUT_LINE = GOOD[: len(GOOD) // 2]
+
+
+def turn(**message: Any) -> bytes:
+    return json.dumps({"messages": [USER, message]}).encode()
+
+
+BAD_LINES: dict[str, tuple[bytes, str]] = {
+    "broken JSON": (b'{"messages": [', "not JSON: Expecting value at column 15 of 14 characters."),
+    "more after the object": (b'{"messages": []} x', "not JSON: Extra data at column 18"),
+    "last line cut": (CUT_LINE, "not JSON: Unterminated string starting at column 43 of 51 characters."),
+    "NaN": (b'{"messages": NaN}', "NaN is not JSON."),
+    "number without end": (b'{"messages": 1e999}', "not usable JSON: the number 1e999 is too large."),
+    "huge integer": (b"1" * 5000, "not usable JSON: Exceeds the limit"),
+    "duplicate keys": (b'{"messages": [{"role": "user", "role": "user"}]}', "key 'role' is given twice in one object."),
+    "invalid UTF-8": (b'{"messages": "\xff"}', "not UTF-8: byte 0xff at position 15."),
+    "UTF-16": (GOOD.decode().encode("utf-16-le"), "not JSON: Expecting property name"),
+    "byte order mark inside": (b"\xef\xbb\xbf{}", "not JSON: "),
+    "NUL byte": (b'{"messages": "\x00"}', "not JSON: Invalid control character"),
+    "deep nesting": (b"[" * 100_000, "nested too deeply, beyond 100 levels."),
+    "nesting beyond the limit": (b"[" * 101 + b"]" * 101, "nested too deeply, beyond 100 levels."),
+    "half a surrogate pair": (b'{"messages": "\\ud83d"}', "holds half a surrogate pair (\\ud83d), which is not text."),
+    "a number": (b"7", "a row is an object; got 7."),
+    "a list": (b"[1]", "a row is an object; got a list."),
+    "no known shape": (b'{"text": "a", "messages": null}', "The keys here are: text, messages (null)."),
+    "id beyond the tokenizer": (b'{"tokens": [1, 259], "loss_mask": [0, 1]}', "token 2 is 259, but the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_row_is_named_and_alone(tmp_path: Path, name: str) -> None:
+    """By file and line, with its reason; the rows around it can be read."""
+    line, complaint = BAD_LINES[name]
+    path = save(tmp_path / "chat.jsonl", GOOD + b"\n\n" + line + b"\n" + GOOD + b"\n")
+    with pytest.raises(DataError) as error:
+        corpus_of(str(path))
+    assert str(error.value).startswith(f"{path}:3: ") and complaint in str(error.value)
+    assert not list(tmp_path.glob("cache/*"))
+    (first, good), (third, bad), (fourth, last) = read_rows(path)
+    assert (first, third, fourth) == (1, 3, 4) and parse(good) == parse(last) == ROW
+    with pytest.raises(DataError):
+        data = read_row(parse(bad))
+        raise DataError("only its ids are wrong") if name == "id beyond the tokenizer" else AssertionError(data)
+
+
+# Text whose strings and brackets do not close takes the rest of a list with it.
+UNCLOSED = ("broken JSON", "last line cut", "deep nesting", "UTF-16")
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_LINES if name not in UNCLOSED])
+def test_a_bad_row_of_a_list_is_named_and_alone(tmp_path: Path, name: str) -> None:
+    line, complaint = BAD_LINES[name]
+    path = save(tmp_path / "chat.json", b"[" + b",\n".join([GOOD, line, GOOD]) + b"]")
+    with pytest.raises(DataError) as error:
+        corpus_of(str(path))
+    assert str(error.value).startswith(f"{path} row 2: ") and complaint in str(error.value)
+    (_, first), _, (number, last) = read_rows(path)
+    assert number == 3 and parse(first) == parse(last) == ROW
+
+
+def test_a_bad_row_of_a_table_is_named_and_alone(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = pyarrow.array([GOOD[13:-1], b'"\xff"', GOOD[13:-1]], pyarrow.binary())
+    bad_text = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])
+    parquet.write_table(pyarrow.table({"messages": bad_text}), tmp_path / "a.parquet")
+    first, second, third = read_rows(tmp_path / "a.parquet")
+    assert read_row(parse(first[1])) == read_row(parse(third[1])) == read_row(ROW)
+    assert isinstance(second[1], Unreadable) and "can't decode byte 0xff" in second[1].reason
+    with pytest.raises(DataError, match="a.parquet row 2: cannot be read: 'utf-8' codec can't decode byte 0xff"):
+        corpus_of(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_row_over_the_limit_is_named_and_alone(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 3_000_000)
+    long = b'{"messages": "' + b"x" * 4_999_984 + b'"}'
+    lines, listed = GOOD + b"\n" + long + b"\n" + GOOD, b"[" + GOOD + b"," + long + b"," + GOOD + b"]"
+    for name, content in (("a.jsonl", lines), ("a.json", listed)):
+        path = tmp_path / f"{name}{ending}"
+        save(path, gzip.compress(content, 1) if ending else content)
+        (_, first), (number, bad), (_, last) = read_rows(path)
+        assert number == 2 and parse(first) == parse(last) == ROW
+        with pytest.raises(DataError) as error:
+            parse(bad)
+        assert str(error.value) == "5,000,000 bytes long; a row may have 3,000,000.  Is a line end missing?"
+        assert index_rows(path).num_rows == 3
+
+
+def test_accepted_on_purpose(tmp_path: Path) -> None:
+    """A byte order mark at the start, CRLF, blank lines, no end of the last line, and a line of 3 MB."""
+    long = json.dumps({"messages": [{"role": "user", "content": "x" * 3_000_000}, ANSWER]}).encode()
+    path = save(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\r\n \t\r\n" + long + b"\r\n\r\n\n" + GOOD)
+    corpus = corpus_of(str(path), seq_length=20_000_000)
+    assert corpus.lengths.tolist() == [39, 3_000_025, 39]
+    assert [corpus.name(i) for i in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:6"]
+
+
+ANY_BYTES = st.one_of(
+    st.binary(max_size=200),
+    st.lists(
+        st.sampled_from(
+            [b'{"messages":', b'{"tokens":', b'"role":', b'"user"', b'"content":', b'"tool_calls":', b'"name"', b"["]
+            + [b"]", b"{", b"}", b",", b":", b'"', b"\\", b"null", b"1", b"-1", b"\n", b"\r\n", b"\xef\xbb\xbf"]
+            + [GOOD, b'"weight":', b'"tools":', b'"loss_mask":', b'\\ud800', b"true", b"\xff", b'"from":', b'"value":']
+        ),
+        max_size=30,
+    ).map(b"".join),
+)  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=ANY_BYTES)
+@example(content=b'{"messages": [{"role": [], "content": {}}]}')
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.bz2", "a.json.zst", "a.arrow"])
+def test_no_bytes_raise_anything_but_data_errors(tmp_path: Path, name: str, content: bytes) -> None:
+    path = save(tmp_path / name, content)
+    try:
+        index_rows(path)
+        for _, row in read_rows(path):
+            try:
+                read_row(parse(row))
+            except DataError:
+                pass
+    except DataError:
+        pass
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    | st.sampled_from(["user", "assistant", "tool", "text", "function", "a", '{"a": 1}', "[]", "gpt", "function_call"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(
+            "role content messages tool_calls tools function name arguments id tool_call_id weight train from value "
+            "type text prompt completion instruction output input history system tokens input_ids labels loss_mask "
+            "conversations reasoning thinking function_call".split()
+        ),
+        inner,
+        max_size=5,
+    ),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=VALUES)
+def test_no_row_raises_anything_but_data_errors(row: Any) -> None:
+    try:
+        read_row(parse(json.dumps(row).encode()))
+    except DataError as error:
+        assert len(str(error)) < 700

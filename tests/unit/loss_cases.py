@@ -1,6 +1,6 @@
 """The loss in float64 by its definition, cases to compute it of, and tolerances."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -42,22 +42,16 @@ def name(loss: LossConfig) -> str:
     return "full" if loss.impl == "full" else f"{loss.impl} {loss.chunk_size}"
 
 
+def tensor_parallel(tp: int, sequence_parallel: bool = False) -> Layout:
+    """Of as many ranks."""
+    ones = dict.fromkeys(("cp", "pp", "dp", "virtual_stages", "num_microbatches", "doc_multiple", "pack_multiple"), 1)
+    return Layout(world_size=tp, tp=tp, sequence_parallel=sequence_parallel, global_batch_size=1, **ones)
+
+
 @contextmanager
 def world_of_one() -> Iterator[dist.ProcessGroup]:
     """The tensor-parallel group of a world of one; core's own cross-entropy looks it up globally."""
-    layout = Layout(
-        world_size=1,
-        tp=1,
-        cp=1,
-        pp=1,
-        dp=1,
-        virtual_stages=1,
-        sequence_parallel=False,
-        global_batch_size=1,
-        num_microbatches=1,
-        doc_multiple=1,
-        pack_multiple=1,
-    )
+    layout = tensor_parallel(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
         patch.setattr(process_groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
@@ -127,6 +121,22 @@ def case(supervised: list[int] | None = None, tokens: int = TOKENS, seed: int = 
     )
 
 
+def wide_case(seed: int) -> Case:
+    """40 tokens of width 64 over 300 of 384 rows: more roundings than the small one has."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(1, 40, generator=generator) < 0.6
+    return Case(
+        hidden=torch.randn(40, 1, 64, generator=generator),
+        weight=torch.randn(384, 64, generator=generator) / 4,
+        labels=torch.randint(0, 300, (1, 40), generator=generator),
+        weights=mask * (0.1 + torch.rand(1, 40, generator=generator)),
+    )
+
+
+def inputs_of(c: Case) -> tuple[Tensor, Tensor]:
+    return c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     loss: Tensor
@@ -145,7 +155,7 @@ def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = V
 
 
 def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
-    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+    hidden, weight = inputs_of(c)
     total, rows = lm_loss(hidden, shard_of(weight, group, vocab), c.targets(), loss)
     (total * upstream).backward()
     assert total.dtype == torch.float64
@@ -161,7 +171,7 @@ def run_statistics(
     c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: list[Tensor | None], vocab: int = VOCAB
 ) -> Outcome:
     """Gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
-    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
+    hidden, weight = inputs_of(c)
     rows = token_statistics(hidden, shard_of(weight, group, vocab), c.targets(), loss)
     total = torch.zeros((), dtype=torch.float64)
     for column, times in zip(rows, upstream):
@@ -170,6 +180,15 @@ def run_statistics(
             total = total + (times * column).sum(dtype=torch.float64)
     total.backward()
     return _outcome(c, hidden, weight, total, rows)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[Callable[[bool], None]]:
+    """`poison(True)` of what it gives: memory that nobody has written to holds NaN from now on."""
+    before = torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
 
 
 def _outcome(c: Case, hidden: Tensor, weight: Tensor, total: Tensor, rows: RowStatistics) -> Outcome:

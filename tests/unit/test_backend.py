@@ -10,6 +10,7 @@ import torch
 
 from sft.config import Config
 from sft.errors import ConfigError
+from sft.mcore import fp8
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.selection import choose
 from sft.recipe.load import parse_recipe
@@ -167,3 +168,19 @@ def test_fp8_without_transformer_engine() -> None:
     assert told.startswith("run.fp8 = delayed is Transformer Engine's: transformer_engine does not import here (")
     with pytest.raises(ConfigError, match="run.fp8 = delayed is Transformer Engine's: .* this run is on the CPU"):
         choose(config("run.fp8=delayed"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_weights_and_attention_stay_as_without_fp8(name: str) -> None:
+    """So that any other run can read the weights of a checkpoint."""
+    found = fp8.fields(name)
+    assert not any(found[key] for key in ("fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention"))
+    assert found["fp8_recipe"] == name and found["fp8"] in ("hybrid", "e4m3")
+
+
+def test_positions_begin_anew_with_every_document() -> None:
+    """Of two of 2 tokens each: the angles of 0, 1, 0, 1."""
+    boundaries, positions = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([[0, 1, 0, 1]])
+    rotation = choose(config("run.precision=fp32"), "cpu").documents(boundaries, 2, positions, 1, 0).rotation
+    assert rotation is not None
+    assert rotation.cos[:, 0, 0].tolist() == pytest.approx([1.0, 0.5403023, 1.0, 0.5403023], rel=1e-6)

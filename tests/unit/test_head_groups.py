@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sft.mcore.attention import packed_attention
 from sft.mcore.attention.activation_bytes import MAX_HEAD_GROUPS
+from sft.mcore.attention.rope import Rotation
 
 TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
 
@@ -132,3 +133,20 @@ def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: py
     two: Any = SimpleNamespace(size=lambda: 2)
     packed_attention.packed_attention(torch.randn(TOKENS, HEADS, WIDTH), key, key, Kernel(log), 1.0, two)
     assert held == [1, 1, 1, 0]
+
+
+def test_rotation_is_part_of_the_function(log: list[str]) -> None:
+    """A kernel whose gradients of queries and keys are those that it is given: rotated back, once each."""
+    rotation = Rotation.of(torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0.5]), torch.float32)
+    inputs = [torch.randn(TOKENS, 1, WIDTH, requires_grad=True) for _ in range(3)]
+    kernel = Kernel(log)
+    kernel.key_order = None  # type: ignore[assignment]
+    ones = torch.ones(TOKENS, 1, WIDTH)
+    kernel.backward = lambda *given: (ones, ones, ones)  # type: ignore[method-assign]
+    alone: Any = SimpleNamespace(size=lambda: 1)
+    packed_attention.packed_attention(*inputs, kernel, 1.0, alone, rotation).sum().backward()
+    cos, sin = rotation.cos[:, 0, 0], rotation.sin[:, 0, 0]
+    for rotated in inputs[:2]:
+        assert rotated.grad is not None
+        torch.testing.assert_close(rotated.grad[:, 0], torch.stack((cos + sin, cos - sin), dim=1))
+    assert inputs[2].grad is not None and torch.equal(inputs[2].grad, ones)

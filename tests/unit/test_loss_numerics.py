@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,14 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.config import LossConfig
-from sft.data.packing.pack import make_pack, token_weight
 from sft.mcore.loss import chunked, lm_loss, softmax, token_statistics
-from tests.builders import sample
 from tests.unit.loss_cases import (
     EACH,
     FULL,
     GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
     PADDED,
     SUPERVISED,
     TERMS,
@@ -35,11 +31,14 @@ from tests.unit.loss_cases import (
     check,
     error,
     expected,
+    inputs_of,
+    poisoned_memory,
     run,
     run_statistics,
     same,
     shard_of,
     terms,
+    wide_case,
     with_terms,
     world_of_one,
 )
@@ -69,10 +68,6 @@ def small(supervised: list[int]) -> Case:
     """5 tokens of width 3 and 4 of 6 rows of vocabulary, in float64."""
     c = case(supervised, tokens=5)
     return replace(c, hidden=c.hidden[..., :3], weight=c.weight[:6, :3], labels=c.labels % 4).to(torch.float64)
-
-
-def inputs_of(c: Case) -> tuple[Tensor, Tensor]:
-    return c.hidden.clone().requires_grad_(), c.weight.clone().requires_grad_()
 
 
 class _Objective(torch.autograd.Function):
@@ -118,18 +113,6 @@ def test_gradients_of_statistics_are_their_slopes(
 
 
 # --- precision ---------------------------------------------------------------------------------------------
-
-
-def wide_case(seed: int) -> Case:
-    """40 tokens of width 64 over 300 of 384 rows: more roundings than the small one has."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(1, 40, generator=generator) < 0.6
-    return Case(
-        hidden=torch.randn(40, 1, 64, generator=generator),
-        weight=torch.randn(384, 64, generator=generator) / 4,
-        labels=torch.randint(0, 300, (1, 40), generator=generator),
-        weights=mask * (0.1 + torch.rand(1, 40, generator=generator)),
-    )
 
 
 def distances(found: Outcome, wanted: Outcome) -> dict[str, float]:
@@ -219,11 +202,8 @@ def test_blocks_of_a_pass_change_nothing(
 
 @pytest.fixture
 def poison() -> Iterator[Callable[[bool], None]]:
-    """`poison(True)`: memory that nobody has written to holds NaN from now on."""
-    before = torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield torch.use_deterministic_algorithms
-    torch.use_deterministic_algorithms(before)
+    with poisoned_memory() as poison:
+        yield poison
 
 
 @pytest.mark.parametrize("supervised", [SUPERVISED, [], list(range(TOKENS))], ids=["some", "none", "all"])
@@ -234,7 +214,7 @@ def test_nothing_is_read_before_it_is_written(
     c = case(supervised)
     upstream: list[Tensor | None] = list(torch.randn(3, len(supervised), generator=torch.Generator().manual_seed(3)))
     for dtype in (torch.float32, torch.bfloat16):
-        for size in SIZES:
+        for size in (1, 7, 8, TOKENS, TOKENS + 1):
             found = []
             for poisoned in (False, True):
                 poison(poisoned)
@@ -358,161 +338,3 @@ def test_how_many_chunks_logits_are_taken_in(
     run(case(), with_terms(CHUNKED, {"chunk_size": size}), group)
     assert len(calls) == passes
     assert sum(shape[0] for shape in calls) == TOKENS
-
-
-# --- the gradient of the weight, straight into main_grad ---------------------------------------------------
-
-
-def with_main_grad(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """A weight as megatron-core's DistributedDataParallel leaves it, its buffer not empty; and what is in there."""
-    weight = weight.clone().requires_grad_()
-    before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    weight.main_grad = before.clone()  # type: ignore[attr-defined]
-    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return weight, before
-
-
-def main_grad(weight: Tensor) -> Tensor:
-    found: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    return found
-
-
-@pytest.mark.parametrize("supervised", [SUPERVISED, list(range(TOKENS)), []], ids=["some", "all", "none"])
-@pytest.mark.parametrize("more", [TERMS["plain"], TERMS["all"]], ids=["plain", "all"])
-def test_the_gradient_is_added_to_main_grad(
-    supervised: list[int], more: dict[str, float], group: dist.ProcessGroup
-) -> None:
-    c, wanted = case(supervised), expected(case(supervised), **more)
-    hidden, (weight, before) = c.hidden.clone().requires_grad_(), with_main_grad(c.weight)
-    objective = lm_loss(hidden, shard_of(weight, group), c.targets(), with_terms(FUSED, more))[0]
-    torch.testing.assert_close(objective.detach(), wanted.loss, rtol=LOSS_TOLERANCE, atol=0.0)
-    objective.backward()
-    assert error(main_grad(weight), before + wanted.weight) <= GRADIENT_TOLERANCE
-    assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
-    assert weight.grad is not None and weight.grad.shape == weight.shape  # core waits for one; whatever is in there
-    assert hidden.grad is not None and error(hidden.grad, wanted.hidden) <= GRADIENT_TOLERANCE
-    if not supervised:
-        assert torch.equal(main_grad(weight), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_weight_with_another_use_gets_no_garbage(
-    dtype: torch.dtype, poison: Callable[[bool], None], group: dist.ProcessGroup
-) -> None:
-    """core sets zero_out_wgrad on tied embeddings, and adds what autograd hands it to main_grad."""
-    c = case().to(dtype)
-    weight, _ = with_main_grad(c.weight)
-    weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-    poison(True)
-    lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED)[0].backward()
-    assert weight.grad is not None and weight.grad.dtype == dtype
-    assert not weight.grad.any()
-
-
-def test_main_grad_sums_microbatches_in_fp32(group: dist.ProcessGroup) -> None:
-    """20 microbatches in bf16: a sum of gradients rounded to bf16 each is farther from the definition."""
-    microbatches = [replace(wide_case(seed), weight=wide_case(0).weight).to(torch.bfloat16) for seed in range(20)]
-    wanted = torch.stack([expected(c, vocab=300).weight for c in microbatches]).sum(0)
-    weight, _ = with_main_grad(microbatches[0].weight)
-    main_grad(weight).zero_()
-    rounded = torch.zeros(weight.shape)
-    for c in microbatches:
-        lm_loss(c.hidden, shard_of(weight, group, vocab=300), c.targets(), FUSED)[0].backward()
-        rounded += run(c, FUSED, group, vocab=300).weight.float()
-    assert main_grad(weight).dtype == torch.float32
-    assert error(main_grad(weight), wanted) < error(rounded, wanted)
-
-
-@pytest.mark.parametrize("upstream", [2.0, 0.5, 0.0, torch.nan])
-def test_an_upstream_gradient_that_main_grad_cannot_know_is_refused(upstream: float, group: dist.ProcessGroup) -> None:
-    c, (weight, _) = case(), with_main_grad(case().weight)
-    objective = lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED)[0]
-    with pytest.raises(RuntimeError, match="upstream gradient of 1"):
-        (objective * upstream).backward()
-
-
-def test_main_grad_of_bf16_is_left_to_autograd(group: dist.ProcessGroup) -> None:
-    c = case().to(torch.bfloat16)
-    weight, before = with_main_grad(c.weight, torch.bfloat16)
-    lm_loss(c.hidden, shard_of(weight, group), c.targets(), FUSED)[0].backward()
-    assert torch.equal(main_grad(weight), before)
-    assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
-    assert weight.grad is not None and torch.equal(weight.grad, run(c, FUSED, group).weight)
-
-
-@pytest.mark.parametrize("impl", [CHUNKED, FULL], ids=lambda c: c.impl)
-def test_with_logits_autograd_has_the_gradient_of_the_weight(impl: LossConfig, group: dist.ProcessGroup) -> None:
-    c, (weight, before) = case(), with_main_grad(case().weight)
-    lm_loss(c.hidden, shard_of(weight, group), c.targets(), impl)[0].backward()
-    assert torch.equal(main_grad(weight), before)
-    assert weight.grad is not None and error(weight.grad, expected(c).weight) <= GRADIENT_TOLERANCE
-
-
-def test_without_gradients_main_grad_stays_as_it_is(group: dist.ProcessGroup) -> None:
-    c, (weight, before) = case(), with_main_grad(case().weight)
-    hidden = c.hidden.clone().requires_grad_()
-    with torch.no_grad():
-        lm_loss(hidden, shard_of(weight, group), c.targets(), FUSED)
-        token_statistics(hidden, shard_of(weight, group), c.targets(), FUSED)
-    assert torch.equal(main_grad(weight), before)
-    assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
-
-
-def test_statistics_add_to_main_grad_in_backward(group: dist.ProcessGroup) -> None:
-    """They learn the upstream gradients before they compute their own, so that any will do."""
-    c, (weight, before) = case(), with_main_grad(case().weight)
-    hidden = c.hidden.clone().requires_grad_()
-    upstream = torch.randn(3, len(SUPERVISED), generator=torch.Generator().manual_seed(4))
-    loss = with_terms(FUSED, {"entropy_coef": 1.0})
-    rows = token_statistics(hidden, shard_of(weight, group), c.targets(), loss)
-    assert torch.equal(main_grad(weight), before)
-    sum((times * column).sum() for times, column in zip(upstream, rows)).backward()  # type: ignore
-    wanted = expected(c, list(upstream))
-    assert error(main_grad(weight), before + wanted.weight) <= GRADIENT_TOLERANCE
-    assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
-    assert hidden.grad is not None and error(hidden.grad, wanted.hidden) <= GRADIENT_TOLERANCE
-
-
-@pytest.mark.parametrize("buffered", [False, True], ids=["autograd", "main_grad"])
-def test_fused_goes_backward_once(buffered: bool, group: dist.ProcessGroup) -> None:
-    c, (hidden, weight) = case(), inputs_of(case())
-    if buffered:
-        weight, _ = with_main_grad(c.weight)
-    objective = lm_loss(hidden, shard_of(weight, group), c.targets(), FUSED)[0]
-    objective.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once"):
-        objective.backward()
-
-
-# --- the weights of tokens ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "reduction, four, one",
-    [("token", 1.0, 1.0), ("sample", 0.25, 1.0), ("sqrt", 0.5, 1.0)],
-)
-def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -> None:
-    """Samples of 4 and of 1 supervised labels (the first token is never one), and of none; then filler."""
-    samples = [
-        sample(range(10, 16), [1, 1, 1, 0, 1, 1]),
-        sample(range(10, 13), [0, 0, 1]),
-        sample(range(10, 12), [1, 0]),
-    ]
-    pack = make_pack(samples, doc_multiple=4, pad_id=0, reduction=reduction, pack_multiple=20)
-    first, second = [four, four, 0, four, four, 0, 0, 0], [0, one, 0, 0]
-    assert pack.loss_weights.tolist() == first + second + [0] * 8
-    assert pack.loss_weights.dtype == np.float32
-    assert pack.loss_mask.tolist() == [w > 0 for w in first + second + [0] * 8]
-
-
-@pytest.mark.parametrize("reduction, total", [("token", 7.0), ("sample", 1.0), ("sqrt", 7.0**0.5)])
-def test_weights_of_a_sample_add_up(reduction: str, total: float) -> None:
-    """All n supervised tokens together: n, 1 and the square root of n."""
-    pack = make_pack([sample(range(10, 19), [0, *[1] * 7, 0])], doc_multiple=1, pad_id=0, reduction=reduction)
-    assert pack.loss_weights.sum() == pytest.approx(total, rel=LOSS_TOLERANCE)
-    assert len(set(pack.loss_weights[pack.loss_mask].tolist())) == 1
-
-
-def test_packs_weigh_tokens_alike_by_default() -> None:
-    assert make_pack([sample(range(10, 13), [1, 1, 1])], doc_multiple=4, pad_id=0).loss_weights.tolist() == [1, 1, 0, 0]
-    assert token_weight(0, "sample") == 1.0  # no token has it

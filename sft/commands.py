@@ -79,7 +79,7 @@ def check(arguments: Namespace) -> None:
 
 def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     from sft.data.cache.prepare import prepare_recipe
-    from sft.data.inspect.forecast import loader_of
+    from sft.data.inspect.forecast import length_lines, loader_of
 
     length = recipe.config.train
     tokenizer = _tokenizer(recipe)
@@ -89,15 +89,12 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     loader = loader_of(recipe.config, layout, corpus)
     loader.plans.locate((length.num_steps or loader.plans.total_steps(length.num_epochs or 1)) - 1)
     plan = loader.plans.plan(0)
-    steps = -(-len(plan) // length.global_batch_size)
     lines = [
         *corpus.summary().splitlines(),
         f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
         f"of which {plan.alignment_waste:.1%} is padding inside documents",
-        f"steps per epoch {steps:,} = {len(plan):,} packs / global_batch_size {length.global_batch_size}, rounded up",
+        *length_lines(recipe.config, plan),
     ]
-    if length.num_steps:
-        lines.append(f"num_steps {length.num_steps:,} = {length.num_steps / steps:.2f} epochs")
     _print_group("data", lines)
     for name, held_out in corpora.items():
         _print_group(name, held_out.summary().splitlines())
@@ -132,6 +129,8 @@ def inspect(arguments: Namespace) -> None:
         if picture.suffix != ".png":
             raise ConfigError(f"--png {picture} does not end in .png, and a PNG is what is written.")
         try:
+            import matplotlib  # noqa: F401
+
             from sft.data.inspect.picture import draw
         except ImportError:
             raise ConfigError("--png draws with matplotlib, which is not installed: pip install matplotlib") from None

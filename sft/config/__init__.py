@@ -18,30 +18,6 @@ from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, T
 from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed
 from sft.config.train import LossConfig, OptimConfig, TrainConfig
 
-__all__ = [
-    "AttentionConfig",
-    "CheckpointConfig",
-    "Config",
-    "Conflict",
-    "DataConfig",
-    "LogConfig",
-    "LossConfig",
-    "MemoryProfile",
-    "ModelConfig",
-    "MoeConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "ProfileConfig",
-    "RopeConfig",
-    "RunConfig",
-    "Section",
-    "SourceConfig",
-    "TorchProfile",
-    "TrainConfig",
-    "divisors",
-    "listed",
-]
-
 
 class Config(Section):
     """A whole recipe."""

@@ -13,15 +13,9 @@ from sft.config.section import Section
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:
-    """
-    needs_cuda      does not run on a CPU
-    has_fp8         computes the linear layers in FP8 where run.fp8 asks for it
-    reads_cp_comm   moves keys and values as parallel.cp_comm and cp_a2a say
-    """
-
-    needs_cuda: bool
-    has_fp8: bool
-    reads_cp_comm: bool
+    needs_cuda: bool  # does not run on a CPU
+    has_fp8: bool  # computes the linear layers in FP8 where run.fp8 asks for it
+    reads_cp_comm: bool  # moves keys and values as parallel.cp_comm and cp_a2a say
 
 
 BACKENDS: Mapping[str, BackendTraits] = {

@@ -20,16 +20,11 @@ from sft.parallel.position import Position
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """The data of one step.
+    """The data of one step."""
 
-    position      the epoch and the global batch in that epoch, both counted from 0
-    samples       numbers of all samples of the step, over all ranks
-    microbatches  of this rank
-    """
-
-    position: tuple[int, int]
-    samples: list[int]
-    microbatches: list[Microbatch]
+    position: tuple[int, int]  # the epoch and the global batch in that epoch, both counted from 0
+    samples: list[int]  # numbers of all samples of the step, over all ranks
+    microbatches: list[Microbatch]  # of this rank
 
 
 class DataPipeline:
@@ -52,10 +47,7 @@ class DataPipeline:
         self.train = self._loader(self._corpus, tokenizer)
         self.held_out = {name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in held_out.items()}
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
-        self.row_reports = {
-            "train": self._corpus.report(),
-            **{name: corpus.report() for name, corpus in held_out.items()},
-        }
+        self.row_reports = {name: corpus.report() for name, corpus in {"train": self._corpus, **held_out}.items()}
         self._epoch: int | None = None  # the newest whose packing was reported
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
         if data.plan is not None:

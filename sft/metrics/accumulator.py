@@ -17,22 +17,14 @@ from sft.metrics.totals import Totals, quantities
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTokens:
-    """The supervised tokens of one microbatch that this rank holds, in order; arrays [n] on the CPU.
+    """The supervised tokens of one microbatch that this rank holds, in order; arrays [n] on the CPU."""
 
-    objective    their sum of the objective, from the loss head
-    denominator  what they add to the number that the objective is divided by
-    nll          float64, -log p(label) in nats
-    entropy      in nats; None where it is not measured
-    correct      above 0 where no score is above the label's
-    buckets      of each token, by the name of a breakdown: `Accumulator.buckets`
-    """
-
-    objective: float
-    denominator: float
-    nll: np.ndarray
-    entropy: np.ndarray | None
-    correct: np.ndarray
-    buckets: Mapping[str, np.ndarray]
+    objective: float  # their sum of the objective, from the loss head
+    denominator: float  # what they add to the number that the objective is divided by
+    nll: np.ndarray  # float64, -log p(label) in nats
+    entropy: np.ndarray | None  # in nats; None where it is not measured
+    correct: np.ndarray  # above 0 where no score is above the label's
+    buckets: Mapping[str, np.ndarray]  # of each token, by the name of a breakdown: `Accumulator.buckets`
 
 
 class SequenceLosses(NamedTuple):
@@ -47,19 +39,16 @@ class Accumulator:
     """Adds up what all ranks measured, each token and each pack once.
 
     position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document, from 0
-    sources         names of the data files; none: losses are not broken down by source
-    work            FLOPs per token and per squared token of a document
     counts_tokens   True on one rank of each (dp, cp) position: of the last pipeline stage, the first of tp
     counts_packs    True on one rank of each dp position: of those, the first of cp
-    cp              the ranks that hold the other parts of the same packs
     """
 
     position_edges: Sequence[int]
-    sources: Sequence[str]
-    work: tuple[float, float]
+    sources: Sequence[str]  # names of the data files; none: losses are not broken down by source
+    work: tuple[float, float]  # FLOPs per token and per squared token of a document
     counts_tokens: bool
     counts_packs: bool
-    cp: dist.ProcessGroup
+    cp: dist.ProcessGroup  # the ranks that hold the other parts of the same packs
     device: torch.device
 
     def names(self, by: str) -> Sequence[str]:

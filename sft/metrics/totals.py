@@ -141,17 +141,12 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """How evenly the experts of each layer were loaded in one step, over all ranks; float64.
+    """How evenly the experts of each layer were loaded in one step, over all ranks; float64."""
 
-    chosen   [layers, experts] real tokens that chose each expert, before any was dropped
-    dropped  [layers] choices of real tokens that found no room
-    aux, z   [layers] mean over real tokens; aux is 0 where its coefficient is
-    """
-
-    chosen: np.ndarray
-    dropped: np.ndarray
-    aux: np.ndarray
-    z: np.ndarray
+    chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, before any was dropped
+    dropped: np.ndarray  # [layers] choices of real tokens that found no room
+    aux: np.ndarray  # [layers] mean over real tokens; 0 where its coefficient is
+    z: np.ndarray  # the same
 
     @property
     def imbalance(self) -> np.ndarray:

@@ -76,11 +76,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         return
     singular, plural = ("process", "processes") if config.run.device == "cpu" else ("GPU", "GPUs")
     have = f"{world_size} {singular if world_size == 1 else plural}"
-    for name, word, fits in (
-        ("cp", "Context", _cp_fits),
-        ("tp", "Tensor", _tp_fits),
-        ("pp", "Pipeline", _pp_fits),
-    ):
+    for name, word, fits in (("cp", "Context", _cp_fits), ("tp", "Tensor", _tp_fits), ("pp", "Pipeline", _pp_fits)):
         others = total // sizes[name]
         if sizes[name] > 1 and world_size % others == 0:
             rest = ", ".join(f"{other} = {size}" for other, size in sizes.items() if other != name)

@@ -12,20 +12,14 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The ranks of this process along each dimension of the layout, and its device.
-
-    rank          in the world
-    dp_rank, ...  in its group along that dimension
-    control       gloo group of all ranks: its messages never wait for a GPU
-    saving        another gloo group of all ranks, for the thread that saves while the main thread trains
-    """
+    """The ranks of this process along each dimension of the layout, and its device."""
 
     device: torch.device
-    rank: int
+    rank: int  # in the world; those below in their groups
     dp_rank: int
     cp_rank: int
     tp_rank: int
     pp_rank: int
     ep_rank: int = 0
-    control: dist.ProcessGroup
-    saving: dist.ProcessGroup
+    control: dist.ProcessGroup  # gloo, of all ranks: its messages never wait for a GPU
+    saving: dist.ProcessGroup  # the same again, for the thread that saves while the main thread trains

@@ -1,7 +1,6 @@
 """From stores to samples that any process can map: `find_prepared`, `map_prepared`, then `Corpus.sample`.
 
-Decides how samples are numbered and what they are called.  Does not tokenise (`prepare.py`) and does not know about
-packs or layouts, so a change of the parallel layout never tokenises anew.
+Decides how samples are numbered and what they are called.  Does not tokenise (`prepare.py`) or know packs or layouts.
 """
 
 import hashlib
@@ -16,7 +15,6 @@ from sft.batch import Sample
 from sft.config import DataConfig
 from sft.data.cache.folders import store_folder
 from sft.data.cache.omissions import refusal
-from sft.data.cache.row_report import RowReport
 from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import check_file, row_name
@@ -26,8 +24,7 @@ from sft.errors import DataError
 class Corpus:
     """Samples of one or more files, memory-mapped, in the order of the files and their rows.
 
-    names  which source each file belongs to; None: every file is one
-
+    names           which source each file belongs to; None: every file is one
     lengths         int64 [n], tokens of each sample
     num_supervised  int64 [n], supervised labels of each sample
     digest          changes when any token, weight or order changes; not with file names or the cache's place
@@ -41,12 +38,11 @@ class Corpus:
             [store.rows["supervised"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         )
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
-        self.row_reports: dict[Path, RowReport] = {
-            path: store.row_report for path, store in zip(paths, stores, strict=True)
-        }
+        self.row_reports = {path: store.row_report for path, store in zip(paths, stores, strict=True)}
         self._paths = list(paths)
-        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names or file_names(self._paths)))
-        self._source_of = [self.sources.index(name) for name in names or file_names(self._paths)]
+        names = names or file_names(self._paths)
+        self.sources: tuple[str, ...] = tuple(dict.fromkeys(names))
+        self._source_of = [self.sources.index(name) for name in names]
         self._stores = list(stores)
         self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # tokens, per file
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
@@ -81,7 +77,7 @@ class Corpus:
         return np.repeat(self._source_of, [len(lines) for lines in self._lines])
 
     def summary(self) -> str:
-        """One line per file: samples and tokens kept, cut, dropped and skipped."""
+        """One line per file."""
         return "\n".join(f"{path}: {row_report}" for path, row_report in self.row_reports.items())
 
     def report(self) -> dict[str, Any]:

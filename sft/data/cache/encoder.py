@@ -32,9 +32,7 @@ class EncodedRows(NamedTuple):
     mask     uint8 [n], which weight each token has
     weights  float32 [at most 256], the distinct weights: 0, then rising
     lines    LINE [samples and dropped rows]
-    rejects  rows that cannot be used
     omitted  what the chat template left out, by row, role and kind
-    num_chats  rows with messages that can be used
     """
 
     tokens: np.ndarray
@@ -43,7 +41,7 @@ class EncodedRows(NamedTuple):
     lines: np.ndarray
     rejects: tuple[Reject, ...]
     omitted: tuple[RowOmission, ...] = ()
-    num_chats: int = 0
+    num_chats: int = 0  # usable rows with messages
 
 
 def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
@@ -110,7 +108,7 @@ def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Raises DataError for more than 255 besides 0.
     """
     starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])[: len(weights)]
-    palette = np.unique(np.concatenate([[np.float32(0)], weights[starts]])).astype(np.float32)
+    palette = np.union1d(0, weights[starts]).astype(np.float32)
     check_palette(palette)
     index = np.searchsorted(palette, weights[starts]).astype(np.uint8)
     return palette, np.repeat(index, np.diff(starts, append=len(weights)))

@@ -27,16 +27,14 @@ _NUM_CHARACTERS = 200  # kept of a text that is left out
 class RowOmission(NamedTuple):
     """Texts of one role and kind that the template left out of a row.
 
-    message    number of the first message, from 1; for a tool schema, of the first tool
-    num        messages of which such a text is left out
     said, why  how the first text begins, and why it is left out; "" except in the first such row of a part
     """
 
     row: int
-    message: int
+    message: int  # number of the first message, from 1; for a tool schema, of the first tool
     role: str
     kind: str
-    num: int
+    num: int  # messages of which such a text is left out
     said: str = ""
     why: str = ""
 
@@ -54,18 +52,15 @@ class RowOmission(NamedTuple):
 class FileOmission:
     """Texts of one role and kind that the template left out of a file.
 
-    count, chats  messages, and the chats that they are of
-    rows          the first 100 of these chats
-    message       number of the first message, from 1, in the first of the rows
-    said, why     how its text begins, why it is left out, and what would keep it
+    said, why  how the first text begins, why it is left out, and what would keep it
     """
 
     role: str
     kind: str
-    count: int
-    chats: int
-    rows: tuple[int, ...]
-    message: int
+    count: int  # messages
+    chats: int  # that they are of
+    rows: tuple[int, ...]  # the first 100 of these chats
+    message: int  # number of the first message, from 1, in the first of the rows
     said: str
     why: str
 

@@ -50,10 +50,8 @@ class RowReport:
     cut: by over_long = cut_turns.  windowed: made into several samples by over_long = windows, which repeat some
     tokens as context; of a prompt or message that no window holds whole, the rest is counted as cut.
     dropped: too long, and nothing of it fits.  skipped: unusable, by on_bad_row = skip.
+    chats: rows but the skipped that are no ready tokens.  omitted: what the chat template left out of them.
     The lists name at most the first 100 rows.
-
-    chats: rows but the skipped that are no ready tokens.  omitted: what the chat template left out of them, by role
-    and kind.
     """
 
     rows: int

@@ -42,20 +42,15 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileJob:
-    """One file to tokenise.
-
-    ranges  rows of each part, counted from 0
-    store   the folder that it becomes
-    stamp   of the file before its digest was taken; one that changed since is refused
-    """
+    """One file to tokenise."""
 
     file: Path
     data: DataConfig
     tokenizer: ChatTokenizer
     index: RowIndex
-    ranges: tuple[tuple[int, int], ...]
-    store: Path
-    stamp: Stamp
+    ranges: tuple[tuple[int, int], ...]  # rows of each part, counted from 0
+    store: Path  # the folder that it becomes
+    stamp: Stamp  # of the file before its digest was taken; one that changed since is refused
 
     @property
     def folder(self) -> Path:
@@ -64,15 +59,15 @@ class FileJob:
 
 
 class PartResult(NamedTuple):
-    """What became of a part.  `was_there`: made by an earlier or another preparation.  `error`: names a row."""
+    """What became of a part."""
 
     num_rows: int = 0
     num_tokens: int = 0
     weights: tuple[float, ...] = ()
     rejects: tuple[Reject, ...] = ()
     omitted: RowOmission | None = None  # the first
-    was_there: bool = False
-    error: str | None = None
+    was_there: bool = False  # made by an earlier or another preparation
+    error: str | None = None  # names a row
 
 
 def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
@@ -96,25 +91,24 @@ def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
 def make_part(job: FileJob, number: int) -> PartResult:
     """Tokenises part `number`, unless it is there whole.  Raises OSError where it cannot be written, and DataError
     where the file cannot be read."""
-    path = part_path(job, number)
-    existing = read_part(path)
-    if existing is not None:
-        return _result(job, number, existing, was_there=True)
-    rows = read_rows(job.file, job.index, *job.ranges[number])
-    try:
-        encoded = encode_rows(rows, job.file, job.data, job.tokenizer)
-    except DataError as error:
-        check_unchanged(job.file, job.stamp)  # that would be why
-        return PartResult(error=str(error))
-    except OSError as error:
-        raise DataError(f"data file {job.file} cannot be read: {error}.") from error
-    check_unchanged(job.file, job.stamp)
-    _write_part(path, encoded)
-    return _result(job, number, encoded)
+    path, (start, stop) = part_path(job, number), job.ranges[number]
+    encoded = read_part(path)
+    was_there = encoded is not None
+    if encoded is None:
+        try:
+            encoded = encode_rows(read_rows(job.file, job.index, start, stop), job.file, job.data, job.tokenizer)
+        except DataError as error:
+            check_unchanged(job.file, job.stamp)  # that would be why
+            return PartResult(error=str(error))
+        except OSError as error:
+            raise DataError(f"data file {job.file} cannot be read: {error}.") from error
+        check_unchanged(job.file, job.stamp)
+        _write_part(path, encoded)
+    weights, omitted = tuple(encoded.weights.tolist()), next(iter(encoded.omitted), None)
+    return PartResult(stop - start, len(encoded.tokens), weights, encoded.rejects, omitted, was_there)
 
 
 def part_path(job: FileJob, number: int) -> Path:
-    """The file of a part, named by its rows."""
     start, stop = job.ranges[number]
     return job.folder / f"part-{start:09}-{stop:09}"
 
@@ -161,14 +155,6 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
         except OSError:
             temp.unlink(missing_ok=True)
             raise
-
-
-def _result(job: FileJob, number: int, encoded: EncodedRows, *, was_there: bool = False) -> PartResult:
-    start, stop = job.ranges[number]
-    omitted = next(iter(encoded.omitted), None)
-    return PartResult(
-        stop - start, len(encoded.tokens), tuple(encoded.weights.tolist()), encoded.rejects, omitted, was_there
-    )
 
 
 def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:

@@ -56,9 +56,7 @@ def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Super
 
 
 def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
-    """Tokens and their weights, 0 where a token is not learned.
-
-    Raises DataError where a mask cannot be proven, and where nothing would be learned.
+    """The same of a chat.  Raises DataError where a mask cannot be proven, and where nothing would be learned.
 
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others

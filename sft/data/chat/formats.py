@@ -36,9 +36,8 @@ _UNSUPERVISED = -100  # in labels, everywhere
 class Chat(NamedTuple):
     """A chat that has been checked.
 
-    messages  role, content (absent beside tool_calls or a string), and what else the row gave to them
-    weights   what a supervised token of each message weighs, 0 for a message not to be trained on; None: 1 for all.
-              Which roles are supervised at all is not said here.
+    weights  what a supervised token of each message weighs, 0 for a message not to be trained on; None: 1 for all.
+             Which roles are supervised at all is not said here.
     """
 
     messages: list[Message]
@@ -165,10 +164,8 @@ def _tools(row: Row) -> Tools:
         return None
     if not isinstance(tools, list):
         raise DataError(f"tools must be a list of objects; got {type_name(tools)}.")
-    tools = [
-        read_json(tool, f"tool {number}") if isinstance(tool, str) else tool
-        for number, tool in enumerate(tools, start=1)
-    ]
+    named = [(f"tool {number}", tool) for number, tool in enumerate(tools, start=1)]
+    tools = [read_json(tool, name) if isinstance(tool, str) else tool for name, tool in named]
     for number, tool in enumerate(tools, start=1):
         if not isinstance(tool, dict):
             raise DataError(f"tools must be a list of objects; tool {number} is {type_name(tool)}.")

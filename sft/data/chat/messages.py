@@ -44,11 +44,11 @@ _SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # far from where float32 products
 
 
 class CheckedMessage(NamedTuple):
-    """A message that has been checked; its weight where it gave one; and how an error calls it."""
+    """A message that has been checked."""
 
     message: Message
-    weight: float | None
-    where: str
+    weight: float | None  # where it gave one
+    where: str  # how an error calls it
 
 
 def read_messages(messages: object, name: str) -> list[CheckedMessage]:

@@ -29,16 +29,12 @@ _NAMES = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("
 
 
 class OmittedText(NamedTuple):
-    """Texts of one message and kind that are left out.
+    """Texts of one message and kind that are left out."""
 
-    number  of the message or tool, from 1
-    text    the first of them
-    """
-
-    number: int
+    number: int  # of the message or tool, from 1
     role: str
     kind: str
-    text: str
+    text: str  # the first of them
 
 
 def find_omitted(chat: RenderedChat) -> list[OmittedText]:

@@ -24,22 +24,15 @@ _PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, of which no character has a 
 
 
 class RenderedChat(NamedTuple):
-    """A chat with a stand-in for every typed control string, and its text.
+    """A chat with a stand-in for every typed control string, and its text."""
 
-    text        what the template writes for `messages` and `tools`
-    real_text   the same with the control strings back in it, at the same positions
-    marks       the characters inside each {% generation %} block of the text
-    stand_ins   what stands for each: a private character -> <|im_end|>
-    everything  all texts in the chat, to look for a character that it does not contain
-    """
-
-    text: str
-    real_text: str
-    marks: list[tuple[int, int]]
+    text: str  # what the template writes for `messages` and `tools`
+    real_text: str  # the same with the control strings back in it, at the same positions
+    marks: list[tuple[int, int]]  # the characters inside each {% generation %} block of the text
     messages: list[Message]
     tools: Tools
-    stand_ins: dict[str, str]
-    everything: str
+    stand_ins: dict[str, str]  # a private character -> <|im_end|>
+    everything: str  # all texts in the chat, to look for a character that it does not contain
     tokenizer: FolderTokenizer
 
 

@@ -30,16 +30,12 @@ class Refused(DataError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the names of the tokenizer's special tokens.
-
-    name      as a user would call it: `of org/model`, `chat.jinja`
-    switches  data.chat_template_kwargs: further variables that the template reads
-    """
+    """A template with the names of the tokenizer's special tokens."""
 
     source: str
-    name: str
+    name: str  # as a user would call it: `of org/model`, `chat.jinja`
     special_tokens: dict[str, Any]
-    switches: dict[str, Any] = field(default_factory=dict)
+    switches: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
 
     @cached_property  # asked for every chat
     def has_markers(self) -> bool:
@@ -69,12 +65,7 @@ class ChatTemplate:
         return TemplatePattern()
 
     def render(
-        self,
-        messages: list[Message],
-        tools: Tools,
-        *,
-        prompt: bool = False,
-        switches: dict[str, Any] | None = None,
+        self, messages: list[Message], tools: Tools, *, prompt: bool = False, switches: dict[str, Any] | None = None
     ) -> str:
         """The chat as the template writes it; with `prompt` also what asks for the next answer, with `switches` as it
         would with these variables too.

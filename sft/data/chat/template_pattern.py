@@ -34,16 +34,11 @@ _MOST_CHARACTERS = 2_000_000  # of all that is known; a template that never repe
 
 
 class ChatText(NamedTuple):
-    """A text without the spaces around it.
+    """A text without the spaces around it."""
 
-    label     role/kind/part: `system/content/`, `assistant/tool call/name`
-    written   as a template would write it: arguments of a call are JSON
-    position  of the message among the messages, or of the tool among the tools
-    """
-
-    label: str
-    written: str
-    position: int
+    label: str  # role/kind/part: `system/content/`, `assistant/tool call/name`
+    written: str  # as a template would write it: arguments of a call are JSON
+    position: int  # of the message among the messages, or of the tool among the tools
 
 
 class TemplatePattern:

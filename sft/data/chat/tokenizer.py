@@ -107,10 +107,7 @@ class FolderTokenizer:
         return np.isin(np.arange(self.vocab_size), list(self.control_names))
 
     def encode(self, text: str, *, as_text: bool = False) -> Encoded:
-        """Ids of `text` as they stand: no special tokens added, nothing truncated.
-
-        as_text  control strings are text: <|im_end|> becomes "<", "|", "im", ... and not one id
-        """
+        """Ids of `text`: no special tokens added, nothing truncated; `as_text`, <|im_end|> is "<", "|", "im", ..."""
         backend = self.hf.backend_tokenizer
 
         def offsets() -> np.ndarray:

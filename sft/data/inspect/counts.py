@@ -25,18 +25,13 @@ _ADDED = (
 
 
 class DataSet(NamedTuple):
-    """Files that are prepared together.
+    """Files that are prepared together."""
 
-    part     train, or the name of a held-out set
-    sources  to which source of data.train each file belongs; None where it names none, and for held-out files
-    rows     LINE [rows] of each file: one line for each row, which says how long it is; none for skipped rows
-    """
-
-    part: str
+    part: str  # train, or the name of a held-out set
     paths: list[Path]
-    sources: list[str] | None
+    sources: list[str] | None  # of each file; None where data.train names none, and for held-out files
     corpus: Corpus
-    rows: list[np.ndarray]
+    rows: list[np.ndarray]  # LINE [rows] of each file: one for each row but the skipped, with its whole length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,21 +35,19 @@ _KIND = np.dtype(f"S{_DIGEST_BYTES}")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`count` of `total`, and the first few places.  what: a name of docs/inspect.md; part: train or a held-out set;
-    of: which texts, where it is about a kind of them: `system content`."""
+    """`count` of `total`, and the first few places."""
 
-    what: str
-    part: str
+    what: str  # a name of docs/inspect.md
+    part: str  # train, or a held-out set
     count: int
     total: int
     examples: tuple[str, ...]
-    of: str | None = None
+    of: str | None = None  # which texts, where it is about a kind of them: `system content`
 
 
 def finding(
     what: str, count: int, total: int, examples: Sequence[str], part: str = "train", of: str | None = None
 ) -> Finding:
-    """With the first few of the examples."""
     return Finding(what=what, part=part, count=count, total=total, examples=tuple(examples[:NUM_EXAMPLES]), of=of)
 
 

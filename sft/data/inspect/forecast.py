@@ -45,13 +45,7 @@ class Bounds:
 
 def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
     """The loader of rank 0 as `sft train` makes it, but for the tokens' positions: it plans and makes no microbatch."""
-    return make_loader(
-        config,
-        layout,
-        corpus,
-        pad_id=0,
-        local_indices=lambda cu_seqlens: np.arange(cu_seqlens[-1]),
-    )
+    return make_loader(config, layout, corpus, pad_id=0, local_indices=lambda cu_seqlens: np.arange(cu_seqlens[-1]))
 
 
 def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[str]]:
@@ -99,21 +93,23 @@ def _packs(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
     ]
 
 
-def _steps(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
+def length_lines(config: Config, plan: Plan) -> list[str]:
+    """Steps of an epoch, and epochs of the run."""
     batch = config.train.global_batch_size
-    tokens, supervised = (_per_step(plan, of[plan.samples], batch) for of in (corpus.lengths, corpus.num_supervised))
-    lines = [f"steps per epoch {len(tokens):,} = {len(plan):,} packs / global_batch_size {batch}, rounded up"]
+    steps = plan.num_batches(batch)
+    lines = [f"steps per epoch {steps:,} = {len(plan):,} packs / global_batch_size {batch}, rounded up"]
     if config.train.num_steps:
-        lines.append(f"num_steps {config.train.num_steps:,} = {config.train.num_steps / len(tokens):.2f} epochs")
-    for name, counts in (("tokens", tokens), ("supervised tokens", supervised)):
-        low, middle, high = counts.min(), int(np.median(counts)), counts.max()
-        lines.append(f"{name} per step {low:,} / {middle:,} / {high:,} (min / median / max), {counts.sum():,} in all")
+        lines.append(f"num_steps {config.train.num_steps:,} = {config.train.num_steps / steps:.2f} epochs")
     return lines
 
 
-def _per_step(plan: Plan, counts: np.ndarray, global_batch_size: int) -> np.ndarray:
-    """Sums over each global batch of counts [samples of the plan]."""
-    return np.add.reduceat(counts, plan.starts[:-1:global_batch_size])
+def _steps(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
+    lines, firsts = length_lines(config, plan), plan.starts[: -1 : config.train.global_batch_size]
+    for name, of_sample in (("tokens", corpus.lengths), ("supervised tokens", corpus.num_supervised)):
+        counts = np.add.reduceat(of_sample[plan.samples], firsts)  # of each step
+        low, middle, high = counts.min(), int(np.median(counts)), counts.max()
+        lines.append(f"{name} per step {low:,} / {middle:,} / {high:,} (min / median / max), {counts.sum():,} in all")
+    return lines
 
 
 def _sources(config: Config, plan: Plan, corpus: Corpus) -> list[str]:

@@ -8,7 +8,7 @@ and the messages of some rows are tokenised, spread evenly: tokenising all of th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +53,8 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
     them supervised
     """
     counters = {role: _RoleCounter() for role in ROLES}
-    empty, unanswered = _Occurrences(), _Occurrences()
+    empty: list[tuple[Path, int]] = []
+    unanswered: list[tuple[Path, int]] = []
     stride = max(1, sum(map(len, data.rows)) // _TOKENISED_ROWS)
     num_chats = num_tokenised = 0
     for path, number, chat in _rows(data, console):
@@ -66,32 +67,19 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
             is_trained = weights.get(i, float(supervise == "all")) > 0
             counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
             if role == "user" and not text.strip():
-                empty.add(path, number)
+                empty.append((path, number))
         if chat.messages[-1]["role"] != "assistant":
-            unanswered.add(path, number)
+            unanswered.append((path, number))
         num_chats += 1
     return Messages(
         roles=tuple(counter.role(name) for name, counter in counters.items() if counter.messages),
         is_exact=isinstance(tokenizer, ByteTokenizer),
         num_tokenised=num_tokenised,
         findings=[
-            finding("empty_user_turns", empty.count, counters["user"].messages, empty.examples),
-            finding("unanswered_ends", unanswered.count, num_chats, unanswered.examples),
+            finding("empty_user_turns", len(empty), counters["user"].messages, _names(empty)),
+            finding("unanswered_ends", len(unanswered), num_chats, _names(unanswered)),
         ],
     )
-
-
-@dataclass(kw_only=True)
-class _Occurrences:
-    """How often something was found, and the names of the first few rows that have it."""
-
-    count: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def add(self, path: Path, number: int) -> None:
-        self.count += 1
-        if len(self.examples) < NUM_EXAMPLES:
-            self.examples.append(row_name(path, number))
 
 
 @dataclass(kw_only=True)
@@ -139,6 +127,10 @@ def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | T
                     yield path, number, read_row(parse(content))
                     progress.advance(1)
                     next_wanted = next(wanted, None)
+
+
+def _names(rows: list[tuple[Path, int]]) -> list[str]:
+    return [row_name(path, number) for path, number in rows[:NUM_EXAMPLES]]
 
 
 def _text(message: Message) -> str:

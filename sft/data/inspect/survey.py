@@ -33,33 +33,22 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What a tokenizer and its template say about ends of turns, padding, and how masks are proven.
-
-    masks            `built in`, `generation markers` or `differences`: how they are proven
-    eos              null for the byte tokenizer, which has no end of sequence
-    end_of_turn_ids  end_of_turn_id first, then those of turns that end in another way (after a tool call)
-    """
+    """What a tokenizer and its template say about ends of turns, padding, and how masks are proven."""
 
     name: str
     vocab_size: int
     end_of_turn: str
     end_of_turn_id: int
-    end_of_turn_ids: tuple[int, ...]
-    eos: str | None
+    end_of_turn_ids: tuple[int, ...]  # that one first, then those of turns that end in another way (after a tool call)
+    eos: str | None  # null for the byte tokenizer, which has no end of sequence
     eos_id: int | None
     pad_id: int
-    masks: str
+    masks: str  # `built in`, `generation markers` or `differences`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """refused: why the trainer would not take the data as they are; null where it would.
-
-    files     of data.train, then of the held-out sets
-    sources   those that data.train names, each with all of its files; empty where it names none
-    total     all training files together
-    rows_of_tokens  rows without messages, of which `roles` says nothing
-    """
+    """What JSON has of the data."""
 
     schema: int
     recipe: str
@@ -67,14 +56,14 @@ class Survey:
     doc_multiple: int
     over_long: str
     on_bad_row: str
-    refused: str | None
-    files: tuple[Counts, ...]
-    sources: tuple[Counts, ...]
-    total: Counts
+    refused: str | None  # why the trainer would not take the data as they are; null where it would
+    files: tuple[Counts, ...]  # of data.train, then of the held-out sets
+    sources: tuple[Counts, ...]  # those that data.train names, each with all of its files; empty where it names none
+    total: Counts  # all training files together
     retention: tuple[Retention, ...]
     roles: tuple[Role, ...]
     roles_exact: bool
-    rows_of_tokens: int
+    rows_of_tokens: int  # rows without messages, of which `roles` says nothing
     tokenizer: TokenizerFacts
     findings: tuple[Finding, ...]
     previews: tuple[Preview, ...]

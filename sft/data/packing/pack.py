@@ -23,19 +23,15 @@ LocalIndices = Callable[[np.ndarray], np.ndarray]
 class Collator:
     """How a rank's microbatches are made.
 
-    doc_multiple   documents are padded to a multiple of it
-    pack_multiple  packs are filled to a multiple of it, with filler documents
-    pad_to_length  packs are filled to this length (data.pad_to_seq_length); None: to the multiple only
-    reduction      loss.reduction: decides the weight of a token in its sample
     local_indices  cu_seqlens of a pack (int32 numpy) -> the positions in the pack that this rank holds
     """
 
-    doc_multiple: int
-    pack_multiple: int
+    doc_multiple: int  # documents are padded to a multiple of it
+    pack_multiple: int  # packs are filled to a multiple of it, with filler documents
     pad_id: int
     local_indices: LocalIndices
-    pad_to_length: int | None = None
-    reduction: str = "token"
+    pad_to_length: int | None = None  # packs are filled to this length; None: to the multiple only
+    reduction: str = "token"  # loss.reduction: decides the weight of a token in its sample
 
     def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
         """This rank's part of the pack of these samples; without samples, of a pack of filler."""

@@ -17,11 +17,10 @@ NUM_LONG, NUM_SHORT = 10, 24
 
 
 class _Targets(NamedTuple):
-    """For every way to share out the long sequences, int64 [ways]: how many middle ones join the first pack, and what
-    the short ones that join add up to."""
+    """For every way to share out the long sequences, int64 [ways]."""
 
-    num_middle: np.ndarray
-    short_size: np.ndarray
+    num_middle: np.ndarray  # how many middle ones join the first pack
+    short_size: np.ndarray  # what the short ones that join add up to
     error: np.ndarray  # of the first pack's cost; the largest int64 where the packs would not hold their sequences
 
 
@@ -57,7 +56,6 @@ class PairSplitter:
         return [i for i in pool if i in chosen], [i for i in pool if i not in chosen]
 
     def _targets(self, long: list[int], rest: list[int], reachable: int, wanted_cost: int) -> _Targets:
-        """For each way to share out the long sequences: how many middle ones, and which size of short ones, join."""
         ways = self._ways[: 1 << len(long), : len(long)]
         long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
         pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())

@@ -30,17 +30,12 @@ _NUM_CACHED = 2  # plans kept in memory: one of a million samples takes 16 MB
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An epoch's packs: pack k holds samples[starts[k]:starts[k + 1]], in that order.
+    """An epoch's packs: pack k holds samples[starts[k]:starts[k + 1]], in that order."""
 
-    samples int64 [n] · starts int64 [num_packs + 1]
-    fill             share of the packs' capacity that padded documents take (the rest is tail)
-    alignment_waste  share of those padded tokens that is padding
-    """
-
-    samples: np.ndarray
-    starts: np.ndarray
-    fill: float
-    alignment_waste: float
+    samples: np.ndarray  # int64 [n]
+    starts: np.ndarray  # int64 [num_packs + 1]
+    fill: float  # share of the packs' capacity that padded documents take (the rest is tail)
+    alignment_waste: float  # share of those padded tokens that is padding
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -134,12 +129,10 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
 
 
 class EpochPlans:
-    """The plans of one run.
+    """The plans of one run, of samples of these real lengths, int64 [n].
 
-    lengths            int64 [n], real length of each sample
-    global_batch_size  packs of a step
-    mixture            how often an epoch sees each source; None: once
-    replayed           plans that were written before, in place of new ones
+    mixture   how often an epoch sees each source; None: once
+    replayed  plans that were written before, in place of new ones
     """
 
     def __init__(

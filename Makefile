@@ -93,7 +93,8 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
 
 # torch's own CUDA build on a library of ours instead of a driver (tests/standin).  An environment of its own: the index
-# has torch with CUDA in it, and the two last packages are headers that torch does without.
+# has torch with CUDA in it, and the two last packages are headers that torch does without.  The library's C alone is
+# compiled and tested by make test.
 STANDIN := .venv/standin
 $(STANDIN)/.ready: setup.cfg constraints.txt
 	@command -v $(PYTHON312) >/dev/null || { echo "error: '$(PYTHON312)' does not run, and make test-standin needs Python 3.12: make test-standin PYTHON312=/path/to/python3.12" >&2; exit 2; }

@@ -4,6 +4,7 @@ torch's own CUDA build runs on it, unchanged: a library that is loaded before to
 driver, for cuBLAS, cuDNN and NCCL.  Memory, streams, events, copies and collectives between processes exist.  Kernels
 are launched and do nothing, so device memory stays zero but for what is copied there.
 
+    make test                                 our C alone, where there is gcc: tests/unit/test_standin_library.py
     make test-standin                         all tests, in an environment of their own (6 GB: torch for CUDA)
     python -m tests.standin.memory_rows       a table of measured memory against sft/estimate/memory.py, as JSON lines
 
@@ -15,4 +16,5 @@ is installed.  Not: losses, gradients, times, and experts, whose sizes are numbe
     nccl.c     collectives        blas.c     products            dnn.c        cuDNN's graphs, the runtime compiler
     answers.py what only a kernel could have told                counts.py    what a process did
     steps.py   training steps of one rank                        messages.py, hangs.py: what test_standin.py starts
+    calls.py   what is asked of our C alone                      declarations/ instead of CUDA's headers, for that
 """

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -21,6 +21,8 @@ TORCH = PACKAGES / "torch"
 TE = PACKAGES / "transformer_engine" / "wheel_lib"
 NAME = "libcuda.so.1"  # which torch and Triton look for; as it is loaded already, they get this one
 SOURCES = ("cuda.c", "driver.c", "nccl.c", "blas.c", "dnn.c")
+DECLARATIONS = HERE / "declarations"  # instead of CUDA's headers where they are absent: for our C alone, not for torch
+STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")  # most of what is asked of a function is ignored
 REPLACED = ("libcudart", "libcublas", "libcublasLt", "libnccl", "libcudnn", "libnvrtc")
 BY_NAME = ("libcudart", "libcudnn")  # which Transformer Engine opens by their names, and asks for functions of any
 WORLD = 8  # devices that are shown
@@ -85,7 +87,7 @@ def _check_tools() -> None:
         )
 
 
-def _headers() -> list[Path]:
+def cuda_headers() -> list[Path]:
     """Folders of CUDA's headers: of the wheels, of which two do not come with torch, or of a toolkit."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
     folders = [*sorted(PACKAGES.glob("nvidia/*/include")), toolkit]
@@ -108,21 +110,18 @@ def _headers() -> list[Path]:
 
 
 def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
-    headers = _headers()
+    headers = cuda_headers()
     library.parent.mkdir(parents=True, exist_ok=True)
     mine = library.with_name(f"{os.getpid()}.so")  # several may compile at once
     rest = library.with_name(f"{os.getpid()}.c")
-    flags = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-Wl,-soname,{NAME}"]
-    flags += [f"-I{folder}" for folder in headers]
-    sources = [str(HERE / name) for name in SOURCES]
     try:
-        _run("gcc", *flags, "-o", str(mine), *sources)
+        compile_sources(mine, headers)
         wanted = {name for path in callers for name in _symbols(path, "--undefined-only")}
         offered = {name for path in wheels for name in _symbols(path, "--defined-only")}
         by_name = {name for name in offered if name.startswith("cudnn")}
         missing = (wanted & offered | by_name | set(_of_driver(headers))) - set(_symbols(mine, "--defined-only"))
         rest.write_text("".join(NOTHING.format(name=name) for name in sorted(missing)))
-        _run("gcc", *flags, "-o", str(mine), *sources, str(rest))
+        compile_sources(mine, headers, str(rest))
         for other in _others(library):  # empty, but for that name and for needing ours
             made = other.with_name(f"{os.getpid()}{other.name}")
             soname = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{other.name}"]
@@ -132,6 +131,13 @@ def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
     finally:
         mine.unlink(missing_ok=True)
         rest.unlink(missing_ok=True)
+
+
+def compile_sources(library: Path, headers: Sequence[Path], *more: str) -> None:
+    """Our own C into `library`.  more: sources and flags besides.  Raises NoStandin with what gcc says."""
+    flags = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-Wl,-soname,{NAME}"]
+    flags += [f"-I{folder}" for folder in headers]
+    _run("gcc", *flags, "-o", str(library), *(str(HERE / name) for name in SOURCES), *more)
 
 
 def _symbols(path: Path, which: str) -> Iterator[str]:

@@ -135,7 +135,7 @@ static cudaError_t release(void *memory) {
 
 int take_bytes(size_t bytes) {
     pthread_mutex_lock(&lock);
-    int is_too_much = taken + bytes > device_bytes;
+    int is_too_much = bytes > device_bytes - taken;
     if (!is_too_much) taken += bytes;
     pthread_mutex_unlock(&lock);
     return is_too_much;

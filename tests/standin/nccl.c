@@ -3,7 +3,7 @@
 // Every rank of a communicator tells what it is about to do; where two differ, in operation or size, both abort.  Data
 // of up to SLOT bytes a rank is exchanged; of more, only the meeting takes place.  Half-precision numbers are not
 // summed: each rank keeps its own.  All happens when it is given, so where the GPUs of ranks would hang their hosts do,
-// and abort after PATIENCE_S.
+// and abort after STANDIN_PATIENCE_S seconds.
 
 #include <fcntl.h>
 #include <nccl.h>
@@ -49,7 +49,8 @@ static double seconds(void) {
 }
 
 static void wait_on(ncclComm_t comm, const char *what, double since) {
-    if (seconds() - since > PATIENCE_S) {
+    const char *told = getenv("STANDIN_PATIENCE_S");
+    if (seconds() - since > (told ? atof(told) : PATIENCE_S)) {
         fprintf(stderr, "stand-in: rank %d of %d waits for %s in vain\n", comm->rank, comm->size, what);
         abort();
     }
@@ -109,7 +110,7 @@ API ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 }
 
 API ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    if (size > MOST_RANKS) return ncclInvalidArgument;
+    if (size > MOST_RANKS || rank < 0 || rank >= size) return ncclInvalidArgument;
     int file = open(id.internal, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, sizeof(Shared))) return ncclSystemError;
     ncclComm_t made = calloc(1, sizeof *made);
@@ -218,6 +219,7 @@ API ncclResult_t ncclReduce(
     const void *in, void *out, size_t n, ncclDataType_t type, ncclRedOp_t how, int root, ncclComm_t comm,
     cudaStream_t stream
 ) {
+    if (root < 0 || root >= comm->size) return ncclInvalidArgument;
     if (exchange(comm, "reduce", in, n * width(type), stream)) {
         if (comm->rank == root) fold(comm, out, 0, n, type, how);
         meet(comm, "the end of a reduce");
@@ -228,6 +230,7 @@ API ncclResult_t ncclReduce(
 API ncclResult_t ncclBroadcast(
     const void *in, void *out, size_t n, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream
 ) {
+    if (root < 0 || root >= comm->size) return ncclInvalidArgument;
     if (exchange(comm, "broadcast", in, n * width(type), stream)) {
         memcpy(out, comm->shared->slots[root], n * width(type));
         meet(comm, "the end of a broadcast");
@@ -321,6 +324,7 @@ static void transfer_all(void) {
 
 static ncclResult_t transfer(Transfer one, cudaStream_t stream) {
     give_work(stream);
+    if (one.peer < 0 || one.peer >= one.comm->size) return ncclInvalidArgument;
     if (num_transfers == MOST_MESSAGES) return ncclInvalidUsage;
     transfers[num_transfers++] = one;
     if (depth == 0) transfer_all();
@@ -333,6 +337,7 @@ API ncclResult_t ncclGroupStart(void) {
 }
 
 API ncclResult_t ncclGroupEnd(void) {
+    if (depth == 0) return ncclInvalidUsage;  // of no group
     if (--depth == 0) transfer_all();
     return ncclSuccess;
 }

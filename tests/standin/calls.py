@@ -1,0 +1,262 @@
+"""What a process asks of our C alone, without torch: `python -m tests.standin.calls LIBRARY memory`, or for a rank
+`... LIBRARY collectives RANK FILE`, where FILE is what the two ranks share.  It prints the answers as JSON;
+tests/unit/test_standin_library.py knows what they must be.
+"""
+
+import ctypes
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_float, c_int, c_longlong, c_size_t, c_ulonglong, c_void_p
+from typing import Any
+
+from tests.standin.counts import counted
+
+Answers = dict[str, Any]
+TO_DEVICE, TO_HOST = 1, 2  # of cudaMemcpyKind
+INT64, BFLOAT16, FLOAT32 = 4, 9, 7  # of ncclDataType_t
+SUM, PROD, MAX, MIN = range(4)  # of ncclRedOp_t
+COMPUTE_CAPABILITY_MAJOR = 75  # of cudaDeviceAttr
+TIMES, SIZES = 3, [1 + message % 3 for message in range(30)]  # of groups, and numbers of the messages in each
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = [("x", c_int), ("y", c_int), ("z", c_int)]
+
+
+class Attributes(ctypes.Structure):
+    _fields_ = [("type", c_int), ("device", c_int), ("on_device", c_void_p), ("on_host", c_void_p)]
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * 128)]
+
+
+def _malloc(cuda: Any, n: int) -> tuple[int, c_void_p]:
+    memory = c_void_p()
+    return cuda.cudaMalloc(byref(memory), c_size_t(n)), memory
+
+
+def _left(cuda: Any) -> int:
+    left, total = c_size_t(), c_size_t()
+    cuda.cudaMemGetInfo(byref(left), byref(total))
+    return left.value
+
+
+def memory(cuda: Any) -> Answers:
+    (_, first), (refused, nothing) = _malloc(cuda, 600), _malloc(cuda, 401)
+    errors = [cuda.cudaPeekAtLastError(), cuda.cudaGetLastError(), cuda.cudaGetLastError()]
+    (exact, _), full = _malloc(cuda, 400), _left(cuda)
+    cuda.cudaFree(first)
+    freed = _left(cuda)
+    huge, again = _malloc(cuda, 2**64 - 1)[0], _malloc(cuda, 600)[0]
+    return {
+        "401 of 400": refused, "its address": nothing.value, "errors": errors, "400 of 400": exact, "left": full,
+        "left after free": freed, "far too much": huge, "600 again": again,
+    }  # fmt: skip
+
+
+def mapped(cuda: Any) -> Answers:
+    """By the driver, as for expandable segments."""
+    handle, address = c_ulonglong(), c_ulonglong()
+    cuda.cuMemAddressReserve(byref(address), c_size_t(10**6), c_size_t(0), c_ulonglong(0), c_ulonglong(0))
+    reserved, made = _left(cuda), cuda.cuMemCreate(byref(handle), c_size_t(700), None, c_ulonglong(0))
+    refused = cuda.cuMemCreate(byref(c_ulonglong()), c_size_t(301), None, c_ulonglong(0))
+    taken = _left(cuda)
+    cuda.cuMemRelease(handle)
+    return {
+        "left after reserve": reserved, "700": made, "301 of 300": refused, "left": taken,
+        "left after release": _left(cuda),
+    }  # fmt: skip
+
+
+def pinned(cuda: Any) -> Answers:
+    most, memory = [], [c_void_p(), c_void_p(), c_void_p()]
+    for pointer, n in zip(memory, (300, 500, 100)):
+        if n == 100:
+            cuda.cudaFreeHost(memory[0])
+        cuda.cudaHostAlloc(byref(pointer), c_size_t(n), 0)
+        most.append(counted().most_host_bytes)
+    return {"most": most, "left": _left(cuda)}
+
+
+def pointers(cuda: Any) -> Answers:
+    cuda.cudaSetDevice(2)
+    (_, on_device), locked, pageable = _malloc(cuda, 16), c_void_p(), ctypes.create_string_buffer(16)
+    cuda.cudaHostAlloc(byref(locked), c_size_t(16), 0)
+    inside = c_void_p((on_device.value or 0) + 15)
+    attributes = Attributes(), Attributes(), Attributes()
+    for found, address in zip(attributes, (inside, locked, pageable)):
+        cuda.cudaPointerGetAttributes(byref(found), address)
+    return {"types": [found.type for found in attributes], "device": attributes[0].device}
+
+
+def copies(cuda: Any) -> Answers:
+    (_, memory), back = _malloc(cuda, 8), ctypes.create_string_buffer(b"x" * 8, 8)
+    cuda.cudaMemcpy(memory, c_char_p(b"abcde"), c_size_t(5), TO_DEVICE)
+    cuda.cudaMemcpy(back, memory, c_size_t(8), TO_HOST)
+    return {"back": back.raw.decode()}
+
+
+def devices(cuda: Any) -> Answers:
+    runtime, driver, major, ours = c_int(), c_int(), c_int(), c_int()
+    cuda.cudaGetDeviceCount(byref(runtime))
+    cuda.cuDeviceGetCount(byref(driver))
+    cuda.cudaDeviceGetAttribute(byref(major), COMPUTE_CAPABILITY_MAJOR, 0)
+    cuda.cudaSetDevice(2)
+    cuda.cudaGetDevice(byref(ours))
+    return {"devices": [runtime.value, driver.value], "major": major.value, "ours": ours.value}
+
+
+def _kernel(cuda: Any, stream: c_void_p, blocks: int = 1) -> int:
+    return cuda.cudaLaunchKernel(None, Dim3(blocks, 1, 1), Dim3(32, 1, 1), None, c_size_t(0), stream)
+
+
+def waits(cuda: Any) -> Answers:
+    """How often the host waited for the device so far, by what it did last."""
+    one, two, event, ms = c_void_p(), c_void_p(), c_void_p(), c_float()
+    cuda.cudaStreamCreate(byref(one))
+    cuda.cudaStreamCreate(byref(two))
+    cuda.cudaEventCreate(byref(event))
+    finish, finish_event, follow = cuda.cudaStreamSynchronize, cuda.cudaEventSynchronize, cuda.cudaStreamWaitEvent
+
+    def after(*errors: int) -> int:
+        assert not any(errors)
+        return counted().waits
+
+    return {
+        "kernels": after(_kernel(cuda, one), cuda.cudaEventRecord(event, one), _kernel(cuda, one)),
+        "an event": after(finish_event(event)),
+        "it again": after(finish_event(event)),
+        "its stream, which went on": after(finish(one)),
+        "that again": after(finish(one)),
+        "an idle stream": after(finish(two)),
+        "one behind what is done": after(follow(two, event, 0), finish(two)),
+        "one behind what is not": after(
+            _kernel(cuda, one), cuda.cudaEventRecord(event, one), follow(two, event, 0), finish(two)
+        ),
+        "the device": after(_kernel(cuda, one), cuda.cudaDeviceSynchronize()),
+        "a stream after it": after(finish(one)),
+        "ms are more than none": not cuda.cudaEventElapsedTime(byref(ms), event, event) and ms.value > 0,
+    }
+
+
+def kernels(cuda: Any) -> Answers:
+    answers, handle = {"refused": _kernel(cuda, c_void_p(), blocks=0), "then": counted().kernels}, c_void_p()
+    _kernel(cuda, c_void_p())
+    cuda.cublasCreate_v2(byref(handle))
+    cuda.cublasSgemm_v2(handle, *[None] * 13)
+    cuda.cuLaunchKernel(*[None] * 11)
+    cuda.cudnnCreate(byref(handle))
+    cuda.cudnnBackendExecute(handle, None, None)
+    return {**answers, "four": counted().kernels}
+
+
+def entries(cuda: Any) -> Answers:
+    """Which functions of the driver the runtime hands out: 0 found, 1 not found."""
+    found, result, answers = c_void_p(), c_int(), {}
+    for name in ("cuMemCreate", "cuNothing"):
+        cuda.cudaGetDriverEntryPointByVersion(name.encode(), byref(found), 13000, c_ulonglong(0), byref(result))
+        answers[name] = result.value
+    return answers
+
+
+def _join(cuda: Any, rank: int, file: str, size: int = 2) -> c_void_p:
+    comm = c_void_p()
+    assert cuda.ncclCommInitRank(byref(comm), size, UniqueId(file.encode()), rank) == 0
+    return comm
+
+
+def alone(cuda: Any, rank: int, file: str) -> Answers:
+    return {"joined": bool(_join(cuda, rank, file))}
+
+
+def collectives(cuda: Any, rank: int, file: str) -> Answers:
+    comm, answers = _join(cuda, rank, file), {}
+    mine = (c_longlong * 2)(*((2, 30), (5, 4))[rank])
+    for name, how in {"sum": SUM, "product": PROD, "most": MAX, "least": MIN}.items():
+        got = (c_longlong * 2)()
+        cuda.ncclAllReduce(mine, got, c_size_t(2), INT64, how, comm, None)
+        answers[name] = list(got)
+    gathered, ours, scattered, reduced = (c_longlong * 4)(), (c_longlong * 2)(), (c_longlong * 1)(), (c_longlong * 2)()
+    cuda.ncclAllGather(mine, gathered, c_size_t(2), INT64, comm, None)
+    cuda.ncclBroadcast(mine, ours, c_size_t(2), INT64, 1, comm, None)
+    cuda.ncclReduceScatter(mine, scattered, c_size_t(1), INT64, SUM, comm, None)
+    cuda.ncclReduce(mine, reduced, c_size_t(2), INT64, SUM, 1, comm, None)
+    halves, fractions = (ctypes.c_uint16 * 1)(rank + 7), (c_float * 1)(rank + 0.5)
+    cuda.ncclAllReduce(halves, halves, c_size_t(1), BFLOAT16, SUM, comm, None)
+    cuda.ncclAllReduce(fractions, fractions, c_size_t(1), FLOAT32, SUM, comm, None)
+    return {
+        **answers, "gathered": list(gathered), "of rank 1": list(ours), "scattered": list(scattered),
+        "at rank 1": list(reduced), "half precision": list(halves), "single precision": list(fractions),
+    }  # fmt: skip
+
+
+def _groups_in_order(cuda: Any, comm: c_void_p, peer: int) -> int:
+    """Sends `peer` and gets of it 1 number, 2, 3, 1, ... in a group; number i of message m is 1000 m + i."""
+    in_order = 0
+    for _ in range(TIMES):
+        sent = [(c_longlong * n)(*(1000 * m + i for i in range(n))) for m, n in enumerate(SIZES)]
+        got = [(c_longlong * n)() for n in SIZES]
+        cuda.ncclGroupStart()
+        for ours, theirs, n in zip(sent, got, SIZES):
+            assert cuda.ncclRecv(theirs, c_size_t(n), INT64, peer, comm, None) == 0
+            assert cuda.ncclSend(ours, c_size_t(n), INT64, peer, comm, None) == 0
+        assert cuda.ncclGroupEnd() == 0
+        in_order += [list(message) for message in sent] == [list(message) for message in got]
+    return in_order
+
+
+def messages(cuda: Any, rank: int, file: str) -> Answers:
+    return {"groups in order": _groups_in_order(cuda, _join(cuda, rank, file), 1 - rank)}
+
+
+def own_messages(cuda: Any, rank: int, file: str) -> Answers:
+    """Of a communicator of one rank, to itself: nothing depends on who is first."""
+    return {"groups in order": _groups_in_order(cuda, _join(cuda, rank, file, size=1), rank)}
+
+
+def sizes_differ(cuda: Any, rank: int, file: str) -> Answers:
+    comm, numbers = _join(cuda, rank, file), (c_float * 4)()
+    return {"error": cuda.ncclAllReduce(numbers, numbers, c_size_t(2 + rank), FLOAT32, SUM, comm, None)}
+
+
+def operations_differ(cuda: Any, rank: int, file: str) -> Answers:
+    comm, numbers = _join(cuda, rank, file), (c_float * 4)()
+    if rank == 0:
+        return {"error": cuda.ncclAllReduce(numbers, numbers, c_size_t(2), FLOAT32, SUM, comm, None)}
+    return {"error": cuda.ncclBroadcast(numbers, numbers, c_size_t(2), FLOAT32, 0, comm, None)}
+
+
+def messages_differ(cuda: Any, rank: int, file: str) -> Answers:
+    comm, numbers = _join(cuda, rank, file), (c_float * 4)()
+    call = cuda.ncclRecv if rank else cuda.ncclSend
+    return {"error": call(numbers, c_size_t(2 + rank), FLOAT32, 1 - rank, comm, None)}
+
+
+def wrong_calls(cuda: Any, rank: int, file: str) -> Answers:
+    """Of a communicator of one rank."""
+    comm, number, join = _join(cuda, 0, file, size=1), (c_float * 1)(), cuda.ncclCommInitRank
+    answers = {
+        "9 ranks": join(byref(c_void_p()), 9, UniqueId(file.encode()), 0),
+        "rank 2 of 2": join(byref(c_void_p()), 2, UniqueId(file.encode()), 2),
+        "to rank 1 of 1": cuda.ncclSend(number, c_size_t(1), FLOAT32, 1, comm, None),
+        "of rank -1": cuda.ncclBroadcast(number, number, c_size_t(1), FLOAT32, -1, comm, None),
+        "the end of no group": cuda.ncclGroupEnd(),
+        "split": cuda.ncclCommSplit(comm, 0, 0, byref(c_void_p()), None),
+    }
+    cuda.ncclGroupStart()
+    many = [cuda.ncclSend(number, c_size_t(1), FLOAT32, 0, comm, None) for _ in range(257)]
+    return {**answers, "message 257 of a group": many[255:]}
+
+
+def main(library: str, name: str, words: Sequence[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # where ranks differ they abort, which is no crash to look into
+    cuda = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    answers = globals()[name](cuda, *(int(word) if word.isdigit() else word for word in words))
+    print(json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

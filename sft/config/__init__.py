@@ -1,6 +1,6 @@
 """Every knob, its type, its default and what it does.
 
-Decides what a recipe may say and which single values and combinations of values are wrong by themselves.
+Decides which keys a recipe may have, and which values and combinations of values are errors on their own.
 Does not read files (sft/recipe/load.py), and does not know the number of GPUs (sft/parallel/layout.py).
 All models are frozen: nothing is ever written back into a config.
 """
@@ -23,27 +23,27 @@ class Config(Section):
     """A whole recipe."""
 
     run: RunConfig
-    """Where this run lives and what it runs on."""
+    """Folder, device, precision, seed and time limits of the run."""
     model: ModelConfig
     """A GPT with RMSNorm, SwiGLU, grouped-query attention and rotary positions; `check` counts parameters."""
     data: DataConfig
-    """Conversations in, packs out.  Paths are used as typed, relative to the current directory."""
+    """Data files, tokenizer, supervision and packing.  Paths are relative to the current directory."""
     parallel: ParallelConfig = ParallelConfig()
-    """world_size = tp * cp * pp * dp; dp is always derived, never set."""
+    """world_size = tp * cp * pp * dp.  dp has no key: it is world_size / (tp * cp * pp)."""
     attention: AttentionConfig = AttentionConfig()
     """Which backend computes attention."""
     loss: LossConfig = LossConfig()
-    """How the loss is computed without ever holding the logits whole."""
+    """Implementation of the loss head, weights of tokens, and additional loss terms."""
     train: TrainConfig
-    """How long, and how much per optimizer step."""
+    """Length of the run, global batch size, recompute and activation offload."""
     optim: OptimConfig
     """AdamW and its learning-rate schedule."""
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), json_schema_extra=UNREPORTED)
     """When to save, what to keep, where to resume."""
     log: LogConfig = Field(LogConfig(), json_schema_extra=UNREPORTED)
-    """What is written while training."""
+    """Console, TensorBoard, Weights & Biases and metrics."""
     profile: ProfileConfig = Field(ProfileConfig(), json_schema_extra=UNREPORTED)
-    """Where memory and time go, in chosen steps of a run; nothing is recorded unless asked for."""
+    """Memory history and traces of chosen steps.  By default nothing is recorded."""
 
     @property
     def cache_dir(self) -> str:

@@ -13,25 +13,25 @@ LOWER_IS_BETTER = {"lm loss": True, "sample loss": True, "perplexity/avg": True,
 
 class CheckpointConfig(Section):
     resume: Path = "auto"
-    """auto resumes from the newest checkpoint of the run, must requires one, never starts anew; or a folder."""
+    """auto: from the newest checkpoint, if any; must: require one; never: refuse a run that has one; or a folder."""
     verify: Literal["off", "size", "full"] = "full"
-    """What is compared with the manifest before a checkpoint is loaded: nothing, sizes, or every byte (SHA-256)."""
+    """Check against the manifest before loading: off: none; size: file sizes; full: SHA-256 of all files."""
     allow_changes: list[str] = []
-    """Keys that may differ from the run that wrote the checkpoint although they change training: [run.seed, data]."""
+    """Keys that affect training and may still differ from the run that wrote the checkpoint: [run.seed, data]."""
     save_every: Positive | None = None
     """Steps between checkpoints; null means only after the last step."""
     save_every_minutes: Annotated[float, Field(gt=0.0)] | None = None
-    """Also after the first step that ends this long after the last save."""
+    """Also save after the first step that ends at least this many minutes after the last save."""
     save_last: bool = True
     """Save after the last step."""
     async_save: bool = False
-    """Training waits only for a copy in memory, and goes on while the copy is written; needs memory for the copy."""
+    """Copy the state in memory and write the copy while training continues.  Needs memory for the copy."""
     keep_last: Annotated[int, Field(ge=2)] | None = None
-    """Checkpoints kept, at least 2 (the newest may turn out damaged); null keeps all."""
+    """Number of newest checkpoints to keep, at least 2 (the newest may be damaged); null keeps all."""
     keep_every: Positive | None = None
-    """Also keep the checkpoints of every multiple of this many steps."""
+    """Also keep every checkpoint whose step is a multiple of this number."""
     keep_best: str | None = None
-    """Also keep the best one by SET/METRIC, such as eval/lm loss: of a held-out set that was evaluated at that step."""
+    """Also keep the best checkpoint by SET/METRIC, a metric of a held-out set evaluated at its step: eval/lm loss."""
 
     @property
     def best(self) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Keys of the data: which files, what becomes of them, and how they are packed."""
+"""Keys of the data: files, tokenizer, supervision, and packing."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -13,46 +13,46 @@ _OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # what ever
 
 class SourceConfig(Section):
     files: list[Path] = Field(min_length=1)
-    """Files of this source.  A single path is a list of one."""
+    """Files of this source.  A single path means a list of one path."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
-    """Share of an epoch's tokens, beside those of all sources; the epoch is as long as no sample needs be left out."""
+    """Relative share of an epoch's tokens.  The epoch is the shortest one that has these shares and every sample."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
-    """How often an epoch sees this source: 2.5 is twice, and half of it a third time.  Instead of weights."""
+    """Passes over this source per epoch; 2.5 means twice, and half of it a third time.  Not together with weights."""
 
 
 class DataConfig(Section):
     train: Annotated[list[Path], Field(min_length=1)] | Annotated[dict[Word, SourceConfig], Field(min_length=1)]
     """Training files: JSONL, JSON or parquet with a `messages` column; or named sources: {chat: {files: a.jsonl}}."""
     eval: list[Path] | dict[Name, Path | list[Path]] = []
-    """Held-out files, evaluated through the same packed path; {chat: a.jsonl, code: [b.jsonl, c.jsonl]} apart."""
+    """Held-out files, packed like training data.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets separately."""
     tokenizer: Path = "byte"
     """byte (built in, no file) or a Hugging Face tokenizer folder."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}
-    """Further variables for the chat template, true, false, a number or text each: {enable_thinking: false}."""
+    """Additional variables for the chat template: true, false, numbers or texts, such as {enable_thinking: false}."""
     on_omitted: Literal["report", "error"] = "report"
-    """A text of a chat that the template leaves out: count and list it, or stop with its row and message."""
+    """If the template leaves out a text of a chat: count and list it, or stop and name row and message."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
-    """What is learned: the assistant's turns, its last turn only, or every token.  See docs/masks.md."""
+    """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/masks.md."""
     seq_length: Positive
-    """Capacity of a pack in tokens, before context parallelism; also the longest sample."""
+    """Capacity of a pack in tokens, before context parallelism; also the maximum length of a sample."""
     doc_multiple: Positive = 32
-    """Documents are padded to a multiple of this; must be divisible by 2 * cp.  32 serves cp up to 16."""
+    """Documents are padded to a multiple of this number, which must be divisible by 2 * cp.  32 suffices for cp 16."""
     over_long: Literal["error", "drop", "cut_turns", "windows"] = "error"
-    """A sample longer than seq_length: stop, leave it out, keep its first turns, or make several of it.  Counted."""
+    """If a sample exceeds seq_length: stop, drop it, keep its first turns, or split it into several samples."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: stop with its name, or leave it out and list it, a tenth of a file at most."""
+    """If a row is unusable: stop and name it, or skip and list it.  At most a tenth of a file may be skipped."""
     pad_to_seq_length: bool = False
-    """Fill every pack to seq_length, so that all microbatches have one shape."""
+    """Pad every pack to seq_length.  All microbatches then have the same shape."""
     shuffle: bool = True
-    """Draw a new order of the samples every epoch."""
+    """Shuffle the samples anew in every epoch."""
     num_workers: Positive | Literal["auto"] = Field("auto", json_schema_extra=UNREPORTED)
-    """Processes that tokenise; auto means one per core, 32 at most.  The result does not depend on it."""
+    """Processes that tokenise; auto means one per core, at most 32.  The result does not depend on the number."""
     cache_dir: Path | None = Field(None, json_schema_extra=UNREPORTED)
-    """Where tokenised data is kept; null means run.dir/cache."""
+    """Folder of tokenised data; null means run.dir/cache."""
     plan: Path | None = None
-    """Plan to follow, written by `sft data plan --write`; null makes one from the data, seed and sizes."""
+    """Plan file written by `sft data plan --write`; null computes a plan from the data, seed and sizes."""
 
     @property
     def sources(self) -> dict[str, SourceConfig]:
@@ -73,7 +73,7 @@ class DataConfig(Section):
 
     @property
     def train_names(self) -> list[str] | None:
-        """Of each of these files the source it belongs to; None where sources have no names."""
+        """The source of each file of `train_files`; None where sources have no names."""
         return [name for name, source in self.sources.items() for _ in source.files] or None
 
     @property

@@ -16,21 +16,21 @@ class RopeConfig(Section):
     base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base period (theta) of the rotary embedding."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How frequencies are changed for contexts beyond `original_max_position`."""
+    """Method that changes the frequencies for contexts beyond `original_max_position`."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context extension factor: above 1 with any scaling, 1 with none."""
+    """Context extension factor: 1 with scaling none, above 1 with all others."""
     original_max_position: Positive | None = None
-    """Context length the model was trained with before scaling; required by llama3 and yarn."""
+    """Context length of the model before scaling; required by llama3 and yarn."""
     low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
     """llama3: wavelengths above original_max_position / low_freq_factor are fully scaled."""
     high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
     """llama3: wavelengths below original_max_position / high_freq_factor are not scaled."""
     beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
-    """yarn: dimensions turning more often than this over the original context are not scaled."""
+    """yarn: dimensions with more rotations than this over the original context are not scaled."""
     beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
-    """yarn: dimensions turning less often than this over the original context are fully scaled."""
+    """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """yarn: temperature on queries and keys; null means 0.1 ln(factor) + 1."""
+    """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         plain = self.scaling == "none"
@@ -48,19 +48,19 @@ class RopeConfig(Section):
 
 class MoeConfig(Section):
     num_experts: Positive | None = None
-    """Experts in the place of every layer's MLP; null means a dense model."""
+    """Number of experts that replace the MLP of every layer; null means a dense model."""
     top_k: Positive | None = None
-    """Experts that each token goes to; required with num_experts."""
+    """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
     """Width of an expert's SwiGLU; null means model.ffn_hidden_size."""
     normalize_top_k: bool = True
-    """Weights of a token's experts add up to 1 (Mixtral, Qwen3 as released); else those of the softmax over all."""
+    """Normalise the weights of a token's experts to sum 1 (Mixtral, Qwen3); else use the softmax over all experts."""
     aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Adds this times the load-balancing loss of every layer, per token; 1e-3 is usual."""
+    """Coefficient of the load-balancing loss, summed over layers; 1e-3 is usual."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Adds this times the squared log-sum-exp of the router's scores in every layer, per token; 1e-3 is usual."""
+    """Coefficient of the router z-loss (squared log-sum-exp of its scores), summed over layers; 1e-3 is usual."""
     capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """An expert takes at most this times its even share of a rank's tokens, the rest are dropped; null drops none."""
+    """Capacity of an expert, a multiple of its even share of a rank's tokens.  The rest is dropped; null drops none."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         experts, top_k = self.num_experts, self.top_k
@@ -89,7 +89,7 @@ class ModelConfig(Section):
     head_dim: Positive | None = None
     """Width of a head; null means hidden_size / num_attention_heads."""
     vocab_size: Positive | None = None
-    """Rows of the embedding that are real tokens; null means the tokenizer's size."""
+    """Vocabulary size without padding rows; null means the tokenizer's size."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-5
     """Epsilon inside RMSNorm."""
     qk_norm: bool = False
@@ -97,7 +97,7 @@ class ModelConfig(Section):
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     tie_embeddings: bool = False
-    """Output weight is the input embedding."""
+    """Share one weight between input embedding and output layer."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of random initial weights."""
     rope: RopeConfig = RopeConfig()
@@ -105,11 +105,11 @@ class ModelConfig(Section):
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
     hf: Path | None = None
-    """Hugging Face folder, or one made of it by tools/import_hf.py, whose config.json gives the keys of this group."""
+    """Folder whose config.json sets the keys of this group: of Hugging Face, or written by tools/import_hf.py."""
     init_from: Path | None = None
-    """Megatron checkpoint folder whose weights start this run; null means random weights."""
+    """Megatron checkpoint folder with the initial weights; null means random weights."""
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}
-    """Further fields of megatron-core's TransformerConfig, by name."""
+    """Additional fields of megatron-core's TransformerConfig, by name."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         heads, groups, width = self.num_attention_heads, self.resolved_query_groups, self.resolved_head_dim

@@ -1,4 +1,4 @@
-"""Keys of the layout: how many ranks each kind of parallelism takes."""
+"""Keys of the layout: the size of each kind of parallelism."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -10,25 +10,25 @@ class ParallelConfig(Section):
     tp: Positive = 1
     """Tensor-parallel size."""
     cp: Positive = 1
-    """Context-parallel size: every document is spread over this many ranks (zigzag)."""
+    """Context-parallel size: each document is split over this many ranks (zigzag)."""
     pp: Positive = 1
     """Pipeline-parallel size."""
     ep: Positive = 1
-    """Expert-parallel size: experts are spread over this many of the tp x cp x dp ranks of a pipeline stage."""
+    """Expert-parallel size: experts are split over this many of the tp x cp x dp ranks of a pipeline stage."""
     etp: Positive = 1
     """Expert-tensor-parallel size: each expert is split over this many ranks."""
     virtual_stages: Positive = 1
     """Model chunks per pipeline rank (interleaved schedule); needs pp > 1."""
     sequence_parallel: bool = True
-    """With tp > 1: norms and residuals are split over tp along tokens.  No effect with tp = 1."""
+    """Split norms and residuals over tp along the tokens.  No effect with tp = 1."""
     distributed_optimizer: bool = True
-    """Shard optimizer states over dp x cp, those of an expert over the ranks that hold it."""
+    """Shard optimizer states over dp x cp, and those of each expert over the ranks that hold the expert."""
     overlap: bool = True
     """Overlap gradient reduction with compute (CUDA only)."""
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How Transformer Engine moves keys and values over cp (not yet run on GPUs); portable always all-gathers."""
+    """Transformer Engine's communication of keys and values over cp (not yet run on GPUs); portable all-gathers."""
     cp_a2a: Positive | None = None
-    """With a2a+p2p: how many neighbouring cp ranks exchange heads (a2a); between such groups goes the ring (p2p)."""
+    """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a).  A ring (p2p) connects such groups."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.virtual_stages > 1 and self.pp == 1:

@@ -1,4 +1,4 @@
-"""Keys of the run itself and of what it writes: its folder and device, how long it may take, its log, its profiles."""
+"""Keys of the run and its output: folder, device, time limits, log and profiles."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -13,36 +13,36 @@ Ranks = Literal["all", "stage"] | Annotated[list[NonNegative], Field(min_length=
 
 class RunConfig(Section):
     dir: Path = Field(json_schema_extra=UNREPORTED)
-    """Folder of this run: recipe.yaml, data.json, metrics.jsonl, tensorboard/, checkpoints/.  One run, one folder."""
+    """Folder of recipe.yaml, data.json, metrics.jsonl, tensorboard/, checkpoints/.  Each run needs its own folder."""
     device: Literal["auto", "cuda", "cpu"] = Field("auto", json_schema_extra=UNREPORTED)
-    """auto takes CUDA where torch sees it.  The CPU runs every parallelism, on gloo."""
+    """auto selects CUDA if torch finds it.  The CPU supports every kind of parallelism, with gloo."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps main parameters and gradients in fp32.  fp32 is for comparisons and CPU runs."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
-    """FP8 recipe of the linear layers (not yet run on GPUs); needs Transformer Engine and precision bf16."""
+    """FP8 recipe of linear layers; null means no FP8.  Needs Transformer Engine and bf16.  Not yet run on GPUs."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
-    """Seeds initial weights and the order of the data."""
+    """Random seed of initial weights and data order."""
     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
-    """Seconds a rank may wait for another, also at the start, while rank 0 reads the data files once."""
+    """Seconds that a rank may wait for another, also at the start, when rank 0 reads the data files."""
     step_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)
-    """Seconds after which a step, evaluation or save counts as hung: every rank writes its stacks, and the run ends."""
+    """Seconds after which a step, evaluation or save is hung: every rank writes its stacks, and the run ends."""
     exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = Field(None, json_schema_extra=UNREPORTED)
-    """Minutes after which the run saves and exits; under SLURM it also does so run.grace_s before the job's end."""
+    """Minutes after which the run saves and exits.  Under SLURM it also exits run.grace_s before the job ends."""
     grace_s: Positive = Field(100, json_schema_extra=UNREPORTED)
-    """Seconds between a signal to stop and the end of the process; a step and a save must fit into them."""
+    """Seconds from a stop signal to the end of the process.  A step and a save must finish within this time."""
 
 
 class LogConfig(Section):
     every: Positive = 1
-    """Steps between lines on the console; metrics.jsonl and TensorBoard get every step."""
+    """Steps between lines on the console; metrics.jsonl and TensorBoard record every step."""
     tensorboard: bool = True
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Project at Weights & Biases to log to; WANDB_* variables hold the rest.  null logs nothing there."""
+    """Project at Weights & Biases; null means no logging there.  WANDB_* environment variables set the rest."""
     position_edges: list[Positive] = [4096, 16384, 65536]
-    """The loss is also logged by position in the document: below the first edge, between two, above the last."""
+    """Edges of position ranges in a document.  The loss is also logged for each range."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
-    """Dense peak of one GPU in the run's precision (H100 SXM bf16: 989), for MFU; null leaves MFU out."""
+    """Peak dense TFLOPS of one GPU in the run's precision (H100 SXM bf16: 989), for MFU; null logs no MFU."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.position_edges != sorted(set(self.position_edges)):
@@ -51,11 +51,11 @@ class LogConfig(Section):
 
 class MemoryProfile(Section):
     steps: Steps | None = None
-    """Steps, the first is 1, after which every chosen rank writes its CUDA memory history; null records none."""
+    """Steps (from 1) after which each chosen rank writes its CUDA memory history; null records none."""
     max_entries: Positive = 100000
-    """Newest allocations and frees that a rank keeps; several KB each with their stacks."""
+    """Number of newest allocations and frees that a rank keeps, each several KB with its stack."""
     ranks: Ranks = "all"
-    """Who records: all, one rank per pipeline stage (dp, cp and tp 0), or ranks by number."""
+    """Ranks that record: all; one rank of each pipeline stage (stage: dp, cp and tp rank 0); or a list of ranks."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from _badly_chosen(self.steps, self.ranks)
@@ -65,16 +65,16 @@ class MemoryProfile(Section):
 
 class TorchProfile(Section):
     steps: Steps | None = None
-    """Steps, the first is 1, of which every chosen rank writes a Chrome trace; null traces none."""
+    """Steps (from 1) for which each chosen rank writes a Chrome trace; null traces none."""
     ranks: Ranks = "all"
-    """Who traces: all, one rank per pipeline stage (dp, cp and tp 0), or ranks by number."""
+    """Ranks that trace: all; one rank of each pipeline stage (stage: dp, cp and tp rank 0); or a list of ranks."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         return _badly_chosen(self.steps, self.ranks)
 
 
 def _badly_chosen(steps: list[int] | None, ranks: str | list[int]) -> Iterator[tuple[str, str]]:
-    """Conflicts of something named twice, or of ranks that nothing is recorded on."""
+    """Conflicts: a step or rank named twice, or ranks without steps."""
     if steps is None and ranks != "all":
         yield "ranks", "has no effect without steps; name some"
     for field, numbers in (("steps", steps), ("ranks", ranks)):

@@ -1,4 +1,4 @@
-"""What groups of keys are made of: their types, their marks, and how conflicting values are reported."""
+"""The base class of all groups of keys, their types and marks, and the error for conflicting values."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Self
@@ -18,7 +18,7 @@ UNREPORTED: dict[str, JsonValue] = {"unreported": True}
 
 
 class Conflict(ValueError):
-    """Values that cannot be together, one (field, reason) per problem.  `sft.recipe` adds file and line."""
+    """Values that exclude each other, one (field, reason) per problem.  `sft.recipe` adds file and line."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         self.problems = problems
@@ -33,7 +33,7 @@ class Section(BaseModel):
     )
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) of each value that cannot be with the others."""
+        """(field, reason) of each value that conflicts with other values."""
         yield from ()
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ def divisors(number: int, limit: int = 4096) -> list[int]:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One message for all: the first line stands by itself, the others follow as a list."""
+    """One message for all problems: a single problem as it is, several as a numbered list."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join(f"{i} of {len(problems)}: {problem}" for i, problem in enumerate(problems, 1))

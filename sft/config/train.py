@@ -1,4 +1,4 @@
-"""Keys of training: how long, how much per step, what saves memory; the loss head, AdamW and its learning rates."""
+"""Keys of training: length, batch size, memory savings, the loss head, AdamW and its learning-rate schedule."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -10,21 +10,21 @@ from sft.config.section import Fraction, NonNegative, Positive, Section
 
 class TrainConfig(Section):
     num_steps: Positive | None = None
-    """Optimizer updates; give this or num_epochs."""
+    """Number of optimizer steps; give this or num_epochs."""
     num_epochs: Positive | None = None
-    """Passes over the data; give this or num_steps."""
+    """Number of passes over the data; give this or num_steps."""
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in backward: none; norms and the MLP or experts (selective); or whole layers (full)."""
+    """Activations to recompute in backward: none; norms and the MLP or experts (selective); whole layers (full)."""
     mlp_tile: Positive | None = None
-    """Tokens of a rank that the MLP takes at one time; it is then recomputed in backward.  null takes all."""
+    """Tokens per tile.  The MLP computes tile by tile, and backward recomputes it; null computes all tokens at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of a rank's layers, the first ones, whose activations are offloaded to host memory; needs recompute."""
+    """Share of a rank's layers (its first ones) whose activations are offloaded to host memory; needs recompute."""
     eval_every: Positive | None = None
-    """Steps between evaluations; null means before the first step and at the end only."""
+    """Steps between evaluations; null means only before the first step and at the end."""
     max_nonfinite_steps: NonNegative = 2
-    """Steps in a row that may be skipped because a loss or gradient is not finite; one more ends the run."""
+    """Number of consecutive non-finite steps that the run may skip; one more ends the run."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, epochs = self.num_steps, self.num_epochs
@@ -38,26 +38,26 @@ class TrainConfig(Section):
 
 class LossConfig(Section):
     impl: Literal["fused", "chunked", "full"] = "fused"
-    """fused never builds the logits and projects supervised rows only; full is megatron-core's own."""
+    """fused projects only supervised rows, in chunks; chunked has logits of all rows; full is megatron-core's own."""
     chunk_size: Positive | None | Literal["auto"] = "auto"
-    """Rows projected at one time: supervised ones (fused) or all (chunked).  auto means 4096 and 1024; null, all."""
+    """Rows per chunk, of supervised rows (fused) or of all rows (chunked).  auto: 4096 or 1024.  null: one chunk."""
     reduction: Literal["token", "sample", "sqrt"] = "token"
     """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
     denominator: Literal["weights", "tokens"] = "weights"
-    """What the weighted sum over the global batch is divided by: the sum of weights, or the supervised tokens."""
+    """Divisor of the weighted loss sum of the global batch: the sum of weights, or the number of supervised tokens."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Adds this times the squared log-sum-exp of the scores, which keeps them from drifting; 1e-4 is usual."""
+    """Coefficient of the z-loss (squared log-sum-exp of the logits), which keeps logits small; 1e-4 is usual."""
     entropy_coef: float = 0.0
-    """Subtracts this times the entropy from the loss: above 0 for flatter predictions, below 0 for sharper ones."""
+    """Coefficient of the entropy, which is subtracted from the loss: above 0 flattens predictions, below 0 sharpens."""
     entropy: bool = False
-    """Log the mean entropy of supervised tokens even where entropy_coef is 0; it has no gradient then."""
+    """Log the mean entropy of supervised tokens, without a gradient, even if entropy_coef is 0."""
 
     @property
     def measures_entropy(self) -> bool:
         return self.entropy or self.entropy_coef != 0.0
 
     def chunk(self, num_rows: int) -> int:
-        """Rows to take at once of `num_rows`; at least 1."""
+        """Rows per chunk if there are `num_rows` rows; at least 1."""
         size = {"fused": 4096, "chunked": 1024}.get(self.impl) if self.chunk_size == "auto" else self.chunk_size
         return max(1, num_rows if size is None else min(size, num_rows))
 
@@ -72,15 +72,15 @@ class OptimConfig(Section):
     min_lr: Annotated[float, Field(ge=0.0)] = 0.0
     """Learning rate at the last step (all schedules but constant)."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Decay after warm-up; wsd holds the peak and decays over the last wsd_decay_fraction of the run."""
+    """Learning rate after warm-up.  wsd keeps the peak and decays over the last wsd_decay_fraction of the run."""
     warmup_steps: NonNegative | None = None
-    """Steps of linear warm-up; give this or warmup_fraction or neither (no warm-up)."""
+    """Steps of linear warm-up; give this, or warmup_fraction, or neither for no warm-up."""
     warmup_fraction: Fraction | None = None
     """Warm-up as a fraction of all steps."""
     wsd_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Share of the run in which wsd decays (linearly)."""
+    """Share of the run at its end in which wsd decays linearly."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """Decoupled weight decay; biases and norms are excluded."""
+    """Decoupled weight decay.  Biases and norms are excluded."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Adam's first-moment decay."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -88,9 +88,9 @@ class OptimConfig(Section):
     epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
     """Adam's epsilon."""
     clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
-    """Largest gradient norm; 0 switches clipping off."""
+    """Maximum gradient norm; 0 disables clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of Adam's states and update in host memory, 16 bytes a parameter; needs bf16 and distributed_optimizer."""
+    """Share of optimizer states and updates on the host (16 bytes per parameter); needs bf16, distributed_optimizer."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, fraction = self.warmup_steps, self.warmup_fraction

@@ -2,8 +2,8 @@
 
 import io
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel
 from tests.ranks import scenarios
-from tests.ranks.pool import RankPool
 
 LAYERS, HEADS, GROUPS, HEAD_DIM, WIDTH, FFN, EXPERTS = 2, 8, 4, 8, 32, 64, 4
 # fp32, two implementations; one rounding of a loss of 8 to 16 nats is 1e-6; measured at most 4.8e-6.
@@ -26,52 +25,15 @@ MEAN_LOSS_TOLERANCE = 1e-6  # relative; the roundings of some 100 tokens average
 GRADIENT_TOLERANCE = 1e-5  # of the gradient's norm, per parameter; measured at most 3.4e-6
 # What a wrong model must differ by, so that an equality within the tolerance says something.
 VISIBLE = 1e-2
-BASE = 10000.0
-LENGTHS = (200, 37, 64, 5, 90)  # two packs' worth, one multiple of 32
 PACKS = ((0, 1), (4, 2, 3))
-SHARED = [
-    f"model.num_layers={LAYERS}",
-    f"model.hidden_size={WIDTH}",
-    f"model.ffn_hidden_size={FFN}",
-    f"model.num_attention_heads={HEADS}",
-    f"model.num_query_groups={GROUPS}",
-    f"model.head_dim={HEAD_DIM}",  # not hidden_size / heads: the attention output is wider than the model
-    "model.init_std=0.2",  # sharp attention: with 0.02 it is a mean, and positions would not matter
-    "train.global_batch_size=2",
-]
-Ranks = Callable[[int], RankPool]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model of ours, by overrides, and the same model of transformers."""
+    """A class of transformers, as LlamaForCausalLM without its end."""
 
     hf: str
-    overrides: list[str]
-    norm_epsilon: float = 1e-6
     tied: bool = False
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
-
-    @property
-    def recipe(self) -> list[str]:
-        tied = f"model.tie_embeddings={str(self.tied).lower()}"
-        return SHARED + self.overrides + [tied, f"model.norm_epsilon={self.norm_epsilon}"]
-
-
-LLAMA = ["model.qk_norm=false", "model.qkv_bias=false"]
-
-
-def write_weights(overrides: Sequence[str], folder: str) -> dict[str, np.ndarray]:
-    """A checkpoint whose norms and biases are random too (initially they are 1 and 0), and what is in it."""
-    with scenarios.running(overrides) as engine:
-        generator = torch.Generator().manual_seed(11)
-        parameters = dict(engine.chunks[0].module.named_parameters())
-        with torch.no_grad():
-            for param in parameters.values():
-                if param.dim() == 1:
-                    param += 0.3 * torch.randn(param.shape, generator=generator)
-        scenarios.save(engine, Path(folder), {})
-        return {name: param.detach().numpy().copy() for name, param in parameters.items()}
 
 
 def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[Any]:
@@ -162,35 +124,6 @@ def apart(fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(part.reshape(-1, *fused.shape[1:]) for part in parts)
 
 
-def hf_model(arch: Architecture, weights: dict[str, np.ndarray]) -> Any:
-    """transformers' model in fp32 with eager attention, holding our weights."""
-    import transformers
-
-    config = getattr(transformers, f"{arch.hf}Config")(
-        vocab_size=scenarios.VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=HEAD_DIM,
-        rms_norm_eps=arch.norm_epsilon,
-        tie_word_embeddings=arch.tied,
-        max_position_embeddings=512,
-        rope_parameters={"rope_theta": BASE, **arch.rope},
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    model = getattr(transformers, f"{arch.hf}ForCausalLM")(config).float().train()
-    named = in_hf_names(arch, weights)
-    assert sorted(named) == sorted(name for name, _ in model.named_parameters())
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            assert param.shape == named[name].shape, name
-            param.copy_(named[name])
-    return model
-
-
 def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
     """-log p of each token but the first, given those before it: [n - 1]; the sample alone, unpadded."""
     tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
@@ -202,7 +135,6 @@ class Reference:
     """A checkpoint of ours, and transformers' model of the same weights."""
 
     folder: str
-    weights: dict[str, np.ndarray]
     model: Any
 
 

@@ -1,9 +1,10 @@
 """The dimensions of a layout, which of their values fit together, and the overrides of a recipe that ask for them.
 
-`COVERING` is what `make test` runs: every pair of values that at most four ranks can have.
+`COVERING` is what `make test` runs: every pair of values that at most four ranks can have.  `GRID` is what `make
+test-all` runs besides: every way to divide the work of a dense model and of experts.
 """
 
-from tests.covering import Case, covering_set
+from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
     "model": ["dense", "tied", "experts"],
@@ -93,6 +94,9 @@ def name(case: Case) -> str:
 
 
 COVERING = covering_set(DIMENSIONS, fits)
+PLAIN = {key: values[:1] for key, values in DIMENSIONS.items()}
+DIVIDED = ("tp", "sequence_parallel", "cp", "pp", "virtual_stages", "dp", "ep")
+GRID = all_cases({**PLAIN, "model": ["dense", "experts"], **{key: DIMENSIONS[key] for key in DIVIDED}}, fits)
 
 
 def sizes(dimensions: list[str], factor: int = 2) -> list[str]:

@@ -100,7 +100,14 @@ ALONE = {  # found by every process in the same place as another mistake; one pr
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# One for each place that can refuse; the messages of the others have unit tests of their own.
+QUICK = ("data that cannot be prepared", "no tokenizer in the folder", "vocabulary too small", "refused by megatron")
+QUICK += ("no checkpoint to start from", "more processes than the layout")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.grid) for name in CASES]
+)
 def test_a_mistake_is_one_paragraph(name: str, tmp_path: Path) -> None:
     content, overrides, begins, mentions = CASES[name]
     (tmp_path / "chat.jsonl").write_text(content)

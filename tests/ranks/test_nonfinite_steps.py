@@ -20,13 +20,8 @@ SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32
 SHARDED = "parallel.distributed_optimizer=true"
 LAYOUTS = [
     ["parallel.cp=2"],
-    ["parallel.cp=2", SHARDED],
-    ["parallel.tp=2"],
     ["parallel.tp=2", "parallel.sequence_parallel=true", SHARDED],
     ["parallel.pp=2"],
-    ["parallel.pp=2", SHARDED],
-    [],
-    [SHARDED],
     [SHARDED, "run.precision=bf16"],
 ]
 # The learning rate of step 3 of 5, after a warm-up of one: linear from 1e-3 to 0 over the four that follow.

@@ -209,25 +209,6 @@ def test_another_share_continues_bitwise(ranks: Ranks, tmp_path: Path, before: f
         assert (s["parameters"], s["optimizer"], s["adam_steps"]) == (w["parameters"], w["optimizer"], {5.0})
 
 
-@pytest.mark.parametrize(
-    "before,after",
-    [
-        ((2, [*BF16, *share(1.0)]), (2, [*BF16, *TP2, *share(0.5)])),
-        ((2, [*BF16, *TP2, *share(0.5)]), (1, [*BF16, *share(1.0)])),
-        ((1, [*BF16, *share(1.0)]), (2, ["run.precision=bf16", "parallel.distributed_optimizer=false"])),
-    ],
-    ids=["dp2 to tp2", "tp2 to 1", "1 to dp2 without the distributed optimizer"],
-)
-def test_another_layout_continues_the_curve(ranks: Ranks, tmp_path: Path, before: Any, after: Any) -> None:
-    (reference,) = ranks(1).run(part, BF16, STEPS, None, None)
-    ranks(before[0]).run(part, before[1], STEPS[:2], None, str(tmp_path))
-    for found in ranks(after[0]).run(part, after[1], STEPS[2:], str(tmp_path), None):
-        np.testing.assert_allclose(found["loss"], reference["loss"][2:], rtol=TOLERANCE["bf16"])
-        np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"][2:], rtol=NORM_TOLERANCE["bf16"])
-        assert found["learning_rate"] == reference["learning_rate"][2:]
-        assert found["adam_steps"] == {5.0}
-
-
 def test_megatron_continues_what_was_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
     """With the weights and moments of a run that had nothing there."""
     flags, overrides = BOTH

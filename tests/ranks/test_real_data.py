@@ -58,6 +58,7 @@ def supervised_by_hand() -> list[int]:
     return counts
 
 
+@pytest.mark.grid  # the two layouts are in the covering set; the data are too large for every change
 @pytest.mark.timeout(600)
 def test_real_chats_train_alike_on_both_layouts(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     by_hand = supervised_by_hand()

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.mcore.checkpoint_io import engine_state, torch_dist_files
-from tests.ranks import scenarios
+from tests.covering import Case
+from tests.ranks import layouts, scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.resuming import CUT, NORM_TOLERANCE, SHARDED, TOLERANCE, WHOLE, check_bitwise, part
 
@@ -22,28 +23,22 @@ Ranks = Callable[[int], RankPool]
 
 SAME = [
     (1, []),
-    (1, [SHARDED]),
     (1, ["run.precision=bf16"]),
-    (1, ["run.precision=bf16", SHARDED]),
-    (2, ["parallel.cp=2", SHARDED]),
     (2, [SHARDED, "run.precision=bf16"]),
     (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
     (4, ["parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true", SHARDED]),
 ]
-LAYOUTS = {
-    "1": (1, [WHOLE]),
-    "dp2": (2, [WHOLE]),
-    "dp2 sharded": (2, [SHARDED]),
-    "cp2 sharded": (2, ["parallel.cp=2", SHARDED]),
-    "tp2 sp": (2, ["parallel.tp=2", "parallel.sequence_parallel=true", WHOLE]),
-    "pp2 sharded": (2, ["parallel.pp=2", SHARDED]),
-    "dp4 sharded": (4, [SHARDED]),
-    "cp4": (4, ["parallel.cp=4", WHOLE]),
-    "tp2 cp2 sp sharded": (4, ["parallel.tp=2", "parallel.cp=2", "parallel.sequence_parallel=true", SHARDED]),
-    "tp2 pp2": (4, ["parallel.tp=2", "parallel.pp=2", WHOLE]),
-    "pp2 cp2 sharded": (4, ["parallel.pp=2", "parallel.cp=2", SHARDED]),
-}
-BF16 = [("cp2 sharded", "tp2 sp"), ("tp2 sp", "pp2 sharded"), ("tp2 cp2 sp sharded", "1"), ("1", "dp4 sharded")]
+# With experts, in bf16 some tokens' are decided by the last bit: two layouts part by as much without any cut.
+LOSS = {"fp32": TOLERANCE["fp32"], "bf16": 5e-3}
+NORM = {"fp32": NORM_TOLERANCE["fp32"], "bf16": 5e-2}
+
+
+def in_pairs() -> list[tuple[Case, Case]]:
+    """The cases of the covering set, each after the one before it of the same model and precision, in a ring."""
+    rings: dict[Any, list[Case]] = {}
+    for case in layouts.COVERING:
+        rings.setdefault((case["model"], case["precision"]), []).append(case)
+    return [(before, after) for ring in rings.values() for before, after in zip(ring, [*ring[1:], ring[0]])]
 
 
 CHUNK_BYTES = 1000
@@ -82,56 +77,31 @@ def test_resuming_on_the_same_layout_is_bitwise(
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, dict[str, Any]]]:
-    """Two steps done on a layout, in a folder; and all five on one rank, in the same precision."""
-    made: dict[tuple[str, str], Path] = {}
-    whole: dict[str, dict[str, Any]] = {}
+def uninterrupted(ranks: Ranks) -> Callable[[str, str], dict[str, Any]]:
+    """`uninterrupted("tied", "bf16")`: all five steps of one plain rank."""
+    made: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def make(layout: str, precision: str) -> tuple[Path, dict[str, Any]]:
-        kept = [f"run.precision={precision}"]
-        if precision not in whole:
-            (whole[precision],) = ranks(1).run(part, [*LAYOUTS["1"][1], *kept], [0, 1, 2, 3, 4], None, None)
-        if (layout, precision) not in made:
-            folder = made[layout, precision] = tmp_path_factory.mktemp("saved")
-            world_size, overrides = LAYOUTS[layout]
-            ranks(world_size).run(part, [*overrides, *kept], [0, 1], None, str(folder))
-        return made[layout, precision], whole[precision]
+    def get(model: str, precision: str) -> dict[str, Any]:
+        if (model, precision) not in made:
+            recipe = [*layouts.MODELS[model], f"run.precision={precision}"]
+            (made[model, precision],) = ranks(1).run(part, recipe, [0, 1, 2, 3, 4], None, None)
+        return made[model, precision]
 
-    return make
+    return get
 
 
-# In every run of the tests each layout is left once and entered once; the other pairs are a grid.
-ORDER = list(LAYOUTS)
-RING = set(zip(ORDER, [*ORDER[1:], ORDER[0]]))
-PAIRS = [
-    pytest.param(before, after, "fp32", marks=[] if (before, after) in RING else pytest.mark.grid)
-    for before in LAYOUTS
-    for after in LAYOUTS
-    if after != before
-] + [pytest.param(before, after, "bf16") for before, after in BF16]
-
-
-@pytest.mark.parametrize("before,after,precision", PAIRS, ids=lambda name: name.replace(" ", "-"))
-def test_resuming_on_another_layout_continues_the_curve(
-    ranks: Ranks, saved: Any, before: str, after: str, precision: str
+@pytest.mark.parametrize("before,after", in_pairs(), ids=layouts.name)
+def test_another_layout_continues_the_curve(
+    ranks: Ranks, uninterrupted: Callable[[str, str], dict[str, Any]], tmp_path: Path, before: Case, after: Case
 ) -> None:
-    folder, reference = saved(before, precision)
-    world_size, overrides = LAYOUTS[after]
-    for result in ranks(world_size).run(part, [*overrides, f"run.precision={precision}"], [2, 3, 4], str(folder), None):
-        np.testing.assert_allclose(result["loss"], reference["loss"][CUT:], rtol=TOLERANCE[precision])
-        np.testing.assert_allclose(result["grad_norm"], reference["grad_norm"][CUT:], rtol=NORM_TOLERANCE[precision])
-        assert result["learning_rate"] == reference["learning_rate"][CUT:]
-        assert result["adam_steps"] == {5.0}
-
-
-@pytest.mark.parametrize("before,after", [("pp2 sharded", "1"), ("tp2 pp2", "pp2 sharded"), ("1", "pp2 cp2 sharded")])
-def test_tied_embeddings_that_live_on_two_stages(ranks: Ranks, tmp_path: Path, before: str, after: str) -> None:
-    """Both stages keep moments of their copy; one is stored, and both are restored."""
-    tied = ["model.tie_embeddings=true", "run.precision=fp32"]
-    (reference,) = ranks(1).run(part, [*LAYOUTS["1"][1], *tied], [0, 1, 2, 3, 4], None, None)
-    ranks(LAYOUTS[before][0]).run(part, [*LAYOUTS[before][1], *tied], [0, 1], None, str(tmp_path))
-    for result in ranks(LAYOUTS[after][0]).run(part, [*LAYOUTS[after][1], *tied], [2, 3, 4], str(tmp_path), None):
-        np.testing.assert_allclose(result["loss"], reference["loss"][CUT:], rtol=TOLERANCE["fp32"])
+    precision = after["precision"]
+    reference = uninterrupted(after["model"], precision)
+    ranks(layouts.world_size(before)).run(part, layouts.overrides(before), [0, 1], None, str(tmp_path))
+    for found in ranks(layouts.world_size(after)).run(part, layouts.overrides(after), [2, 3, 4], str(tmp_path), None):
+        np.testing.assert_allclose(found["loss"], reference["loss"][CUT:], rtol=LOSS[precision])
+        np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"][CUT:], rtol=NORM[precision])
+        assert found["learning_rate"] == reference["learning_rate"][CUT:]
+        assert found["adam_steps"] == {5.0}
 
 
 def test_generators_go_on_where_they_were_on_the_same_layout_only(ranks: Ranks, tmp_path: Path) -> None:

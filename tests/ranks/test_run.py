@@ -102,24 +102,14 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(finished: tuple[Path,
     assert records(tmp_path, "eval") == records(reference, "eval")
 
 
-@pytest.mark.parametrize(
-    "override,reason",
-    [
-        ("run.seed=9", "run.seed was 1234, is 9"),
-        ("train.global_batch_size=3", "train.global_batch_size was 2, is 3"),
-        ("data.train={folder}/other.jsonl", "data was "),
-    ],
-)
-def test_another_order_of_the_data_is_refused(finished: tuple[Path, str], override: str, reason: str) -> None:
+def test_another_order_of_the_data_is_refused(finished: tuple[Path, str]) -> None:
     folder, _ = finished
     chats(folder, 50, "other.jsonl")
-    overrides = RUN + ["train.num_steps=8", override.format(folder=folder)]
-    (code, _, told), _ = start(folder, overrides)
+    (code, _, told), _ = start(folder, [*RUN, "train.num_steps=8", f"data.train={folder}/other.jsonl", "run.seed=9"])
     assert code == 2
-    assert told.startswith(
-        f"CheckpointError: {folder}/run/checkpoints/iter_0000006 cannot be continued with this recipe"
-    )
-    assert reason in told
+    refused = f"{folder}/run/checkpoints/iter_0000006 cannot be continued with this recipe"
+    assert told.startswith(f"CheckpointError: {refused}")
+    assert "data was " in told and "run.seed was 1234, is 9" in told
 
 
 def test_never_does_not_mix_two_runs(finished: tuple[Path, str]) -> None:

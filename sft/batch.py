@@ -80,27 +80,21 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """The tokens of one pack that one context-parallel rank holds, in zigzag order.
+    """The tokens of one pack that one context-parallel rank holds, in zigzag order; t = pack length / cp.
 
-    tokens, labels, position_ids  int64 [1, t]     t = pack length / cp
-    loss_weights                  float32 [1, t], above 0 where supervised
-    cu_seqlens                    int32 [num_documents + 1], boundaries in the WHOLE pack (filler included)
-    documents                     int32 [1, t], which document of the pack each token belongs to
-    max_seqlen                    longest padded document of the whole pack
-    lengths, supervised, sources  int32 [num_documents], numpy: real length (0: filler), supervised labels, source
-    The counts are of the whole pack, the same on every context-parallel rank.
+    What is not [1, t] is of the whole pack, the same on every context-parallel rank.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-    loss_weights: torch.Tensor
-    documents: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    lengths: np.ndarray
-    supervised: np.ndarray
-    sources: np.ndarray
+    tokens: torch.Tensor  # int64 [1, t]
+    labels: torch.Tensor  # int64 [1, t]
+    position_ids: torch.Tensor  # int64 [1, t]
+    loss_weights: torch.Tensor  # float32 [1, t], above 0 where supervised
+    documents: torch.Tensor  # int32 [1, t], which document of the pack each token belongs to
+    cu_seqlens: torch.Tensor  # int32 [num_documents + 1], filler included
+    max_seqlen: int  # longest padded document
+    lengths: np.ndarray  # int32 [num_documents], real lengths; 0: filler
+    supervised: np.ndarray  # int32 [num_documents], supervised labels
+    sources: np.ndarray  # int32 [num_documents]
     num_documents: int  # real documents
     num_real_tokens: int  # tokens of samples
     num_aligned_tokens: int  # with padding to doc_multiple

@@ -66,26 +66,21 @@ class Source:
 class Row:
     """One number of the log.
 
-    name      its key; "/" joins the keys of nested objects where `nested`, and NAME stands for the name of a bucket
-    records   the kinds of records that have it
-    layout    how it compares between two layouts: docs/metrics.md, "What the layout changes"
-    source    a field of Totals or StepResult; None: whoever makes the record gives it
-    json      what JSON Schema says of the value; where it may be null, null stands for what is not finite
-    only_if   whether a record has it; None: every one
-    drawn     whether TensorBoard and W&B get it
+    name  its key; "/" joins the keys of nested objects where `nested`, and NAME stands for the name of a bucket
+    json  what JSON Schema says of the value; where it may be null, null stands for what is not finite
     """
 
     name: str
-    records: tuple[str, ...]
+    records: tuple[str, ...]  # the kinds of records that have it
     unit: str
-    layout: str
-    source: str | Source | None
+    layout: str  # how it compares between two layouts: docs/metrics.md, "What the layout changes"
+    source: str | Source | None  # a field of Totals or StepResult; None: whoever makes the record gives it
     json: Mapping[str, Any]
     meaning: str
     _: KW_ONLY
-    only_if: Callable[[Any, RunFacts], bool] | None = None
+    only_if: Callable[[Any, RunFacts], bool] | None = None  # whether a record has it; None: every one
     nested: bool = False
-    drawn: bool = True
+    drawn: bool = True  # whether TensorBoard and W&B get it
 
     @property
     def kind(self) -> str:

@@ -26,21 +26,14 @@ MAX_WEIGHTS = 256  # as many as a byte has values; the first is 0
 
 
 class EncodedRows(NamedTuple):
-    """Some consecutive rows, tokenised.
+    """Some consecutive rows, tokenised."""
 
-    tokens   int32 [n], all samples end to end
-    mask     uint8 [n], which weight each token has
-    weights  float32 [at most 256], the distinct weights: 0, then rising
-    lines    LINE [samples and dropped rows]
-    omitted  what the chat template left out, by row, role and kind
-    """
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    weights: np.ndarray
-    lines: np.ndarray
+    tokens: np.ndarray  # int32 [n], all samples end to end
+    mask: np.ndarray  # uint8 [n], which weight each token has
+    weights: np.ndarray  # float32 [at most 256], the distinct weights: 0, then rising
+    lines: np.ndarray  # LINE [samples and dropped rows]
     rejects: tuple[Reject, ...]
-    omitted: tuple[RowOmission, ...] = ()
+    omitted: tuple[RowOmission, ...] = ()  # what the chat template left out, by row, role and kind
     num_chats: int = 0  # usable rows with messages
 
 

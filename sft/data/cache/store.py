@@ -36,18 +36,14 @@ _HASH_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """The memory-mapped arrays of one file's samples.
-
-    weights  float32 [at most 256]: token i weighs weights[mask[i]]
-    digest   changes when any token, weight or line does
-    """
+    """The memory-mapped arrays of one file's samples."""
 
     tokens: np.ndarray
     mask: np.ndarray
     rows: np.ndarray
-    weights: np.ndarray
+    weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
-    digest: str
+    digest: str  # changes when any token, weight or line does
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:

@@ -119,13 +119,11 @@ class ChatTemplate:
 class TurnDelimiters(NamedTuple):
     """What a template writes around an assistant's turn, learned from small chats.
 
-    ends    tokens that end a turn, the usual one first: <|eot_id|>, <|eom_id|>
-    header  what asks for an answer: <|im_start|>assistant\\n
-    lead    what stands between that and the content in a chat's last turn: "" or " " or "<think>\\n\\n</think>\\n\\n"
+    lead  what stands between header and content in a chat's last turn: "" or " " or "<think>\\n\\n</think>\\n\\n"
     """
 
-    ends: tuple[str, ...]
-    header: str
+    ends: tuple[str, ...]  # tokens that end a turn, the usual one first: <|eot_id|>, <|eom_id|>
+    header: str  # what asks for an answer: <|im_start|>assistant\n
     lead: str
 
     def end_at(self, text: str, start: int) -> str | None:

@@ -49,14 +49,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of a text, and the characters that each covers: text[starts[k]:ends[k]].
+    """Tokens of a text, and the characters that each covers: text[starts[k]:ends[k]]."""
 
-    ids      int32 [n]
-    offsets  gives int32 [2n]: start, end, start, end, ...; looked up only when it is asked for, since it costs time
-    """
-
-    ids: np.ndarray
-    offsets: Callable[[], np.ndarray]
+    ids: np.ndarray  # int32 [n]
+    offsets: Callable[[], np.ndarray]  # int32 [2n]: start, end, start, end, ...; called only when needed: it costs time
 
     @cached_property
     def starts(self) -> np.ndarray:

@@ -62,23 +62,17 @@ class Retention:
 class Counts:
     """The rows of one data file, or of several.
 
-    name, path   of a file; `all` and null for several
-    part         train, or the name of a held-out set
-    source       to which source of data.train they belong; null where it names none, and for all training files
-    rows         also those that were skipped
     samples, tokens, supervised          what training sees; tokens_repeated of them are windows' context, seen before
     full_tokens, p50, p90, p99, longest  of whole rows, but the skipped
     rows_cut ... supervised_dropped      what data.over_long does; tokens are cut of windowed rows too
     rows_skipped, reasons                what data.on_bad_row does, and why, most frequent first
-    chats, omitted                       rows that are chats, and what the chat template leaves out of them, by role
-                                         and kind; of several files without rows
     """
 
-    name: str
-    path: str | None
-    part: str
-    source: str | None
-    rows: int
+    name: str  # of a file; `all` for several
+    path: str | None  # null for several
+    part: str  # train, or the name of a held-out set
+    source: str | None  # null where data.train names none, and for all training files
+    rows: int  # also those that were skipped
     samples: int
     tokens: int
     tokens_repeated: int
@@ -100,8 +94,8 @@ class Counts:
     rows_skipped: int
     reasons: tuple[tuple[str, int], ...]
     histogram: tuple[Bucket, ...]
-    chats: int
-    omitted: tuple[FileOmission, ...]
+    chats: int  # rows that are chats
+    omitted: tuple[FileOmission, ...]  # what the chat template leaves out of them; of several files without rows
 
 
 def of_files(data: DataSet) -> list[Counts]:

@@ -57,19 +57,16 @@ class Scan(NamedTuple):
     wholes, prompts, openings  S16 [n]: digests of all tokens, of those before the first answer (its first supervised
                                run), of those to its end; of all tokens where there is no prompt, and for every window
                                of a row but its first
-    num_runs         unbroken stretches of supervised tokens, which are the assistant's turns
-    unfinished_runs  of these, how many do not end with the end-of-turn token; unfinished: which samples they are in
-    longest_run      tokens of the longest one, and longest_sample which sample has it
     """
 
     wholes: np.ndarray
     prompts: np.ndarray
     openings: np.ndarray
-    num_runs: int
-    unfinished_runs: int
-    unfinished: list[int]
-    longest_run: int
-    longest_sample: int
+    num_runs: int  # unbroken stretches of supervised tokens, which are the assistant's turns
+    unfinished_runs: int  # of these, how many do not end with the end-of-turn token
+    unfinished: list[int]  # the first samples with such
+    longest_run: int  # tokens
+    longest_sample: int  # which has that one
 
 
 def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:

@@ -190,15 +190,10 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
                 number += 1
             start, begin, pieces, size = end + 1, position + end + 1, [], 0
             if level == 0:
-                _check_end(chain([block[start:] + held], blocks), path)
+                if any(rest.strip(_BLANK) for rest in chain([block[start:] + held], blocks)):
+                    raise DataError(f"{path} is not JSON: there is more after the list of rows.")
                 return
         size += len(block) - start
         pieces = [*pieces, block[start:]] if size <= MAX_ROW_BYTES else []
         position += len(block)
     raise DataError(f"{path} is not JSON: the file ends in row {number}, and the list of rows is not closed.")
-
-
-def _check_end(blocks: Iterator[bytes], path: Path) -> None:
-    for block in blocks:
-        if block.strip(_BLANK):
-            raise DataError(f"{path} is not JSON: there is more after the list of rows.")

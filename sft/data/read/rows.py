@@ -35,13 +35,12 @@ class RowIndex:
 
         b'{}\\n\\n{}\\n'  ->  num_rows 2, size 7, offsets 0 4, numbers 1 3
 
-    size     bytes on disk; the index of a file that has another size is refused
     offsets  int64 [num_rows], the byte where each row begins (of what a compressed file holds); None for tables
     numbers  int64 [num_rows], the line or row number of each; None where they are 1, 2, 3, ...
     """
 
     num_rows: int
-    size: int
+    size: int  # bytes on disk; the index of a file that has another size is refused
     offsets: np.ndarray | None = None
     numbers: np.ndarray | None = None
 

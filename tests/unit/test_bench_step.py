@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.bench import __main__ as bench
-from tools.bench import attention, attention_stand_in, attention_ways, mixes, step, trades
+from tools.bench import attention, attention_stand_in, attention_ways, trades
 from tools.bench.attention_ways import Pack, Way
 from tools.bench.steps import case as step_case
 from tools.bench.steps import process, rates, roofline, trainer
@@ -47,28 +47,12 @@ def test_what_a_step_takes_at_least(small: StepCase) -> None:
     assert faster["keep"] == pytest.approx(140_000 / 13_000 + 480)
 
 
-def test_a_roofline_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Llama-8B without recomputation on 32K: 8,040 tokens/s at 650, 620 and 520 TFLOP/s."""
-    monkeypatch.setitem(step_case.SHAPES, "tiny", (32, 4096, 14_336, 32, 8, 128, False))
-    monkeypatch.setattr(StepCase, "vocab", 128_256)
-    seen = {"tokens": 32_768, "labels": 32_768, "squares": 32_768**2}
-    found = roofline.floors(StepCase.read("tiny:32k:one"), seen, gemm=790e12, forward=620e12, backward=520e12)
-    assert 32_768 / found["none"] == pytest.approx(8040, rel=1e-3)
-
-
 def test_what_follows_from_a_row(small: StepCase) -> None:
     """132,000 FLOPs in 1000 s are 132 a second, of a peak of 1e-9 TFLOP/s 13.2%; the best rate of any kernel counts."""
     found = roofline.with_rates(small, row(), peak_tflops=1e-9)
     assert (found["tokens_per_s"], found["mfu"]) == (0.1, pytest.approx(0.132))
     assert found["of_full"] == pytest.approx((140_000 / 6500 + 560) / 1000)
     assert "mfu" not in roofline.with_rates(small, row(device="cpu"), peak_tflops=1e-9)
-
-
-def test_what_no_step_does_without() -> None:
-    """Qwen3-0.6B: 18 bytes of 596,049,920 parameters, 2 x 1024 x 28 of each token; offloaded two layers of it."""
-    assert StepCase.read("0.6b:64k:one:full").at_least("cuda") == 18 * 596_049_920 + 57_344 * 65_536
-    offloaded = StepCase.read("0.6b:64k:one:full+offload+optim1")
-    assert offloaded.at_least("cuda") == 6 * 596_049_920 + 2 * 2048 * 65_536
 
 
 def test_flops_of_attention() -> None:
@@ -84,13 +68,6 @@ def test_efficiency_is_of_the_slowest_rank() -> None:
     assert found["fwd_tflops"] == pytest.approx(7 / 4 / 0.5)
     assert found["both_tflops"] == pytest.approx(3.5 * 7 / 4 / 1.25)
     assert found["extra"] == 13
-
-
-def test_packs_are_full() -> None:
-    for mix in mixes.MIXES:
-        found = mixes.boundaries_of(mix, 32_768, 64)
-        assert found[0] == 0 and found[-1] == 32_768 and np.diff(found).min() > 0
-        assert not (found % 64).any() and (len(found) == 2) == (mix == "one")
 
 
 def test_padded_is_to_the_longest_of_the_same_samples() -> None:
@@ -204,12 +181,6 @@ def test_out_of_memory_and_failures_are_rows(
     assert row["status"].startswith("out of memory at 3.0 GiB, after ")
 
 
-def test_every_default_case_is_one_that_a_host_of_128_gib_takes() -> None:
-    cases = [StepCase.read(name) for name in step.CASES]
-    assert len(cases) == len({str(case) for case in cases}) > 10
-    assert max(case.estimate("cuda").host for case in cases) < 0.9 * 128 * GIB
-
-
 def test_a_trade_is_told_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps in 4 s, and one in 3 s: half as long again.  What was not measured has no ratio."""
     rows = iter([{"status": "out of memory"}, *({"status": "done", "step_s": seconds} for seconds in (2.0, 3.0))])
@@ -227,12 +198,6 @@ def attention_rows(*arguments: str) -> list[dict[str, Any]]:
     asked = bench.parse(["attention", "--tiny", *arguments])
     rows = [*attention.prepare(asked)]
     return rows + [row for case in asked.cases for row in attention.measure(case, asked)]
-
-
-def test_ranks_of_a_group_are_timed_in_turn() -> None:
-    rows = {row["way"]: row for row in attention_rows("--cases", "512:chat", "--ways", "flash,sdpa")}
-    assert list(rows) == ["flash", "flash, cp 2", "sdpa"]
-    assert len(rows["flash, cp 2"]["ranks"]) == 2 and rows["flash, cp 2"]["efficiency"] > 0
 
 
 def test_what_a_kernel_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,9 @@
 """tools/bench/steps/bars.py: which rows meet which bar."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.bench import __main__ as bench
 from tools.bench.harness import Bar
 from tools.bench.steps.bars import bars as judge
 
@@ -94,14 +91,3 @@ def test_the_longest_context() -> None:
     (bar,) = missed(judged([search("8b", 0.94)]))
     assert bar.name == "8b, longest context that fits over that of the equations"
     assert missed(judged([search("8b", 0.95)])) == []
-
-
-def test_rows_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    one.write_text("\n".join(json.dumps(row) for row in ALL_MET[:5]))
-    other.write_text("\n".join(json.dumps(row) for row in ALL_MET[5:]))
-    assert bench.main(["step", "--judge", str(one), str(other)]) == 0
-    assert "not measured" not in capsys.readouterr().out
-    other.write_text(json.dumps(search("4b", 0.5)))
-    assert bench.main(["step", "--judge", str(one), str(other)]) == 1
-    assert "\nMISSED        4b, longest context" in capsys.readouterr().out

@@ -12,8 +12,7 @@ from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested, write_back
 from tests.unit.fixtures import hf
-
-LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+from tests.unit.fixtures.hf import llama, mixtral, qwen3_moe, refusal
 
 
 def saved(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
@@ -21,40 +20,6 @@ def saved(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
     getattr(transformers, f"{hf.FAMILIES[family]}Config")(**fields).save_pretrained(folder)
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
-
-
-def llama(**changes: Any) -> dict[str, Any]:
-    """config.json of Llama 3.1 8B, as it was released; ... removes a key."""
-    content = {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 128000,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 128256,
-    }
-    return {key: value for key, value in (content | changes).items() if value is not ...}
-
-
-def refusal(content: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as error:
-        architecture(content, "config.json")
-    return str(error.value)
 
 
 def test_llama_3_1_as_released() -> None:
@@ -149,94 +114,6 @@ def test_what_transformers_writes_is_read(tmp_path: Path, family: str) -> None:
     )
 
 
-# --- rotary positions --------------------------------------------------------------------------------------
-
-
-PLAIN: dict[str, Any] = dict(rope_scaling=..., rope_theta=...)
-
-
-def rope(**changes: Any) -> RopeConfig:
-    return architecture(llama(**{**PLAIN, **changes}), "config.json").model.rope
-
-
-def yarn(**fields: Any) -> dict[str, Any]:
-    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, **fields}
-
-
-YARN = RopeConfig(scaling="yarn", factor=4.0, original_max_position=4096)
-
-
-@pytest.mark.parametrize(
-    "fields,expected",
-    [
-        ({}, RopeConfig(base=10000.0)),
-        ({"rope_scaling": None}, RopeConfig(base=10000.0)),
-        ({"rope_theta": 1000000}, RopeConfig(base=1e6)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, RopeConfig(base=1e6)),
-        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e6}, RopeConfig(base=2e6)),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(scaling="linear", factor=2.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 1.0}}, RopeConfig()),
-        ({"rope_scaling": yarn()}, YARN),
-        ({"rope_scaling": yarn(attention_factor=None, truncate=True, mscale=None)}, YARN),
-        ({"rope_scaling": yarn(attention_factor=1.3)}, YARN.model_copy(update={"attention_factor": 1.3})),
-        ({"rope_scaling": yarn(beta_fast=8, beta_slow=0.5)}, YARN.model_copy(update=dict(beta_fast=8, beta_slow=0.5))),
-        # No original length: one outside of the group, or the longest one.
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 4096},
-            YARN,
-        ),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 4096},
-            YARN,
-        ),
-        ({"rope_scaling": yarn(factor=None), "max_position_embeddings": 16384}, YARN),
-        # Both forms in one file: the old one counts.
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
-            RopeConfig(base=10000.0, scaling="linear", factor=2.0),
-        ),
-    ],
-    ids=lambda v: json.dumps(v) if isinstance(v, dict) else "",
-)
-def test_positions_are_read_as_transformers_reads_them(fields: dict[str, Any], expected: RopeConfig) -> None:
-    assert rope(**fields) == expected
-    sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=131072)
-    theirs = transformers.LlamaConfig(**{**sizes, **json.loads(json.dumps(fields))})
-    theirs.standardize_rope_params()  # as every model does before it computes
-    theirs = theirs.rope_parameters
-    kind = {"default": "none"}.get(theirs["rope_type"], theirs["rope_type"])
-    assert theirs["rope_theta"] == expected.base
-    if theirs.get("factor") != 1.0:
-        assert kind == expected.scaling
-    if kind == "yarn":
-        assert theirs["original_max_position_embeddings"] == 4096
-
-
-@pytest.mark.parametrize(
-    "fields,why",
-    [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
-        ({"rope_scaling": {"rope_type": "longrope"}}, 'rope_type = "longrope" is not supported'),
-        ({"rope_scaling": {"rope_type": "yarn", **yarn(mscale=1.0)}}, "mscale = 1.0 is not supported"),
-        ({"rope_scaling": yarn(truncate=False)}, "truncate = false is not supported"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention = "),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
-        ({"rope_scaling": "linear"}, "is not a group"),
-        ({"rope_scaling": {"rope_type": ["yarn"]}}, 'rope_type = ["yarn"] is not supported'),
-        ({"rope_scaling": yarn(factor=0.5)}, "rope_scaling = 0.5 (rope.factor)"),
-        (
-            {"rope_scaling": yarn(), "original_max_position_embeddings": 1},
-            "original_max_position_embeddings is 4096 for positions, and 1 outside of them",
-        ),
-    ],
-    ids=str,
-)
-def test_positions_that_are_refused(fields: dict[str, Any], why: str) -> None:
-    assert why in refusal(llama(**{**PLAIN, **fields}))
-
-
 # --- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -299,69 +176,6 @@ def test_options_that_the_family_does_not_read_do_not_matter() -> None:
 # --- experts -----------------------------------------------------------------------------------------------
 
 
-def qwen3_moe(**changes: Any) -> dict[str, Any]:
-    """config.json of Qwen3-30B-A3B, as it was released; ... removes a key."""
-    content = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 48,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    }
-    return {key: value for key, value in (content | changes).items() if value is not ...}
-
-
-def mixtral(**changes: Any) -> dict[str, Any]:
-    """config.json of Mixtral 8x7B, as it was released; ... removes a key."""
-    content = {
-        "architectures": ["MixtralForCausalLM"],
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mixtral",
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32000,
-    }
-    return {key: value for key, value in (content | changes).items() if value is not ...}
-
-
 def test_qwen3_30b_a3b_as_released() -> None:
     found = architecture(qwen3_moe(), "config.json")
     assert found.model.moe == MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=768)
@@ -383,10 +197,10 @@ def test_mixtral_8x7b_as_released() -> None:
 
 
 def test_losses_and_outputs_of_a_router_change_nothing() -> None:
-    """Training options: what the loss of a run has is a matter of its recipe."""
+    """Training options: what the loss of a run has is a matter of its recipe.  Dense layers may be told as none."""
     expected = architecture(qwen3_moe(), "config.json").model
-    changed = qwen3_moe(router_aux_loss_coef=0.5, output_router_logits=True)
-    assert architecture(changed, "config.json").model == expected
+    for changes in (dict(router_aux_loss_coef=0.5, output_router_logits=True), dict(mlp_only_layers=None)):
+        assert architecture(qwen3_moe(**changes), "config.json").model == expected
 
 
 @pytest.mark.parametrize("made", [qwen3_moe, mixtral])
@@ -430,10 +244,6 @@ def test_experts_that_our_model_cannot_have(content: dict[str, Any], why: str) -
     assert why in refusal(content)
 
 
-def test_dense_layers_may_be_told_as_none() -> None:
-    assert architecture(qwen3_moe(mlp_only_layers=None), "config.json").model.moe.num_experts == 128
-
-
 # --- the way back ------------------------------------------------------------------------------------------
 
 
@@ -443,11 +253,16 @@ def back(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return write_back(content, now, "config.json", dtype="bfloat16", seq_length=None)
 
 
-def test_nothing_changes_where_nothing_has_changed() -> None:
-    assert back(llama()) == llama()
+@pytest.mark.parametrize("content", [llama(), mixtral(rope_theta=...), qwen3_moe(num_experts=...)])
+def test_nothing_changes_where_nothing_has_changed(content: dict[str, Any]) -> None:
+    assert back(content) == content
 
 
 def test_a_changed_base_is_written_in_the_form_of_the_file(tmp_path: Path) -> None:
+    silent = back(mixtral(rope_theta=...), **{"rope.base": 5e5})
+    assert silent["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+    # model.rope.original_max_position says nothing without a scaling that heeds it.
+    assert back(llama(rope_scaling=None), **{"rope.original_max_position": 4096}) == llama(rope_scaling=None)
     assert back(llama(), **{"rope.base": 1e6}) == llama(rope_theta=1e6)
     new = saved(tmp_path, "qwen3", dtype=torch.bfloat16)
     assert back(new, **{"rope.base": 1e6}) == new | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
@@ -486,16 +301,6 @@ def test_sizes_type_and_length_are_written() -> None:
     assert write_back(content, now, "config.json", dtype="float32", seq_length=10)["max_position_embeddings"] == 131072
 
 
-def test_keys_without_effect_are_not_written() -> None:
-    """model.rope.original_max_position says nothing without a scaling that heeds it."""
-    assert back(llama(rope_scaling=None), **{"rope.original_max_position": 4096}) == llama(rope_scaling=None)
-
-
-def test_another_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model.qk_norm = true, and it is false in every llama"):
-        back(llama(), qk_norm=True)
-
-
 def test_experts_are_written_under_the_names_of_the_file() -> None:
     change = {"moe.num_experts": 64, "moe.top_k": 4, "moe.ffn_hidden_size": 512, "moe.normalize_top_k": False}
     theirs = dict(num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=False)
@@ -505,9 +310,7 @@ def test_experts_are_written_under_the_names_of_the_file() -> None:
     assert back(new, **change) == {**new, **theirs, "num_local_experts": 64}
     both = {**new, "num_experts": 128}
     assert back(both, **change) == {**both, **theirs, "num_experts": 64, "num_local_experts": 64}
-    silent = qwen3_moe(num_experts=...)
-    assert back(silent) == silent
-    assert back(silent, **change) == qwen3_moe(num_experts=64, **theirs)
+    assert back(qwen3_moe(num_experts=...), **change) == qwen3_moe(num_experts=64, **theirs)
 
 
 def test_the_width_of_an_expert_is_the_one_that_counts() -> None:
@@ -517,15 +320,10 @@ def test_the_width_of_an_expert_is_the_one_that_counts() -> None:
     assert back(mixtral(), **{"moe.ffn_hidden_size": 14336, "ffn_hidden_size": 1}) == mixtral()
 
 
-def test_a_silent_base_of_positions_stays_silent() -> None:
-    content = mixtral(rope_theta=...)
-    assert back(content) == content
-    assert back(content, **{"rope.base": 5e5})["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
-
-
 @pytest.mark.parametrize(
     "content,change,why",
     [
+        (llama(), {"qk_norm": True}, "model.qk_norm = true, and it is false in every llama"),
         (llama(), {"moe.num_experts": 4, "moe.top_k": 2}, "model.moe.num_experts = 4, and it is null in every llama"),
         (mixtral(), {"moe.num_experts": None, "moe.top_k": None}, "model.moe.num_experts = null, and every mixtral"),
         (mixtral(), {"moe.normalize_top_k": False}, "model.moe.normalize_top_k = false, and it is true in every"),

@@ -3,10 +3,8 @@
 import hashlib
 import io
 import json
-import os
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import tools.export_hf
+import tools.import_hf
 from sft.checkpoint import folders, manifest
 from sft.console import QUIET, Console
 from sft.hf.architecture import architecture, read
@@ -276,26 +276,17 @@ def test_model_of_the_recipe_wins_over_config(made: Make) -> None:
 # --- the tools ---------------------------------------------------------------------------------------------
 
 
-def tool(name: str, *words: object) -> tuple[int, str, str]:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, str(root / "tools" / f"{name}_hf.py"), *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=120,
-    )
-    return done.returncode, done.stdout, done.stderr
+def test_the_tools(
+    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tool(main: Callable[[], int], *words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["tool", *map(str, words)])
+        return main(), capsys.readouterr().err
 
-
-def test_the_tools(made: Make, tmp_path: Path) -> None:
     source, there, back = made(), tmp_path / "there", tmp_path / "back"
-    code, out, _ = tool("import", source, there)
-    assert code == 0 and f"start a run from it with model.init_from={there}" in out
+    assert tool(tools.import_hf.main, source, there) == (0, "")
     (there / "hf").rename(tmp_path / "moved")
-    code, out, _ = tool("export", there, back, "--hf", tmp_path / "moved", "--verify", "size")
-    assert code == 0 and "config.json, unchanged" in out
+    assert tool(tools.export_hf.main, there, back, "--hf", tmp_path / "moved", "--verify", "size") == (0, "")
     assert same(tensors(source), tensors(back))
-    code, _, error = tool("import", source, there)
-    assert code == 2 and error.endswith("nothing was written.  Remove it, or name another folder.\n")
-    assert error.startswith("CheckpointError: ") and "Traceback" not in error
+    told = f"CheckpointError: {there} exists; nothing was written.  Remove it, or name another folder.\n"
+    assert tool(tools.import_hf.main, source, there) == (2, told)

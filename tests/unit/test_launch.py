@@ -180,7 +180,7 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     assert "3 nodes x 4 processes" in run.stdout
 
 
-def test_slurm_gives_srun_one_task_per_node(tmp_path: Path) -> None:
+def test_slurm_gives_srun_one_task_per_node_and_every_process_its_environment(tmp_path: Path) -> None:
     run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM)
     (args,) = run.of("srun")
     options = args[: args.index("bash")]
@@ -190,19 +190,9 @@ def test_slurm_gives_srun_one_task_per_node(tmp_path: Path) -> None:
     ]
     wanted = ["--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@120"]
     assert {f"#SBATCH {option}" for option in wanted} <= set(directives)
-
-
-def test_slurm_sets_the_environment_of_every_process(tmp_path: Path) -> None:
-    run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM)
-    assert [call["env"] for call in run.calls if call["name"] == "torchrun"] == 3 * [
-        {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "180",
-        }
-    ]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "180"}
+    environment |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    assert [call["env"] for call in run.calls if call["name"] == "torchrun"] == 3 * [environment]
 
 
 def test_slurm_takes_processes_port_and_log_folder_from_the_environment(tmp_path: Path) -> None:

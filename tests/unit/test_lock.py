@@ -119,7 +119,7 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         while (beat := json.loads((tmp_path / "run.lock").read_text())["beat"]) < 30:
             assert time.monotonic() < until
         assert beat >= 30 and (tmp_path / "run.lock").stat().st_size == length
-    assert len(calls) >= 30 and set(calls) == {"fsync run.lock"}
+    assert len(calls) >= 30 and all(call.startswith("fsync run.lock") for call in calls)
 
 
 def test_a_live_run_is_not_disturbed(tmp_path: Path, run: Callable[..., Run]) -> None:
@@ -206,7 +206,7 @@ def test_garbage_that_somebody_touches_is_alive(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "run.lock").read_bytes() == b"garbage"
 
 
-@pytest.mark.parametrize("repeat", range(3))
+@pytest.mark.parametrize("repeat", [0, *(pytest.param(again, marks=pytest.mark.grid) for again in (1, 2))])
 def test_one_of_eight_takes_a_stale_lock(tmp_path: Path, run: Callable[..., Run], repeat: int) -> None:
     stale_lock(tmp_path)
     runs = [run() for _ in range(8)]

@@ -56,23 +56,6 @@ def test_several_runs_go_into_one_picture(tmp_path: Path, capsys: pytest.Capture
     assert is_picture(out)
 
 
-def test_a_run_without_evaluation_or_with_null_metrics_is_drawn(tmp_path: Path) -> None:
-    folder = write(tmp_path / "demo", START, train(1, None), train(2, 5.1, **{"grad-norm": 0.0}), train(3, None))
-    assert plot_run.main([str(folder)]) == 0
-
-
-def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
-    """A killed run wrote steps 1 to 3 and resumed after step 1."""
-    records = [START, train(1, 5.0), train(2, 4.0), train(3, 3.0), START, train(2, 4.5), train(3, 3.5)]
-    run = plotted_run.read_run(write(tmp_path / "demo", *records))
-    assert [(entry["step"], entry["lm loss"]) for entry in run.train] == [(1, 5.0), (2, 4.5), (3, 3.5)]
-
-
-def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
-    run = plotted_run.read_run(write(tmp_path / "demo", START, train(1, 5.0), tail='{"kind": "tra'))
-    assert [entry["step"] for entry in run.train] == [1]
-
-
 def test_smoothing() -> None:
     few = np.array([5.0, 3.0, 4.0])
     assert plotted_run.smoothed(few).tolist() == [5.0, 3.0, 4.0]

@@ -7,9 +7,7 @@ import gzip
 import inspect
 import io
 import json
-import pickle
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,19 +243,6 @@ def test_torch_takes_what_is_asked_of_it() -> None:
     """Private functions of torch: only their parameters can be seen without CUDA."""
     assert {"enabled", "max_entries"} <= set(inspect.signature(torch.cuda.memory._record_memory_history).parameters)
     assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
-
-
-def test_the_page_that_the_documentation_makes(tmp_path: Path) -> None:
-    """docs/profiling.md: a snapshot, here of one block of 512 bytes, becomes one HTML page."""
-    block = {"address": 4096, "size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
-    segment = {"device": 0, "address": 4096, "total_size": 512, "stream": 0, "segment_type": "small"}
-    event = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 1, "frames": []}
-    snapshot = {"segments": [segment | {"blocks": [block]}], "device_traces": [[event]], "allocator_settings": {}}
-    (tmp_path / "a.pickle").write_bytes(pickle.dumps(snapshot))
-    command = [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", "a.pickle", "-o", "a.html"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "Active Memory Timeline" in (tmp_path / "a.html").read_text()
 
 
 # Chrome traces

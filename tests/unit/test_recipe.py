@@ -357,7 +357,7 @@ def test_dump_loads_back(tmp_path: Path) -> None:
 
 
 def test_an_override_of_several_lines_survives_the_dump() -> None:
-    recipe = parsed("run.dir=runs/a\nb: c")
+    recipe = parse_recipe(RECIPE, "a\nb: c.yaml", ["run.dir=runs/a\nb: c"])
     assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config
 
 

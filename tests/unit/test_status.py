@@ -186,7 +186,7 @@ fail(Path(sys.argv[1]), None, RuntimeError("x" * 20000), rank=int(sys.argv[2]), 
 """
 
 
-@pytest.mark.parametrize("repeat", range(3))
+@pytest.mark.parametrize("repeat", [0, *(pytest.param(again, marks=pytest.mark.grid) for again in (1, 2))])
 def test_eight_failures_at_once(tmp_path: Path, repeat: int) -> None:
     """The file is whole at any time, says "running" and then the same failure for ever."""
     begin(tmp_path, step=0)
@@ -275,9 +275,6 @@ def test_numbers_and_nothing_are_read(tmp_path: Path) -> None:
 )
 def test_verdicts(kind: Kind, starts: int, saved_step: int, expected: str) -> None:
     assert verdict(replace(STATUS, status=kind, starts=starts, saved_step=saved_step)) == expected
-
-
-def test_verdicts_on_other_terms() -> None:
     assert verdict(None) == "go on"
 
 

@@ -228,9 +228,9 @@ def test_ids_are_those_of_the_tokenizer() -> None:
 
 
 def test_tokens_become_samples(tmp_path: Path) -> None:
-    """As they are: no template, no control tokens added."""
-    corpus = prepared(tmp_path, {"tokens": [256, 65, 257], "loss_mask": [0, 0, 1]}, {"prompt": "a", "completion": "b"})
-    assert corpus.sample(0).tokens.tolist() == [256, 65, 257] and corpus.sample(0).weights.tolist() == [0, 0, 1]
+    """As they are: no template, no control tokens added.  The first one is no label, whatever it weighs."""
+    corpus = prepared(tmp_path, {"tokens": [256, 65, 257], "loss_mask": [1, 0, 1]}, {"prompt": "a", "completion": "b"})
+    assert corpus.sample(0).tokens.tolist() == [256, 65, 257] and corpus.sample(0).weights.tolist() == [1, 0, 1]
     assert corpus.num_supervised.tolist() == [1, 2]
 
 

@@ -1,12 +1,5 @@
-"""`sft data inspect`: every number of eight chats written out by hand, and what is printed of them.
+"""`sft data inspect`: every number of eight chats written out by hand."""
 
-With the byte tokenizer a message of n bytes is n + 8 tokens for a user, n + 10 for the system, n + 13 for an assistant
-(start, role, newline, text, end, newline), of which n + 1 are supervised for an assistant.
-"""
-
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,68 +7,21 @@ import numpy as np
 import pytest
 
 from sft.batch import Sample
-from sft.cli import main
 from sft.console import QUIET
 from sft.data.cache.prepare import prepare
 from sft.data.cache.row_report import LINE
-from sft.data.chat.encode_chat import encode_chat
-from sft.data.chat.formats import Chat
-from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import ByteTokenizer
 from sft.data.inspect.counts import Bucket, Retention, histogram, quantiles, retention
 from sft.data.inspect.findings import Finding, copies, other_answers, scan
-from sft.data.inspect.preview import Piece, preview
-from sft.data.inspect.report import percent, preview_lines, survey_lines, visible
 from sft.data.inspect.roles import Role
-from sft.data.inspect.survey import Survey, take_survey, tokenizer_facts, whole_rows
-from tests.builders import RECIPE
+from sft.data.inspect.survey import Survey, tokenizer_facts, whole_rows
 from tests.unit.fixtures.folder import config, load_folder, template
-
-
-def chat(*texts: str, system: str | None = None) -> dict[str, Any]:
-    """Messages of user and assistant by turns."""
-    roles = ["user", "assistant"] * len(texts)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-    return {"messages": ([{"role": "system", "content": system}] if system is not None else []) + messages}
-
-
-A = [  # tokens, supervised
-    chat("hi", "hello"),  # 10 + 18 = 28, 6
-    chat("hi", "hello"),  # a copy: 28, 6
-    chat("hi", "bye"),  # 10 + 16 = 26, 4
-    chat("", "x"),  # 8 + 14 = 22, 2
-    chat("why?", "no", "ok", system="be brief"),  # 18 + 12 + 15 + 10 = 55, 3
-    chat("count", "1" * 100),  # 13 + 113 = 126, 101
-]
-B = [
-    chat("hi", "one", "more", "two"),  # 10 + 16 + 12 + 16 = 54, 8
-    chat("z" * 192, "end"),  # 200 + 16 = 216, 4: padded to 224 it does not fit 128
-]
-HELD_OUT = [chat("hi", "hello"), chat("hi", "new"), chat("else", "hello")]
+from tests.unit.surveys import chat, lay_out, printed, survey, write
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe, two training files and a held-out one; and nothing was launched."""
-    for name, rows in (("a", A), ("b", B), ("h", HELD_OUT)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-def write(name: str, *rows: dict[str, Any]) -> None:
-    Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def survey(num_previews: int = 0, **overrides: Any) -> Survey:
-    data = config(**{"train": ["a.jsonl", "b.jsonl"], "seq_length": 128, "over_long": "drop", **overrides})
-    return take_survey("r.yaml", data, load_tokenizer(data), Path("cache"), num_previews, QUIET)
-
-
-def printed(taken: Survey, *, color: bool = False) -> str:
-    return "\n".join(survey_lines(taken, color=color))
+    return lay_out(tmp_path, monkeypatch)
 
 
 # Counts
@@ -186,15 +132,6 @@ def test_what_data_supervise_makes_of_roles() -> None:
         assert unfinished == ([] if supervise == "all" else [0])
 
 
-def test_tool_calls_are_text() -> None:
-    call = {
-        "name": "f"
-    }  # read as {"type": "function", "function": {"name": "f", "arguments": {}}}: 64 bytes and a newline
-    row = {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
-    write("t", row)
-    assert [(role.role, role.tokens) for role in survey(train=["t.jsonl"]).roles] == [("user", 2), ("assistant", 66)]
-
-
 def test_a_file_that_is_listed_twice_counts_twice() -> None:
     taken = survey(train=["b.jsonl", "b.jsonl"], seq_length=256)
     assert [(one.name, one.samples) for one in taken.files] == [("b.jsonl", 2), ("b.jsonl", 2)]
@@ -267,16 +204,6 @@ def test_windows_are_samples_and_their_row_has_one_length() -> None:
     assert "\n  l: data.over_long cuts 7 tokens (8.3% of all, 0 supervised)\n" in text
     assert "\n  l.jsonl:1 window 2 of 2 (first): 40 tokens, 4 supervised\n" in text
     assert found(taken, "too_long") == Finding(what="too_long", part="train", count=1, total=2, examples=("l.jsonl:1",))
-
-
-def test_an_answer_in_several_windows_is_one_answer() -> None:
-    write("l", chat("hi", "abcdefghijkl" * 5), chat("hi", "hello"))
-    taken = survey(**WINDOWS)
-    assert (taken.total.samples, taken.total.samples_windowed) == (5, 4)
-    assert [(found(taken, what).count, found(taken, what).total) for what in ("unfinished_turns", "short_answers")] == [
-        (0, 2),
-        (0, 5),
-    ]
 
 
 def test_the_end_of_an_answer_in_a_window_of_its_own_is_not_a_short_answer() -> None:
@@ -455,254 +382,8 @@ def test_data_that_are_too_long_are_surveyed_whole() -> None:
     assert "! 1 of 8 rows (12.5%) are longer than data.seq_length" in text
 
 
-def test_data_of_which_nothing_is_left_are_surveyed_whole() -> None:
-    taken = survey(train=["b.jsonl"], seq_length=32)
-    assert taken.total.samples == 2
-    assert taken.refused is not None and taken.refused.startswith("no sample is left of b.jsonl")
-
-
 def test_what_is_cut_is_told() -> None:
     text = printed(survey(train=["b.jsonl"], seq_length=32, over_long="cut_turns"))
     # 54 tokens are cut after the first answer: 10 + 15, its newline is not kept.
     assert "\n  b: data.over_long cuts 29 tokens (10.7% of all, 4 supervised) of 1 row\n" in text
     assert "\n  b: data.over_long drops 216 tokens (80.0% of all, 4 supervised) of 1 row\n" in text
-
-
-# Text
-
-
-def test_text() -> None:
-    assert printed(survey(num_previews=1)) == """\
-data of r.yaml
-  data.seq_length 128, data.doc_multiple 32, data.over_long drop, data.on_bad_row error
-
-files
-  file  set    rows  samples  tokens  supervised  p50  p90  p99  longest
-  a     train     6        6     285       42.8%   28  126  126      126
-  b     train     2        1      54       14.8%   54  216  216      216
-  all   train     8        7     339       38.3%   28  216  216      216
-  b: data.over_long drops 216 tokens (80.0% of all, 4 supervised) of 1 row
-
-lengths: tokens of whole rows
-  from   to  rows                                            tokens
-    16   31     4  ########################################   18.7%
-    32   63     2  ####################                       19.6%
-    64  127     1  ##########                                 22.7%
-   128  255     1  ##########                                 38.9%
-
-retention: what fits whole, padded to a multiple of 32
-  seq_length   rows  tokens  supervised tokens
-          32  50.0%   18.7%              13.4%
-          64  75.0%   38.4%              21.6%
-         128  87.5%   61.1%              97.0%   <- this recipe
-         256   100%    100%               100%
-
-roles: tokens of the texts of messages
-  role       messages  tokens  mean  supervised
-  system            1       8   8.0          0%
-  user             10     215  21.5          0%
-  assistant         9     125  13.9        100%
-
-tokenizer
-  byte, 259 ids
-  masks are written by the built-in ChatML template, which knows what the assistant wrote
-  turns end with <|im_end|> (id 257); the tokenizer names no end of sequence (eos)
-  padding is id 258
-
-findings
-  ! 1 of 8 rows (12.5%) are longer than data.seq_length: data.over_long decides what becomes of them
-      b.jsonl:2
-  ! 1 of 7 samples (14.3%) have only 1 or 2 supervised tokens: is an answer cut off?
-      a.jsonl:4
-  ! 1 of 7 samples (14.3%) are copies of an earlier one: each copy counts like a sample of its own
-      a.jsonl:2 = a.jsonl:1
-  ! 2 of 7 samples (28.6%) give a new answer to the prompt of an earlier one: alternatives, or contradictions?
-      a.jsonl:3 = a.jsonl:1, b.jsonl:1 = a.jsonl:1
-  ! 1 of 10 user turns (10.0%) are empty: the model learns to answer without a question
-      a.jsonl:4
-  ! 1 of 8 chats (12.5%) end without an answer: what follows the last answer is read, never learnt
-      a.jsonl:5
-  - no rows are unusable
-  - no chats lose texts to the chat template
-  - no samples lack a supervised token
-  - no answers lack the end-of-turn token at their end
-
-previews: what is learnt is in [[ ]], everything else is only read; ⏎ is a newline
-  a.jsonl:1 (first): 28 tokens, 6 supervised
-    <|im_start|>user⏎
-    hi<|im_end|>⏎
-    <|im_start|>assistant⏎
-    [[hello<|im_end|>]]⏎
-
-  a.jsonl:6 (longest answer): 126 tokens, 101 supervised
-    <|im_start|>user⏎
-    count<|im_end|>⏎
-    <|im_start|>assistant⏎
-    [[1111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111111<|im_end|>]]⏎
-"""
-
-
-def test_percent_says_nothing_and_everything_only_where_that_is_exact() -> None:
-    assert [percent(part, 3000) for part in (0, 1, 1500, 2999, 3000)] == ["0%", "<0.1%", "50.0%", "99.9%", "100%"]
-    assert percent(0, 0) == "0%"
-
-
-def test_control_characters_are_visible() -> None:
-    assert visible("a\tb\x1b[31m\r\n\u202eü\x00\U000e0001 😀") == "a⇥b\\x1b[31m\\x0d⏎\n\\u202eü\\x00\\U000e0001 😀"
-
-
-# Previews
-
-
-def sample_of(row: dict[str, Any]) -> Sample:
-    tokens, weights, _ = encode_chat(Chat(row["messages"], None), ByteTokenizer())
-    return Sample(sample_id=0, tokens=tokens, weights=weights)
-
-
-def test_preview_in_colour() -> None:
-    shown = preview(sample_of(chat("a", "b\nc")), "a.jsonl:1", "first", ByteTokenizer())
-    assert list(preview_lines(shown, color=True)) == [
-        "  a.jsonl:1 (first): 25 tokens, 4 supervised",
-        "    \x1b[2m<|im_start|>user⏎\x1b[0m",
-        "    \x1b[2ma<|im_end|>⏎\x1b[0m",
-        "    \x1b[2m<|im_start|>assistant⏎\x1b[0m",
-        "    \x1b[32mb⏎\x1b[0m",
-        "    \x1b[32mc<|im_end|>\x1b[0m\x1b[2m⏎\x1b[0m",
-    ]
-
-
-def test_preview_of_a_long_sample_shows_what_is_around_boundaries() -> None:
-    shown = preview(sample_of(chat("u" * 1000, "é" * 300)), "a.jsonl:1", "first", ByteTokenizer())
-    # "<|im_start|>user\n" is 6 tokens and 17 characters, "<|im_end|>\n<|im_start|>assistant\n" 13 and 33.  200 tokens
-    # would be more than 200 characters there, 150 are not; of the answer, the half of an é at the cut is not shown.
-    assert [(len(piece.text), piece.is_supervised, piece.tokens, piece.is_gap) for piece in shown.pieces] == [
-        (17 + 144, False, 150, False),
-        (0, False, 719, True),
-        (137 + 33, False, 150, False),
-        (100, True, 200, False),
-        (0, True, 201, True),
-        (99 + 10, True, 200, False),
-        (1, False, 1, False),
-    ]
-    assert sum(piece.tokens for piece in shown.pieces) == 1008 + 613
-    lines = list(preview_lines(shown, color=False))
-    assert [line for line in lines if "..." in line] == ["    [... 719 tokens ...]", "    [... 201 tokens ...]"]
-
-
-def test_preview_of_many_turns_shows_the_first_and_the_last() -> None:
-    shown = preview(sample_of(chat(*"abcdefghijklmnopqrstuvwx")), "a.jsonl:1", "first", ByteTokenizer())
-    # 24 messages are 25 pieces: 12 contexts, 12 answers and the last newline.
-    assert [piece.text[0] for piece in shown.pieces[1:8:2]] == ["b", "d", "f", "h"]
-    assert shown.pieces[8].is_gap and len(shown.pieces) == 13
-    assert [piece.text[0] for piece in shown.pieces[9:]] == ["v", "\n", "x", "\n"]
-    assert sum(piece.tokens for piece in shown.pieces) == 12 * (9 + 14)
-
-
-def test_the_longest_answer_is_shown_once() -> None:
-    assert [(shown.name, shown.why) for shown in survey(num_previews=6).previews][-2:] == [
-        ("a.jsonl:5", "first"),
-        ("a.jsonl:6", "first, longest answer"),
-    ]
-    assert [shown.why for shown in survey(num_previews=100).previews].count("first") == 6
-    assert survey(num_previews=0).previews == ()
-
-
-def test_neighbouring_pieces_of_one_kind_are_marked_once() -> None:
-    shown = preview(sample_of(chat("a", "b" * 500)), "a.jsonl:1", "first", ByteTokenizer())
-    text = "\n".join(preview_lines(shown, color=False))
-    assert text.count("[[") == text.count("]]") == 1
-    assert shown.pieces[0] == Piece(
-        text="<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", is_supervised=False, tokens=20
-    )
-
-
-# The command
-
-RUN = ["data", "inspect", "r.yaml", "data.train=[a.jsonl, b.jsonl]", "data.seq_length=128", "data.over_long=drop"]
-
-
-def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*RUN, "--json", "--samples", "1", "data.eval=h.jsonl"]) == 0
-    taken = json.loads(capsys.readouterr().out)
-    assert taken == json.loads(json.dumps(asdict(survey(num_previews=1, eval=["h.jsonl"]))))
-    assert list(taken) == [
-        "schema",
-        "recipe",
-        "seq_length",
-        "doc_multiple",
-        "over_long",
-        "on_bad_row",
-        "refused",
-        "files",
-        "sources",
-        "total",
-        "retention",
-        "roles",
-        "roles_exact",
-        "rows_of_tokens",
-        "tokenizer",
-        "findings",
-        "previews",
-    ]
-    assert taken["schema"] == 1 and [counts["part"] for counts in taken["files"]] == ["train", "train", "eval"]
-    assert taken["previews"][0]["pieces"][1] == {
-        "text": "hello<|im_end|>",
-        "is_supervised": True,
-        "tokens": 6,
-        "is_gap": False,
-    }
-
-
-def test_text_has_colour_on_a_terminal_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(RUN) == 0
-    plain = capsys.readouterr().out
-    assert "\x1b" not in plain and "[[hello<|im_end|>]]" in plain
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(RUN) == 0
-    assert "\x1b[32mhello<|im_end|>\x1b[0m" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert main(RUN) == 0
-    assert capsys.readouterr().out == plain
-
-
-def test_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    assert main([*RUN, "--png", "pictures/data.png", "data.eval=h.jsonl", "--samples", "0"]) == 0
-    assert "picture pictures/data.png" in capsys.readouterr().err
-    picture = Path("pictures/data.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-
-
-def test_a_picture_needs_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*RUN, "--png", "data.png"]) == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: --png draws with matplotlib, which is not installed: pip install matplotlib\n"
-    )
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["data", "inspect", "none.yaml"], "ConfigError: recipe none.yaml does not exist."),
-        (["data", "inspect", "r.yaml", "data.train=x.jsonl"], "ConfigError: data.train = x.jsonl"),
-        ([*RUN, "--samples", "-1"], "ConfigError: --samples -1 is not a number of samples; give 0 or more."),
-        ([*RUN, "--png", "data.jpg"], "ConfigError: --png data.jpg does not end in .png"),
-        ([*RUN, "--jsno"], "ConfigError: unknown option --jsno"),
-        (["data"], "ConfigError: "),
-    ],
-)
-def test_mistakes_end_in_one_paragraph(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(complaint) and captured.out == ""
-
-
-def test_a_bad_row_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with Path("b.jsonl").open("a") as file:
-        file.write('{"messages": []}\n')
-    assert main(RUN) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("DataError: b.jsonl:3: messages must be a list")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.batch import Pack
-from sft.data.packing.pack import make_pack
+from sft.data.packing.pack import local_part, make_pack
 from sft.parallel.alignment import aligned
 from tests.builders import sample
 
@@ -41,18 +41,14 @@ def test_pack_in_numbers() -> None:
         assert array.dtype == np.int32
 
 
-def test_labels_do_not_cross_documents() -> None:
-    """P01: everything supervised, position 0 included; no document is long enough to need padding."""
-    made = make_pack([sample([1, 2, 3, 4]), sample([5, 6, 7, 8])], doc_multiple=4, pad_id=99)
-    check(made, labels=[2, 3, 4, 99, 6, 7, 8, 99], loss_mask=[1, 1, 1, 0, 1, 1, 1, 0])
-    other = make_pack([sample([1, 2, 3, 4]), sample([9, 9, 9, 9])], doc_multiple=4, pad_id=99)
-    assert made.labels[:4].tolist() == other.labels[:4].tolist()
-
-
-def test_the_mask_does_not_wrap() -> None:
-    """P02: a mask that begins with 1 gives nothing to the end of its own or any row."""
-    made = make_pack([sample([1, 2, 3, 4], [1, 0, 0, 0])], doc_multiple=4, pad_id=0)
-    check(made, loss_mask=[0, 0, 0, 0])
+def test_what_is_padding() -> None:
+    """Of documents of 3 and 4 tokens in 4 each, and a filler document."""
+    pack = make_pack(
+        [sample([5, 6, 7], source=2), sample([1, 2, 3, 4], source=1)], doc_multiple=4, pad_id=0, pack_multiple=12
+    )
+    part = local_part(pack, np.arange(12), doc_multiple=4)
+    assert part.is_padding.int().tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]]
+    assert part.sources.tolist() == [2, 1, 0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -71,23 +67,6 @@ def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc
     assert (np.diff(zero.cu_seqlens) > 0).all() and not (zero.cu_seqlens % doc_multiple).any()
     starts = zero.cu_seqlens[:-1]
     assert (zero.position_ids[starts] == 0).all() and zero.position_ids.max() == zero.max_seqlen - 1
-
-
-def test_padding_is_a_valid_id_that_nothing_learns_from() -> None:
-    """P05: the last real token's label is padding, and is not supervised."""
-    made = make_pack([sample([5, 6, 7])], doc_multiple=8, pad_id=3)
-    check(
-        made,
-        tokens=[5, 6, 7, 3, 3, 3, 3, 3],
-        labels=[6, 7, 3, 3, 3, 3, 3, 3],
-        loss_mask=[1, 1, 0, 0, 0, 0, 0, 0],
-    )
-
-
-def test_a_sample_without_supervision() -> None:
-    """P96: nothing supervised means nothing, not everything."""
-    made = make_pack([sample([5, 6, 7, 8], [0, 0, 0, 0]), sample([1, 2])], doc_multiple=4, pad_id=0)
-    check(made, loss_mask=[0, 0, 0, 0, 1, 0, 0, 0])
 
 
 def test_one_token_documents() -> None:

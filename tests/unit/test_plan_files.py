@@ -79,9 +79,9 @@ def test_the_seed_is_the_plans_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line, changes, words",
     [
-        (1, {"packs": [[0], [99]]}, "p:2: expected packs of sample numbers from 0 to 7, none empty."),
+        (1, {"packs": [[0], [8]]}, "p:2: expected packs of sample numbers from 0 to 7, none empty."),
         (1, {"packs": [[0], []]}, "p:2: expected packs of sample numbers from 0 to 7, none empty."),
-        (1, {"packs": [[0, 1], [2]]}, "p:2: a pack of 104 padded tokens; data.seq_length is 64."),
+        (1, {"packs": [[4, 2, 5], [2]]}, "p:2: a pack of 80 padded tokens; data.seq_length is 64."),
         (1, {"packs": [[0], [1], [2]]}, "p:2: 3 packs; a global batch has 2."),
         (1, {"packs": [[0]]}, "p:3: the batch before is not full, and only the last of an epoch may be."),
         (1, {"epoch": 1}, "p:2: epoch 1 after 0 epochs; they come in order, from 0."),

@@ -412,11 +412,13 @@ def test_sft_data_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert len(list((tmp_path / "c").iterdir())) == 2
     assert main(["data", "prepare", path, "--workers", "2", *settings, "data.seq_length=2048", "--verify"]) == 0
     assert len(list((tmp_path / "c").iterdir())) == 4
+    for store in list((tmp_path / "c").iterdir()):
+        store.with_name(f"{store.name}.work").mkdir()
     (tmp_path / "c" / "mine").mkdir()
     capsys.readouterr()
     assert main(["data", "prepare", path, *settings, "--sweep"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len([line for line in out if "removed c/" in line]) == 2 and out[-1].endswith("c: 4.1 KiB freed")
+    assert len([line for line in out if "removed c/" in line]) == 4 and out[-1].endswith("c: 4.1 KiB freed")
     data = config(train=["a.jsonl"])
     assert sorted(folder.name for folder in (tmp_path / "c").iterdir()) == sorted(
         ["mine", *(store_folder(Path("c"), Path(f), data, load_tokenizer(data)).name for f in ("a.jsonl", "b.jsonl"))]

@@ -53,7 +53,7 @@ PLAIN = {
 }
 # Templates that know tools, and how many calls a turn may hold.
 CALLERS = {"chatml": 3, "llama31": 1, "llama31_marked": 1, "deepseek_v3": 3, "qwen25": 3, "qwen3": 3, "qwen3_marked": 3}
-RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RANDOM = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def ids_of_template(chat: Chat, tokenizer: FolderTokenizer) -> list[int]:

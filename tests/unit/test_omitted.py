@@ -349,7 +349,7 @@ def test_a_word_is_left_out_where_the_rendering_lacks_it(load: Load, name: str) 
     """Whatever was learnt before; and what is found does not depend on that."""
     warm = load(name)
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(chats())
     def check(drawn: tuple[Messages, Any, int]) -> None:
         messages, tools, which = drawn

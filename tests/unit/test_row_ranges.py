@@ -124,6 +124,9 @@ def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
     save(path, ROW + b"\n")
     with pytest.raises(DataError, match=r"a.jsonl was changed while it was read: it had 208 bytes, now 104\."):
         list(read_rows(path, index))
+    save(path, (ROW + b"\n") * 3)
+    with pytest.raises(DataError, match="it had 208 bytes, now 312"):
+        list(read_rows(path, index))
     save(path, ROW + b"\n" + b" " * 104)
     with pytest.raises(DataError, match=r"a.jsonl was changed while it was read: it had 2 rows\."):
         list(read_rows(path, index))

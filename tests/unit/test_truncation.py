@@ -94,7 +94,7 @@ def test_a_row_that_is_learnt_whole() -> None:
     assert fitted([(40, 1)], 16, "cut_turns") == []
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(runs=RUNS, room=st.integers(1, 48), doc_multiple=st.sampled_from([1, 4, 8]))
 def test_windows_conserve_every_label(runs: list[tuple[int, float]], room: int, doc_multiple: int) -> None:
     weights = weights_of(runs)
@@ -113,7 +113,7 @@ def test_windows_conserve_every_label(runs: list[tuple[int, float]], room: int, 
     assert sorted(learnt) == list(learnt), "windows come in the order of the sample"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(runs=RUNS, room=st.integers(2, 48))
 def test_a_turn_that_fits_is_never_cut(runs: list[tuple[int, float]], room: int) -> None:
     """One that leaves an eighth of the window to what is before it; its message comes with it if it fits, too."""
@@ -131,7 +131,7 @@ def test_a_turn_that_fits_is_never_cut(runs: list[tuple[int, float]], room: int)
         assert end and end[-1] is holding[-1], "the end of a turn is in its last part"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(runs=RUNS, room=st.integers(1, 48))
 def test_cut_turns_keeps_a_beginning_that_ends_a_turn(runs: list[tuple[int, float]], room: int) -> None:
     weights = weights_of(runs)

@@ -284,6 +284,7 @@ def test_the_tools(
         return main(), capsys.readouterr().err
 
     source, there, back = made(), tmp_path / "there", tmp_path / "back"
+    capsys.readouterr()  # what transformers says when it saves a model
     assert tool(tools.import_hf.main, source, there) == (0, "")
     (there / "hf").rename(tmp_path / "moved")
     assert tool(tools.export_hf.main, there, back, "--hf", tmp_path / "moved", "--verify", "size") == (0, "")

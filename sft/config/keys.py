@@ -1,7 +1,7 @@
-"""Names of the recipe keys, and descriptions of the values each one accepts.
+"""Names of the recipe keys, and descriptions of the values that each key accepts.
 
-Derived from the models of `config/`, so that errors, `check --explain` and docs/config.md cannot disagree
-with what is accepted.
+They are derived from the models of `config/`.  So errors, `check --explain` and docs/config.md always agree with the
+accepted values.
 """
 
 import difflib
@@ -18,11 +18,11 @@ from pydantic.fields import FieldInfo
 from sft.config import Config, Section, SourceConfig, yaml
 from sft.config.section import UNREPORTED
 
-OPEN = "model.megatron"  # the one mapping whose keys are not ours
-NAMED = "data.train"  # holds groups of keys whose names are not ours, where it is not a list
-# Keys that were renamed: the old name is accepted with a warning, and means the same in a checkpoint.
+OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
+NAMED = "data.train"  # a list of files, or a mapping of source names, which the user chooses, to groups of keys
+# Renamed keys: the old name is accepted with a warning, in recipes and in checkpoints.
 RENAMED = {"train.max_bad_steps": "train.max_nonfinite_steps"}
-# What other trainers, and earlier versions, call it.
+# Values and keys by the names that other trainers and earlier versions use.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 _ELSEWHERE = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -53,7 +53,7 @@ def sections() -> dict[str, type[Section]]:
 
 @cache
 def leaves() -> dict[str, FieldInfo]:
-    """{"run.dir": ..., "model.rope.base": ..., ...}: every key that holds a value, in schema order."""
+    """{"run.dir": ..., "model.rope.base": ..., ...}: every key with a value, in schema order."""
     return {key: info for key, info, kind in _walk(Config, "") if kind is None}
 
 
@@ -70,7 +70,7 @@ def _walk(model: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo, t
 
 
 def named(key: str) -> str | None:
-    """The name in a key below NAMED: data.train.chat -> chat, data.train.chat.weight -> chat; None for others."""
+    """The source name in a key: data.train.chat -> chat, data.train.chat.weight -> chat; None for all other keys."""
     group, name = key[: len(NAMED) + 1], key[len(NAMED) + 1 :].partition(".")[0]
     return name if group == f"{NAMED}." and name else None
 
@@ -81,13 +81,13 @@ def is_source(key: str) -> bool:
 
 
 def in_schema(key: str) -> str:
-    """What a key is called in `leaves`: data.train.chat.weight -> data.train.NAME.weight, others as they are."""
+    """The name of a key in `leaves`: data.train.chat.weight -> data.train.NAME.weight; all other keys unchanged."""
     name = named(key)
     return key if name is None else f"{NAMED}.NAME{key[len(NAMED) + 1 + len(name) :]}"
 
 
 def values(config: Config) -> dict[str, Any]:
-    """{"run.dir": "runs/a", ..., "model.rope.base": 10000.0, ...}: what every leaf is in `config`."""
+    """{"run.dir": "runs/a", ..., "model.rope.base": 10000.0, ...}: the value of every leaf in `config`."""
     tree = config.model_dump()
     flat: dict[str, Any] = {}
     for key in leaves():
@@ -101,7 +101,7 @@ def values(config: Config) -> dict[str, Any]:
 
 
 def is_reported(key: str) -> bool:
-    """Whether a resumed run reports that the value of `key` changed: not where the key or its group is UNREPORTED."""
+    """Whether a resumed run reports a change of `key`: false if the key or its group is UNREPORTED."""
     group: type[Section] = Config
     for name in key.split("."):
         info = group.model_fields.get(name)
@@ -114,14 +114,14 @@ def is_reported(key: str) -> bool:
 
 
 def takes_list(key: str) -> bool:
-    """Whether the key holds a list, so that a single value means a list of one."""
+    """Whether the key holds a list.  A single value then means a list with this value."""
     info = leaves().get(in_schema(key))
     kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
     return bool(kinds) and get_origin(kinds[0]) is list
 
 
 def expected(key: str) -> str:
-    """What a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
+    """The values that a key accepts: `a whole number of at least 1 or null`, `one of auto, cuda, cpu`."""
     info = leaves().get(in_schema(key))
     if info is None:
         return "true, false, a number, text, null or a list of texts"
@@ -143,7 +143,7 @@ def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple
 
 
 def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
-    """`alone`: a list of one may be written as its only element."""
+    """`alone`: a list with one element may be written as the element."""
     limits = []
     for bound in bounds:
         match bound:
@@ -187,7 +187,7 @@ def unknown(key: str, where: str) -> str:
 
 
 def keys_of(group: str) -> str:
-    """Keys of attention: backend.  Of the whole recipe where there is no such group."""
+    """Keys of attention: backend.  If there is no such group, the keys of the whole recipe."""
     if group == OPEN:
         return "Its keys are the names of megatron-core's TransformerConfig."
     if group in sections() or is_source(group):
@@ -197,7 +197,10 @@ def keys_of(group: str) -> str:
 
 
 def nearest(key: str) -> str | None:
-    """The key that was probably meant: by another trainer's name, in the same group, or anywhere."""
+    """The key that the user probably meant.
+
+    First the key that another trainer calls by this name, then a similar key of the same group, then of all groups.
+    """
     group, _, name = key.rpartition(".")
     if name in _ELSEWHERE or group == OPEN:
         return _ELSEWHERE.get(name)
@@ -215,7 +218,7 @@ def nearest(key: str) -> str | None:
 
 
 def hint(key: str, value: Any) -> str:
-    """What would work instead of `value`, where that is known: `  Write 50000.`, or nothing."""
+    """Advice that replaces `value`, such as `  Write 50000.`; empty if there is none."""
     info = leaves().get(in_schema(key))
     kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]

@@ -1,8 +1,8 @@
-"""YAML 1.2 in and out, the part of it that a recipe needs.
+"""Reads and writes the part of YAML 1.2 that a recipe needs.
 
-Decides what a scalar means, and refuses whatever makes a value other than it looks: anchors, aliases, tags,
-several documents.  Knows nothing of what a recipe may say.  PyYAML parses; its own loader reads YAML 1.1 (no is false,
-010 is 8, 1e-5 is text), keeps the last of duplicate keys and drops line numbers, so its events are read here instead.
+Decides the type and value of a scalar.  Refuses anchors, aliases, tags and several documents.  Does not know the keys
+of a recipe.  PyYAML parses the text into events, and this module reads the events.  It does not use PyYAML's loader:
+it reads YAML 1.1 (no is false, 010 is 8, 1e-5 is text), keeps the last of duplicate keys and drops line numbers.
 
     1e-5 -> 1e-05    5e4 -> 50000.0    7 -> 7    true -> True    ~ -> None    "7" -> "7"
     text: no, on, off, yes, 010, 0x1F, 1_000, 1:30:00, 2024-01-01
@@ -26,11 +26,11 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 
 
 class Pairs(list[tuple[str, int, Any]]):
-    """A mapping as (key, line, value) in the order written, so that no duplicate is lost."""
+    """A mapping as a list of (key, line, value) in the order of the file.  It keeps duplicate keys."""
 
 
 def read(text: str, source: str) -> Any:
-    """The document of `text`: scalars, lists, and Pairs for mappings.  `source` is what errors call it."""
+    """The document of `text`: scalars, lists, and Pairs for mappings.  `source` is the name of the text in errors."""
     try:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         starts = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
@@ -48,7 +48,7 @@ def read(text: str, source: str) -> Any:
 
 
 def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> Any:
-    """The value that begins with `event`; with the next one where none is given."""
+    """The value that begins with `event`, or with the next event if `event` is None."""
     event = event or next(events)
     line = event.start_mark.line
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
@@ -91,14 +91,14 @@ def scalar(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Pairs as dicts, all the way down."""
+    """`value` with dicts in place of Pairs, at every depth."""
     if isinstance(value, Pairs):
         return {name: plain(child) for name, _, child in value}
     return [plain(child) for child in value] if isinstance(value, list) else value
 
 
 def repeated(value: Any) -> list[str]:
-    """Names that a mapping within `value` holds more than once; Python's dict would keep the last and say nothing."""
+    """Duplicate keys of all mappings in `value`.  A Python dict would silently keep only the last."""
     if isinstance(value, Pairs):
         names = [name for name, _, _ in value]
         inner = [f"{name}.{below}" for name, _, child in value for below in repeated(child)]
@@ -107,7 +107,7 @@ def repeated(value: Any) -> list[str]:
 
 
 def write(value: Any) -> str:
-    """A value on one line that `read` gives back: runs/a -> runs/a, 1e5 -> "1e5", {"a": [1]} -> {a: [1]}."""
+    """One line of YAML that `read` reads as `value`: runs/a -> runs/a, 1e5 -> "1e5", {"a": [1]} -> {a: [1]}."""
     if isinstance(value, dict) and value:
         return f"{{{', '.join(f'{write(name)}: {write(item)}' for name, item in value.items())}}}"
     if isinstance(value, list):

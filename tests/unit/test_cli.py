@@ -161,7 +161,7 @@ def test_check_lays_out_the_smallest_world_or_the_launched_one(
             "parallel.cp",
             "parallel.cp = 2\n    from     command line: parallel.cp=2\n"
             "    type     a whole number of at least 1; default 1\n"
-            "    meaning  Context-parallel size: every document is spread over this many ranks (zigzag).\n",
+            "    meaning  Context-parallel size: each document is split over this many ranks (zigzag).\n",
         ),
         (
             "model.head_dim",
@@ -259,7 +259,7 @@ MISTAKES = {
     ),
     "no processes": (
         ["check", "a.yaml", "--world-size", "0"],
-        "ConfigError: 0 processes cannot hold a model; the world size is at least 1.\n",
+        "ConfigError: 0 processes cannot hold a model.  The world size must be at least 1.\n",
     ),
     "missing files": (
         ["train", "a.yaml", "data.train=[a.jsonl, b.jsonl]", "data.tokenizer=t"],
@@ -343,7 +343,7 @@ def test_a_world_size_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert main(["train", "a.yaml"]) == 2
     assert capsys.readouterr().err == (
-        'ConfigError: environment variable WORLD_SIZE = "many" is not a number of processes; unset it.\n'
+        'ConfigError: environment variable WORLD_SIZE = "many" is not a number of processes.  Unset it.\n'
     )
 
 

@@ -180,7 +180,7 @@ WRONG_SOURCES = {
     "chat.weight=null": "data.train.chat.weight = null (@) stands beside the weight of code; give weights to all "
     "sources, or to none.",
     "new.weight=1": "data.train.new.files is missing from a.yaml; expected a path or a list of paths, not empty.  "
-    "Files of this source.  A single path is a list of one.",
+    "Files of this source.  A single path means a list of one path.",
 }
 
 

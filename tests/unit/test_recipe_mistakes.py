@@ -134,8 +134,8 @@ def test_what_is_missing() -> None:
         "optim.lr is missing from a.yaml; expected a number above 0.0.  Peak learning rate."
     ]
     assert refusal_lines(RECIPE.replace("run: {dir: runs/a}\n", "")) == [
-        "run.dir is missing from a.yaml; expected non-empty text.  Folder of this run: recipe.yaml, data.json, "
-        "metrics.jsonl, tensorboard/, checkpoints/.  One run, one folder."
+        "run.dir is missing from a.yaml; expected non-empty text.  Folder of recipe.yaml, data.json, "
+        "metrics.jsonl, tensorboard/, checkpoints/.  Each run needs its own folder."
     ]
 
 

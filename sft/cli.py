@@ -1,7 +1,7 @@
 """The command line of sft, its arguments and exit codes.
 
-Decides which arguments there are, and how an error a user can cause ends: one paragraph on rank 0, exit code 2.
-sft/commands.py holds what the commands do.
+Decides which arguments there are, and what happens after an error that the user can cause: rank 0 prints one paragraph,
+and the exit code is 2.  sft/commands.py implements the commands.
 """
 
 import argparse
@@ -20,21 +20,21 @@ from sft import commands
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_OVERRIDES = "settings that replace the recipe's, such as parallel.cp=4 data.train=my.jsonl"
+_OVERRIDES = "settings that replace those of the recipe, for example parallel.cp=4 data.train=my.jsonl"
 
 
 def run() -> NoReturn:
-    """The process: runs `main` and exits without shutting the interpreter down.
+    """Run `main` and exit without shutting the interpreter down.
 
     The threads of a process group free the tensors of its last collective after that has returned.  A thread that does
-    so while the interpreter shuts down aborts the process, with exit code -6 in place of ours.
+    so while the interpreter shuts down aborts the process.  The exit code is then -6 instead of that of `main`.
     """
     try:
         code = main()
-    except Exception:  # a bug of ours, or a peer that is gone; its threads must not keep this process alive
+    except Exception:  # a bug of ours, or a lost peer; threads of the group must not keep this process alive
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # libraries flush and end here
+    atexit._run_exitfuncs()  # libraries flush and clean up here
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -43,9 +43,9 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0 done; 1 plans differ or a disk failed; 2 a mistake of the user; 75 start the run again; 130 interrupted
+    0: done.  1: plans differ, or a disk failed.  2: a mistake of the user.  75: start the run again.  130: interrupted.
     """
-    for stream in (sys.stdout, sys.stderr):  # data may hold characters that the terminal lacks: they are escaped
+    for stream in (sys.stdout, sys.stderr):  # escapes characters of data that the terminal lacks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else argv
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, `head` for instance, has closed the pipe
-        if words[:1] == ["train"]:  # the console survives a closed pipe: this is another one
+        if words[:1] == ["train"]:  # the console handles a closed stdout, so this is another pipe
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: SftError, *, is_run: bool) -> None:
-    """Print `error`, in a run on rank 0 only: every rank finds the same mistake, and one report is enough.
+    """Print `error`.  In a run only rank 0 prints: every rank finds the same mistake, and one report is enough.
 
-    torchrun ends all processes when the first one exits.  So under torchrun the other ranks wait: rank 0 might not
-    have printed yet.
+    torchrun ends all processes when the first one exits.  So under torchrun the other ranks wait, because rank 0 might
+    not have printed yet.
     """
     if not is_run or os.environ.get("RANK", "0") == "0":
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -92,13 +92,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     train = subcommands.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
     check = subcommands.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
     status = subcommands.add_parser(
-        "status", help="how a run ended, and whether to start it again (exit code 0, 75 or 2)"
+        "status", help="show how a run ended, and whether to start it again (exit code 0, 75 or 2)"
     )
     data = subcommands.add_parser("data", help="work on a recipe's data, without a model or a GPU")
     data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    prepare = data_commands.add_parser("prepare", help="tokenise the data once; continues where it was killed")
-    inspect = data_commands.add_parser("inspect", help="lengths, masks, copies and what seq_length keeps")
-    plan = data_commands.add_parser("plan", help="packs, steps, shares and balance of an epoch")
+    prepare = data_commands.add_parser("prepare", help="tokenise the data once; after a kill, repeat it to continue")
+    inspect = data_commands.add_parser("inspect", help="show lengths, masks, copies, and the share of data that fits")
+    plan = data_commands.add_parser("plan", help="show packs, steps, source shares and balance of an epoch")
     actions = {
         train: commands.train,
         check: commands.check,
@@ -110,27 +110,35 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for command, action in actions.items():
         command.set_defaults(action=action, parser=command)
         optional = "?" if command is plan else None
-        command.add_argument("recipe", metavar="RECIPE", nargs=optional, help="YAML file, as recipes/qwen3_8b_64k.yaml")
+        command.add_argument(
+            "recipe", metavar="RECIPE", nargs=optional, help="YAML file, such as recipes/qwen3_8b_64k.yaml"
+        )
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
-    check.add_argument("--world-size", metavar="N", type=int, help="number of processes to lay out")
-    check.add_argument("--explain", metavar="KEY", help="show where a value came from and what it does")
-    check.add_argument("--no-data", action="store_true", help="do not look at data files and tokenizer")
-    prepare.add_argument("--workers", metavar="N", help="processes that tokenise; same as data.num_workers=N")
+    check.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
+    check.add_argument("--explain", metavar="KEY", help="show where the value of KEY came from, and what KEY does")
+    check.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
+    prepare.add_argument("--workers", metavar="N", help="number of processes that tokenise; same as data.num_workers=N")
+    prepare.add_argument("--verify", action="store_true", help="read all prepared data, and make damaged data again")
     prepare.add_argument(
-        "--verify", action="store_true", help="read everything that is prepared, and repair what is damaged"
+        "--sweep", action="store_true", help="afterwards remove the data of other settings from the cache"
     )
-    prepare.add_argument(
-        "--sweep", action="store_true", help="afterwards remove what the cache holds for other settings"
-    )
-    inspect.add_argument("--json", action="store_true", help="one JSON object on stdout (docs/inspect.md)")
-    inspect.add_argument("--png", metavar="FILE", type=Path, help="draw lengths, retention and supervised shares")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object (docs/inspect.md)")
     inspect.add_argument(
-        "--samples", metavar="N", type=int, default=2, help="how many samples to show, beside the longest answer (2)"
+        "--png", metavar="FILE", type=Path, help="draw lengths, retention and supervised shares into FILE"
     )
-    plan.add_argument("--world-size", metavar="N", type=int, help="number of processes to balance over")
-    plan.add_argument("--write", metavar="FILE", help="write the plan of the run, for --diff and data.plan")
-    plan.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show where two written plans differ; exit code 1")
-    # argparse does not take settings that follow an option; it returns them as the rest.
+    inspect.add_argument(
+        "--samples",
+        metavar="N",
+        type=int,
+        default=2,
+        help="number of samples to show, in addition to the longest answer (default 2)",
+    )
+    plan.add_argument("--world-size", metavar="N", type=int, help="number of processes over which to balance")
+    plan.add_argument("--write", metavar="FILE", help="write the plan of the run to FILE, for --diff and data.plan")
+    plan.add_argument(
+        "--diff", metavar=("A", "B"), nargs=2, help="show where two written plans differ; exit code 1 if they do"
+    )
+    # argparse does not assign settings that follow an option to `overrides`; it returns them in `rest`.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
         arguments.parser.error(f"unknown option {unknown[0]}")

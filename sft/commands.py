@@ -1,6 +1,6 @@
-"""What each command of the command line does and prints.
+"""The commands of the command line: what each one does and prints.
 
-Everything heavy is imported where it is first used, so that help and mistakes answer at once.
+Heavy modules are imported where they are first used, so that help and error messages appear at once.
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(arguments: Namespace) -> int:
-    """`sft train`; 75 where the run was asked to stop before its end, and has saved"""
+    """`sft train`; returns 75 if the run was asked to stop before its end, and has saved"""
     recipe = _recipe(arguments)
     layout = _layout(recipe, _launched_world_size() or 1)
     _check_wandb(recipe)
@@ -35,7 +35,7 @@ def train(arguments: Namespace) -> int:
 
 
 def status(arguments: Namespace) -> int:
-    """`sft status`: 0 where the run is done, 75 where another start makes sense, 2 where it does not"""
+    """`sft status`; returns 0 if the run is done, 75 if another start makes sense, else 2"""
     from sft.run.status import describe, read, verdict
 
     folder = Path(_recipe(arguments).config.run.dir)
@@ -43,10 +43,10 @@ def status(arguments: Namespace) -> int:
     job = os.environ.get("SLURM_JOB_ID")
     is_running = state is not None and state.status == "running"
     if state is not None and is_running and None not in (job, state.job) and state.job != job:
-        print(f"{folder}: {describe(state)}\nit is the run of another job than this one ({job})")
+        print(f"{folder}: {describe(state)}\nthis run belongs to another job than the current one ({job})")
         return 2
     if is_running and (folder / "run.lock").exists():
-        print("run.lock exists: the run may still be alive; if it is, another start is refused")
+        print("run.lock exists, so the run may still be alive; while it is, another start is refused")
     print(f"{folder}: no start yet" if state is None else f"{folder}: {describe(state)}")
     advice, code = {
         "done": ("done", 0),
@@ -124,16 +124,16 @@ def inspect(arguments: Namespace) -> None:
     recipe = _recipe(arguments)
     _check_paths(recipe)
     if arguments.samples < 0:
-        raise ConfigError(f"--samples {arguments.samples} is not a number of samples; give 0 or more.")
+        raise ConfigError(f"--samples {arguments.samples} is not a number of samples.  Give 0 or more.")
     if picture is not None:
         if picture.suffix != ".png":
-            raise ConfigError(f"--png {picture} does not end in .png, and a PNG is what is written.")
+            raise ConfigError(f"--png {picture} does not end in .png.  The picture is written as PNG.")
         try:
             import matplotlib  # noqa: F401
 
             from sft.data.inspect.picture import draw
         except ImportError:
-            raise ConfigError("--png draws with matplotlib, which is not installed: pip install matplotlib") from None
+            raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib") from None
 
     from sft.data.inspect.report import survey_lines
     from sft.data.inspect.survey import take_survey
@@ -152,7 +152,7 @@ def inspect(arguments: Namespace) -> None:
 
 
 def plan(arguments: Namespace) -> int:
-    """`sft data plan`; 1 where two written plans differ"""
+    """`sft data plan`; returns 1 if two written plans differ"""
     from sft.data.packing.plan_files import compare_plans
 
     if arguments.diff is not None:
@@ -175,7 +175,7 @@ def plan(arguments: Namespace) -> int:
 
 
 def explain(recipe: "Recipe", key: str) -> str:
-    """What `key` is, where it came from and what it does; every key below it where it names a group.
+    """The value of `key`, its source, and its meaning; if `key` names a group, the same for every key in the group.
 
     model.head_dim = 128
         from     derived: hidden_size / num_attention_heads
@@ -203,7 +203,7 @@ def explain(recipe: "Recipe", key: str) -> str:
 
 
 def _recipe(arguments: Namespace) -> "Recipe":
-    """The recipe of the command line.  Rank 0 warns of keys that are given by their old names."""
+    """The recipe of the command line.  Rank 0 warns of keys that have been renamed."""
     from sft.recipe.load import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -214,9 +214,9 @@ def _recipe(arguments: Namespace) -> "Recipe":
 
 
 def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
-    """The layout on `world_size` processes; on the smallest world that holds the model where that is None.
+    """The layout on `world_size` processes; if that is None, on the smallest number of processes that holds the model.
 
-    Raises ConfigError with the problems of the layout and where their keys were set.
+    Raises ConfigError with the problems of the layout, and the places where their keys were set.
     """
     from sft.config.keys import leaves
     from sft.parallel.alignment import smallest_world
@@ -225,7 +225,7 @@ def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
     if world_size is None:
         world_size = smallest_world(recipe.config)
     if world_size < 1:
-        raise ConfigError(f"{world_size} processes cannot hold a model; the world size is at least 1.")
+        raise ConfigError(f"{world_size} processes cannot hold a model.  The world size must be at least 1.")
     try:
         return Layout.resolve(recipe.config, world_size)
     except ConfigError as error:
@@ -235,7 +235,7 @@ def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
 
 
 def _check_paths(recipe: "Recipe") -> None:
-    """Raises ConfigError for paths that do not exist, before anything heavy is imported."""
+    """Raises ConfigError for paths that do not exist, before heavy modules are imported."""
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files]
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
@@ -254,21 +254,21 @@ def _check_paths(recipe: "Recipe") -> None:
 
 
 def _check_wandb(recipe: "Recipe") -> None:
-    """Raises ConfigError where a recipe logs to W&B and its package is not installed."""
+    """Raises ConfigError if a recipe logs to W&B, but the package wandb is not installed."""
     project = recipe.config.log.wandb
     package = None if project is None else find_spec("wandb")
     if project is not None and (package is None or package.origin is None):  # no origin: a mere folder named wandb
         raise ConfigError(
             f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
-            "here: pip install wandb; or go without: log.wandb=null."
+            "here: pip install wandb; or train without it: log.wandb=null."
         )
 
 
 def _launched_world_size() -> int | None:
-    """The world size that torchrun set; None where nothing was launched."""
+    """The world size that torchrun set; None without torchrun."""
     text = os.environ.get("WORLD_SIZE")
     if text is not None and not text.isdecimal():
-        raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes; unset it.')
+        raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes.  Unset it.')
     return None if text is None else int(text)
 
 
@@ -279,14 +279,16 @@ def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
 
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:
-    """Parameters, and memory by the equations; neither is known without the size of the vocabulary."""
+    """Print the number of parameters and the estimated memory.  Both need the size of the vocabulary."""
     from sft.estimate.memory import describe
     from sft.flops import describe_parameters
     from sft.parallel.layout import vocab_rows
 
     model = recipe.config.model
     if model.vocab_size is None and tokenizer_size is None:
-        _print_group("model", ["parameters unknown: model.vocab_size comes from the tokenizer, which was not read"])
+        _print_group(
+            "model", ["number of parameters unknown: model.vocab_size comes from the tokenizer, which was not read"]
+        )
         return
     rows = vocab_rows(model, tokenizer_size or 0)
     _print_group("model", [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"])

@@ -1,7 +1,7 @@
-"""What a person sees of a run: lines, and the progress of long work.
+"""The console of a run: lines, and the progress of long work.
 
-Decides who prints (rank 0) and how progress looks: a bar at the bottom of a terminal, a plain line every few seconds
-elsewhere.  Does not decide what is printed, and writes no files (sft/metrics/writers.py).
+Decides that rank 0 prints, and how progress looks: on a terminal a bar at the bottom, elsewhere a plain line every few
+seconds.  Does not decide what is printed, and writes no files (sft/metrics/writers.py does).
 """
 
 import math
@@ -18,36 +18,36 @@ from tqdm import tqdm
 SECONDS_BETWEEN_LINES = 5.0
 SECONDS_BETWEEN_MEASURES = 0.5  # of `Console.watch`
 
-# Held while the thread of `watch` draws.  A process that a library forks just then would inherit a locked stdout, and
-# hang when it flushes it at its end.
+# Held while the thread of `watch` draws.  Without it, a library could fork a process at that moment.  The child would
+# inherit a locked stdout, and hang when it flushes stdout before it exits.
 _drawing = threading.Lock()
 os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
 class Progress(Protocol):
-    """What `Console.track` gives to the work."""
+    """The object that `Console.track` returns; the tracked work calls it."""
 
     def advance(self, amount: int, note: str = "") -> None:
-        """`amount` more units are done; `note` is shown beside them."""
+        """Report that `amount` more units are done; `note` is shown next to the number of units."""
 
 
 class Console:
-    """The one place that prints.  Rank 0 prints; the other ranks print nothing."""
+    """The only printer of a run.  Rank 0 prints; the other ranks print nothing."""
 
     def __init__(self, rank: int, stream: TextIO = sys.stdout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._prints, self._stream, self._clock = rank == 0, stream, clock
         self._has_bars = self._prints and _shows_bars(stream)
 
     def say(self, text: str) -> None:
-        """Print a line (or several) at once, so that a pipe shows progress as it happens; above any bar."""
+        """Print one line or several, above any bar, and flush them, so that a pipe shows them at once."""
         if self._prints:
             try:
                 with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
                     print(text, file=self._stream, flush=True)
-            except BrokenPipeError:  # the reader is gone, `tee` for instance: the run goes on
+            except BrokenPipeError:  # the reader, for instance `tee`, has ended: the run goes on
                 self._prints = False
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())  # for what is left in its buffer
+                os.dup2(nowhere, self._stream.fileno())  # for the rest of the buffer
             except OSError:  # a log on a full disk: the line is lost, not the run
                 pass
 
@@ -55,14 +55,16 @@ class Console:
     def track(
         self, title: str, total: int | None, unit: str, lines: bool = True, *, start: int = 0
     ) -> Iterator[Progress]:
-        """Around work that reports its progress: `total` units (None: unknown), of which `start` were done before.
+        """A context manager that shows the progress of work that reports it.
+
+        total  number of units (None: unknown), of which `start` were done before
 
             with console.track("tokenising chat.jsonl", 80_000, "rows") as progress:
                 progress.advance(64)
 
         tokenising chat.jsonl: 12,000 of 80,000 rows (15%), 1,200 rows/s, left 0:00:57
 
-        The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is printed where there is no terminal.
+        The unit "bytes" is shown as KiB, MiB, ...  Without `lines`, nothing is printed if the stream is no terminal.
         """
         if self._has_bars:
             is_bytes = unit == "bytes"
@@ -84,7 +86,9 @@ class Console:
 
     @contextmanager
     def watch(self, title: str, total: int | None, unit: str, measure: Callable[[], int]) -> Iterator[None]:
-        """Around work that cannot report its progress: a thread calls `measure`, which returns the units done so far.
+        """A context manager that shows the progress of work that cannot report it.
+
+        A thread calls `measure`, which returns the number of units done so far.
 
         with console.watch("saving step 200", 361_758_720, "bytes", lambda: bytes_in(folder)):
             save(folder)
@@ -133,7 +137,7 @@ class _Lines:
     def _line(self, seconds: float, note: str) -> str:
         units, total, rate = self._done, self._total, (self._done - self._start) / seconds
         parts = [_amount(units, self._unit), *([note] if note else []), f"{_amount(rate, self._unit)}/s"]
-        if total is not None and units <= total:  # beyond it, the total was a wrong guess
+        if total is not None and units <= total:  # if units exceed it, the total was a wrong estimate
             number = size(units) if self._unit == "bytes" else f"{units:,}"
             parts[0] = f"{number} of {_amount(total, self._unit)} ({100 * units // total}%)"
             parts += [f"left {duration((total - units) / rate)}"] if rate else []
@@ -141,7 +145,7 @@ class _Lines:
 
 
 def _shows_bars(stream: TextIO) -> bool:
-    """Whether it is a terminal with a width; some containers start with one of width 0, whose output is a log."""
+    """Whether `stream` is a terminal with a width.  Some containers start with a terminal of width 0, used as a log."""
     if not stream.isatty():
         return False
     try:
@@ -156,9 +160,9 @@ def _measure_progress(progress: Progress, measure: Callable[[], int], is_over: t
         with _drawing:
             try:
                 units = max(shown, measure())
-            except OSError:  # files come and go while they are measured
+            except OSError:  # files may vanish while they are measured
                 units = shown
-            progress.advance(units - shown)  # by 0 too: the rate changes with time
+            progress.advance(units - shown)  # also by 0, because the rate changes with time
             shown = units
 
 

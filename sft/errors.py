@@ -1,7 +1,7 @@
-"""The errors a user can cause.  Every other error is a bug of ours and keeps its traceback.
+"""The errors that a user can cause.  Every other error is a bug of ours and keeps its traceback.
 
-The command line turns each of these into one paragraph on rank 0 and exit code 2.  A message says what,
-what was got, why it cannot be, and what would work.
+For each of these errors the command line prints one paragraph on rank 0; the exit code is 2, or 1 for a StorageError.
+A message names the setting or file, its value, why that cannot work, and what would work.
 """
 
 
@@ -14,7 +14,7 @@ class ConfigError(SftError):
 
 
 class DataError(SftError):
-    """A data file, row, template or tokenizer that cannot be used; names file and line."""
+    """A data file, row, template or tokenizer that cannot be used.  The message names file and line."""
 
 
 class CheckpointError(SftError):
@@ -26,4 +26,4 @@ class StorageError(SftError):
 
 
 class TrainingError(SftError):
-    """Steps whose loss or gradient stays non-finite; names the step and the samples."""
+    """Steps whose loss or gradient stays non-finite.  The message names the step and the samples."""

@@ -33,11 +33,11 @@ from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
 
-STOPPED = 75  # the exit code of a run that was asked to stop and has saved: start it again (EX_TEMPFAIL)
+STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL): start the run again
 
 
 def main(recipe: Recipe, layout: Layout) -> int:
-    """Train the recipe in this process, one of those that torchrun started or the only one.  Returns the exit code."""
+    """Train the recipe in this process, the only one or one of those that torchrun started.  Returns the exit code."""
     config = recipe.config
     leave_with_parent()
     torch_device = device.start(device.choose(config.run.device))
@@ -84,7 +84,7 @@ class Trainer:
         self.check = StepCheck(config.train, console)
 
     def train(self) -> bool:
-        """Train until the last step, or until the run has to stop.  Returns whether the run is done."""
+        """Train until the last step, or until the run must stop.  Returns whether the run is done."""
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console)
         self.lifecycle.restored(state.step, self.num_steps)
         if self._is_done(state):
@@ -150,14 +150,14 @@ class Trainer:
         self.check.check(state.step, result, state.bad_in_a_row, dump_this)
 
     def _evaluate(self, state: TrainState, metrics: MetricsLog) -> tuple[TrainState, dict[str, Record]]:
-        """The records of the held-out sets by name; none where no evaluation is due, or the run has to stop."""
+        """The records of the held-out sets by name; none if no evaluation is due, or if the run must stop."""
         if not self.evaluator.is_due(state.step) or state.evaluated == state.step:
             return state, {}
         records = self.evaluator.run(state.step, metrics)
         return (state, {}) if records is None else (replace(state, evaluated=state.step), records)
 
     def _compare_with_best(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
-        """Note in the state whether this step is the best so far by checkpoint.keep_best."""
+        """The state, with this step as the best one if it is the best so far by checkpoint.keep_best."""
         best = self.config.checkpoint.best
         value = held_out[best[0]][best[1]] if best and held_out else None
         if best is None or value is None:
@@ -175,7 +175,7 @@ class Trainer:
         self.lifecycle.saved_at = time.monotonic()
 
     def _end(self, state: TrainState, stop: str | None) -> None:
-        """Wait for the save in flight, and report how the run ended, before the first rank exits."""
+        """Wait for a background save, and report how the run ended, before the first rank exits."""
         self.lifecycle.phase(f"saving step {state.step}")
         self.saver.drain(must_succeed=True)
         self.lifecycle.report_published(self.saver.published, self.saver.took_s)
@@ -191,11 +191,11 @@ class Trainer:
             return f"done: {self.folder}/ holds {files}"
         return (
             f"stopped after step {state.step} of {self.num_steps} ({stop}); the same command resumes from there.  "
-            f"Exit code {STOPPED}, which torchrun reports as a failure"
+            f"The exit code is {STOPPED}, which torchrun reports as a failure"
         )
 
     def _write_inputs(self) -> None:
-        """Write recipe.yaml and data.json, once the run is sure to train: a refused recipe replaces nothing."""
+        """Write recipe.yaml and data.json, once the run is sure to train.  A refused recipe must replace nothing."""
         try:
             replace_text(self.folder / "recipe.yaml", dump(self.recipe))
             replace_text(self.folder / "data.json", json.dumps(self.data.row_reports, indent=1) + "\n")

@@ -1,5 +1,5 @@
-"""What surrounds the training loop.
+"""The code around the training loop.
 
-The lifecycle joins lock, signals, watchdog and status over all ranks; evaluation, step_check, sample_log and profiler
-stand beside it.  Decides nothing about training itself: the trainer says what a step or a save is.
+The lifecycle combines lock, signals, watchdog and status over all ranks.  Evaluation, step_check, sample_log and
+profiler do not depend on each other.  Decides nothing about training itself: the trainer defines a step and a save.
 """

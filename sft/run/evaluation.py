@@ -1,4 +1,4 @@
-"""The held-out pass: loss on every held-out set, through the same packed, context-parallel path as training."""
+"""The held-out pass: the loss on every held-out set, computed by the same packed, context-parallel code as training."""
 
 import math
 import time
@@ -22,13 +22,13 @@ class Evaluator:
         self._every, self._num_steps = config.eval_every, num_steps
 
     def is_due(self, step: int) -> bool:
-        """Before the first step, after the last one, and every train.eval_every steps."""
+        """Whether an evaluation is due: before the first step, after the last one, and every train.eval_every steps."""
         return step in (0, self._num_steps) or (self._every is not None and step % self._every == 0)
 
     def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
-        """The record of each set after `step`, by name; None where the run has to stop meanwhile.  Collective.
+        """The record of each set after `step`, by name; None if the run must stop meanwhile.  Collective.
 
-        A run that has to stop leaves its evaluation to the next start: the time left is for a save.
+        A run that must stop leaves its evaluation to the next start, because it needs the remaining time for a save.
         """
         results: dict[str, tuple[Totals, float]] = {}
         for name, loader in self._sets.items():
@@ -51,9 +51,10 @@ class Evaluator:
 
 
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
-    """Sums over every sample of `loader` exactly once, whatever the layout.  Collective.
+    """Sums over every sample of `loader`, each exactly once on every layout.  Collective.
 
-    `goes_on` is called before each batch and must return the same on all ranks; where it returns False, so None here.
+    `goes_on` is called before each batch and must return the same on all ranks.  If it returns False, this returns
+    None.
     """
     totals = []
     for microbatches in loader.eval_batches():

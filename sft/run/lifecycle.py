@@ -1,6 +1,6 @@
-"""One start of a run, seen from outside: it locks the folder, receives signals, and reports how it ended.
+"""One start of a run: it locks the folder, receives signals, and reports how it ended.
 
-Joins the lock, the signals, the watchdog and run_state.json over all ranks.  Decides after each step whether a save is
+Combines the lock, the signals, the watchdog and run_state.json over all ranks.  Decides after each step if a save is
 due and whether the run stops: a signal to one rank stops all ranks after the same step.  Does not know what a
 checkpoint holds.
 """
@@ -27,14 +27,14 @@ from sft.run.watchdog import Watchdog
 class Lifecycle:
     """A context around everything that happens in the run's folder.
 
-    step    the last one done
-    step_s  seconds that it took
+    step    the last completed step
+    step_s  seconds that this step took
     """
 
     def __init__(
         self, config: Config, folder: Path, position: Position, console: Console, next_step: Callable[[], int]
     ) -> None:
-        """next_step: the step that the run will continue after; called on rank 0, once the folder is locked"""
+        """next_step: returns the step after which the run will continue; called on rank 0 when the folder is locked"""
         self._run, self._checkpoint = config.run, config.checkpoint
         self._folder, self._position, self._console, self._next_step = folder, position, console, next_step
         self._lock: RunLock | None = None
@@ -44,7 +44,7 @@ class Lifecycle:
         self.saved_at = time.monotonic()  # checkpoint.save_every_minutes counts from here
 
     def __enter__(self) -> "Lifecycle":
-        """Collective.  From its end on run_state.json says how this start ends."""
+        """Collective.  After it returns, run_state.json records how this start ends."""
         run, control = self._run, self._position.control
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
@@ -68,21 +68,21 @@ class Lifecycle:
         self._contexts.__exit__(*error)
 
     def restored(self, step: int, num_steps: int) -> None:
-        """The state after `step` is in memory.  Reports step and save times of earlier starts."""
+        """Call it when the state after `step` is in memory.  Reports step and save times of earlier starts."""
         self.step, self._num_steps = step, num_steps
         if line := _grace_line(*self._earlier, self._run.grace_s):
             self._console.say(line)
 
     def phase(self, name: str) -> None:
-        """The phase `name` begins; run.step_timeout_s limits how long it may take."""
+        """Begin the phase `name`; run.step_timeout_s limits how long it may take."""
         self._watchdog.phase(name)
 
     def stop_reason(self) -> str | None:
-        """Why the run is to stop, or None.  Collective."""
+        """The reason to stop the run, or None.  Collective."""
         return self._stop_and_late(is_late=False)[0]
 
     def after_step(self, step: int) -> tuple[bool, str | None]:
-        """Whether a save is due after `step` and its evaluation, and why the run stops, if it does.
+        """Whether a save is due after `step` and its evaluation, and the reason to stop the run, or None.
 
         Collective: every rank gets the same answer.
         """
@@ -95,9 +95,9 @@ class Lifecycle:
         return save, stop
 
     def report_published(self, step: int | None, save_s: float | None) -> None:
-        """Writes into run_state.json that the checkpoint of `step` is published, if that is new.
+        """Write into run_state.json that the checkpoint of `step` is published, unless it is already there.
 
-        save_s: how long that save took.  A background save may have ended at any time
+        save_s: seconds that this save took.  A background save may have ended at any time
         """
         if self._position.rank != 0 or step is None or save_s is None or step == self._reported_save:
             return
@@ -107,11 +107,11 @@ class Lifecycle:
         status.progress(self._folder, self._start_id, step=step, step_s=self.step_s, save_s=save_s)
 
     def holds_folder(self) -> bool:
-        """Whether this run still holds the lock of its folder.  For rank 0, which took it."""
+        """Whether this run still holds the lock of its folder.  Call it on rank 0, which took the lock."""
         return self._lock is None or self._lock.held()
 
     def end(self, kind: status.Kind, step: int, reason: str | None) -> None:
-        """The last call.  Collective: no rank returns before run_state.json says how the run ended."""
+        """Record the end of the run; the last call.  Collective: no rank returns before run_state.json is written."""
         self._signals.disarm()
         self._watchdog.idle()
         self._position.control.barrier().wait()
@@ -120,9 +120,9 @@ class Lifecycle:
         broadcast_from_rank0(write, self._position.control)
 
     def _stop_and_late(self, *, is_late: bool) -> tuple[str | None, bool]:
-        """Why the run stops, and whether rank 0 finds that a save is late; in one all-reduce."""
+        """The reason to stop the run, and whether rank 0 finds a save late, by one all-reduce."""
         stop, late = all_reduce_max([self._signals.reason is not None, is_late], self._position.control)
-        return (self._signals.reason or "another rank was asked to") if stop else None, bool(late)
+        return (self._signals.reason or "another rank was asked to stop") if stop else None, bool(late)
 
     def _lock_folder(self, contexts: ExitStack) -> None:
         try:
@@ -133,7 +133,7 @@ class Lifecycle:
 
     def _report_hang(self, message: str) -> None:
         """Called by the watchdog's thread; this process ends next."""
-        where = f"{self._folder}/stacks has the stacks of all ranks; a rank without a file hung itself"
+        where = f"{self._folder}/stacks has the stacks of all ranks; look first at a rank without a file"
         hang = TrainingHangs(f"{message.splitlines()[0]} (run.step_timeout_s).  {where}")
         self._report_error(TrainingHangs, hang, None)
 
@@ -147,7 +147,7 @@ class Lifecycle:
 
 
 def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> str | None:
-    """Whether a step and a save fit into the time between a signal and the end; None where a time is unknown."""
+    """Reports whether a step and a save fit into the time between a signal and the end; None if a time is unknown."""
     if step_s is None or save_s is None:
         return None
     line = f"stopping takes a step ({step_s:.1f} s) and a save ({save_s:.1f} s); run.grace_s is {grace_s} s"
@@ -155,4 +155,4 @@ def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> s
 
 
 class TrainingHangs(RuntimeError):
-    """Not a mistake of the user: another start may succeed."""
+    """A phase that took too long.  This is not a mistake of the user: another start may succeed."""

@@ -1,11 +1,11 @@
-"""One run in a folder at a time: run.lock names the run that holds the folder, which renews it while it lives.
+"""One run in a folder at a time: run.lock names the run that holds the folder.  That run renews it while it lives.
 
-Decides whether the holder of a lock is alive, and how a stale lock is replaced.  Does not decide what a run does that
-has lost its lock: the saver asks `held` before it publishes a checkpoint.
+Decides whether the holder of a lock is alive, and how a stale lock is replaced.  Does not decide what a run does after
+it has lost its lock: the saver calls `held` before it publishes a checkpoint.
 
-A holder never creates the file again: it writes its heartbeats into the file that it opened.  So a run that wakes up
-after another one replaced its lock renews a file without a name.  Before a run replaces a stale lock it links a second
-name that only one process can own (`_claim`), and then reads the lock once more.
+A holder never creates the file again: it writes its heartbeats into the file that it opened.  So if a run
+resumes after another one replaced its lock, it renews a file that no longer has a name.  Before a run replaces a stale
+lock, it links a second name that only one process can own (`_claim`), and then reads the lock once more.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _BEAT = b', "beat": '
 
 @dataclass(frozen=True)
 class Holder:
-    """Which process holds the lock: what run.lock contains."""
+    """The process that holds the lock, as run.lock stores it."""
 
     host: str
     machine: str  # host, boot and PID namespace: a container may share its host's name, but not its process ids
@@ -46,9 +46,9 @@ class Holder:
 
 
 class RunLock:
-    """The run's own folder, for as long as the context lasts.  Rank 0 holds it.
+    """Locks the folder of the run while the context lasts.  Rank 0 holds the lock.
 
-    Entering raises ConfigError where another run is alive in the folder, and calls `report` when it replaces a stale
+    Entering raises ConfigError if another run is alive in the folder, and calls `report` when it replaces a stale
     lock.  `heartbeat_s`: seconds between two heartbeats.  `stale_s`: a run on another host counts as gone after this
     many seconds without a heartbeat, measured by this process's clock alone.
     """
@@ -88,14 +88,14 @@ class RunLock:
         os.close(self._file)
         claim = _claim(self._path, self._identity)
         with suppress(OSError):  # removed by hand, or the disk is gone: the next run finds a stale lock
-            # Under the claim, as another run would replace it: between reading and removing, the lock could change.
+            # Under the claim, because another run could replace the lock between reading and removing it.
             if _link(self._path, claim):
                 if self._is_mine():
                     self._path.unlink()
                 claim.unlink()
 
     def held(self) -> bool:
-        """Whether this process still holds the lock: not where another run replaced it, and not in a fork."""
+        """Whether this process still holds the lock.  False if another run replaced it, and in a forked child."""
         return os.getpid() == self._me.pid and self._is_mine()
 
     def _is_mine(self) -> bool:
@@ -105,15 +105,15 @@ class RunLock:
         count = 0
         while not self._is_over.wait(self._heartbeat_s):
             count += 1
-            with suppress(OSError):  # the saver reports what happens to the disk
+            with suppress(OSError):  # the saver reports errors of the disk
                 os.pwrite(self._file, _counter(count), len(self._identity + _BEAT))
-                os.fsync(self._file)  # to the server: other hosts look there
+                os.fsync(self._file)  # to the file server, from which other hosts read
 
     def _replace(self, own: Path, path: Path, stale: bytes) -> None:
         """Replace the `stale` lock by our file, unless another process does so first."""
         claim = _claim(path, stale)
         if not _link(own, claim):
-            # Another process owns the claim for an instant, or was killed meanwhile: then the claim itself is stale.
+            # Another process owns the claim for a moment.  If that process was killed, the claim itself is stale.
             if (stale_claim := self._stale_content(claim)) is None:
                 return
             self._replace(own, claim, stale_claim)
@@ -125,7 +125,7 @@ class RunLock:
             claim.unlink()
 
     def _stale_content(self, path: Path) -> bytes | None:
-        """The content of a lock whose run is gone; None if the lock changed meanwhile.  ConfigError if it is alive."""
+        """The content of a lock whose run has ended; None if the lock changed meanwhile.  Raises if the run lives."""
         content = _read(path)
         if content is None:
             return None
@@ -149,11 +149,11 @@ class RunLock:
         if holder.machine == self._me.machine and _start_time(holder.pid) != holder.started:
             return "that process is gone"
         if holder.job is not None and holder.job == self._me.job and holder.restart < self._me.restart:
-            return "the job was requeued since"
+            return "the job was requeued since then"
         return None
 
     def _changes(self, path: Path) -> bool:
-        """Watch the lock file for up to `stale_s`: whether its owner renews it, or somebody replaces or removes it."""
+        """Watch the lock file for up to `stale_s`.  Whether its owner renews it, or anyone replaces or removes it."""
         before, end = _stamp(path), time.monotonic() + self._stale_s
         while time.monotonic() < end:
             time.sleep(min(1.0, self._stale_s / 20))
@@ -163,7 +163,7 @@ class RunLock:
 
     def _refuse(self, who: str) -> None:
         raise ConfigError(
-            f"run.dir = {self._path.parent} is in use by another run ({who}), and two runs would write over each "
+            f"run.dir = {self._path.parent} is in use by another run ({who}), and two runs would overwrite each "
             f"other's checkpoints.  Stop that run, or choose another run.dir.  If no such run exists, remove "
             f"{self._path}."
         )
@@ -194,9 +194,10 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process was started, in seconds; None where it has ended.
+    """When a process was started, in seconds; None if it has ended.
 
-    On Linux since the boot, from the kernel: psutil turns it into the time of day, which moves when the clock is set.
+    On Linux these are the kernel's seconds since boot.  psutil converts them to the time of day, which changes when the
+    clock is set.
     """
     if not Path("/proc/self/stat").exists():
         return float(psutil.Process(pid).create_time()) if psutil.pid_exists(pid) else None
@@ -204,12 +205,12 @@ def _start_time(pid: int) -> float | None:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    is_dead = fields[0] in "ZX"  # a zombie: ended, and not yet waited for
+    is_dead = fields[0] in "ZX"  # a zombie: it has ended, but its parent has not waited for it
     return None if is_dead else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _parse(content: bytes) -> Holder | None:
-    """None where the content is not a lock."""
+    """The holder; None if the content is not a lock."""
     try:
         values = json.loads(content)
         del values["beat"]
@@ -221,12 +222,12 @@ def _parse(content: bytes) -> Holder | None:
 
 
 def _counter(count: int) -> bytes:
-    """A heartbeat: of the same length for every count, so that one can overwrite another."""
+    """A heartbeat.  Its length is the same for every count, so that one heartbeat can overwrite another."""
     return f"{count:>12}".encode()
 
 
 def _identity(content: bytes) -> bytes:
-    """The part of a lock that heartbeats do not change; all of a file that is not a lock."""
+    """The part of a lock that heartbeats do not change; the whole content if it is not a lock."""
     return content.partition(_BEAT)[0]
 
 
@@ -236,10 +237,10 @@ def _claim(path: Path, stale: bytes) -> Path:
 
 
 def _link(file: Path, name: Path) -> bool:
-    """Hard-link the file to a second name, unless another file has that name; whether the file has it afterwards."""
+    """Hard-link the file to a second name, unless another file has it.  Returns whether the file has the name now."""
     try:
         os.link(file, name)
-    except FileExistsError:  # NFS also says so when the link was made and its first answer was lost
+    except FileExistsError:  # NFS also reports this if it made the link, but its first answer was lost
         return _stamp(name) is not None and os.path.samefile(file, name)
     return True
 

@@ -1,11 +1,11 @@
-"""What a run records about itself when asked to: CUDA memory history and Chrome traces, of chosen steps and ranks.
+"""Records CUDA memory history and Chrome traces of the steps and ranks that a recipe chooses.
 
     RUN/memory_snapshots/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.pickle
-    RUN/memory_snapshots/step_7_oom/...          step 7 ran out of memory; step_7_error: it ended otherwise
+    RUN/memory_snapshots/step_7_oom/...          step 7 ran out of memory; step_7_error: it raised another error
     RUN/traces/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.json.gz
 
-Every rank makes the folders it writes to: nodes need not share a file system.  An error in here is reported in one
-line and never ends the run.
+Every rank makes its own folders, because nodes need not share a file system.  An error of the profiler is reported in
+one line and never ends the run.
 """
 
 import os
@@ -24,7 +24,7 @@ from sft.parallel.position import Position
 
 
 class Profiler:
-    """Goes around the whole run, from before the model is built, so that it sees the error a run ends in."""
+    """A context around the whole run, from before the model is built, so that it sees an error that ends the run."""
 
     def __init__(self, config: ProfileConfig, folder: Path, position: Position, console: Console) -> None:
         self._config, self._folder, self._position, self._console = config, folder, position, console
@@ -34,7 +34,7 @@ class Profiler:
             self._snapshots = frozenset()
         self._last = max(self._snapshots, default=0)  # no history is recorded after this step
         self._recording = False
-        self._step = 0  # the last one that began; 0 before the first one of this process
+        self._step = 0  # the last step that began; 0 before the first step of this process
 
     def __enter__(self) -> "Profiler":
         for line in self._announcements():
@@ -64,7 +64,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`, counted from 1 over the whole run, and what is due after it."""
+        """A context around step `number`, counted from 1 over the whole run, with its evaluation and save."""
         self._step = number
         if number > self._last:  # a resumed run may begin there
             self._stop()
@@ -94,7 +94,7 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
-        """Write to a partial file and rename it: a file with its final name is whole."""
+        """Write to a partial file and rename it.  So a file with its final name is complete."""
         path = self._folder / kind / step / (name(self._position) + suffix)
         partial = path.with_name("." + path.name)
         with self._best_effort(f"{path} was not written"):
@@ -107,7 +107,7 @@ class Profiler:
 
     @contextmanager
     def _best_effort(self, failure: str) -> Iterator[None]:
-        """Prints an error instead of raising it: it must neither end the run nor replace the error that does."""
+        """Print an error instead of raising it.  The error must neither end the run nor hide the error that ends it."""
         try:
             yield
         except Exception as error:

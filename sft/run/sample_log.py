@@ -1,10 +1,10 @@
-"""seen.jsonl, the sample log: which samples each optimizer step trained on, so that anybody can check "each once".
+"""seen.jsonl, the sample log: the samples of each optimizer step, so that anyone can check that each is seen once.
 
     {"step": 3, "epoch": 0, "batch": 2, "samples": [4, 17, 23], "chain": "9f2c..."}
 
-`chain` is the SHA-256 of the previous chain and of this line's other values but the step: two runs with the same last
-chain trained on the same samples in the same order.  The run's state holds it, so checkpoints do too.  It does not
-depend on the layout.
+`chain` is the SHA-256 of the previous chain and of this line's epoch, batch and samples.  Two runs with the same last
+chain trained on the same samples in the same order.  The run's state holds the chain, and so do checkpoints.  The chain
+does not depend on the layout.
 """
 
 import hashlib
@@ -24,22 +24,22 @@ _COPY_BYTES = 1 << 20
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
     """The chain after a global batch (both counted from 0) of these samples.
 
-    It holds no boundaries of packs: the same samples, shared out differently among ranks, give the same chain.
+    The boundaries of packs do not enter it: the same samples give the same chain on any assignment to ranks.
     """
     entry = json.dumps([chain, epoch, batch, sorted(samples)], separators=(",", ":"))
     return hashlib.sha256(entry.encode("ascii")).hexdigest()
 
 
 class SampleLog:
-    """The file of one run.  For rank 0.  Raises OSError where it cannot be opened, StorageError where not written.
+    """The file of one run, for rank 0.  Raises OSError if it cannot be opened, StorageError if it cannot be written.
 
-    `step` and `chain` are those of the last step done.  Lines of later steps, which a killed run left, are removed.
-    Where the lines do not lead up to `step` (a checkpoint of another folder, a machine that lost its last writes), a
-    line with "gap" says so.
+    `step` and `chain` are those of the last completed step.  Lines of later steps, which a killed run left, are
+    removed.  If the lines do not lead up to `step` (a checkpoint of another folder, a machine that lost its last
+    writes), a line with "gap" is added.
     """
 
     def __init__(self, path: Path, step: int, chain: str) -> None:
-        # A new file: a run that lost this folder while it hung may still have the old one open, and append to it.
+        # A new file, because a run that lost this folder while it hung may still append to the old file.
         copy = path.with_name(path.name + ".tmp")
         with path.open("a+b") as old, copy.open("wb") as new:
             end, last = _whole_until(old, step)
@@ -53,7 +53,7 @@ class SampleLog:
 
     @staticmethod
     def open(path: Path, step: int, chain: str) -> "SampleLog | None":
-        """The log on rank 0, None on the others.  Collective."""
+        """The log on rank 0, None on the other ranks.  Collective."""
         opened: list[SampleLog] = []
         broadcast_from_rank0(lambda: opened.append(SampleLog(path, step, chain)))
         return opened[0] if opened else None
@@ -66,11 +66,11 @@ class SampleLog:
             path = Path(self._file.name)
             why = why_not_written(path.parent, error)
             raise StorageError(
-                f"the samples of step {step} cannot be written to {path}: {why}.  The last checkpoint is whole."
+                f"the samples of step {step} cannot be written to {path}: {why}.  The last checkpoint is complete."
             ) from error
 
     def sync(self) -> None:
-        """Have the disk hold all lines.  Call it before a checkpoint of the last step."""
+        """Flush all lines to disk.  Call it before a checkpoint of the last step."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class SampleLog:
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
-    """Where the lines up to `step` end, in bytes, and the chain there.  Stops at the first damaged line."""
+    """The byte offset at which the lines up to `step` end, and the chain there.  Stops at the first damaged line."""
     file.seek(0)
     end, chain = 0, ""
     for line in file:

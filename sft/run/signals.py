@@ -1,10 +1,11 @@
-"""Why a run stops before its last step: a signal, or the end of its time.
+"""The reasons to stop a run before its last step: a signal, or the end of its time.
 
 Decides what a signal means (the first: finish the step and save; the second: exit at once) and when the time is up.
-Does not decide what is saved, nor make all ranks stop after the same step: the lifecycle does, and reads `reason`.
+Does not decide what is saved, nor that all ranks stop after the same step.  The lifecycle decides that; it reads
+`reason`.
 
-The main thread may wait in a collective for minutes, where no Python handler runs.  So a thread receives every signal
-through Python's wakeup file descriptor, into which the C handler itself writes.
+The main thread may wait in a collective for minutes, and no Python handler runs then.  So a thread receives every
+signal through Python's wakeup file descriptor, into which the C handler itself writes.
 """
 
 import ctypes
@@ -23,12 +24,12 @@ from typing import Any
 from sft.errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# SLURM signals every process of a job, and torchrun passes on what it got: the same signal twice, at almost one time.
+# SLURM signals every process of a job, and torchrun forwards its signal: a process gets both at almost the same time.
 SECONDS_OF_ECHO = 1.0
-SECONDS_TO_PRINT = 2.0  # for a line or a flush: the thread that holds the stream may hang
+SECONDS_TO_PRINT = 2.0  # for a line or a flush, because the thread that holds the stream may hang
 
-_END = 0  # a byte that is no signal: the thread ends
-_PROBE = 255  # a forked child sends it to find out whether its parent still listens
+_END = 0  # not a signal: it makes the thread end
+_PROBE = 255  # a forked child sends it to check whether its parent still listens
 _PR_SET_PDEATHSIG = 1
 
 _active: "StopSignals | None" = None
@@ -36,13 +37,15 @@ _forking = threading.local()  # the signal mask of the forking thread before the
 
 
 class StopSignals:
-    """Notes that the run is to stop.  A context for the main thread; one at a time.
+    """Receives the signals that stop a run.  A context for the main thread; only one may be active.
 
-    `grace_s`: this many seconds after the first signal the process exits without a save, with exit code 1.
-    `deadline`: the monotonic time at which to stop, and why.  A second signal exits at once with 128 + its number.
+    `grace_s`: seconds after the first signal; then the process exits without a save, with exit code 1.
+    `deadline`: the monotonic time at which to stop, and the reason.
 
-    torchrun sends signals to all processes of a rank, also to children that a library forked.  Those ignore them while
-    the context lasts and the parent lives; afterwards signals end them as usual.
+    A second signal exits at once, with 128 + its number as the exit code.
+
+    torchrun sends signals to all processes of a rank, also to children that a library forked.  The children ignore
+    signals while the context lasts and the parent lives.  Afterwards signals end them as usual.
     """
 
     def __init__(self, *, grace_s: float, deadline: tuple[float, str] | None, report: Callable[[str], None]) -> None:
@@ -73,20 +76,20 @@ class StopSignals:
         self._sender.setblocking(True)
         self._sender.send(bytes([_END]))
         self._thread.join()
-        self._receiver.shutdown(socket.SHUT_RDWR)  # a child forked just now may have it open for another moment
+        self._receiver.shutdown(socket.SHUT_RDWR)  # a child that was forked just now may still have it open
         self._receiver.close()
         self._sender.close()
 
     @property
     def reason(self) -> str | None:
-        """Why to stop, in a word or two; None where the run goes on."""
+        """The reason to stop, in a few words; None if the run goes on."""
         if self._reason is None and self._deadline is not None and not self._is_disarmed:
             ends_at, why = self._deadline
             self._reason = why if time.monotonic() >= ends_at else None
         return self._reason
 
     def disarm(self) -> None:
-        """The run is ending by itself: from now on signals and the time limit have no effect."""
+        """Call it when the run ends by itself: from now on signals and the time limit have no effect."""
         self._is_disarmed = True
 
     def _listen(self) -> None:
@@ -133,7 +136,7 @@ class StopSignals:
 
 
 def _before_fork() -> None:
-    """Blocks signals: one that reaches the child before `_in_child` would arrive in the parent's socket."""
+    """Blocks signals.  A signal that reaches the child before `_in_child` would arrive in the parent's socket."""
     if _active is not None:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -157,9 +160,9 @@ os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_ch
 
 
 def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[str, str]) -> tuple[float, str] | None:
-    """The monotonic time at which to stop, and why; None where nothing limits the run.
+    """The monotonic time at which to stop, and the reason; None if nothing limits the run.
 
-    The earlier one of `exit_after_minutes` from now, and of `grace_s` before the end of the SLURM job.
+    The time is `exit_after_minutes` from now, or `grace_s` before the end of the SLURM job if that is earlier.
     """
     limits = []
     if exit_after_minutes is not None:
@@ -168,17 +171,17 @@ def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[
         now = time.time()
         if not text.strip().isdecimal() or int(text) <= now:
             raise ConfigError(
-                f"SLURM_JOB_END_TIME = {text!r} is not when a running job ends: it must be seconds since 1970 that "
-                f"are still to come (it is {int(now)}).  Unset it where this is not the job it was set for."
+                f"SLURM_JOB_END_TIME = {text!r} is not the end of a running job: it must be a future time in seconds "
+                f"since 1970 (now it is {int(now)}).  Unset it if it was set for another job."
             )
         limits.append((time.monotonic() + int(text) - now - grace_s, "end of the job"))
     return min(limits, default=None)
 
 
 def leave_with_parent() -> None:
-    """Under torchrun on Linux, the kernel ends this process when its launcher ends.  Elsewhere does nothing.
+    """Make the kernel end this process when its launcher ends.  Works under torchrun on Linux; elsewhere does nothing.
 
-    Without it, ranks whose launcher was killed train on, and the next start finds their lock in its folder.
+    Without this, ranks would train on after their launcher was killed, and would lock the folder for the next start.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
@@ -188,7 +191,7 @@ def leave_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     # The launcher may have ended before the call.  Then the parent is init, which in a container may be the launcher.
     if os.getppid() != parent or (parent == 1 and not _is_launcher(1)):
-        print("the launcher is gone: leaving", file=sys.stderr, flush=True)
+        print("the launcher has ended, so this process exits", file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -1,10 +1,10 @@
-"""run_state.json: how far a run is and how its last start ended, for scripts and people.
+"""run_state.json: the progress of a run and how its last start ended, for scripts and users.
 
-Decides what the file says, that the first failure of a start stays in it, and whether another start makes sense.
+Decides the content of the file, that the first failure of a start stays in it, and whether another start makes sense.
 torchrun turns every exit code but 0 into 1, so a script that restarts runs must read this file.  Does not decide when
-it is written: rank 0 calls `begin`, `progress` and `end`; any rank calls `fail`.
+the file is written: rank 0 calls `begin`, `progress` and `end`; any rank calls `fail`.
 
-The first failure is also in run_state.failure.json until the next start: only one rank can create that name.
+The first failure is also in run_state.failure.json until the next start, because only one rank can create that name.
 """
 
 import json
@@ -30,15 +30,15 @@ Kind = Literal["running", "done", "preempted", "failed-retryable", "failed-fatal
 @dataclass(frozen=True)
 class Status:
     status: Kind
-    step: int  # the last one that was reported as done
-    num_steps: int | None  # None: failed before it was known
+    step: int  # the last step that was reported as done
+    num_steps: int | None  # None: the run failed before the number was known
     started_at_step: int
-    saved_step: int  # of the newest checkpoint; `started_at_step` before this start saved one
-    start_id: str  # of this start; calls by an earlier start change nothing
-    starts: int  # in a row that began at this step
-    reason: str | None  # one line; of a failure: rank and error
+    saved_step: int  # step of the newest checkpoint; until this start saves one, `started_at_step`
+    start_id: str  # of this start; calls with the id of an earlier start change nothing
+    starts: int  # number of starts in a row from `started_at_step`
+    reason: str | None  # one line; for a failure, rank and error
     traceback: str | None
-    step_s: float | None  # what a step and a save took last
+    step_s: float | None  # duration of the last step and of the last save
     save_s: float | None
     time: str  # when this was written: UTC, ISO 8601
     host: str
@@ -46,7 +46,7 @@ class Status:
 
 
 def read(folder: Path) -> Status | None:
-    """The status of the run in this folder; None where there is none.  Raises ConfigError where it is unreadable."""
+    """The status of the run in this folder; None if it has no status.  Raises ConfigError if it is unreadable."""
     path = folder / FILE
     try:
         content = path.read_bytes()
@@ -58,13 +58,13 @@ def read(folder: Path) -> Status | None:
         return _parse(json.loads(content))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or not a Status
         raise ConfigError(
-            f"{path} is not the state of a run: {error}.  The checkpoints do not depend on it: remove it, and the "
-            f"run starts from the newest one."
+            f"{path} is not the state of a run: {error}.  The checkpoints do not depend on it.  Remove the file, and "
+            f"the run starts from the newest checkpoint."
         ) from error
 
 
 def begin(folder: Path, *, step: int) -> Status:
-    """A start that goes on after `step`.  To be called before any rank can fail.  Raises ConfigError as `read`."""
+    """Record a start that continues after `step`.  Call it before a rank can fail.  Raises ConfigError like `read`."""
     before = read(folder)
     in_a_row = before is not None and before.started_at_step == step and before.status != "done"
     status = Status(
@@ -81,19 +81,19 @@ def begin(folder: Path, *, step: int) -> Status:
         save_s=before.save_s if before else None,
         **_now(),
     )
-    for leftover in folder.glob(f"{FAILURE}*"):  # of the start before, or of a rank that was killed while it failed
+    for leftover in folder.glob(f"{FAILURE}*"):  # of the previous start, or of a rank that was killed while it failed
         leftover.unlink(missing_ok=True)
     replace_text(folder / FILE, _text(status), sync=True)
     return status
 
 
 def progress(folder: Path, start_id: str | None, *, step: int, step_s: float, save_s: float) -> None:
-    """`step` was saved; the last step and that save took so many seconds."""
+    """Record that `step` was saved.  step_s, save_s: seconds that the last step and this save took"""
     _change(folder, start_id, step, saved_step=step, step_s=step_s, save_s=save_s)
 
 
 def end(folder: Path, start_id: str | None, status: Kind, *, step: int, num_steps: int, reason: str | None) -> None:
-    """All ranks ended together, done or preempted after `step`, which is saved."""
+    """Record that all ranks ended together, done or preempted, after `step`, which is saved."""
     _change(folder, start_id, step, status=status, num_steps=num_steps, saved_step=step, reason=_line(reason))
 
 
@@ -101,13 +101,13 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
     """This rank ends by an error in or after `step`.
 
     The first failure of a start stays: what other ranks report later, such as a reset connection, follows from it.
-    A run that ended without an error stays so, too.  All ranks may call this at once.  Raises OSError where the folder
-    cannot be written.
+    The status of a run that ended without an error does not change either.  All ranks may call this at once.  Raises
+    OSError if the folder cannot be written.
     """
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
         return
-    # Another start would fail in the same way by a mistake of the user, not by a failing disk.
+    # After a mistake of the user another start would fail in the same way; after a failing disk it may succeed.
     is_mistake = isinstance(error, SftError) and not isinstance(error, StorageError)
     failed = replace(
         before,
@@ -132,8 +132,8 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
 def verdict(status: Status | None) -> Literal["done", "go on", "stop"]:
     """Whether a script should start the run again.
 
-    A status "running" means that the run was killed; None, that it was never started: both go on.  `MAX_STARTS` in a
-    row from the same step, the last of them without a save, are enough.
+    The status "running" means that the run was killed, and None that it never started.  In both cases the script should
+    start it.  It should stop after `MAX_STARTS` starts in a row from the same step, if the last of them saved nothing.
     """
     if status is None:
         return "go on"
@@ -158,7 +158,7 @@ def describe(status: Status) -> str:
 
 
 def _known(folder: Path, step: int) -> Status:
-    """The status in the file; a minimal one where somebody removed or broke the file during a run."""
+    """The status in the file; a minimal status if the file was removed or damaged during the run."""
     try:
         if status := read(folder):
             return status
@@ -168,12 +168,12 @@ def _known(folder: Path, step: int) -> Status:
 
 
 def _is_of_another(known: Status, start_id: str | None) -> bool:
-    """Whether another start has begun in this folder since, while the caller hung."""
+    """Whether another start has begun in this folder while the caller hung."""
     return start_id is not None and known.start_id not in ("", start_id)
 
 
 def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> None:
-    """Change the status, unless another start has begun meanwhile, or another rank has failed.  For rank 0."""
+    """Change the status, unless another start has begun or another rank has failed meanwhile.  Call it on rank 0."""
     before = _known(folder, step)
     if _is_of_another(before, start_id):
         return
@@ -184,7 +184,7 @@ def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> No
 
 
 def _publish_failure(folder: Path) -> None:
-    """Make the failure the status.  All ranks may do this at once: each puts the same whole file in place."""
+    """Make the failure the status.  All ranks may do this at once, because each renames a copy of the same file."""
     copy = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     os.link(folder / FAILURE, copy)
     os.replace(copy, folder / FILE)

@@ -1,10 +1,10 @@
-"""Checks the loss and the gradient norm of every step: warns of a loss spike, ends a run that stays non-finite.
+"""Checks the loss and the gradient norm of every step.  Warns of a loss spike, and ends a run that stays non-finite.
 
-Both numbers are the same on all ranks, so all ranks decide the same.  What is needed to find the reason is kept:
+Both numbers are the same on all ranks, so all ranks decide the same.  These files help to find the reason:
 
     run.dir/bad_steps/step_0000012/
-        samples.json     the samples of the global batch, by number, and the row of the data file each comes from
-        ranks.json       of every rank: its position in the layout, and the summed loss of each of its microbatches
+        samples.json     the sample numbers of the global batch, with the data file and row of each sample
+        ranks.json       for every rank its position in the layout, and the summed loss of each of its microbatches
         recipe.yaml
 """
 
@@ -31,7 +31,7 @@ class StepCheck:
     def check(self, step: int, result: StepResult, bad_in_a_row: int, dump: Callable[[], Path]) -> None:
         """Warn of a loss spike, and of a skipped step.
 
-        dump: writes what is kept of the step, into the folder that it returns
+        dump: writes the files above, and returns their folder
         Raises TrainingError after more than train.max_nonfinite_steps non-finite steps in a row.
         """
         if not result.is_nonfinite:
@@ -61,7 +61,7 @@ def dump_step(
     recipe: str,
     position: Position,
 ) -> Path:
-    """Write the dump of `step` into the run's `folder`, and return the folder that was made.  Collective.
+    """Write the dump of `step` into the run's `folder`, and return the folder of the dump.  Collective.
 
     losses  summed loss of each microbatch of this rank
     """

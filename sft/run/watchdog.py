@@ -1,11 +1,11 @@
 """A rank that hangs writes its stacks and ends, so that its launcher can end the others.
 
-Decides when a phase has lasted too long and what is left behind: the stacks of all threads, in a file per rank and on
-stderr.  Does not decide what the phases are, nor how the run is marked as failed: the lifecycle's `on_hang` does that.
+Decides when a phase has lasted too long, and what it writes then: the stacks of all threads, in a file per rank and on
+stderr.  Does not define the phases, and does not mark the run as failed: the lifecycle's `on_hang` does that.
 
 There are two watchers.  A Python thread does all of the above.  It cannot run while the main thread holds the
-interpreter lock in C code; then a thread of `faulthandler`, which needs no interpreter, writes the stacks and ends the
-process.
+interpreter lock in C code.  In that case a thread of `faulthandler`, which needs no interpreter, writes the stacks and
+ends the process.
 """
 
 import faulthandler
@@ -24,7 +24,7 @@ from typing import NoReturn, TextIO
 from sft.errors import ConfigError
 
 SECONDS_BETWEEN_CHECKS = 1.0  # or a tenth of the timeout, if that is less
-SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # after the timeout and the lingering: for `on_hang`, which may hang as well
+SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # after the timeout and `linger_s`, because `on_hang` may hang as well
 
 _active: "Watchdog | None" = None
 
@@ -33,8 +33,8 @@ class Watchdog:
     """Ends this process with exit code 1 when a phase lasts longer than `timeout_s` (None: never).
 
     The stacks go to `folder`/stacks/rank_00003.txt, after those of earlier starts, and to stderr.  `on_hang` gets the
-    same text, whose first line says rank, phase, seconds and time.  Then `linger_s` pass, in which other ranks, which
-    hang for the same reason, write theirs.  Raises ConfigError where the folder cannot be written.
+    same text; its first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other
+    ranks, which hang for the same reason, can write their stacks.  Raises ConfigError if the folder cannot be written.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Watchdog:
         self._path = folder / "stacks" / f"rank_{rank:05d}.txt"
         self._on_hang, self._leave = on_hang, leave
         self._pid = os.getpid()
-        self._phase: tuple[str, float] | None = None  # and when it began
+        self._phase: tuple[str, float] | None = None  # its name, and when it began
         self._file: TextIO | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._check, name="watchdog", daemon=True)
@@ -77,7 +77,7 @@ class Watchdog:
         self._is_over.set()
         self._thread.join()
         self._file.close()
-        with suppress(OSError):  # other ranks' files are still there
+        with suppress(OSError):  # the folder still has files of other ranks
             if self._path.stat().st_size == 0:
                 self._path.unlink()
                 self._path.parent.rmdir()
@@ -93,7 +93,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _arm(self) -> None:
-        """Have faulthandler end the process, some time after the Python thread should have."""
+        """Make faulthandler end the process if the Python thread has not ended it in time."""
         if self._phase is not None and self._timeout_s is not None and self._file is not None:
             end = self._phase[1] + self._timeout_s + self._linger_s + SECONDS_MORE_FOR_FAULTHANDLER
             seconds = max(0.001, end - time.monotonic())
@@ -114,7 +114,7 @@ class Watchdog:
         for output in outputs:
             try:
                 output(text)
-            except Exception:  # a full disk, a closed stream: the process ends all the same
+            except Exception:  # a full disk or a closed stream: the process must still end
                 with suppress(Exception):
                     traces.print_exc()
         time.sleep(self._linger_s)
@@ -122,7 +122,7 @@ class Watchdog:
 
 
 def _stacks() -> str:
-    """Of all threads."""
+    """The stacks of all threads."""
     try:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
@@ -133,7 +133,7 @@ def _stacks() -> str:
 
 
 def _before_fork() -> None:
-    """A forked child has no thread of faulthandler, and would wait for it at its own end."""
+    """A forked child has no thread of faulthandler, but would wait for that thread before it exits."""
     if _active is not None:
         faulthandler.cancel_dump_traceback_later()
 

@@ -298,7 +298,7 @@ def test_deadlines(
 @pytest.mark.parametrize("text", ["", "soon", "-5", "1e9", "4999", "Unknown", "2026-01-01T00:00:00", "5000"])
 def test_a_job_end_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0))
-    with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME = '{text}' is not when .* still to come .it is 5000"):
+    with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME = '{text}' is not the end of .* .now it is 5000"):
         deadline(1.0, 30.0, {"SLURM_JOB_END_TIME": text})
 
 

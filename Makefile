@@ -6,7 +6,7 @@ PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
 TESTS ?= tests/unit tests/ranks tests/faults
 # What a second Python version must show in CI, beside the whole suite on the first.
-TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_recipe_mistakes.py tests/unit/test_rows.py tests/unit/test_prepare.py tests/unit/test_turns.py \
+TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_recipe_mistakes.py tests/unit/test_rows.py tests/unit/test_bad_rows.py tests/unit/test_prepare.py tests/unit/test_turns.py \
 	tests/unit/test_sandbox.py tests/unit/test_encoding_version.py tests/unit/test_writers.py tests/unit/test_safe_reader.py tests/unit/test_safe_reader_loading.py tests/ranks/test_one_curve.py tests/ranks/test_resume.py \
 	tests/ranks/test_save.py tests/ranks/test_golden.py tests/ranks/test_interop.py tests/ranks/test_hf_convert.py tests/ranks/test_experts.py \
 	tests/ranks/test_grad_norm.py tests/ranks/test_interop_experts.py tests/ranks/test_saved_tensors.py tests/ranks/test_flash.py

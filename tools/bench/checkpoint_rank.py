@@ -41,9 +41,7 @@ def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list
     layout = Layout.resolve(config, dist.get_world_size())
     groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = RankBench(Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100), Path(folder))
-    num_bytes = all_gather_objects(
-        lambda: engine_state.snapshot(bench.engine, {}).num_bytes, groups.control
-    )
+    num_bytes = all_gather_objects(lambda: engine_state.snapshot(bench.engine, {}).num_bytes, groups.control)
     turns: dict[str, list[Took]] = {}
     for turn in range(repeats + 1):
         for measure in (bench.torch_save, bench.sync_save, bench.async_save):

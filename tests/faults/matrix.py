@@ -72,10 +72,10 @@ ROWS = {
         _unit(*(f"test_sandbox.py::{test}" for test in ("test_no_way_out", "test_endless", "test_too_much_text"))),
     ),
     "T1": Row("same layout", (HERE, *_ranks("test_resume.py::test_resuming_on_the_same_layout_is_bitwise"))),
-    "T2": Row("dp 2 <-> 1", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
-    "T3": Row("tp, pp 2 <-> 1", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
-    "T4": Row("cp 2 <-> 1", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
-    "T5": Row("tp x cp swapped", _ranks("test_resume.py::test_resuming_on_another_layout_continues_the_curve")),
+    "T2": Row("dp 2 <-> 1", _ranks("test_resume.py::test_another_layout_continues_the_curve")),
+    "T3": Row("tp, pp 2 <-> 1", _ranks("test_resume.py::test_another_layout_continues_the_curve")),
+    "T4": Row("cp 2 <-> 1", _ranks("test_resume.py::test_another_layout_continues_the_curve")),
+    "T5": Row("tp x cp swapped", _ranks("test_resume.py::test_another_layout_continues_the_curve")),
     "T6": Row("several resumes, each on another layout", (HERE,)),
     "T7": Row("batch, length, seed, data changed", (HERE,)),
     "T8": Row("resume at, before and after an epoch's end", (HERE,)),
@@ -99,7 +99,7 @@ ROWS = {
         _ranks("test_counting.py::test_unsupervised_microbatches_change_nothing"),
     ),
     "D5": Row("data edited between starts", (HERE,)),
-    "D6": Row("a process that tokenises dies", _unit("test_prepare.py::test_a_tokenising_process_that_is_killed")),
+    "D6": Row("a process that tokenises dies", _unit("test_prepare.py::test_a_process_that_is_killed")),
     "D7": Row("cache damaged, or of other settings", _unit("test_prepare.py::test_a_damaged_store_is_made_again")),
     "D8": Row(
         "control tokens in what a user wrote", _unit("test_encode_chat.py::test_typed_control_strings_stay_text")

@@ -87,7 +87,7 @@ ROWS = {
     ),
     "D1": Row(
         "broken rows and files",
-        _unit("test_rows.py::test_bad_files", "test_rows.py::test_a_bad_row_is_named_and_alone"),
+        _unit("test_rows.py::test_bad_files", "test_bad_rows.py::test_a_bad_row_is_named_and_alone"),
     ),
     "D2": Row("chats that make no sense", _unit("test_rows.py", "test_encode_chat.py")),
     "D3": Row(

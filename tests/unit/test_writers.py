@@ -278,7 +278,7 @@ def test_a_missing_wandb_is_refused_before_the_data_are_looked_at(
     assert capsys.readouterr() == (
         "",
         "ConfigError: log.wandb = chats (command line: log.wandb=chats) needs the package wandb, which is not "
-        "installed here: pip install wandb; or go without: log.wandb=null.\n",
+        "installed here: pip install wandb; or train without it: log.wandb=null.\n",
     )
 
 

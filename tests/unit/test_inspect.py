@@ -387,3 +387,17 @@ def test_what_is_cut_is_told() -> None:
     # 54 tokens are cut after the first answer: 10 + 15, its newline is not kept.
     assert "\n  b: data.over_long cuts 29 tokens (10.7% of all, 4 supervised) of 1 row\n" in text
     assert "\n  b: data.over_long drops 216 tokens (80.0% of all, 4 supervised) of 1 row\n" in text
+
+
+def test_tool_calls_are_text() -> None:
+    # Read as {"type": "function", "function": {"name": "f", "arguments": {}}}: 64 bytes and a newline.
+    call = {"name": "f"}
+    row = {"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
+    write("t", row)
+    assert [(role.role, role.tokens) for role in survey(train=["t.jsonl"]).roles] == [("user", 2), ("assistant", 66)]
+
+
+def test_data_of_which_nothing_is_left_are_surveyed_whole() -> None:
+    taken = survey(train=["b.jsonl"], seq_length=32)
+    assert taken.total.samples == 2
+    assert taken.refused is not None and taken.refused.startswith("no sample is left of b.jsonl")

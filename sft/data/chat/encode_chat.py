@@ -1,17 +1,17 @@
-"""From a chat, or ready tokens, to tokens and the weight of each in the loss.
+"""Converts a chat, or ready tokens, to tokens and the weight of each in the loss.
 
-`encode_chat` goes through the steps in order: the chat is rendered (`render.py`) and tokenised (`tokens.py`) once, as a
-whole, so the ids are the template's own; the assistant's turns are found in the text (`turns.py`), then their tokens
-(`tokens.py`); the tokens are weighed by `data.supervise` and the weights of the messages:
+`encode_chat` renders (`render.py`) and tokenises (`tokens.py`) a chat once and as a whole, so the ids are those of the
+template's text.  It finds the assistant's turns in the text (`turns.py`), then their tokens (`tokens.py`).  Weights of
+tokens follow from `data.supervise` and the weights of the messages.  Supervised are with
 
-    assistant  what the assistant wrote and the token that ends each of its turns, once per turn: not the role
-               header, not the newline after the turn
-    last       the same of the last assistant turn only
+    assistant  the assistant's text and the token that ends each turn, once per turn; neither the role header nor the
+               newline after the turn
+    last       the same for the last assistant turn only
     all        every token after the first
 
 A mask that cannot be proven is an error, never a guess.  Errors name the message; the caller adds file and line.  Does
-not decide what happens to a sample that is too long (`cache/truncation.py`), or look for what the template left out
-(`omitted.py`).
+not decide what happens to a sample that is too long (`cache/truncation.py`).  Does not look for text that the template
+left out (`omitted.py`).
 """
 
 import json
@@ -39,9 +39,9 @@ class Encoding(NamedTuple):
 
 
 def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Supervise) -> Encoding:
-    """Tokens and weights of a row, however long.  Raises DataError.
+    """Tokens and weights of a row of any length.  Raises DataError.
 
-    ready ids 3 259, and a tokenizer of 259  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
+    ready ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
     """
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, supervise)
@@ -56,26 +56,26 @@ def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Super
 
 
 def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "assistant") -> Encoding:
-    """The same of a chat.  Raises DataError where a mask cannot be proven, and where nothing would be learned.
+    """Tokens and weights of a chat.  Raises DataError if a mask cannot be proven, or if no token is supervised.
 
     user "a", assistant "b", byte tokenizer:
     <|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n      1: b <|im_end|>      0: all others
     """
     by_message = weights_of_turns(chat, supervise)
-    rendered = None  # the byte tokenizer has a template of its own, which writes all
+    rendered = None  # stays None for the byte tokenizer, whose own template leaves nothing out
     if isinstance(tokenizer, ByteTokenizer):
         ids, spans = _encode_bytes(chat)
     else:
         rendered = render_chat(chat, tokenizer)
         encoded = tokenise(rendered)
-        # A turn of the same weight as the tokens around it needs no proof of where it is.
+        # If a turn has the same weight as the tokens around it, its place needs no proof.
         unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
         ids, spans = encoded.ids, find_token_spans(find_turns(rendered, unlike), rendered, encoded)
     weights = np.full(len(ids), float(supervise == "all"), dtype=np.float32)
     for span in spans:
         if span.message in by_message:
             weights[span.start : span.end] = by_message[span.message]
-    weights[:1] = 0  # nothing stands before the first token to predict it from
+    weights[:1] = 0  # no token precedes the first one, so nothing predicts it
     if not weights.any():
         raise DataError(
             f"every token weighs 0 with data.supervise = {supervise}, so there is nothing to learn from.  Leave an "
@@ -93,9 +93,9 @@ def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
 
 
 def _encode_bytes(chat: Chat) -> tuple[np.ndarray, list[TokenSpan]]:
-    """The byte tokenizer's template: ChatML; tools are JSON in a first system block.
+    """Encodes a chat by the byte tokenizer's template: ChatML, with tools as JSON in a first system block.
 
-    Spans are of contents, an assistant's with its end of turn.
+    Spans cover contents; the span of an assistant's message includes its end of turn.
     """
     text, controls, spans = bytearray(), [], []
 

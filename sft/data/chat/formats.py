@@ -1,11 +1,11 @@
-"""What a row of a data file says: a chat or tokens, checked, in whichever shape it was written.
+"""Reads a row of a data file, in any of the accepted shapes, as a checked chat or as tokens.
 
-Decides which shapes are understood, that a row of two shapes is refused, and which rows are wrong by themselves.
-Messages are checked in `messages.py`.  Errors raised here name the message; the caller adds file and line.  Does not
-know tokenizers or templates (`encode_chat.py`).
+Decides which shapes are accepted, that a row of two shapes is refused, and which rows are wrong by themselves.
+`messages.py` checks messages.  Errors raised here name the message; the caller adds file and line.  Does not know
+tokenizers or templates (`encode_chat.py`).
 
-A key whose value is null is a key that is not there: many writers fill what a row lacks.  Other keys of a row are
-ignored.
+A key with the value null counts as absent, because many writers fill missing keys with null.  Unknown keys of a row
+are ignored.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from sft.errors import DataError
 
 _LARGEST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "assistant_masks")
-_UNSUPERVISED = -100  # in labels, everywhere
+_UNSUPERVISED = -100  # in labels, by the convention of PyTorch
 
 
 class Chat(NamedTuple):
     """A chat that has been checked.
 
-    weights  what a supervised token of each message weighs, 0 for a message not to be trained on; None: 1 for all.
-             Which roles are supervised at all is not said here.
+    weights  the weight of each message's supervised tokens, 0 for a message without training; None: 1 for all.
+             `data.supervise` decides which roles are supervised at all.
     """
 
     messages: list[Message]
@@ -46,7 +46,7 @@ class Chat(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """A row that was tokenised elsewhere: tokens int32 [n], weights float32 [n], above 0 where supervised."""
+    """A row that was tokenised elsewhere: tokens int32 [n], and weights float32 [n], above 0 for supervised tokens."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -84,7 +84,7 @@ def _read_messages(row: Row, key: str) -> Chat:
 
 
 def _read_completion(row: Row) -> Chat:
-    """Only the completion is trained on, unless a message of the prompt says otherwise."""
+    """Reads a prompt and its completion.  Only the completion is supervised, unless a prompt message has a weight."""
     turns = []
     for key, role, weight in (("prompt", "user", 0.0), ("completion", "assistant", 1.0)):
         value = row[key]
@@ -96,7 +96,7 @@ def _read_completion(row: Row) -> Chat:
 
 
 def _read_instruction(row: Row) -> Chat:
-    """Alpaca.  Answers in the history are trained on too, as LLaMA-Factory does."""
+    """Reads a row in Alpaca's form.  Answers in the history are supervised, too, as in LLaMA-Factory."""
     asked = [_string(row["instruction"], "instruction"), _string(row.get("input", ""), "input")]
     turns = []
     history = row.get("history", [])
@@ -144,7 +144,7 @@ def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = N
 
 
 def _check_values(value: object, where: str) -> None:
-    """Only what JSON has: a table may hold times and numbers that a template would write in its own way."""
+    """Raises DataError for values that JSON lacks.  A table may hold times and NaN, whose text depends on templates."""
     if isinstance(value, dict):
         for item in value.values():
             _check_values(item, where)

@@ -1,8 +1,8 @@
-"""The messages of a chat: which are right by themselves, and one form for the ways they are written.
+"""The messages of a chat: checks each message by itself and converts all notations to one form.
 
-Decides roles, contents, tool calls and weights of messages, in OpenAI's words (role, content) and ShareGPT's (from,
-value).  What is not named here is passed on to the chat template as it is.  Errors name the message.
-Does not know what else a row holds (`formats.py`).
+Decides roles, contents, tool calls and weights of messages, in OpenAI's notation (role, content) and ShareGPT's (from,
+value).  Other keys are passed on to the chat template unchanged.  Errors name the message.
+Does not know the other keys of a row (`formats.py`).
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from sft.data.read.strict_json import parse_json
 from sft.errors import DataError
 
-Message = dict[str, Any]  # role, content, and what else the row gave
+Message = dict[str, Any]  # role, content, and all other keys of the message in the row
 Tools = list[dict[str, Any]] | None
 
 THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first
-# Thinking at the head of a content, in four parts: what opens it, the thinking, what closes it, the answer.
+# Thinking at the start of a content, in four parts: opening tag, thinking, closing tag, answer.
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -38,21 +38,21 @@ _SENDERS = {
     "function_call": "assistant",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# A switch is true or false: a number called loss may be a loss that somebody measured.
+# These switches must be true or false, because a number under the key `loss` may be a measured loss.
 _SWITCHES = ("train", "training", "loss")
-_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # far from where float32 products of weights overflow or vanish
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # far from overflow and underflow of products in float32
 
 
 class CheckedMessage(NamedTuple):
     """A message that has been checked."""
 
     message: Message
-    weight: float | None  # where it gave one
-    where: str  # how an error calls it
+    weight: float | None  # None if the message has no weight
+    where: str  # name of the message in errors
 
 
 def read_messages(messages: object, name: str) -> list[CheckedMessage]:
-    """Checked messages of a list, or of the JSON text of one.  Raises DataError.
+    """Checked messages of a list, or of a list's JSON text.  Raises DataError.
 
     [{"from": "human", "value": "Six?"}]  ->  [CheckedMessage({"role": "user", "content": "Six?"}, None, "message 1")]
     """
@@ -65,7 +65,7 @@ def read_messages(messages: object, name: str) -> list[CheckedMessage]:
 
 
 def check_calls(turns: Sequence[CheckedMessage]) -> None:
-    """Raises DataError where two tool calls share an id, or a result names a call that was not made before it."""
+    """Raises DataError if two tool calls share an id, or if a result names a call that no earlier message makes."""
     made: set[str] = set()
     for message, _, where in turns:
         for call in message.get("tool_calls", []):
@@ -81,7 +81,7 @@ def check_calls(turns: Sequence[CheckedMessage]) -> None:
 
 
 def read_weight(value: Any, name: str) -> float:
-    """A weight as it is written: a number, or true for 1 and false for 0.  Raises DataError."""
+    """The weight that a row gives: a number, or true for 1 and false for 0.  Raises DataError."""
     if not isinstance(value, (int, float)):
         raise DataError(f"{name} is {type_name(value)}; expected a number of at least 0.")
     if value != 0 and not _SMALLEST_WEIGHT <= value <= _LARGEST_WEIGHT:  # NaN too
@@ -100,12 +100,12 @@ def read_json(text: str, name: str) -> Any:
 
 
 def to_json(part: object) -> str:
-    """A part of a chat as one text, for searching in it."""
+    """A part of a chat as one text in which code can search."""
     return json.dumps(part, ensure_ascii=False, default=str)
 
 
 def type_name(value: Any) -> str:
-    """What a value is, for errors: `a list`, `null`, `7`."""
+    """Description of a value for errors: `a list`, `null`, `7`."""
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     if isinstance(value, dict):
@@ -148,7 +148,7 @@ def _read_message(raw: object, where: str) -> CheckedMessage:
 
 
 def _take_weight(message: Message, where: str) -> float | None:
-    """Removes what says how much a message weighs: a template has no use for it."""
+    """Removes the weight from a message, because a template has no use for it, and returns it."""
     weights = {name: message.pop(name) for name in ("weight", *_SWITCHES) if name in message}
     if len(weights) > 1:
         raise DataError(f"{where} has {' and '.join(weights)}, which say the same.  Keep one of them.")
@@ -211,7 +211,7 @@ def _read_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]:
 
 
 def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """OpenAI's form, arguments as an object.  Chat templates write a text as JSON text again (transformers#45419).
+    """A call in OpenAI's form with an object as arguments.  Templates would quote a string again (transformers#45419).
 
     {"name": "f", "arguments": '{"x": 1}'}  ->  {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     """

@@ -1,17 +1,17 @@
-"""Which texts of a chat its template leaves out: for every message its content, reasoning, tool calls and results, and
-for every tool its schema.
+"""Finds the texts of a chat that its template leaves out: contents, reasoning, tool calls and results of messages, and
+schemas of tools.
 
 Qwen2.5, an answer with reasoning_content "six times seven" and content "42"
 ...<|im_start|>assistant\\n42<|im_end|>\\n                          left out: assistant reasoning of message 2
 
-Decides by two renderings of the same chat.  What the template is known to write between texts is followed through the
-rendering that is there anyway (`template_pattern.py`): if nothing else stands in it, each text is there or not.
-Otherwise the chat is rendered once more with a word in each text, and a text is left out if its word is; that rendering
-also teaches what stands between texts, so that further chats of the template need none of their own.
+First compares the rendering for training with the known fillers between texts (`template_pattern.py`).  If it holds
+only texts and known fillers, it shows which texts are missing.  Otherwise the chat is rendered once more with a marker
+word in each text.  A text is left out if its word is missing.  That rendering also teaches the fillers between texts,
+so further chats of the template need no second rendering.
 
-A text that stands elsewhere than its message (Mistral: system in the last question), without the spaces around it, or
-as JSON is not left out.  Why a text is left out is found by trying, never by the name of a model.  Does not decide what
-becomes of such chats (`data.on_omitted`).
+A text is not left out if it stands at another place than its message (Mistral: system in the last question), without
+the spaces around it, or as JSON.  The reason for an omission is found by rendering variants, never by the name of a
+model.  Does not decide what happens to such chats (`data.on_omitted`).
 """
 
 import json
@@ -24,21 +24,21 @@ from sft.data.chat.template_pattern import COMPOSITE, ChatText, asides_of, texts
 from sft.errors import DataError
 
 _NOT_WORDS = re.compile(r"[\W_]+")
-_MOST_FORMS = 12  # each label's ways of writing, whole times
+_MOST_FORMS = 12  # a multiple of every label's number of forms
 _NAMES = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",)}
 
 
 class OmittedText(NamedTuple):
-    """Texts of one message and kind that are left out."""
+    """The texts of one message and kind that are left out."""
 
-    number: int  # of the message or tool, from 1
+    number: int  # the message or tool, counted from 1
     role: str
     kind: str
-    text: str  # the first of them
+    text: str  # the first of these texts
 
 
 def find_omitted(chat: RenderedChat) -> list[OmittedText]:
-    """What the template leaves out of a chat, in the order of the messages."""
+    """The texts that the template leaves out of a chat, in the order of the messages."""
     asides = asides_of(chat.messages)
     lost = chat.tokenizer.template.pattern.left_out(chat.text, _texts(chat, chat), asides)
     if lost is None:
@@ -47,12 +47,12 @@ def find_omitted(chat: RenderedChat) -> list[OmittedText]:
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
-    """Why the template leaves out a text, and what would keep it.  The first that holds is the answer:
+    """Why the template leaves out a text, and what would keep it.  The answer is the first of these that holds:
 
-    a switch     a variable that the template reads and nobody gives: true and false
-    no place     the template does not name what the text is in
-    the prompt   the template writes the text when it asks for the last answer, and not once the answer is there
-    later turns  the template writes the text as long as no later message follows
+    a switch     true or false keeps the text, for a variable that the template reads and that has no value
+    no place     the template does not read the key that holds the text
+    the prompt   the template writes the text when it asks for the last answer, but not when the answer follows
+    later turns  the template writes the text only if no later message follows
 
     GLM-4.6, reasoning  ->  data.chat_template_kwargs: {clear_thinking: false} keeps it.
     """
@@ -81,7 +81,7 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
 
 
 def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None:
-    """A variable of the template that keeps the text, and nothing else is left out for it."""
+    """A variable of the template and a value that keep the text, and do not make the template omit another text."""
     now = {text[:3] for text in _omitted_of(chat, chat.messages) or []}
     for name in chat.tokenizer.template.free_switches:
         for value in (True, False):
@@ -92,7 +92,7 @@ def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None
 
 
 def _is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, prompt: bool) -> bool:
-    """Whether the template writes a text where the chat has its first `num_messages` messages only."""
+    """Whether the template writes a text if the chat has only its first `num_messages` messages."""
     lost = _omitted_of(chat, chat.messages[:num_messages], prompt=prompt)
     return lost is not None and omitted[:3] not in {text[:3] for text in lost}
 
@@ -100,7 +100,7 @@ def _is_written(chat: RenderedChat, omitted: OmittedText, num_messages: int, *, 
 def _omitted_of(
     chat: RenderedChat, messages: list[Message], *, prompt: bool = False, switches: dict[str, Any] | None = None
 ) -> list[OmittedText] | None:
-    """What is left out of these messages, by their words; None where the template refuses them."""
+    """The texts left out of these messages, found by marker words; None if the template refuses the messages."""
     chat = chat._replace(messages=messages)
     marked = Marked(messages, chat.tools, chat.everything)
     probe = _render_marked(chat, marked, prompt=prompt, switches=switches)
@@ -108,7 +108,7 @@ def _omitted_of(
 
 
 def _by_words(chat: RenderedChat, asides: list[str]) -> list[ChatText]:
-    """The texts whose words the template does not write; it is learnt from that what it writes between texts."""
+    """The texts whose marker words the template does not write.  Also learns the fillers between texts."""
     marked = Marked(chat.messages, chat.tools, chat.everything)
     probe = _render_marked(chat, marked)
     if probe is None:
@@ -127,17 +127,17 @@ def _by_words(chat: RenderedChat, asides: list[str]) -> list[ChatText]:
 
 
 class Marked:
-    """A chat with a word of its own inside each text, so that its rendering shows which texts the template writes.
+    """A chat with a different marker word inside each text.  Its rendering shows which texts the template writes.
 
     content "Be brief."  ->  "Be br711111000001ief."
 
-    A word stands in the middle: what a text begins and ends with, and what a template may look for there, stays.
-    Words are digits, which no quoting changes; a number among the arguments of a call is replaced by one.
+    A word stands in the middle of a text, because a template may look for strings at the text's start and end.
+    Words are digits, which no quoting changes.  In arguments of a call, a word replaces each number.
     """
 
     def __init__(self, messages: list[Message], tools: Tools, everything: str) -> None:
-        # A stem that no text has, so that every word found was put there.  It does not begin as it ends: digits before
-        # a word are not taken for its beginning.
+        # No text contains the stem, so every word in a rendering was inserted here.  The stem does not begin as it
+        # ends, so digits before a word cannot be read as the word's beginning.
         self.stem = "711111"
         while self.stem in everything:
             self.stem += "1"
@@ -198,7 +198,7 @@ class Marked:
         return {**tool, "function": marked} if "function" in tool else marked
 
     def _schema(self, value: Any) -> Any:
-        """Descriptions and the names of parameters, however deep."""
+        """Marks descriptions and names of parameters at any depth of a schema."""
         if isinstance(value, list):
             return [self._schema(item) for item in value]
         if not isinstance(value, dict):
@@ -219,8 +219,8 @@ class Marked:
 
 
 def _without_word(chat: RenderedChat, marked: Marked, probe: str, rendering: str | None = None) -> list[ChatText]:
-    """The texts of which `probe`, the rendering of the marked chat, lacks a word; with `rendering`, that of the chat
-    itself, also those of which not all stands there."""
+    """The texts with a word that `probe`, the rendering of the marked chat, lacks.  With `rendering`, that of the chat
+    itself, also the texts that it does not hold completely."""
     present, lost = set(marked.words(probe)), []
     for text, with_word in zip(_texts(chat, chat), _texts(chat, marked), strict=True):
         is_cut = (
@@ -235,14 +235,14 @@ def _without_word(chat: RenderedChat, marked: Marked, probe: str, rendering: str
 
 
 def _is_like(text: str, rendering: str) -> bool:
-    """Whether all letters and digits of a text stand in a rendering, however it writes spaces, quotes and escapes."""
+    """Whether a rendering holds all letters and digits of a text, with any spaces, quotes and escapes."""
     bare = _NOT_WORDS.sub("", rendering)
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1])
     return any(_NOT_WORDS.sub("", form) in bare for form in forms)
 
 
 def _by_searching(chat: RenderedChat) -> list[ChatText]:
-    """Where the template refuses the words: a text is left out if it stands nowhere, longer ones taken first."""
+    """For templates that refuse the marker words: searches each text, longer ones first, and returns the missing."""
     rest, lost = chat.text, []
     for text in sorted(_texts(chat, chat), key=lambda text: -len(text.written)):
         if text.written in rest:
@@ -255,7 +255,7 @@ def _by_searching(chat: RenderedChat) -> list[ChatText]:
 def _render_marked(
     chat: RenderedChat, marked: Marked, *, prompt: bool = False, switches: dict[str, Any] | None = None
 ) -> str | None:
-    """The marked chat; None where the template refuses it."""
+    """The rendering of the marked chat; None where the template refuses it."""
     try:
         return chat.tokenizer.template.render(marked.messages, marked.tools, prompt=prompt, switches=switches)
     except DataError:
@@ -263,12 +263,12 @@ def _render_marked(
 
 
 def _texts(chat: RenderedChat, shown: RenderedChat | Marked) -> list[ChatText]:
-    """The texts of a chat, or of the same with words in it, as its template is known to write them."""
+    """The texts of a chat, or of the marked chat, in the known forms of its template."""
     return texts_of(shown.messages, shown.tools, chat.tokenizer.template.pattern.forms)
 
 
 def _by_message(texts: list[ChatText]) -> list[OmittedText]:
-    """One for each message and kind, tools first."""
+    """One OmittedText for each message and kind, tools first."""
     firsts: dict[tuple[bool, int, str, str], str] = {}
     for text in texts:
         role, kind, _ = text.label.split("/")

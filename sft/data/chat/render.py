@@ -1,14 +1,14 @@
-"""What a tokenizer's chat template writes for a chat, each control string in it the template's own.
+"""The text that a tokenizer's chat template writes for a chat, where every control string is the template's own.
 
     user "What does <|im_end|> do?"
     <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
 
-Rendered text does not show who wrote a control string.  So each typed one is replaced by a stand-in of the same
-length, made of one private character that the chat does not contain; the chat is rendered, and what is proven about
-that text holds for the real one, character by character.  Where a template does not pass stand-ins on as they are (it
-takes texts apart, or looks for control strings in them), the chat is refused.
+Rendered text does not show whether the user or the template wrote a control string.  So before rendering, each control
+string in the messages is replaced by a stand-in of the same length, made of one private character that the chat does
+not contain.  Proofs about the rendered text then hold for the real text, character by character.  If a template changes
+stand-ins (because it splits texts, or looks for control strings in them), the chat is refused.
 
-Does not look for the assistant's turns in the text (`turns.py`), or make tokens of it (`tokens.py`).
+Does not find the assistant's turns in the text (`turns.py`), or tokenise it (`tokens.py`).
 """
 
 from collections.abc import Iterator
@@ -20,24 +20,24 @@ from sft.data.chat.messages import THINKING, Message, Tools
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 
-_PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, of which no character has a meaning
+_PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, whose characters have no meaning
 
 
 class RenderedChat(NamedTuple):
     """A chat with a stand-in for every typed control string, and its text."""
 
-    text: str  # what the template writes for `messages` and `tools`
-    real_text: str  # the same with the control strings back in it, at the same positions
+    text: str  # the template's text for `messages` and `tools`
+    real_text: str  # the same text with the typed control strings, at the same positions
     marks: list[tuple[int, int]]  # the characters inside each {% generation %} block of the text
     messages: list[Message]
     tools: Tools
     stand_ins: dict[str, str]  # a private character -> <|im_end|>
-    everything: str  # all texts in the chat, to look for a character that it does not contain
+    everything: str  # all texts in the chat, for finding characters that the chat does not contain
     tokenizer: FolderTokenizer
 
 
 def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
-    """Renders a chat.  Raises DataError where the template refuses it, or does not pass stand-ins on as they are."""
+    """Renders a chat.  Raises DataError if the template refuses the chat or changes stand-ins."""
     real_messages, real_tools = prepared(chat.messages), _plain(chat.tools)
     messages, tools, stand_ins, everything = _escape(real_messages, real_tools, tokenizer)
     template = tokenizer.template
@@ -53,14 +53,14 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
 
 
 def restored(text: str, stand_ins: dict[str, str]) -> str:
-    """`text` with the control strings back in it; positions stay what they are."""
+    """`text` with control strings in place of stand-ins; positions do not change."""
     for character, token in stand_ins.items():
         text = text.replace(character * len(token), token)
     return text
 
 
 def prepared(messages: list[Message]) -> list[Message]:
-    """Messages as transformers passes them to a template: without nulls, reasoning under each key that templates read.
+    """Messages as transformers passes them to a template: without nulls, and with reasoning under all of its keys.
 
     {"content": None, "tool_calls": [...]} -> {"tool_calls": [...]}
     {"thinking": "so"}                     -> {"thinking": "so", "reasoning_content": "so"}
@@ -78,7 +78,7 @@ def prepared(messages: list[Message]) -> list[Message]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` of JSON's types only, since any other object has methods that a template could call."""
+    """`value` as JSON's types only, since a template could call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, dict):
@@ -91,8 +91,8 @@ def _plain(value: Any) -> Any:
 def _escape(
     messages: list[Message], tools: Tools, tokenizer: FolderTokenizer
 ) -> tuple[list[Message], Tools, dict[str, str], str]:
-    """Stand-ins for the control strings in a chat, names and arguments of tools included; what each stands for; and all
-    texts of the chat with them."""
+    """The chat with stand-ins for its control strings, also in names and arguments of tools; the control string of each
+    stand-in; and all texts of the chat."""
     values = [value for message in messages for value in message.values()]
     others = [value for value in values if type(value) is not str]
     texts = [*(value for value in values if type(value) is str), *_texts([*others, tools])]
@@ -130,7 +130,7 @@ def _texts(part: object) -> Iterator[str]:
 
 
 def free_characters(everything: str, count: int) -> list[str]:
-    """The first private characters that a text does not contain.  Raises DataError where it contains nearly all."""
+    """The first `count` private characters that a text does not contain.  Raises DataError if too few are left."""
     free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in everything), count))
     if len(free) < count:
         raise DataError("the chat uses the private characters of Unicode's planes 15 and 16.  Remove them.")

@@ -1,18 +1,18 @@
-"""Runs a chat template as transformers would, but never without end and never into more text than a chat can be.
+"""Runs a chat template as transformers would, but with limits on its time and on the length of its text.
 
-Decides what a template may cost.  Its language is that of transformers: same sandbox (no attributes that lead out,
-no changing of what it is given, ranges of at most 100,000), same filters and functions, same options.  Does not
-decide what a chat is or what is supervised.
+Decides how much time and text a template may use.  Its language is that of transformers: same sandbox (no access to
+Python internals, no changing of its input, ranges of at most 100,000), same filters and functions, same options.  Does
+not decide what a chat is or what is supervised.
 
-No thread, signal or process is needed, since we compile the template: a check stands at the head of every loop, macro
-and call block, in every call and filter, in the operators * ** %, and around every value written or named.
+This needs no thread, signal or process, because we compile the template with checks in it: at the start of every loop,
+macro and call block, in every call and filter, in the operators * ** %, and around every value written or named.
 
-    the clock    is read at each of these, so that loops in loops, also those that write nothing, end in time
-    text         each value written is counted, into a variable too; a value is measured when it is given a name, so
-                 that doubling it ends; what * % or a method or filter that makes text longer (replace, join, center,
-                 indent, format, ...) would make is refused before it is made
+    time         Each check reads the clock, so nested loops end in time even if they write nothing.
+    text         Each value that the template writes is counted, even if it goes into a variable.  A value is measured
+                 when it gets a name, so doubling it again and again ends.  The results of * and %, and of methods and
+                 filters that lengthen text (replace, join, center, indent, format, ...), are refused in advance.
 
-Not covered: one built-in operation on data that is within the limits (sorting a list of 100,000, say) runs to its end.
+Not covered: one built-in operation on data within the limits (such as sorting a list of 100,000) runs to its end.
 """
 
 import re
@@ -34,10 +34,10 @@ MAX_SECONDS = 20.0
 MAX_CHARACTERS = 100_000_000  # some 25 million tokens: more than any sample, less than any memory
 _OF_DICTS = frozenset(dir(dict))
 _MAX_BITS = 100_000  # of an integer
-_ITEM = 8  # what an item of a list or mapping counts, in characters
-# Methods of text and filters whose result can be much longer than what they are given.
+_ITEM = 8  # characters that each item of a list or mapping counts
+# Methods of text and filters whose result can be much longer than their arguments.
 _LONGER = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "indent", "wordwrap"}
-_WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or one that is given by an argument
+_WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or a width from an argument
 
 
 class TooMuch(DataError):
@@ -45,7 +45,7 @@ class TooMuch(DataError):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates with a budget of time and text, filled again by `begin`."""
+    """transformers' environment for chat templates with a budget of time and text, which `begin` resets."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -60,15 +60,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.begin()
 
     def begin(self) -> None:
-        """Starts a rendering: nothing spent, nothing written."""
+        """Starts a rendering: resets clock, counters and marks."""
         self.deadline = time.monotonic() + self.max_seconds
-        self.characters = 0  # written by expressions, into variables too
+        self.characters = 0  # that expressions wrote, including text of variables
         self.position = 0  # of the next character of the rendering
         self.marks.clear()
 
     def bounded(self, source: str) -> Template:
         """`source` compiled with the checks in it."""
-        self.begin()  # constant expressions are computed now
+        self.begin()  # Jinja computes constant expressions while it compiles
         tree = self.parse(source)
         for node in _all(tree, nodes.For, nodes.Macro, nodes.CallBlock):
             constant = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
@@ -81,11 +81,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @pass_context  # or Jinja would compute the call of a constant once, when it compiles
     def step(self, context: Context, characters: int) -> None:
-        """`tick` as it stands in a template."""
+        """`tick` in the form in which templates call it."""
         self.tick(characters)
 
     def tick(self, characters: int = 0) -> None:
-        """One step of the template, about to write that many characters."""
+        """Counts one step of the template, which is about to write that many characters."""
         self.characters += characters
         if self.characters > self.max_characters:
             self.check(self.characters)
@@ -98,7 +98,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TooMuch(f"writes more than {self.max_characters:,} characters")
 
     def write(self, value: object) -> str:
-        """What is written for the value of an expression."""
+        """The text that the template writes for the value of an expression."""
         if not isinstance(value, str):
             self.kept(value)
         text = str(value)
@@ -108,7 +108,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return text
 
     def kept(self, value: Any) -> Any:
-        """A value that is given a name, so that it can be doubled again and again."""
+        """Checks a value that gets a name, since the template could double it again and again."""
         if isinstance(value, str):
             self.check(len(value))
         elif isinstance(value, list | tuple | dict | Namespace):
@@ -116,20 +116,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """obj.attribute, as Jinja does it; keys of a message without the detour over an AttributeError."""
+        """obj.attribute as in Jinja, but without the AttributeError that Jinja catches for keys of a message."""
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Jinja's answer, which depends on the type of `obj` only and takes a dozen isinstance to find."""
+        """Jinja's answer, cached: it depends on the type of `obj` and on `attr` only, and takes a dozen isinstance."""
         key = type(obj), attr
         if key not in self._safe:
             self._safe[key] = super().is_safe_attribute(obj, attr, value)
         return self._safe[key]
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The operators that can make much of little."""
+        """Checks the operators whose result can be much larger than their operands."""
         if operator == "%" and isinstance(left, str):
             self._check_format(left, right if isinstance(right, tuple) else (right,))
         elif isinstance(left, int) and isinstance(right, int):
@@ -143,7 +143,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of a method or function by the template."""
+        """Checks a call of a method or function by the template."""
         self.tick()
         for value in (*args, *kwargs.values()):
             self.kept(value)
@@ -155,7 +155,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter: a call counts towards the template's budget, and its text towards the limit of characters."""
+        """Wraps a filter: each call checks the clock, and refuses arguments that would make too much text."""
         first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
         @wraps(function)
@@ -205,8 +205,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _extent(value: Any, most: int) -> int:
-    """Characters of all texts within a value, however deep, and something for all that holds them; counted no further
-    than `most`, since a list may hold another many times over."""
+    """Characters of all texts within a value at any depth, plus 8 for each item of another type.  Counting stops above
+    `most`, since a list may contain another list many times."""
     total, left = 0, [value]
     while left and total <= most:
         item = left.pop()
@@ -219,12 +219,12 @@ def _extent(value: Any, most: int) -> int:
         elif isinstance(item, dict):
             left += item.values()
         elif isinstance(item, Namespace):
-            left += item._Namespace__attrs.values()  # there is no other way in
+            left += item._Namespace__attrs.values()  # Namespace has no public access
     return total
 
 
 class _Generation(Extension):
-    """{% generation %}: notes where the block stands in the rendering and what it wrote."""
+    """{% generation %}: records the block's position in the rendering and its text."""
 
     tags = {"generation"}
 
@@ -240,7 +240,7 @@ class _Generation(Extension):
 
 
 def _add_names(sandbox: Sandbox) -> None:
-    """Filters and functions of transformers' environment: it defines what a name means."""
+    """Adds the filters, functions and tests of transformers' environment, since templates are written for these."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment = _compile_jinja_template("").environment
@@ -252,12 +252,12 @@ def _add_names(sandbox: Sandbox) -> None:
 
 
 def _all(tree: nodes.Template, *kinds: type[nodes.Node]) -> list[Any]:
-    """The nodes of these kinds, found before any is changed."""
+    """The nodes of these kinds as a list, so the caller can change the tree while it goes through them."""
     return [node for kind in kinds for node in tree.find_all(kind)]
 
 
 def _direct(function: str, argument: nodes.Expr, line: int) -> nodes.Expr:
-    """A call of one of our own functions: as a filter, since Jinja calls those without more ado."""
+    """A call of one of our own functions, written as a filter, because Jinja calls filters without `call`."""
     call = nodes.Filter(argument, function, [], [], None, None)
     call.set_lineno(line)
     return call

@@ -1,8 +1,8 @@
-"""A chat template: what it writes for a chat, and what it is known to write around an assistant's turn.
+"""A chat template: the text that it writes for a chat, and its delimiters around an assistant's turn.
 
-Decides how messages are handed to a template (as transformers does) and when a template is of no use at all: it
-leaves out what the assistant wrote, or ends a turn with nothing that a model could learn to stop by.  Does not decide
-what is supervised (`turns.py`) or what a template may cost (`sandbox.py`).
+Decides how a template gets the messages (as in transformers).  Refuses a template that leaves out the assistant's text,
+or that ends a turn without a control token, since a model could not learn to stop.  Does not decide what is supervised
+(`turns.py`) or how much time and text a template may use (`sandbox.py`).
 """
 
 import re
@@ -18,7 +18,7 @@ from sft.data.chat.sandbox import Sandbox, TooMuch
 from sft.data.chat.template_pattern import TemplatePattern
 from sft.errors import DataError
 
-# Variables that every template is given; the others are special tokens and data.chat_template_kwargs.
+# Variables that every template gets.  Others come from special tokens and data.chat_template_kwargs.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @cached_property  # asked for every chat
     def has_markers(self) -> bool:
-        """Whether the template says itself what the assistant wrote, by {% generation %} blocks."""
+        """Whether the template marks the assistant's text itself, by {% generation %} blocks."""
         return bool(_GENERATION.search(self.code))
 
     @property
@@ -56,21 +56,21 @@ class ChatTemplate:
 
     @property
     def free_switches(self) -> list[str]:
-        """Those of them that nobody gives a value."""
+        """The `variables` without a value."""
         return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
 
     @cached_property
     def pattern(self) -> TemplatePattern:
-        """What this template writes between the texts of messages, as learnt from its renderings."""
+        """The text that this template writes between the texts of messages, learnt from its renderings."""
         return TemplatePattern()
 
     def render(
         self, messages: list[Message], tools: Tools, *, prompt: bool = False, switches: dict[str, Any] | None = None
     ) -> str:
-        """The chat as the template writes it; with `prompt` also what asks for the next answer, with `switches` as it
-        would with these variables too.
+        """The chat as the template writes it.  `prompt` adds the header that asks for the next answer; `switches` are
+        additional variables.
 
-        Messages are as `render.prepared` returns them.  Raises Refused, and DataError where it takes too much.
+        Messages are as `render.prepared` returns them.  Raises Refused, and DataError beyond the sandbox's limits.
         """
         variables = {**self.special_tokens, **self.switches, **(switches or {})}
         try:
@@ -94,7 +94,7 @@ class ChatTemplate:
     def marked(self, messages: list[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """The chat as text, and the characters inside each {% generation %} block.
 
-        transformers also offers a token mask made from such spans.  It supervises the rest of the sequence when a
+        transformers also makes a token mask from such spans.  That mask supervises the rest of the sequence when a
         span ends at token 0 (transformers#47325), so we map characters to tokens ourselves.
         """
         text = self.render(messages, tools)
@@ -112,18 +112,18 @@ class ChatTemplate:
         return sandbox, sandbox.bounded(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process compiles it again, and learns anew what it writes.
+        # Another process compiles the template again, and learns its pattern anew.
         return ChatTemplate, (self.source, self.name, self.special_tokens, self.switches)
 
 
 class TurnDelimiters(NamedTuple):
-    """What a template writes around an assistant's turn, learned from small chats.
+    """The text that a template writes around an assistant's turn, learned from small chats.
 
-    lead  what stands between header and content in a chat's last turn: "" or " " or "<think>\\n\\n</think>\\n\\n"
+    lead  the text between header and content in a chat's last turn: "" or " " or "<think>\\n\\n</think>\\n\\n"
     """
 
     ends: tuple[str, ...]  # tokens that end a turn, the usual one first: <|eot_id|>, <|eom_id|>
-    header: str  # what asks for an answer: <|im_start|>assistant\n
+    header: str  # the text that asks for an answer: <|im_start|>assistant\n
     lead: str
 
     def end_at(self, text: str, start: int) -> str | None:
@@ -145,7 +145,7 @@ _TOOL = {"type": "function", "function": _SCHEMA}
 
 
 def _end_after_call(template: ChatTemplate, end: str, special: Iterable[str]) -> list[str]:
-    """A turn that calls a tool may end with a token of its own.  Not every template knows tools."""
+    """The token that ends a turn with a tool call, if it is another one.  [] also for templates without tools."""
     try:
         calling = template.render([_USER, _CALLING], [_TOOL]).rstrip()
         own = [token for token in special if calling.endswith(token)]
@@ -156,7 +156,7 @@ def _end_after_call(template: ChatTemplate, end: str, special: Iterable[str]) ->
 
 
 def learn_delimiters(template: ChatTemplate, added: Iterable[str], special: Iterable[str]) -> TurnDelimiters:
-    """Renders small chats.  Raises DataError where no control token ends a turn.
+    """Learns the delimiters by rendering small chats.  Raises DataError where no control token ends a turn.
 
     ChatML "...assistant\\nANSWER<|im_end|>\\n" -> ends <|im_end|>, header "<|im_start|>assistant\\n", lead ""
     """

@@ -1,12 +1,12 @@
-"""How one template writes chats: each text of a chat, and what stands between them, learnt from its renderings.
+"""How one template writes chats: the form of each text of a chat, and the fillers between texts, learnt by rendering.
 
     user/content/ -> assistant/content/    <|im_end|>\\n<|im_start|>assistant
 
-Decides what counts as a text: contents, reasoning (also at the head of a content), names and arguments of tool calls,
-results, and of a tool its name, its description and those of its parameters.  Ids, names of speakers and other keys of
-a message do not.  Decides too whether a rendering is nothing but texts and what is known to stand between them: then
-each text that was not needed for that is left out.  Never guesses: where anything else stands there, the answer is that
-it is not known.  Does not render (`omitted.py`).
+Decides what counts as a text: contents, reasoning (also at the start of a content), names and arguments of tool calls,
+tool results, and names and descriptions of tools and of their parameters.  Ids, names of speakers and other keys of a
+message do not count.  Also decides whether a rendering consists of texts and known fillers only.  If it does, the
+template left out each text that is not part of it.  If the rendering holds anything else, the answer is that it is
+not known.  Does not render (`omitted.py`).
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sft.data.chat.messages import THINKING, THOUGHT, Message, Tools
 
-BY_LEAF = 3  # form of arguments that are written name by name and value by value
+BY_LEAF = 3  # the form in which a template writes names and values of arguments one by one
 _PLAIN = {"role", "content", *THINKING}
 _KNOWN = _PLAIN | {"tool_calls"}
 _ROLES = ("system", "user", "assistant")
@@ -24,47 +24,47 @@ _REASONING, _INSIDE = "assistant/reasoning/", "assistant/reasoning/inside"
 _NAME, _ARGUMENTS = "assistant/tool call/name", "assistant/tool call/arguments"
 _KEY, _VALUE = "assistant/tool call/key", "assistant/tool call/value"
 _TOOL = "tools/tool schema/"
-NUM_FORMS = {_ARGUMENTS: 4, _TOOL: 6}  # of others 2
-COMPOSITE = frozenset({_ARGUMENTS, _VALUE, _TOOL})  # hold other texts, which a template may write in ways of its own
+NUM_FORMS = {_ARGUMENTS: 4, _TOOL: 6}  # other labels have 2
+COMPOSITE = frozenset({_ARGUMENTS, _VALUE, _TOOL})  # texts that contain other texts, which templates may reformat
 _INDENTS = (None, 4, 2)
 _ENCODERS = {indent: json.JSONEncoder(ensure_ascii=False, indent=indent) for indent in _INDENTS}
 _START, _END = "start", "end"
-_MARGIN = 64  # spaces that a template may write or take away
-_MOST_CHARACTERS = 2_000_000  # of all that is known; a template that never repeats itself teaches nothing more
+_MARGIN = 64  # spaces that a template may add or remove
+_MOST_CHARACTERS = 2_000_000  # of all fillers; beyond that the fillers vary too much to be worth learning
 
 
 class ChatText(NamedTuple):
-    """A text without the spaces around it."""
+    """A text of a chat, without the spaces around it."""
 
     label: str  # role/kind/part: `system/content/`, `assistant/tool call/name`
-    written: str  # as a template would write it: arguments of a call are JSON
-    position: int  # of the message among the messages, or of the tool among the tools
+    written: str  # the text as a template would write it: arguments of a call are JSON
+    position: int  # index of the message among the messages, or of the tool among the tools
 
 
 class TemplatePattern:
-    """What one template writes between texts.
+    """The fillers that one template writes between texts, and the forms in which it writes texts.
 
-    forms  by label, how the template writes its texts, where that is not the first way: as it stands, or as in JSON;
-           for arguments and tools JSON, with an indent of 4, of 2; then arguments leaf by leaf, or a tool's function
-           alone
+    forms  the form of each label's texts, where it is not form 0.  Plain texts: 0 unchanged, 1 escaped as in JSON.
+           Arguments and tools: JSON without indent, with 4, with 2 columns.  Then, for arguments, name by name and
+           value by value; for tools, the same three with the tool's function alone.
     """
 
     def __init__(self) -> None:
         self.forms: dict[str, int] = {}
-        # By two labels what is known to stand between them, and how far behind the one the other begins at most.
+        # For two labels, the fillers between their texts, and the largest distance from one text to the other.
         self._known: dict[tuple[str, str], tuple[set[str], int]] = {}
-        self._moved: set[str] = set()  # labels whose texts a template writes out of the order of the messages
+        self._moved: set[str] = set()  # labels whose texts the template does not write in the order of the messages
         self._characters = 0
 
     def left_out(self, text: str, texts: Sequence[ChatText], asides: Sequence[str]) -> list[ChatText] | None:
         """The texts that a rendering does not hold; None where that is not known.
 
-        All between two texts must be known for their labels, so a short text that also stands in a header, or in
-        another text, is not taken for itself.
+        The filler between two texts must be known for their labels.  So a short text is not confused with the same
+        characters in a header or in another text.
         """
-        at, before, last_start = 0, _START, 0  # last_start: of the text before
+        at, before, last_start = 0, _START, 0  # last_start: start of the text before
         skipped: list[tuple[ChatText, int]] = []
-        doubtful: list[tuple[ChatText, int, int]] = []  # texts, and where else they may stand
+        doubtful: list[tuple[ChatText, int, int]] = []  # texts, and the span in which they may stand after all
         for part in texts:
             if skipped and self._moved:
                 at, before = self._catch_up(text, skipped, at, before, asides)
@@ -92,13 +92,13 @@ class TemplatePattern:
         for part, since, end in doubtful:
             is_moved = part.label in self._moved
             if (not is_moved or part in missed) and text.find(part.written, 0 if is_moved else since, end) >= 0:
-                return None  # it may be this text that stands there, and another one that does not
+                return None  # this text may stand there, and the text that was found there may be the missing one
         return missed
 
     def _catch_up(
         self, text: str, skipped: list[tuple[ChatText, int]], at: int, before: str, asides: Sequence[str]
     ) -> tuple[int, str]:
-        """Takes the texts from `skipped` that the template writes here, later than where their message stands."""
+        """Removes from `skipped` the texts that the template writes here, after the place of their message."""
         waiting = [entry for entry in skipped if entry[0].label in self._moved]
         while waiting:
             ends = [(self._end_of(text, part, at, before, asides), (part, since)) for part, since in waiting]
@@ -111,7 +111,7 @@ class TemplatePattern:
         return at, before
 
     def _end_of(self, text: str, part: ChatText, at: int, before: str, asides: Sequence[str]) -> int:
-        """Where a text ends that stands next in the rendering, behind `at`; -1 where it does not."""
+        """The end of a text if it is the next one in the rendering after `at`; otherwise -1."""
         label, written, _ = part
         known = self._known.get((before, label))
         if known is None:
@@ -126,12 +126,12 @@ class TemplatePattern:
         return -1
 
     def learn(self, text: str, texts: Sequence[ChatText], asides: Sequence[str], unknown: str) -> None:
-        """What stands between texts that a rendering holds, each once.
+        """Learns the fillers between texts from a rendering that holds each of the texts.
 
-        unknown  where it stands between two texts, one of them is written twice, and nothing is learnt of that place
+        unknown  a string in all texts: a filler with it contains a text's second copy, and is not learnt
         """
         present = [(start, part) for part in texts if (start := text.find(part.written)) >= 0]
-        first = len(text)  # of those that follow
+        first = len(text)  # the earliest start among the texts that follow
         for start, part in reversed(present):
             if start > first:
                 self._moved.add(part.label)
@@ -146,19 +146,19 @@ class TemplatePattern:
             at, before = max(at, start + len(part.written)), part.label
 
     def next_form(self, label: str) -> None:
-        """Tries the next way of writing the texts of a label; after the last comes the first."""
+        """Tries the next form for the texts of a label; after the last form, the first one again."""
         self.forms[label] = (self.forms.get(label, 0) + 1) % NUM_FORMS.get(label, 2)
 
 
 def _bare(between: str, asides: Sequence[str]) -> str:
-    """Without spaces around it, nor what differs from chat to chat."""
+    """A filler without spaces around it and with a placeholder for strings that differ from chat to chat."""
     for aside in asides:
         between = between.replace(aside, "\0")
     return between.strip()
 
 
 def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) -> list[ChatText]:
-    """The texts in the order of the messages; tools stand behind a first system message.  Empty ones are none.
+    """The texts that are not empty, in the order of the messages.  Tools come after a first system message.
 
     forms  of the template's pattern
     """
@@ -176,7 +176,7 @@ def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) ->
 
 
 def _of_message(message: Message, forms: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Labels and texts, also of what is empty."""
+    """Labels and texts of a message, including empty texts."""
     role, content = message["role"], message.get("content") or ""
     if role != "assistant":
         yield _CONTENT[role], content
@@ -193,7 +193,7 @@ def _of_message(message: Message, forms: Mapping[str, int]) -> Iterator[tuple[st
         if isinstance(arguments, dict) and forms.get(_ARGUMENTS) == BY_LEAF:
             for key, value in arguments.items():
                 yield _KEY, key
-                if value is not None and not isinstance(value, bool):  # true, or True, is what stands between others
+                if value is not None and not isinstance(value, bool):  # true and True are fillers
                     yield _VALUE, value if isinstance(value, str) else _json(value)
         elif isinstance(arguments, str):
             yield _ARGUMENTS, arguments
@@ -208,12 +208,12 @@ def _of_tools(tools: list[dict[str, Any]], forms: Mapping[str, int]) -> list[Cha
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    """As the filter `tojson` of transformers writes it."""
+    """JSON as the filter `tojson` of transformers writes it."""
     return _ENCODERS[indent].encode(value)
 
 
 def asides_of(messages: list[Message]) -> list[str]:
-    """What a template may write besides the texts and differs from chat to chat: ids, names; longer ones first."""
+    """Strings besides the texts that differ from chat to chat, such as ids and names; longer ones first."""
     asides: set[str] = set()
     for message in messages:
         if len(message) > 2 and not message.keys() <= _PLAIN:

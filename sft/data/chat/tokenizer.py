@@ -1,10 +1,10 @@
-"""Which tokenizer and which chat template a run uses.
+"""The tokenizer and the chat template of a run.
 
-Decides where they come from, the padding id, the true number of ids, and the digest that cache keys are made of.
+Decides where both come from, the padding id, the true number of ids, and the digest that is part of cache keys.
 Does not decide what a template writes (`template.py`) or what is supervised (`turns.py`).
 
-Two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  Nothing
-is downloaded and no code of a folder is run; its template is rendered in a sandbox with a budget (`sandbox.py`).
+There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  Nothing
+is downloaded, and no code of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
 """
 
 import hashlib
@@ -49,10 +49,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of a text, and the characters that each covers: text[starts[k]:ends[k]]."""
+    """Tokens of a text.  Token k covers the characters text[starts[k]:ends[k]]."""
 
     ids: np.ndarray  # int32 [n]
-    offsets: Callable[[], np.ndarray]  # int32 [2n]: start, end, start, end, ...; called only when needed: it costs time
+    offsets: Callable[[], np.ndarray]  # int32 [2n]: start, end, start, end, ...; slow, so called only when needed
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -63,7 +63,7 @@ class Encoded:
         return self._offsets[1::2]
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
-        """First token and end of those that cover text[start:end], from the first that ends behind its start."""
+        """Start and end of the tokens over text[start:end].  The first is the first token that ends after `start`."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         return first, max(first, int(np.searchsorted(self.starts, end, side="left")))
 
@@ -82,14 +82,14 @@ class FolderTokenizer:
     digest: str
     template: ChatTemplate
     delimiters: TurnDelimiters
-    control: re.Pattern[str]  # special tokens and those that end a turn, which contents must not hold
-    control_names: dict[int, str]  # those by their ids
-    control_heads: tuple[str, ...]  # the first two characters of those: quicker to look for
+    control: re.Pattern[str]  # matches control tokens: special tokens and those that end a turn
+    control_names: dict[int, str]  # control tokens by their ids
+    control_heads: tuple[str, ...]  # the first two characters of control tokens, for a faster search
     hf: Any
 
     @property
     def end_of_turn(self) -> str:
-        """The token that ends an assistant's turn (a turn that calls a tool may have another)."""
+        """The token that ends an assistant's turn.  A turn with a tool call may end with another one."""
         return self.delimiters.ends[0]
 
     @cached_property
@@ -99,11 +99,11 @@ class FolderTokenizer:
 
     @cached_property
     def is_control(self) -> np.ndarray:
-        """bool [vocab_size]"""
+        """bool [vocab_size]: whether an id is a control token."""
         return np.isin(np.arange(self.vocab_size), list(self.control_names))
 
     def encode(self, text: str, *, as_text: bool = False) -> Encoded:
-        """Ids of `text`: no special tokens added, nothing truncated; `as_text`, <|im_end|> is "<", "|", "im", ..."""
+        """Ids of `text`, without added special tokens or truncation.  `as_text`: <|im_end|> is "<", "|", "im", ..."""
         backend = self.hf.backend_tokenizer
 
         def offsets() -> np.ndarray:
@@ -112,38 +112,38 @@ class FolderTokenizer:
             return np.fromiter(chain.from_iterable(spans), dtype=np.int32, count=2 * len(spans))
 
         backend.encode_special_tokens = as_text
-        # Without offsets: the same ids, a fifth faster.
+        # Encoding without offsets gives the same ids and takes a fifth less time.
         return Encoded(np.array(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32), offsets)
 
     def encode_as_text(self, text: str, masked: str, ids: np.ndarray) -> Encoded | None:
-        """Tokens of a piece of a chat whose control strings are text; None where that cannot be shown.
+        """Tokens of a piece of a chat in which control strings are plain text; None if no proof of that exists.
 
-        masked, ids  the piece with stand-ins for them, and what it gives within the whole chat
+        masked, ids  the piece with stand-ins for the control strings, and its ids within the whole chat
         """
         plain = self.encode(text, as_text=True)
-        # The piece by itself must give what it gives within the chat, keep its text, and make no control token.
+        # The piece by itself must have the same ids as within the chat, keep its text, and make no control token.
         alone = np.array_equal(self.encode(masked, as_text=True).ids, ids)
         lossless = self.decode(plain.ids).strip() in (text.strip(), self.normalize(text).strip())
         return plain if alone and lossless and not self.is_control[plain.ids].any() else None
 
     def count(self, text: str) -> int:
-        """Number of tokens of a short text that comes again and again."""
+        """Number of tokens of a short text that occurs often."""
         if text not in self.counts:
             self.counts[text] = len(self.encode(text).ids)
         return self.counts[text]
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """What `count` has found; a count that proved to be right is kept."""
+        """The results of `count`, by text; a proven count replaces them."""
         return {}
 
     @cached_property
     def normalizes(self) -> bool:
-        """Whether text is changed before it is tokenised."""
+        """Whether the tokenizer changes text before it tokenises it."""
         return self.hf.backend_tokenizer.normalizer is not None
 
     def normalize(self, text: str) -> str:
-        """`text` after the tokenizer's own normaliser (Qwen's composes accents, for instance)."""
+        """`text` after the tokenizer's own normaliser (for instance, Qwen's composes accents)."""
         normalizer = self.hf.backend_tokenizer.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
@@ -156,14 +156,14 @@ ChatTokenizer = ByteTokenizer | FolderTokenizer
 
 
 def template_name(tokenizer: ChatTokenizer) -> str:
-    """What a user would call its chat template."""
+    """The name of the tokenizer's chat template for users."""
     return "of data.tokenizer = byte" if isinstance(tokenizer, ByteTokenizer) else tokenizer.template.name
 
 
 def load_tokenizer(data: DataConfig) -> ChatTokenizer:
     """The tokenizer of `data.tokenizer` with the template of `data.chat_template`, or its own.
 
-    Raises DataError: folder missing, not a tokenizer folder, no chat template, or one that cannot be used.
+    Raises DataError if the folder is missing or no tokenizer folder, or if the template is missing or unusable.
     """
     if data.tokenizer == "byte":
         if data.chat_template is not None:
@@ -186,8 +186,8 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
     template = ChatTemplate(source, template_name, dict(hf.special_tokens_map), switches)
     _check_switches(template)
     backend = hf.backend_tokenizer
-    # We place control tokens by the template alone, and a post-processor would shorten the character spans
-    # of tokens by their spaces (ByteLevel's trim_offsets).  A length limit saved in the folder would cut.
+    # The template alone places control tokens.  A post-processor would remove spaces from the character spans of
+    # tokens (ByteLevel's trim_offsets).  A length limit saved in the folder would cut texts.
     backend.post_processor = None
     backend.no_truncation()
     backend.no_padding()
@@ -195,12 +195,12 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
     special = {str(token): i for i, token in hf.added_tokens_decoder.items() if token.special}
     delimiters = learn_delimiters(template, hf.get_added_vocab(), special)
     names = {**special, **{end: vocabulary[end] for end in delimiters.ends}}
-    # Longer ones first, so that a token is found before another that it begins with.
+    # Longer names come first, so that a token is found before another one with which its name begins.
     control = sorted(names, key=len, reverse=True)
     pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
     return FolderTokenizer(
         name=name,
-        vocab_size=max(vocabulary.values()) + 1,  # len() is too small where ids have holes
+        vocab_size=max(vocabulary.values()) + 1,  # len() is too small if some ids are unused
         pad_id=0 if pad is None else int(pad),
         digest=_folder_digest(Path(name), source, switches),
         template=template,
@@ -268,7 +268,7 @@ def _check_switches(template: ChatTemplate) -> None:
 
 
 def _folder_digest(folder: Path, template: str, switches: dict[str, Any]) -> str:
-    """Changes with every byte of the template and of the folder's tokenizer files (weights are not read)."""
+    """A digest of the template, the switches and the bytes of the folder's tokenizer files, without model weights."""
     digest = hashlib.sha256(template.encode())
     if switches:
         digest.update(json.dumps(switches, sort_keys=True).encode() + b"\0")

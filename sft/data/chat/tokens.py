@@ -1,13 +1,13 @@
-"""The tokens of a rendered chat, and which of them stand for a turn, with the proof that they decode to it.
+"""The tokens of a rendered chat and of each of its turns, with the proof that a turn's tokens decode to the turn.
 
-`tokenise` makes ids of the real text: what lies between two control tokens of the template is plain text.
-`find_token_spans` finds a turn among them in two ways, the second where the first proves nothing:
+`tokenise` makes ids of the real text.  It treats the text between two control tokens of the template as plain text.
+`find_token_spans` finds the tokens of a turn in two ways.  It uses the second where the first proves nothing:
 
-by counting    control tokens stand in the text and among the ids in the same order; a turn ends with one and begins
-               some words after another: `<|im_start|>` `assistant\\n` `6` ` is` ` right` `<|im_end|>`.  The words' own
-               tokens are counted, and the ids that follow must decode to exactly the turn.
-by characters  the tokenizer says which characters each token covers.  Slower, but it also finds a turn whose first
-               word and the space before it are one token; what they decode to may differ from the turn in such spaces.
+by counting    Control tokens have the same order in the text and among the ids.  A turn ends with a control token and
+               begins some words after another: `<|im_start|>` `assistant\\n` `6` ` is` ` right` `<|im_end|>`.  The
+               tokens of these words are counted.  The ids after them must decode to exactly the turn.
+by characters  The tokenizer says which characters each token covers.  This is slower, but it also finds a turn whose
+               first word forms one token with the space before it.  Decoded text may differ from the turn in spaces.
 
 Does not decide where turns stand (`turns.py`).
 """
@@ -35,8 +35,8 @@ class TokenSpan(NamedTuple):
 
 
 def tokenise(chat: RenderedChat) -> Encoded:
-    """Tokens of the real text, typed control strings as plain text.  Raises DataError where the tokenizer cannot be
-    shown to do that."""
+    """Tokens of the real text, in which typed control strings are plain text.  Raises DataError if no proof exists that
+    the tokenizer keeps them as text."""
     text, tokenizer = chat.text, chat.tokenizer
     whole = tokenizer.encode(text)
     is_control = tokenizer.is_control[whole.ids]
@@ -74,14 +74,14 @@ def tokenise(chat: RenderedChat) -> Encoded:
 
 
 def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) -> list[TokenSpan]:
-    """The tokens of each turn of a chat that was encoded.  Raises DataError where they do not decode to the turn."""
+    """The tokens of each turn of an encoded chat.  Raises DataError where they do not decode to the turn."""
     if not turns:
         return []
     ids, text, tokenizer = encoded.ids, chat.text, chat.tokenizer
     controls = np.flatnonzero(tokenizer.is_control[ids])
     ends = tokenizer.delimiters.ends
     positions = {end: controls[ids[controls] == tokenizer.ids[end]] for end in ends}
-    counts, counted_to = dict.fromkeys(ends, 0), 0  # how often each stands in the text so far
+    counts, counted_to = dict.fromkeys(ends, 0), 0  # occurrences of each end token in the text so far
     spans = []
     for turn in turns:
         wanted = chat.real_text[turn.start : turn.end]
@@ -105,7 +105,7 @@ def _by_counting(
     """The tokens of the turn that ends with the token ids[last] and reads `wanted`."""
     tokenizer, text = chat.tokenizer, chat.text
     previous = int(np.searchsorted(controls, last)) - 1
-    # Most turns hold no control token but their end; those of a tool call may.
+    # The end is the only control token of most turns.  Turns with a tool call may hold others.
     for inside in (0, None):
         if inside is None:
             previous -= len(tokenizer.control.findall(text, turn.start, turn.end)) - 1
@@ -117,7 +117,7 @@ def _by_counting(
         if len(words) > _MAX_WORDS:
             continue
         expected = tokenizer.count(words)
-        # A space at the end of the words may be split from them when other text follows.
+        # A space at the end of the words may become a separate token when other text follows.
         for count in (expected, expected + 1, expected - 1):
             if tokenizer.decode(ids[opening + 1 + count : last + 1]) == wanted:
                 tokenizer.counts[words] = count
@@ -127,7 +127,7 @@ def _by_counting(
 
 def _by_characters(turn: Turn, wanted: str, encoded: Encoded, tokenizer: FolderTokenizer) -> tuple[int, int]:
     first, end = encoded.token_span(turn.start, turn.end)
-    # A control token may swallow the spaces after it, those that the turn begins with too (Phi-3).
+    # A control token may cover the spaces after it, including spaces at the start of the turn (Phi-3).
     first += bool(tokenizer.is_control[encoded.ids[first]] and encoded.starts[first] < turn.start)
     decoded = tokenizer.decode(encoded.ids[first:end]).strip()
     if decoded != wanted.strip() and decoded != tokenizer.normalize(wanted).strip():

@@ -1,14 +1,14 @@
-"""Where in a rendered chat the assistant's turns stand: proofs that are tried in order, and an error where none holds.
+"""Locates the assistant's turns in a rendered chat.  Tries proofs in order, and raises an error where none holds.
 
-1. marks    the template has {% generation %} blocks, one per assistant turn.
-2. prefix   what stands before the turn is exactly the prompt that the template writes to ask for it, so the turn is
-            what the text has beyond that prompt: content and end of turn at once, or with thinking or tool calls
-            what the template adds for this message.
-3. blank    the chat is rendered again with a private character in place of what the assistant wrote; what differs is
-            the turn, if all that stands before and behind it is the same.
-4. error    naming the template, with both renderings.
+1. marks    The template has {% generation %} blocks, one per assistant turn.
+2. prefix   The text before the turn is exactly the prompt with which the template asks for the turn.  The turn begins
+            after that prompt: with content and end of turn, or, if the message has thinking or tool calls, with the
+            text that the template adds for this message.
+3. blank    The chat is rendered again with a private character in place of the assistant's text.  The turn is the part
+            that differs, if all text before and after it is the same.
+4. error    names the template and shows both renderings.
 
-A turn is the content, tool calls and thinking as the template writes them, and the token that ends the turn.  What
+A turn is the content, tool calls and thinking as the template writes them, and the token that ends the turn.  Text that
 the template inserts by itself is not part of it: header, the newline after the turn, an empty <think></think>.
 Every proof compares characters; `tokens.py` proves that the tokens decode to the same.
 """
@@ -23,8 +23,8 @@ from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 
 Proof = Literal["marks", "prefix", "blank"]
-# Proof 2 renders once for each turn.  Longer chats, and chats of templates that put text of their own before an answer
-# (so that proof 2 fails for their last turn), are first tried with all turns blanked in one rendering.
+# Proof 2 renders once for each turn.  It fails for the last turn if the template puts its own text before an answer.
+# Such chats, and chats with more turns than this, are first tried with all turns blanked in one rendering.
 MANY_TURNS = 3
 _SPACES = re.compile(r"\s*")
 
@@ -56,8 +56,8 @@ def find_turns(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
 
 
 def _marked(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
-    """Proof 1: one {% generation %} block per assistant turn.  Its end of turn stands in it or right after, and nothing
-    that the assistant wrote stands before or behind it."""
+    """Proof 1: one {% generation %} block per assistant turn.  The end of turn stands in the block or right after it.
+    All text of the assistant stands inside the block."""
     template, delimiters, text = chat.tokenizer.template, chat.tokenizer.delimiters, chat.text
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(chat.marks) != len(answers):
@@ -87,7 +87,7 @@ def _marked(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
 
 
 def _prefix(chat: RenderedChat, i: int) -> Turn | None:
-    """Proof 2: what the text has beyond the prompt for this turn."""
+    """Proof 2: the turn is the text after the prompt for it."""
     delimiters, text, message = chat.tokenizer.delimiters, chat.text, chat.messages[i]
     prompt = _render(chat, chat.messages[:i], prompt=True) if i else None
     if prompt is None or not text.startswith(prompt):
@@ -105,7 +105,7 @@ def _prefix(chat: RenderedChat, i: int) -> Turn | None:
     if end is None or upto is None or upto[: end[1]] != text[: end[1]]:
         return None
     rest = chat.tokenizer.control.sub("", upto[end[1] :])  # some templates end a chat with one more token
-    # The lead may be a header that the prompt lacks, or thinking that nobody gave: not the assistant's.
+    # The lead may be a header that the prompt lacks, or thinking that the row does not contain: not the assistant's.
     inserted = delimiters.lead.strip() and (not delimiters.header or text.startswith(delimiters.lead, start))
     if rest.strip() or inserted or not _is_assistant_text(message, text[start : end[0]], chat.tokenizer):
         return None
@@ -113,7 +113,7 @@ def _prefix(chat: RenderedChat, i: int) -> Turn | None:
 
 
 def _blanked(chat: RenderedChat, i: int) -> Turn:
-    """Proof 3: the difference to a rendering in which the assistant wrote something else."""
+    """Proof 3: the turn is the difference from a rendering in which the assistant wrote another text."""
     message = chat.messages[i]
     mark, thought = free_characters(chat.everything, 2)
     bare = {key: value for key, value in message.items() if key not in ("tool_calls", *THINKING)}
@@ -137,7 +137,7 @@ def _blanked(chat: RenderedChat, i: int) -> Turn:
 
 
 def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: str | None) -> Turn | None:
-    """The turn between what both renderings begin with and what both end with."""
+    """The turn: the text between the common beginning and the common end of both renderings."""
     delimiters, text, message = chat.tokenizer.delimiters, chat.text, chat.messages[i]
     before, after = blanked.split(mark)
     before, _, between = before.partition(thought) if thought else (before, "", "")
@@ -145,7 +145,7 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
     blank_end = delimiters.end_at(after, at)
     if blank_end is None or not text.startswith(before):
         return None
-    # A turn with a tool call may end with another token than one with text.
+    # A turn with a tool call and a turn with text may end with different tokens.
     rest = after[at + len(blank_end) :]
     end = delimiters.first_end(text, len(before))
     if end is None or text[end[1] :] != rest:
@@ -163,13 +163,13 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
 
 
 def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
-    """Proof 3 for many turns of plain text at once; None where that proves nothing."""
+    """Proof 3 for many turns of plain text at once; None where this proof fails."""
     delimiters, text = chat.tokenizer.delimiters, chat.text
     if not all(_is_plain(chat.messages[i]) for i in wanted):
         return None
     try:
         marks = free_characters(chat.everything, len(wanted))
-    except DataError:  # proof 2 needs none
+    except DataError:  # proof 2 needs no private characters
         return None
     spans = _locate(chat, dict(zip(marks, wanted, strict=True)))
     lead = "" if delimiters.lead.strip() else delimiters.lead
@@ -188,8 +188,8 @@ def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
 
 
 def _locate(chat: RenderedChat, marks: dict[str, int]) -> dict[int, tuple[int, int]]:
-    """Where the contents of some messages stand, by one rendering with a private character for each (`marks`); {} where
-    the template writes something else then."""
+    """The spans of some messages' contents, found by one rendering with a private character in place of each content
+    (`marks`); {} where that rendering differs in other places, too."""
     messages = list(chat.messages)
     for mark, i in marks.items():
         messages[i] = {**messages[i], "content": mark}
@@ -209,7 +209,7 @@ def _locate(chat: RenderedChat, marks: dict[str, int]) -> dict[int, tuple[int, i
     for (offset, mark), following in zip(offsets, [*(offset for offset, _ in offsets[1:]), len(blanked)], strict=True):
         content, between = str(chat.messages[marks[mark]].get("content") or ""), blanked[offset + 1 : following]
         forms = (content, content.rstrip(), content.lstrip(), content.strip())
-        # A mark that is written twice stands in `between`, and is not in the text.
+        # If the template writes a mark twice, `between` contains it, and the real text does not.
         form = next((form for form in forms if chat.text.startswith(form + between, start)), None)
         if form is None:
             return {}
@@ -219,7 +219,7 @@ def _locate(chat: RenderedChat, marks: dict[str, int]) -> dict[int, tuple[int, i
 
 
 def _render(chat: RenderedChat, messages: list[Message], *, prompt: bool = False) -> str | None:
-    """Other messages with the same tools and template; None where the template refuses them."""
+    """Renders other messages with the same tools and template; None where the template refuses them."""
     try:
         return chat.tokenizer.template.render(messages, chat.tools, prompt=prompt)
     except Refused:
@@ -230,13 +230,13 @@ def _after_spaces(text: str, start: int) -> int:
     return _SPACES.match(text, start).end()  # type: ignore[union-attr]  # matches the empty string too
 
 
-# What an assistant wrote
+# The assistant's text
 
 
 def _is_assistant_text(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:
-    """Whether `text` is what the assistant wrote: its content, or with its thinking and tool calls.
+    """Whether `text` is the assistant's: its content, alone or with its thinking and tool calls.
 
-    inserted  what the template may have put before it
+    inserted  text that the template may have put before it
     """
     content, answer, thinking = _content_of(message), _answer_of(message), _thinking_of(message)
     text = text.strip().removeprefix(inserted).strip()
@@ -250,12 +250,12 @@ def _is_assistant_text(message: Message, text: str, tokenizer: FolderTokenizer, 
     prose = next((part for part in (content, answer) if part in text), None)
     if prose is None or _has_header(text, message, tokenizer):
         return False
-    calls = text.replace(prose, "", 1) if prose else text  # a call named in the content is not yet a call
+    calls = text.replace(prose, "", 1) if prose else text  # the content may mention a call's name without a call
     return all(calls.count(name) >= names.count(name) for name in names)
 
 
 def _has_header(text: str, message: Message, tokenizer: FolderTokenizer) -> bool:
-    """Whether text begins with what asks for an answer, or with the last plain words of that: "assistant"."""
+    """Whether text begins with the header that asks for an answer, or with its last plain words: "assistant"."""
     header = tokenizer.delimiters.header.strip()
     if tokenizer.control.search(header) and header in text:
         return True
@@ -266,7 +266,7 @@ def _has_header(text: str, message: Message, tokenizer: FolderTokenizer) -> bool
 
 
 def _is_plain(message: Message) -> bool:
-    """Nothing but content."""
+    """Whether a message has content only."""
     return not any(message.get(key) for key in ("tool_calls", *THINKING))
 
 
@@ -275,7 +275,7 @@ def _content_of(message: Message) -> str:
 
 
 def _thinking_of(message: Message) -> str:
-    """What the assistant thought, given by itself or at the head of the content: <think>...</think>."""
+    """The assistant's thinking, from a key of its own or from the start of the content: <think>...</think>."""
     separate = next((str(message[key]) for key in THINKING if message.get(key)), None)
     if separate is not None:
         return separate.strip()
@@ -284,14 +284,14 @@ def _thinking_of(message: Message) -> str:
 
 
 def _answer_of(message: Message) -> str:
-    """The content without thinking at its head: templates leave that out of earlier turns."""
+    """The content without thinking at its start, which templates leave out of earlier turns."""
     content = _content_of(message)
     inside = THOUGHT.match(content)
     return inside[4].strip() if inside else content
 
 
 def _unproven(chat: RenderedChat, i: int, blanked: str) -> DataError:
-    """Both renderings, from a little before the first character in which they differ."""
+    """An error with both renderings, from shortly before the first character in which they differ."""
     text = chat.text
     differs = next((k for k, (a, b) in enumerate(zip(text, blanked, strict=False)) if a != b), len(blanked))
     begin = max(0, differs - 40)

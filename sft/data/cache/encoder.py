@@ -1,7 +1,7 @@
-"""From rows to arrays of tokens and weights, in one process.
+"""Converts rows to arrays of tokens and weights, in one process.
 
-Decides that a row that cannot be used ends the preparation with its name, or is left out and listed.  `truncation.py`
-decides what becomes of a sample that is too long, `workers.py` which process encodes which rows.  Does not read files
+Decides whether an unusable row ends the preparation with an error that names it, or is left out and listed.
+`truncation.py` handles samples that are too long, and `workers.py` assigns rows to processes.  Does not read files
 (`read/rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
 """
 
@@ -22,23 +22,23 @@ from sft.data.read.rows import Row, row_name
 from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
-MAX_WEIGHTS = 256  # as many as a byte has values; the first is 0
+MAX_WEIGHTS = 256  # the number of values of a byte; the first weight is 0
 
 
 class EncodedRows(NamedTuple):
     """Some consecutive rows, tokenised."""
 
     tokens: np.ndarray  # int32 [n], all samples end to end
-    mask: np.ndarray  # uint8 [n], which weight each token has
+    mask: np.ndarray  # uint8 [n], the index in `weights` of each token's weight
     weights: np.ndarray  # float32 [at most 256], the distinct weights: 0, then rising
     lines: np.ndarray  # LINE [samples and dropped rows]
     rejects: tuple[Reject, ...]
-    omitted: tuple[RowOmission, ...] = ()  # what the chat template left out, by row, role and kind
+    omitted: tuple[RowOmission, ...] = ()  # texts that the chat template left out, by row, role and kind
     num_chats: int = 0  # usable rows with messages
 
 
 def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
-    """Tokenises rows of a file.  Raises DataError beginning with the row's name, for the first that cannot be used."""
+    """Tokenises rows of a file.  For the first unusable row, raises a DataError that begins with the row's name."""
     tokens = [np.empty(0, dtype=np.int32)]
     weights = [np.empty(0, dtype=np.float32)]
     lines: list[tuple[int, ...]] = []
@@ -75,12 +75,12 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
 
 
 def _fit(number: int, full: np.ndarray, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
-    """For each sample made of a row: its line of the table, which tokens it holds and what they weigh.
+    """For each sample made of a row: its line of the table, the positions of its tokens, and their weights.
 
-    One of no tokens where nothing is left of the row.  Raises DataError where it is too long, for over_long = error.
+    A row without a sample yields a line of 0 tokens.  Raises DataError if the row is too long and over_long = error.
     """
     parts = excerpts(full, seq_length=data.seq_length, doc_multiple=data.doc_multiple, over_long=data.over_long)
-    is_held = np.zeros(len(full), dtype=bool)  # by a sample before
+    is_held = np.zeros(len(full), dtype=bool)  # by an earlier sample of the row
     for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
         num_new = int(np.count_nonzero(~is_held[positions]))
         is_held[positions] = True
@@ -89,12 +89,12 @@ def _fit(number: int, full: np.ndarray, data: DataConfig) -> Iterator[tuple[tupl
 
 
 def num_labels(weights: np.ndarray) -> int:
-    """Labels with a loss: a sample's first token is never a label."""
+    """The number of supervised labels.  The first token of a sample is never a label."""
     return int(np.count_nonzero(weights[1:] > 0))
 
 
 def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct weights, 0 among them, and which of them each token has.
+    """The distinct weights, including 0, and the index of each token's weight among them.
 
     0 0 1 0.5 0.5  ->  palette 0 0.5 1, mask 0 0 2 1 1
 
@@ -108,7 +108,7 @@ def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_palette(palette: np.ndarray) -> None:
-    """Raises DataError where there are too many weights for a byte."""
+    """Raises DataError if there are more distinct weights than values of a byte."""
     if len(palette) > MAX_WEIGHTS:
         raise DataError(
             f"more than {MAX_WEIGHTS - 1} distinct weights above 0, among them {palette[1]:g}, {palette[2]:g} and "

@@ -1,10 +1,10 @@
-"""Where the tokenised samples of a file are kept, and which of those are still of use.
+"""The cache folders of data files, and which of the folders are still of use.
 
-Decides what they depend on: the bytes of the file, the tokenizer and template, the settings named here, and how
-rows become samples (`ENCODING`).  The parallel layout is not among them, so a change of it never tokenises anew.
+Decides what samples depend on: the bytes of the file, the tokenizer and template, the settings named here, and the code
+that makes samples of rows (`ENCODING`).  They do not depend on the parallel layout, so a new layout reuses them.
 
-    cache_dir/3f9a...      the store of one file, whole (`store.py`)
-    cache_dir/3f9a....work  parts of one that is being made, or was when its process was killed (`workers.py`)
+    cache_dir/3f9a...      the complete store of one file (`store.py`)
+    cache_dir/3f9a....work  parts of an unfinished store, also after its process was killed (`workers.py`)
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from sft.config import DataConfig
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
 
-# Names how rows become samples.  Whoever makes any row become other tokens or weights changes it to any other text;
-# stores of the older code are unused from then on.  `tests/unit/test_encoding_version.py` fails where that was
-# forgotten.  This value is the digest that older releases took of their source files, so their stores are still used.
+# Version of the code that makes samples of rows.  A change that gives any row other tokens or weights must change this
+# text; older stores are then no longer used.  `tests/unit/test_encoding_version.py` fails if the text was not changed.
+# The value is the digest that older releases took of their source files, so their stores are still used.
 ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
@@ -49,12 +49,12 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
 
 
 def work_folder(folder: Path) -> Path:
-    """Where the store `folder` is made.  Named like it, so that what was begun is found again."""
+    """The folder in which the store `folder` is made.  Its name follows the store's, so parts are found again."""
     return folder.with_name(f"{folder.name}.work")
 
 
 def content_digest(path: Path) -> str:
-    """Changes with the bytes of a file, or with names and bytes of all files of a folder."""
+    """SHA-256 of the bytes of a file, or of the names and bytes of all files of a folder."""
     if path.is_dir():
         parts = [f"{part.relative_to(path)} {content_digest(part)}" for part in _files(path)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -63,7 +63,7 @@ def content_digest(path: Path) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """Sizes and times of change: equal as long as nobody wrote to the file or folder meanwhile."""
+    """Sizes and times of the last change.  They stay equal until somebody writes to the file or folder."""
     stats = [part.stat() for part in (_files(path) if path.is_dir() else [path])]
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
@@ -90,10 +90,10 @@ class Stale(NamedTuple):
 
 
 def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
-    """Removes stores that are not in `used`, and all work that was begun.
+    """Removes stores that are not in `used`, and all work folders.
 
-    Folders with other names than ours are left alone.  On a local disk a run that has such a store mapped goes on; a
-    preparation that is under way begins anew.
+    Folders whose names do not have our form stay.  On a local disk, a run that has mapped a removed store continues.  A
+    running preparation starts again.
     """
     stale = []
     try:

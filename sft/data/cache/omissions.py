@@ -1,9 +1,9 @@
-"""What chat templates left out of the rows of a file: counted by role and kind, and listed.
+"""Counts and lists the texts that chat templates left out of the rows of a file, by role and kind.
 
     {"row": 3, "message": 1, "role": "system", "kind": "content", "num": 1}      a line of omitted.jsonl
 
-Decides how it is described, and what the refusal says where data.on_omitted is error.  Does not decide what is left out
-(`chat/omitted.py`).
+Decides how omissions are described, and the error text for data.on_omitted = error.  Does not decide which texts are
+left out (`chat/omitted.py`).
 """
 
 import json
@@ -21,20 +21,20 @@ from sft.errors import DataError
 
 _ROWS_LISTED = 100
 _SHOWN = 60
-_NUM_CHARACTERS = 200  # kept of a text that is left out
+_NUM_CHARACTERS = 200  # stored of a text that the template left out
 
 
 class RowOmission(NamedTuple):
     """Texts of one role and kind that the template left out of a row.
 
-    said, why  how the first text begins, and why it is left out; "" except in the first such row of a part
+    said, why  the beginning of the first text, and why it is left out; "" except in the first such row of a part
     """
 
     row: int
-    message: int  # number of the first message, from 1; for a tool schema, of the first tool
+    message: int  # number of the first message, or of the first tool for a tool schema, from 1
     role: str
     kind: str
-    num: int  # messages of which such a text is left out
+    num: int  # number of messages that lost such a text
     said: str = ""
     why: str = ""
 
@@ -43,7 +43,7 @@ class RowOmission(NamedTuple):
         return json.dumps(dict(zip(self._fields[:5], self[:5], strict=True))) + "\n"
 
     def of_file(self) -> "FileOmission":
-        """The same of a file in which it is alone."""
+        """The omission of a file that has only this one."""
         row, message, role, kind, num, said, why = self
         return FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)
 
@@ -52,21 +52,21 @@ class RowOmission(NamedTuple):
 class FileOmission:
     """Texts of one role and kind that the template left out of a file.
 
-    said, why  how the first text begins, why it is left out, and what would keep it
+    said, why  the beginning of the first text; why it is left out, and what would keep it
     """
 
     role: str
     kind: str
-    count: int  # messages
-    chats: int  # that they are of
-    rows: tuple[int, ...]  # the first 100 of these chats
+    count: int  # number of messages that lost such a text
+    chats: int  # number of chats with such messages
+    rows: tuple[int, ...]  # rows of the first 100 of these chats
     message: int  # number of the first message, from 1, in the first of the rows
     said: str
     why: str
 
     @property
     def name(self) -> str:
-        """system content, assistant reasoning, tool result, tool schema"""
+        """The kind of text: system content, assistant reasoning, tool result, tool schema."""
         return named(self.role, self.kind)
 
     def describe(self, num_chats: int) -> str:
@@ -77,13 +77,13 @@ class FileOmission:
 
 
 def named(role: str, kind: str) -> str:
-    """What texts of a role and kind are called."""
+    """The name of texts of a role and kind."""
     return kind if role in ("tool", "tools") else f"{role} {kind}"
 
 
 def row_omissions(row: int, chat: RenderedChat, explained: Collection[tuple[str, str]]) -> Iterator[RowOmission]:
-    """What is left out of a chat, by role and kind; of kinds not yet explained also why, which takes renderings to
-    find."""
+    """The texts left out of a chat, by role and kind.  The reason is given for kinds not yet explained only, since
+    finding it takes renderings."""
     texts = find_omitted(chat)
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
         first = next(text for text in texts if (text.role, text.kind) == kind)
@@ -93,9 +93,9 @@ def row_omissions(row: int, chat: RenderedChat, explained: Collection[tuple[str,
 
 
 def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED) -> tuple[FileOmission, ...]:
-    """Those of each role and kind together, in the order of their rows; most chats first.
+    """The sums for each role and kind; those with most chats come first.
 
-    rows_listed  0 for several files, whose rows would be of different files
+    rows_listed  0 for several files, since a list cannot mix rows of different files
     """
     totals: dict[tuple[str, str], FileOmission] = {}
     for omission in omissions:
@@ -107,7 +107,7 @@ def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED
 
 
 def refusal(file: Path, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:
-    """The error for the first text that is left out, of this row."""
+    """The error for the first text that is left out, which is in this row."""
     source = "tool" if first.role == "tools" else "message"
     text = json.dumps(first.said if len(first.said) < _SHOWN else first.said[: _SHOWN - 3] + "...", ensure_ascii=False)
     return DataError(

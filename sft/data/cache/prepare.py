@@ -1,10 +1,9 @@
-"""From data files to stores: `prepare`, which continues where a killed one stopped.
+"""Makes stores of data files: `prepare`, which continues where a killed preparation stopped.
 
-Decides in which order things reach the disk, so that at any moment a store is there whole or not at all, and how
-many bad rows are too many.  Any number of processes may prepare the same files at once: parts and stores are
-renamed into place and are the same whoever made them; one that loses its work folder to a faster one starts that
-file again, and then finds the store.  Does not decide what a sample is (`encoder.py`) or on what a store
-depends (`folders.py`).
+Decides the order of writes, so that no store is ever visible incomplete, and how many bad rows are too many.  Any
+number of processes may prepare the same files at once.  Parts and stores get their names by renaming, and have the same
+content whichever process makes them.  A process that loses its work folder to a faster one starts that file again, and
+then finds the store.  Does not decide what a sample is (`encoder.py`) or on what a store depends (`folders.py`).
 """
 
 import os
@@ -48,8 +47,8 @@ def prepare(
     *,
     verify: bool = False,
 ) -> Corpus:
-    """The corpus of `paths`, tokenised now or mapped from `cache_dir`; `verify` reads all that is there first, and
-    `names` are those of each file's source.
+    """The corpus of `paths`, tokenised now or mapped from `cache_dir`.  `verify` first checks all bytes of existing
+    stores; `names` are the source names of the files.
 
     Raises DataError for files, rows and chats that cannot be used, beginning with `file:line` for a row; for a
     cache_dir that cannot be written; and when no sample is left.

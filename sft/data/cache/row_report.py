@@ -1,6 +1,6 @@
-"""What became of every row of a file: kept whole, cut, in windows, dropped or skipped, in rows, samples and tokens.
+"""Counts the rows of a file that were kept whole, cut, windowed, dropped or skipped, and their samples and tokens.
 
-Does not decide any of it (`truncation.py`, `encoder.py`); it only counts, so that nothing is lost silently.
+Does not decide which rows these are (`truncation.py`, `encoder.py`); counts them, so that no loss is silent.
 """
 
 import re

@@ -47,12 +47,12 @@ class Store:
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
-    """The store in `folder`, or None if there is none, or not a whole and unchanged one.
+    """The store in `folder`, or None if it is missing, incomplete or changed.
 
-    Sizes and the digest of ledger.json are checked always, everything else only to `verify`: a training start would
-    otherwise read the whole corpus on every rank before its first step (100 GB at 1 GB/s: 2 minutes; by a thousand
-    ranks at once from one file system: much longer).  A store is renamed into place when it is whole and on disk, so
-    what is left to find is a failing disk or somebody's hand.
+    Always checks sizes and the digest of ledger.json; checks everything else only with `verify`.  Otherwise every rank
+    would read the whole corpus before its first step (100 GB at 1 GB/s: 2 minutes; a thousand ranks on one file system:
+    much longer).  A store gets its final name only after it is complete and flushed.  Damage that `verify` finds comes
+    from a failing disk or from somebody who edited the files.
     """
     try:
         content = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
@@ -125,8 +125,8 @@ def _write_parts(
 
 
 def publish(temp: Path, folder: Path) -> None:
-    """Renames a written store into place.  Where another process was first, its copy stays and `temp` too; a
-    damaged one is moved beside `temp`.  Raises OSError where somebody removed `temp`."""
+    """Gives a written store its final name.  If another process was first, its copy and `temp` stay; a damaged copy
+    is moved next to `temp`.  Raises OSError if somebody removed `temp`."""
     for _ in range(3):
         try:
             os.rename(temp, folder)

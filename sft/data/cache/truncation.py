@@ -1,11 +1,11 @@
-"""What becomes of a sample that is too long: an error, nothing, its first turns, or several windows.
+"""Turns a sample that is too long into an error, no sample, a sample of its first turns, or several windows.
 
-Decides which tokens of the sample each excerpt holds, and which of them are learnt there.  It sees weights alone:
-a turn is a run of tokens of weight above 0, so chats and rows of ready tokens are treated alike.  Does not know
-chats, templates or files, and does not count what was lost (`row_report.py`).
+Decides which tokens of the sample each excerpt holds, and which of them are supervised there.  It reads weights only.
+A turn is a run of tokens of weight above 0, so chats and rows of ready tokens are treated alike.  Does not know chats,
+templates or files.  Does not count lost tokens (`row_report.py`).
 
-No policy ever separates a turn from its end: an excerpt ends where a turn ends, or (windows, a turn longer than a
-window) inside a turn whose rest, end-of-turn token included, is learnt in the excerpts that follow.
+An excerpt ends where a turn ends.  Only a turn longer than a window is cut inside.  The windows that follow supervise
+its rest with the end-of-turn token, so no policy separates a turn from its end.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from sft.parallel.alignment import aligned
 
 OverLong = Literal["error", "drop", "cut_turns", "windows"]
 
-# Shares of a window.  What is in front of a turn gets at least an eighth; the replayed prompt at most a half, so
-# that at least three eighths of every window are new.
+# Shares of a window.  The context before a turn gets at least an eighth, and the replayed prompt at most a half.  So at
+# least three eighths of every window are new.
 _PROMPT = 2
 _CONTEXT = 8
 
 
 class Excerpt(NamedTuple):
-    """A sample made of some tokens of a longer one: which, in order, and what each weighs here.
+    """A sample made of some tokens of a longer one: the positions of these tokens, and their weights here.
 
     positions int64 [m], rising · weights float32 [m], 0 or what the token weighs in the whole sample
     """
@@ -38,7 +38,7 @@ NOTHING = Excerpt(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
 
 
 def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long: OverLong) -> list[Excerpt]:
-    """The excerpts of a sample: itself if it fits when padded, else what the policy makes of it, possibly nothing.
+    """The excerpts of a sample: the sample itself if it fits after padding, else the policy's excerpts, possibly none.
 
     12 tokens, 4 to 5 and 8 to 11 supervised, seq_length 8, doc_multiple 1
         drop       nothing
@@ -70,7 +70,7 @@ def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_lo
 
 
 def turns(weights: np.ndarray) -> list[tuple[int, int]]:
-    """First token and end of every run of supervised labels; a sample's first token is never a label.
+    """Start and end of every run of supervised labels.  The first token of a sample is never a label.
 
     weights 1 0 1 1 0 0.5  ->  (2, 4), (5, 6)
     """
@@ -80,7 +80,7 @@ def turns(weights: np.ndarray) -> list[tuple[int, int]]:
 
 
 class _Window(NamedTuple):
-    """The last `head` tokens of the prompt, then tokens start to stop; learnt from `new` on."""
+    """The last `head` tokens of the prompt, then tokens start to stop, which are supervised from `new` on."""
 
     head: int
     start: int
@@ -99,11 +99,11 @@ def _excerpt(window: _Window, weights: np.ndarray, prompt: int) -> Excerpt:
 
 
 def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterator[_Window]:
-    """Windows of at most `capacity` tokens; each supervised label is learnt in exactly one of them.
+    """Windows of at most `capacity` tokens.  Exactly one of them supervises each supervised label.
 
-    A window takes turns, each with all that stands before it since the turn before, as long as they fit.  The next
-    window begins with the end of the prompt, and goes on where the last one stopped: from a token that is not
-    learnt, so no label is ever predicted across the jump.
+    A window takes turns while they fit, each with all tokens since the turn before.  The next window begins with the
+    end of the prompt and continues where the last one stopped.  The first token after the jump is not supervised, so no
+    label is predicted across it.
     """
     if not spans or capacity < 2:  # a label needs the token before it
         return
@@ -119,16 +119,16 @@ def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterat
             yield from full
         previous = stop
     assert last is not None
-    tail = length - last.stop  # of no use, but without it every row would be one newline short in the row report
+    tail = length - last.stop  # not supervised, but without it every row would lack a newline in the row report
     yield last._replace(stop=last.stop + tail) if last.size + tail <= capacity else last
 
 
 def _turn(first: int, stop: int, capacity: int, *, prompt: int, between: int) -> list[_Window]:
-    """Windows of one turn that opens a new one: one window, or as many as the turn fills.
+    """Windows of a turn that begins a new window: one window, or as many as the turn fills.
 
-    A turn that leaves an eighth of the window to what is before it stays whole, and where prompt and messages before
-    it do not fit beside it, their beginnings are left out.  A longer turn is cut, and every part but the first
-    repeats the eighth before it.
+    A turn that leaves an eighth of the window for context stays whole.  If the prompt and the messages before it do not
+    fit into the rest, their beginnings are left out.  A longer turn is cut.  Each part after the first repeats an
+    eighth of a window before it.
     """
     overlap = max(1, capacity // _CONTEXT)
     replayed = (

@@ -1,10 +1,10 @@
-"""A file's rows in parts: each is tokenised by itself, by any process, and kept on disk until all are there.
+"""Tokenises a file in parts.  Any process can make a part; parts stay on disk until all of them are complete.
 
 Decides where parts begin (by rows and bytes, never by the number of processes), that a part is used only if its
-digest matches, and that the first bad row in file order ends the work.  A process reads its rows itself: nothing but
-the number of a part goes out to it, and a few counts come back.  Does not put parts together (`prepare.py`).
+digest matches, and that the first bad row in file order ends the work.  Each process reads its rows itself.  It
+receives only the number of a part, and returns a few counts.  Does not put parts together (`prepare.py`).
 
-Processes are spawned, not forked: a process started by torchrun may hold threads and CUDA contexts.
+Processes are spawned, not forked, because a process started by torchrun may hold threads and CUDA contexts.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import RowIndex, read_rows
 from sft.errors import DataError
 
-# Small enough that a killed preparation loses seconds and that all processes end together.  What a part takes in
-# memory is a few times its bytes.
+# Parts are so small that a killed preparation loses seconds, and that all processes end at about the same time.  A part
+# takes a few times its bytes in memory.
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
@@ -49,29 +49,29 @@ class FileJob:
     tokenizer: ChatTokenizer
     index: RowIndex
     ranges: tuple[tuple[int, int], ...]  # rows of each part, counted from 0
-    store: Path  # the folder that it becomes
-    stamp: Stamp  # of the file before its digest was taken; one that changed since is refused
+    store: Path  # the folder of the finished store
+    stamp: Stamp  # of the file before its digest was taken; a file that changed since is refused
 
     @property
     def folder(self) -> Path:
-        """Where the parts are kept."""
+        """The folder of the parts."""
         return work_folder(self.store)
 
 
 class PartResult(NamedTuple):
-    """What became of a part."""
+    """The outcome of making a part."""
 
     num_rows: int = 0
     num_tokens: int = 0
     weights: tuple[float, ...] = ()
     rejects: tuple[Reject, ...] = ()
-    omitted: RowOmission | None = None  # the first
-    was_there: bool = False  # made by an earlier or another preparation
+    omitted: RowOmission | None = None  # the first omission of the part
+    was_there: bool = False  # whether an earlier or another preparation made it
     error: str | None = None  # names a row
 
 
 def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
-    """At most 2,048 rows and, but for a single longer row, 16 MiB each.
+    """The rows of each part: at most 2,048 rows and 16 MiB.  A longer row is a part by itself.
 
     5,000 short rows -> (0, 2048), (2048, 4096), (4096, 5000)
     """
@@ -81,7 +81,7 @@ def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
         stop = min(start + ROWS_PER_PART, index.num_rows)
         if index.offsets is not None:
             beyond = int(np.searchsorted(index.offsets, index.offsets[start] + BYTES_PER_PART, side="right"))
-            if beyond < index.num_rows:  # the row before it may end there, but no later
+            if beyond < index.num_rows:  # the row before `beyond` may end at the limit, but no later
                 stop = min(stop, max(start + 1, beyond - 1))
         ranges.append((start, stop))
         start = stop
@@ -89,8 +89,8 @@ def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
 
 
 def make_part(job: FileJob, number: int) -> PartResult:
-    """Tokenises part `number`, unless it is there whole.  Raises OSError where it cannot be written, and DataError
-    where the file cannot be read."""
+    """Tokenises part `number`, unless a complete one exists.  Raises OSError if the part cannot be written, and
+    DataError if the file cannot be read."""
     path, (start, stop) = part_path(job, number), job.ranges[number]
     encoded = read_part(path)
     was_there = encoded is not None
@@ -98,7 +98,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
         try:
             encoded = encode_rows(read_rows(job.file, job.index, start, stop), job.file, job.data, job.tokenizer)
         except DataError as error:
-            check_unchanged(job.file, job.stamp)  # that would be why
+            check_unchanged(job.file, job.stamp)  # a change of the file would explain the error
             return PartResult(error=str(error))
         except OSError as error:
             raise DataError(f"data file {job.file} cannot be read: {error}.") from error
@@ -114,7 +114,7 @@ def part_path(job: FileJob, number: int) -> Path:
 
 
 def read_part(path: Path) -> EncodedRows | None:
-    """A part, or None if there is none, or not a whole one."""
+    """A part, or None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def read_part(path: Path) -> EncodedRows | None:
 
 
 def _write_part(path: Path, encoded: EncodedRows) -> None:
-    """Under a name of this process, then renamed: a part is there whole or not at all."""
+    """Writes a part under a temporary name and renames it, so that no reader finds an incomplete part."""
     stream = io.BytesIO()
     for array in (encoded.tokens, encoded.mask, encoded.weights, encoded.lines):
         np.save(stream, array)
@@ -158,8 +158,8 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
 
 
 def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:
-    """All parts of all files, in order, by at most `num_workers` processes; by this one alone if that is 1 or there
-    is one part."""
+    """Makes all parts of all files, in order, in at most `num_workers` processes.  With 1 process or 1 part, this
+    process does the work itself."""
     parts = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.ranges))]
     num_workers = min(num_workers, len(parts))
     if num_workers <= 1:
@@ -191,7 +191,7 @@ def _start_worker(jobs: list[FileJob]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A process whose parent was killed would wait for its next part forever."""
+    """Ends this process with its parent.  Without a parent, it would wait for its next part forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

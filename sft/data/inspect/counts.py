@@ -46,7 +46,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What fits whole into one seq_length: counts, and their shares of everything."""
+    """Rows that fit into one seq_length without being cut, as numbers and as shares of all rows."""
 
     seq_length: int
     is_recipe: bool

@@ -234,7 +234,7 @@ def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """First what was found, then what was not."""
+    """Lists checks with findings first, then checks without."""
     for finding in sorted(findings, key=lambda finding: not finding.count):
         noun, predicate, why = (words.format(of=finding.of) for words in _WORDS[finding.what])
         noun = noun if finding.part == "train" else f"held-out {noun} ({finding.part})"

@@ -4,11 +4,11 @@ Decides which sequences share each of the dp x num_microbatches slots; a slot ho
 sequences the batch has: none is lost, doubled or moved to another step here, and no slot holds more than seq_length
 padded tokens.  All arithmetic is on integers and ties go by position, so every rank computes the same assignment.
 
-A sequence costs its padded tokens plus the square of its length over `crossover`, the length at which its attention
-takes as long as everything else (`flops.attention_crossover`).  `efficiency` measures the balance, 1 at best:
+The cost of a sequence is padded_tokens + length ** 2 / crossover.  The crossover is the length at which attention takes
+as long as all other computation (`flops.attention_crossover`).  `efficiency` measures the balance, 1 at best:
 
-    per step        mean over maximum, over ranks, of the cost of a step, which ends when the last rank is done
-    per microbatch  the same where ranks wait for each other after every microbatch, as pipeline stages do
+    per step        mean cost of a rank / largest cost of a rank; a step ends when the last rank is done
+    per microbatch  the same if ranks wait for each other after every microbatch, like pipeline stages
 
 The method: packs go to ranks, costliest first, each to the rank with the least cost, in rows of similar cost.  Then
 pairs of packs are split anew: a heavy rank gives a long sequence and takes as many tokens in short ones, until the

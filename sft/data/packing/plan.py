@@ -183,7 +183,7 @@ class EpochPlans:
         return sum(self.steps_per_epoch(epoch) for epoch in range(num_epochs))
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Epoch and global batch within it of a step, all counted from 0.
+        """The epoch of a step, and the global batch within that epoch; step, epoch and batch count from 0.
 
         3 steps per epoch: step 2 -> (0, 2)        step 3 -> (1, 0)
         """

@@ -1,7 +1,7 @@
 """The wall, the only package that imports megatron or transformer_engine.
 
-Core prints warnings while it is imported (that Apex is missing, that a class of its own is deprecated).  They do not
-concern the user of this trainer, so they are silenced here, before anything of core is imported.
+On import, core prints warnings (Apex is missing, one of its classes is deprecated).  They do not concern the user of
+this trainer.  This module silences them before any module of core is imported.
 """
 
 import logging

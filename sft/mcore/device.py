@@ -1,8 +1,8 @@
-"""The choice between CUDA and CPU, and everything megatron-core needs to run on a CPU.
+"""Chooses between CUDA and CPU, and enables megatron-core to run on a CPU.
 
-megatron-core names "cuda" in some 250 lines.  On a CPU run `start` redirects those that our code reaches,
-once per process and for its lifetime.  This is the only file of the project that replaces anything in another
-package; on CUDA it replaces nothing.
+megatron-core names "cuda" in some 250 lines.  In a CPU run, `start` redirects those calls that our code reaches, once
+per process and for its lifetime.  No other file of the project replaces anything in another package.  On CUDA this file
+replaces nothing.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ _CPU_TYPE_NAMES = {
     torch.float16: "torch.cuda.HalfTensor",
 }
 
-# The function that a mode receives when the property is read.
+# The function that a torch function mode receives when code reads `tensor.is_cuda`.
 _IS_CUDA = getattr(torch.Tensor, "is_cuda").__get__  # noqa: B009
 
-_LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; a process alone is the only one
+_LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; the defaults are for a single process
 
 # Fields of TransformerConfig whose defaults need CUDA kernels.
 CPU_TRANSFORMER_FIELDS: dict[str, Any] = dict(
@@ -37,7 +37,7 @@ CPU_TRANSFORMER_FIELDS: dict[str, Any] = dict(
 
 
 def choose(wanted: str) -> str:
-    """`auto | cuda | cpu` -> the device type this process runs on.  Raises ConfigError when CUDA is not there."""
+    """`auto | cuda | cpu` -> the device type of this process.  Raises ConfigError if cuda is named and missing."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -46,10 +46,10 @@ def choose(wanted: str) -> str:
 
 
 def start(device_type: str) -> torch.device:
-    """Make this process ready for megatron-core on `device_type`, and return its device.  Safe to call again."""
+    """Prepare this process for megatron-core on `device_type`, and return its device.  Repeated calls are safe."""
     if device_type == "cuda":
         local_rank, processes = (int(os.environ.get(name, default)) for name, default in _LOCAL)
-        if processes > torch.cuda.device_count():  # seen by every process of the machine, rank 0 among them
+        if processes > torch.cuda.device_count():  # every process of the machine raises this, also rank 0
             raise ConfigError(
                 f"{processes} processes were started on a machine that shows {torch.cuda.device_count()} GPUs.  "
                 f"Start at most {torch.cuda.device_count()} there, or use run.device=cpu."
@@ -63,8 +63,8 @@ def start(device_type: str) -> torch.device:
 
 
 def _compile_in_this_process() -> None:
-    """Core has torch compile a few small kernels.  For that torch would start a pool of processes in every rank, one a
-    core, which takes longer to start than the kernels to compile, and has been seen not to end."""
+    """Have torch compile core's few small kernels in this process.  By default a rank starts a pool, one process per
+    CPU core.  The pool takes longer to start than the kernels take to compile, and was seen not to end."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
@@ -72,7 +72,7 @@ def _compile_in_this_process() -> None:
 
 
 def enter(device: torch.device) -> None:
-    """Make `device` the current one of this thread: a new thread starts on the first GPU of the machine."""
+    """Make `device` the current device of this thread.  A new thread starts on the first GPU of the machine."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -92,7 +92,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Tensors asked for on "cuda" are made on the CPU; `Tensor.type()` gives the CUDA name core compares with."""
+    """Creates tensors on the CPU that core requests on "cuda".  `Tensor.type()` returns the CUDA name core expects."""
 
     active = False
 
@@ -118,7 +118,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 class _Stream:
-    """A stream that has nothing to wait for: a CPU runs everything in order."""
+    """A stream or event whose methods do nothing, because a CPU runs everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
@@ -132,14 +132,14 @@ class _Stream:
 
 
 class _PretendCuda(TorchFunctionMode):
-    """`is_cuda` is true of every tensor but the copies made by `cpu()` and what is made of those.
+    """Makes `is_cuda` true for all tensors except copies made by `cpu()` and tensors computed from those copies.
 
     Core's hybrid optimizer offloads a share of the parameters whose `is_cuda` is true.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies: dict[int, Any] = {}  # by id; kept, so that no other tensor gets the id
+        self._copies: dict[int, Any] = {}  # by id; the reference prevents reuse of the id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_CUDA:
@@ -151,7 +151,7 @@ class _PretendCuda(TorchFunctionMode):
 
 
 def _listed(sizes: Any) -> Any:
-    """Core passes numpy arrays, which gloo does not take."""
+    """`sizes` as a list of int.  Core passes numpy arrays, which gloo refuses."""
     return sizes if sizes is None else [int(size) for size in sizes]
 
 

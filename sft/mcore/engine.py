@@ -1,8 +1,8 @@
 """One optimizer step over the microbatches of this rank, and one forward-only pass.
 
-The normalisation rule, in one place: the loss function returns a local sum; the denominator of the global batch is
-known from its weights before the first microbatch runs, and `_finalize` divides the gradients by it, once.  Nothing
-else divides.
+Normalisation: the loss function returns a local sum.  The engine computes the denominator of the global batch from its
+weights, before the first microbatch runs.  `_finalize` divides the gradients once by this denominator.  No other code
+divides them.
 """
 
 import math
@@ -47,7 +47,7 @@ class Engine:
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
         self._denominator = 0.0  # of the global batch of this step
-        # Of this rank's last microbatches, summed over tokens; for the dump of a non-finite step.
+        # Losses of this rank's last microbatches, summed over tokens, for the dump of a non-finite step.
         self.local_losses: list[float] = []
 
     def train_step(
@@ -95,8 +95,8 @@ class Engine:
         denominators = [self._denominator_of(mb) for mb in microbatches]
         if not forward_only:
             self._set_denominator(microbatches, sum(denominators))
-        # Of each microbatch on the last pipeline stage, of none elsewhere.  The tensors stay on the device until all
-        # microbatches are done, so that the host does not wait for a GPU in between.
+        # Results of each microbatch on the last pipeline stage; empty on other stages.  The tensors stay on the device
+        # until all microbatches are done, so that the host does not wait for the GPU between them.
         measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
         accumulator = self._accumulator(sources)
         tokens = [
@@ -115,15 +115,15 @@ class Engine:
         return accumulator.totals(microbatches, tokens, peaks)
 
     def _denominator_of(self, mb: Microbatch) -> float:
-        """What this rank's part of a microbatch adds to the denominator of the objective."""
+        """The contribution of this rank's part of a microbatch to the denominator of the objective."""
         if self.config.loss.denominator == "weights":
             return float(mb.loss_weights.sum(dtype=torch.float64))
         return float(mb.loss_mask.sum())
 
     def _set_denominator(self, microbatches: Sequence[Microbatch], denominator: float) -> None:
-        """Add up what the objective of the global batch is divided by.  Collective over dp x cp.
+        """Sum the denominator of the global batch's objective over ranks.  Collective over dp x cp.
 
-        What routers add to the objective is a mean over real tokens, so they multiply it by the ratio of both counts.
+        Routers add means over real tokens to the objective, so they scale them by denominator / real tokens.
         """
         real = sum(mb.num_real_tokens for mb in microbatches) if self.groups.cp_rank == 0 else 0  # of whole packs
         total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
@@ -136,7 +136,7 @@ class Engine:
         )
 
     def _expert_load(self) -> ExpertLoad | None:
-        """Collective."""
+        """Statistics of experts; None for a dense model.  Collective."""
         count = self.config.model.moe.num_experts
         if count is None:
             return None
@@ -194,7 +194,7 @@ class Engine:
     def _document_of_token(self, mb: Microbatch, chunk: Any) -> Tensor:
         """The document of each token, -1 for padding: int32 [1, t].  See `experts.ExpertLayer`.
 
-        Under sequence parallelism core cuts it to this rank's part for the first stage only.
+        Under sequence parallelism core selects this rank's part on the first stage only.
         """
         documents = device.send(mb.documents.masked_fill(mb.is_padding, -1), self.groups.device)
         if self.layout.sequence_parallel and not chunk.module.pre_process:
@@ -202,7 +202,7 @@ class Engine:
         return documents
 
     def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, RowStatistics]]:
-        """The objective, the count that core requires, and what is added up when the step is over."""
+        """The objective, the token count that core requires, and the values that `_run` sums after all microbatches."""
         targets = Targets.of(mb, hidden.device)
         objective, rows = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
         count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait
@@ -211,7 +211,7 @@ class Engine:
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
         """Reduce all gradients, and divide them by the denominator of the global batch.
 
-        Core would divide by its own count: an int32, and taken for at least 1, which a sum of weights need not be.
+        Core would divide by its own count, an int32 of at least 1.  A sum of weights may be fractional and below 1.
         """
         finalize_model_grads(chunks, None, **core)
         scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0

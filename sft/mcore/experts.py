@@ -1,9 +1,9 @@
 """The mixture of experts: routing, the losses that balance the load of experts, and statistics of the load.
 
-megatron-core selects experts, sends tokens and computes.  The balancing losses are ours, because core's depend on the
-layout: they are taken over the tokens of a microbatch, which packing composes differently for every number of
-data-parallel ranks, and up to core 0.16 their weight is too low under context parallelism.  Here each document is
-balanced by itself, on whichever ranks its tokens are, so no document's gradient depends on what it is packed with:
+megatron-core selects experts, sends tokens to them and computes their outputs.  The balancing losses are ours, because
+core's depend on the layout.  Core averages over a microbatch, and packing composes microbatches differently for every
+number of data-parallel ranks.  Up to core 0.16 the weight is also too low under context parallelism.  Here the loss is
+computed per document, over all ranks that hold its tokens.  A document's gradient does not depend on its pack:
 
     aux  of a document and a layer: E * sum over experts of (share of choices) * (mean probability); 1 is even
     z    of a token and a layer: the squared log-sum-exp of its scores
@@ -11,8 +11,8 @@ balanced by itself, on whichever ranks its tokens are, so no document's gradient
     the mean loss gets  aux_loss_coef * sum over layers of the mean over real tokens of their document's aux
                       + z_loss_coef * sum over layers of the mean of z over real tokens
 
-Padding tokens are all alike, so they are sent to all experts in turn, with a weight of 0, and are not counted; with a
-capacity they are not sent.  Evaluation, and the first forward pass of recomputed layers, are not counted.
+Padding tokens would all choose the same experts, so they go to all experts in turn, with weight 0.  With a capacity
+they are not sent.  Statistics leave out padding, evaluation, and the first forward pass of recomputed layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,16 +29,16 @@ from torch import Tensor
 
 from sft.metrics.totals import ExpertLoad
 
-_AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, behind one for each expert
-_BLOCK = 1 << 14  # tokens whose probabilities are float64 at once: 16 MiB for 128 experts
+_AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
+_BLOCK = 1 << 14  # tokens whose probabilities are converted to float64 at a time: 16 MiB for 128 experts
 
 
 class ExpertLayer(MoELayer):
     """Core's layer, with the document of each token passed to its router.
 
     padding_mask is the only per-token argument that core passes to experts through pipeline stages, sequence
-    parallelism and recomputation.  Here it holds document numbers, int32 [1, t], -1 for padding; core's own `forward`
-    would convert them to booleans.
+    parallelism and recomputation.  Here it holds document numbers, int32 [1, t], -1 for padding.  Core's own `forward`
+    would convert the numbers to booleans.
     """
 
     def forward(
@@ -62,8 +62,10 @@ class Router(TopKRouter):
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """input [t, 1, h], documents int32 [1, t], -1 for padding -> weight of each expert for each local token, 0 for
-        those not chosen; and which are chosen; both [t, experts]."""
+        """input [t, 1, h], documents int32 [1, t], -1 for padding -> weights and choices of local tokens.
+
+        Both are [t, experts].  An expert that a token has not chosen has weight 0.
+        """
         logits: Tensor = _Scores.apply(input.view(-1, input.shape[-1]), self.weight)
         weights, chosen = topk_routing_with_score_function(
             logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax
@@ -85,13 +87,13 @@ class Router(TopKRouter):
         return weights, sent
 
     def _in_turn(self, num_tokens: int, device: torch.device) -> Tensor:
-        """bool [tokens, experts]: the first token to the first experts, the second to the next."""
+        """bool [tokens, experts]: the first token chooses the first top_k experts, the second the next, and so on."""
         first = torch.arange(num_tokens, device=device)[:, None] * self.topk
         experts = torch.arange(self.num_experts, device=device)[None, :]
         return (experts - first) % self.num_experts < self.topk
 
     def _balanced(self, weights: Tensor, logits: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
-        """`weights`, with the gradients of those balancing losses that have a coefficient attached."""
+        """`weights`, to which the balancing losses with a coefficient are attached for backward."""
         aux_coef, z_coef = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         with torch.set_grad_enabled(bool(z_coef)):
             z = (torch.logsumexp(logits, -1).square() * (documents >= 0)).sum()
@@ -105,10 +107,10 @@ class Router(TopKRouter):
         return weights
 
     def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
-        rows = documents + 1  # of the table; row 0 is padding, which is left out
+        rows = documents + 1  # of the table; row 0 collects padding and is ignored
         table = probabilities.new_zeros(self.max_documents + 1, self.num_experts)
         choices = table.index_add(0, rows, chosen.to(table.dtype))  # exact up to 2^24 tokens of a document
-        dist.all_reduce(choices, group=self.tp_cp_group)  # cp and sequence parallelism cut documents
+        dist.all_reduce(choices, group=self.tp_cp_group)  # cp and sequence parallelism split documents over ranks
         share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)
         probability: Tensor = _SumOfRows.apply(probabilities, rows, len(table))
         return self.num_experts * (share * probability)[1:].sum()
@@ -120,9 +122,9 @@ class Router(TopKRouter):
 
 
 class _Scores(torch.autograd.Function):
-    """Tokens [t, h] and router's weight [experts, h] -> scores [t, experts] in fp32 at least.
+    """Tokens [t, h] and router's weight [experts, h] -> scores [t, experts], in fp32 or float64.
 
-    Saves both in their own type: autograd would save an fp32 copy of the tokens in every layer.
+    Saves tokens and weight in their own dtype.  Autograd would save an fp32 copy of the tokens in every layer.
     """
 
     @staticmethod
@@ -138,10 +140,10 @@ class _Scores(torch.autograd.Function):
 
 
 class _SumOfRows(torch.autograd.Function):
-    """Numbers [t, experts] -> float64 [rows, experts]: row i is the sum of those whose `index` [t] is i.
+    """Numbers [t, experts] -> float64 [rows, experts]: row i is the sum of the rows whose `index` [t] is i.
 
-    index_add takes the tokens of a document one after another: in fp32 the sum of 131,072 is 2e-5 off, that of a
-    million 9e-4.
+    index_add adds the tokens of a document one after another.  In fp32 the sum over 131,072 tokens is 2e-5 off, and the
+    sum over a million tokens 9e-4.
     """
 
     @staticmethod
@@ -160,7 +162,7 @@ class _SumOfRows(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Returns `through`; in backward `loss` counts as part of the objective, with weight `scale`."""
+    """Returns `through`.  In backward, `loss` is a term of the objective with weight `scale`."""
 
     @staticmethod
     def forward(ctx: Any, through: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -173,16 +175,16 @@ class _Attach(torch.autograd.Function):
 
 
 def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents: int) -> None:
-    """Before each step.  max_documents: most of any pack; the same on the ranks that share a pack
+    """Prepare the routers for a step.  max_documents: largest number in a pack; equal on the ranks that share a pack
 
-    loss_scale: weight of a sum over real tokens in the objective, which is a sum that will be divided
+    loss_scale: weight of a sum over real tokens in the objective, before the engine divides the gradients
     """
     for router in _routers(chunks):
         router.loss_scale, router.max_documents, router.totals = loss_scale, max_documents, None
 
 
 def load(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> ExpertLoad:
-    """What all ranks saw since `begin`.  Collective over all: one exchange of layers x (experts + 4) numbers."""
+    """Statistics of all ranks since `begin`.  Collective over all: one all-reduce of layers x (experts + 4) numbers."""
     table = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64, device=device)
     for router in _routers(chunks):
         if router.totals is not None:

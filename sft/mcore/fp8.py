@@ -1,14 +1,14 @@
 """FP8 recipes: the fields of megatron-core for `run.fp8`, and which GPUs and releases of Transformer Engine run them.
 
-The linear layers of attention, MLP and experts are computed in FP8, forward and backward, each operand with scales of
-its own.  Weights, their gradients and the optimizer stay as they are without FP8; attention itself, norms, the
-embedding and the loss head stay in bf16.  sft/parallel/alignment.py has the lengths and widths that FP8 demands.
+The linear layers of attention, MLP and experts compute in FP8, forward and backward.  Each operand has its own scales.
+FP8 does not change weights, their gradients and the optimizer.  The attention kernel, norms, the embedding and the loss
+head stay in bf16.  sft/parallel/alignment.py has the lengths and widths that FP8 demands.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# Formats and histories are the defaults of Transformer Engine's own recipes; megatron-core's history has one step.
+# Formats and histories are Transformer Engine's defaults.  The default history of megatron-core has one step.
 _FIELDS: dict[str, dict[str, Any]] = {
     "delayed": dict(fp8="hybrid", fp8_margin=0, fp8_amax_history_len=1024, fp8_amax_compute_algo="max"),
     "tensorwise": dict(fp8="hybrid"),
@@ -22,14 +22,14 @@ class _Requirements:
     te: tuple[int, int]  # first release of Transformer Engine
     gpu: tuple[int, int]  # first compute capability
     gpu_name: str
-    below: tuple[int, int] | None = None  # first compute capability that cannot
-    cuda: tuple[int, int] = (12, 1)  # first version that torch is built for
+    below: tuple[int, int] | None = None  # first compute capability that cannot run the recipe
+    cuda: tuple[int, int] = (12, 1)  # oldest version that torch may be built for
 
     def fit(self, gpu: tuple[int, int]) -> bool:
         return self.gpu <= gpu and (self.below is None or gpu < self.below)
 
 
-# Releases from megatron-core's fp8_utils (0.16.1, 0.19.2), the rest from Transformer Engine's quantization.py (2.20).
+# Sources: megatron-core's fp8_utils (0.16.1, 0.19.2) for releases, else Transformer Engine's quantization.py (2.20).
 _REQUIREMENTS = {
     "delayed": _Requirements(te=(1, 0), gpu=(8, 9), gpu_name="Ada or later"),
     "tensorwise": _Requirements(te=(2, 2), gpu=(8, 9), gpu_name="Ada or later"),
@@ -41,7 +41,7 @@ _REQUIREMENTS = {
 def fields(fp8: str | None) -> dict[str, Any]:
     """Fields of TransformerConfig, by run.fp8."""
     if fp8 is None:
-        return {"fp8": None}  # set, so that model.megatron cannot switch it on past the checks
+        return {"fp8": None}  # set, so that model.megatron cannot enable FP8 without the checks
     return {
         **_FIELDS[fp8],
         "fp8_recipe": fp8,
@@ -52,7 +52,7 @@ def fields(fp8: str | None) -> dict[str, Any]:
 
 
 def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """Why these versions and this GPU cannot run this recipe; None where they can.
+    """The reason why these versions and this GPU cannot run this recipe; None if they can.
 
     te, cuda: (major, minor); gpu: compute capability, (9, 0) for H100 and H200
     """
@@ -71,7 +71,7 @@ def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[
 
 
 def recipes_for(gpu: tuple[int, int]) -> list[str]:
-    """Values of run.fp8 that such a GPU can run, whatever is installed.  (9, 0) -> delayed, tensorwise, blockwise"""
+    """Values of run.fp8 that such a GPU can run with suitable versions.  (9, 0) -> delayed, tensorwise, blockwise"""
     return [name for name, needs in _REQUIREMENTS.items() if needs.fit(gpu)]
 
 

@@ -1,9 +1,9 @@
-"""One transformer layer: megatron-core's, with its second half recomputed in backward where the recipe asks for it.
+"""megatron-core's transformer layer, whose second half backward recomputes if the recipe asks for it.
 
-The second half is the norm, the MLP or the experts, and the residual sum; recomputed, it saves its input alone.  It may
-be computed in tiles of tokens, forward and backward, so that the wide activations inside an MLP never exist for more
-tokens than a tile has.  The first half, attention, is computed once (activations/saved_tensors.py says what it saves).
-Recomputation of whole layers (train.recompute = full) is core's own.
+The second half is the norm, the MLP or the experts, and the residual sum.  If recomputed, it saves only its input.  It
+can run in tiles of tokens, forward and backward.  The wide activations inside an MLP then exist for one tile at a time.
+The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.  Core
+recomputes whole layers (train.recompute = full).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class Layer(TransformerLayer):
-    """recompute: the second half once more in backward; tile: tokens that it takes at once, None for all."""
+    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None for all."""
 
     save_policy: SavePolicy | None = None
 
@@ -40,10 +40,10 @@ class Layer(TransformerLayer):
         def second_half(tokens: Tensor) -> Any:
             return core_forward_mlp(tokens, *args, **kwargs)
 
-        # Evaluation uses tiles, too: it has no more memory than training.
+        # Evaluation also uses tiles, because it has no more memory than training.
         if not self._recompute or not (self.training or self._tile):
             return second_half(hidden_states)
-        if self.config.fp8:  # never with tiles; Transformer Engine takes care of the scales of the first pass
+        if self.config.fp8:  # never with tiles; Transformer Engine restores the scales of the first pass
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
         weights = [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()]
@@ -51,11 +51,11 @@ class Layer(TransformerLayer):
 
 
 class _TiledRecompute(torch.autograd.Function):
-    """A function of tokens [t, ...], row by row, and of weights; backward recomputes it tile by tile.
+    """Applies a function to each row of tokens [t, ...], tile by tile; backward recomputes the function per tile.
 
-    Each tile gives a gradient of every weight, in the weight's dtype.  All but the last are added to `main_grad`, in
-    fp32, as core adds those of microbatches.  The last is returned to autograd, so that a reduction of gradients that
-    waits for this weight starts.
+    Each tile gives a gradient of every weight, in the weight's dtype.  The gradients of all tiles but the last are
+    added to `main_grad`, in fp32.  Core adds those of microbatches in the same way.  The last is returned to autograd,
+    which starts a gradient reduction that waits for this weight.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class _TiledRecompute(torch.autograd.Function):
 
 
 def _tile_backward(ctx: Any, rows: Tensor, grad: Tensor, drows: Tensor) -> list[Tensor]:
-    """Gradients of the weights; writes the gradient of `rows` to `drows`."""
+    """Return the gradients of the weights, and write the gradient of `rows` to `drows`."""
     rows = rows.detach().requires_grad_()
     with torch.enable_grad():
         out = ctx.function(rows)

@@ -1,8 +1,8 @@
-"""Our model config -> megatron-core's GPTModel.
+"""Builds megatron-core's GPTModel from the recipe's model config.
 
-`TransformerConfig` is built in one function and never leaves sft/mcore.  The model returns hidden states, never
-logits: the loss head (sft/mcore/loss) projects them.  Random initial weights are a function of (seed, parameter name)
-and so the same on every layout.
+One function builds `TransformerConfig`, which never leaves sft/mcore.  The model returns hidden states, never logits.
+The loss head (sft/mcore/loss) projects hidden states.  Random initial weights are a function of (seed, parameter name),
+so they are the same on every layout.
 """
 
 import dataclasses
@@ -40,17 +40,17 @@ class HiddenStatesGPT(GPTModel):
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """[padded vocabulary / tp, h] of the last stage, the input embedding where tied."""
+        """Output projection of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
         if self.share_embeddings_and_output_weights:
             weight: Tensor = self.shared_embedding_or_output_weight()
             return weight
         return self.output_layer.weight
 
 
-# Compiled by torch, where not by Transformer Engine; TORCHDYNAMO_DISABLE=1 has them run as they are written.
+# torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(
     bias_activation_fusion=True,
-    gradient_accumulation_fusion=False,  # looks for a mark on the weight, which saved-tensor hooks do not give back
+    gradient_accumulation_fusion=False,  # needs an attribute of the weight that saved-tensor hooks lose
 )
 _READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core itself reads
 
@@ -58,7 +58,7 @@ _READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core itself
 def transformer_config(
     config: Config, layout: Layout, device_type: str, backend: AttentionBackend
 ) -> TransformerConfig:
-    """The one place where a TransformerConfig is made."""
+    """Build the TransformerConfig; no other function builds one."""
     model, dtype = config.model, params_dtype(config)
     fields: dict[str, Any] = dict(
         num_layers=model.num_layers,
@@ -85,7 +85,7 @@ def transformer_config(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
-        # Batched exchange is ambiguous where the next stage is also the previous one (pp 2, interleaved).
+        # With pp 2 and virtual stages the next stage is also the previous one, so batched exchange is ambiguous.
         overlap_p2p_comm=layout.virtual_stages > 1,
         batch_p2p_comm=layout.virtual_stages == 1,
         sequence_parallel=layout.sequence_parallel,
@@ -109,7 +109,7 @@ def transformer_config(
 
 
 def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> None:
-    """Raises ConfigError where model.megatron sets a field that core lacks, or that this trainer decides or ignores."""
+    """Raise ConfigError if model.megatron sets a field that core lacks, or that this trainer sets itself or ignores."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     unknown = sorted(set(model.megatron) - known)
     if unknown:
@@ -148,7 +148,7 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _recompute_fields(recompute: str) -> dict[str, Any]:
-    """Recomputation of whole layers is core's; of their second half see `layer.py`."""
+    """Core recomputes whole layers.  `layer.py` recomputes the second half of a layer."""
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return {}
@@ -165,7 +165,7 @@ def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
 
 def _with_experts(spec: ModuleSpec) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
-    # Where experts follow, the norm before them keeps its own key; core's local spec would rename it.
+    # Core's local spec would rename the checkpoint key of the norm before the MLP.  Before experts the key stays.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.submodules.router, mlp.module = Router, ExpertLayer
@@ -178,7 +178,7 @@ def _with_experts(spec: ModuleSpec) -> ModuleSpec:
 def build(
     config: Config, layout: Layout, groups: ProcessGroups, vocab_size: int, backend: AttentionBackend
 ) -> list[DistributedDataParallel]:
-    """The chunks of the model that live on this rank (one, or `virtual_stages`), wrapped for data parallelism."""
+    """The model chunks of this rank (one, or `virtual_stages`), wrapped for data parallelism."""
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
     for chunk in chunks:
@@ -235,10 +235,10 @@ def _build_chunk(
 
 
 def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
-    """Marks experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
+    """Mark experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
 
-    Core does so where ep is above 1.  With ep 1 it treats experts as dense weights, whose tp ranks see the same tokens.
-    The tp ranks of an expert see different tokens, and each would keep only a part of the gradient.
+    Core marks them only if ep is above 1.  With ep 1 it treats experts as dense weights, whose tp ranks see the same
+    tokens.  But the tp ranks of an expert see different tokens, so each would keep only a part of the gradient.
     """
     for name, param in chunk.named_parameters():
         if ".experts." in name:
@@ -247,10 +247,11 @@ def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
 
 @torch.no_grad()
 def initialise(chunk: HiddenStatesGPT, seed: int, std: float, num_layers: int) -> None:
-    """Random weights, the same on every layout: each is drawn whole, seeded by its name, and this rank takes its part.
+    """Set random weights that are the same on every layout.
 
-    Matrices are normal with `std`; those that write to the residual stream with std / sqrt(2 num_layers)
-    (GPT-2).  Biases are 0, norms 1.  Experts differ.
+    Each rank draws whole parameters, seeded by their names, and keeps its part.  Matrices are normal with `std`.
+    Matrices that write to the residual stream have std / sqrt(2 num_layers) (GPT-2).  Biases are 0, norms are 1.  Each
+    expert has its own random weights.
     """
     for shard in sharded_tensors(chunk.sharded_state_dict()):
         part = shard.data
@@ -264,7 +265,7 @@ def initialise(chunk: HiddenStatesGPT, seed: int, std: float, num_layers: int) -
 
 
 def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
-    """Every tensor of this rank that a sharded state dict describes, factories built."""
+    """Every tensor of this rank that a sharded state dict describes, including the tensors that factories make."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensorFactory):
             yield from sharded_tensors([leaf.build()])
@@ -273,7 +274,7 @@ def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor
 
 
 def _draw(shard: ShardedTensor, seed: int, std: float) -> Tensor:
-    """This rank's part of the whole parameter.  Leading axes (layer number, gate or up) go into the seed."""
+    """This rank's part of the whole parameter.  The indices of leading axes (layer, gate or up) enter the seed."""
     leading = shard.prepend_axis_num
     name = f"{shard.key}{shard.global_offset[:leading]}"
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

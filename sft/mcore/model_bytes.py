@@ -1,6 +1,6 @@
-"""Bytes that norms, the MLP, experts and the loss head keep of a token, and those of a parameter.
+"""Bytes of activations that norms, the MLP, experts and the loss head save per token, and bytes per parameter.
 
-Arithmetic only, no torch: sft/estimate sums these.  Attention counts its own (attention/activation_bytes.py).
+Arithmetic without torch.  sft/estimate sums the results.  attention/activation_bytes.py counts those of attention.
 """
 
 import math
@@ -14,10 +14,10 @@ FP32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Which part of a token's tensors one rank holds."""
+    """The part of a token's tensors that one rank holds."""
 
     tp: int = 1  # tensor-parallel size of layers
-    etp: int = 1  # and of an expert
+    etp: int = 1  # tensor-parallel size of an expert
     sequence: float = 1.0  # share of the tokens between layers that the rank holds: 1 / tp with sequence parallelism
     width: int = 2  # bytes of a number
 
@@ -32,21 +32,21 @@ class RankShare:
 
 
 def hidden_state(model: ModelConfig, rank: RankShare) -> float:
-    """One hidden state, as it is between layers."""
+    """Bytes of one hidden state between layers."""
     return rank.width * model.hidden_size * rank.sequence
 
 
 def norm_scales(model: ModelConfig, rank: RankShare) -> float:
-    """norm.py saves one fp32 number for each row: of the layer's first norm, and of those of queries and keys."""
+    """norm.py saves one fp32 number per row, in the layer's first norm and in the norms of queries and keys."""
     heads = model.num_attention_heads + model.resolved_query_groups
     return FP32 * rank.sequence + FP32 * model.qk_norm * heads / rank.tp
 
 
 def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
-    """What the second half of a layer saves beside its input, by name.
+    """Bytes that the second half of a layer saves in addition to its input, by name.
 
-    The gated activation is one kernel, as on CUDA; on a CPU core saves 2 ffn_hidden_size numbers more: the gate after
-    silu, and up a second time.
+    The gated activation counts as one kernel, as on CUDA.  On a CPU core saves 2 ffn_hidden_size numbers more: the gate
+    after silu, and a second copy of up.
     """
     saved = {"MLP norm's scale": FP32 * rank.sequence, "MLP's normed input": hidden_state(model, rank)}
     if model.moe.num_experts is not None:
@@ -56,7 +56,7 @@ def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
 
 
 def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str, float]:
-    """An approximation: every token is sent to top_k experts, and every rank gets an equal share of them."""
+    """Bytes of experts, an approximation: each token goes to top_k experts, and each rank gets an equal share."""
     top_k = model.moe.top_k or 0
     sent = rank.sequence * top_k * rank.width * model.hidden_size
     ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
@@ -70,7 +70,7 @@ def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str,
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
-    """The gradient of gate and up's weight, as its product gives it, before it is added to the fp32 one."""
+    """Bytes of the weight gradient of gate and up, before it is added to the fp32 gradient."""
     return rank.width * model.hidden_size * 2 * model.resolved_expert_ffn / rank.tp
 
 
@@ -80,7 +80,7 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
         return 2 * rank.width * tokens * vocab_rows
     if loss.impl == "full":
         return (2 * rank.width + 2 * FP32) * tokens * vocab_rows
-    # With sequence parallelism the gathered hidden states, too.
+    # With sequence parallelism the head also holds the gathered hidden states.
     gradient = rank.width * model.hidden_size * tokens * (2 if rank.sequence < 1 else 1)
     return max(loss.chunk(math.ceil(tokens)), model.hidden_size) * vocab_rows * rank.width + gradient
 
@@ -88,9 +88,9 @@ def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_ro
 def state(*, parameters: float, owned: float, width: int, offload_fraction: float) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer on the device, and of the optimizer in host memory.
 
-    parameters: on this rank; owned: those of them whose optimizer states it has; width: bytes of a weight
-    With bf16 weights 18 bytes a parameter; with the distributed optimizer 6 + 12 / (dp x cp), and of an expert
-    6 + 12 / its copies.
+    parameters: on this rank; owned: parameters whose optimizer states this rank has; width: bytes of a weight
+    bf16 weights take 18 bytes per parameter.  With the distributed optimizer they take 6 + 12 / (dp x cp), and weights
+    of an expert 6 + 12 / its copies.
     """
     moments, main_weight = 2 * FP32, FP32 if width < FP32 else 0
     offloaded = 4 * FP32  # main weight, moments, and the gradient in transfer
@@ -103,16 +103,16 @@ def state(*, parameters: float, owned: float, width: int, offload_fraction: floa
 
 
 def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next: bool) -> float:
-    """Of the layers of a model chunk, the first ones, which backward reaches last; the forward pass asks, too.
+    """Number of offloaded layers of a model chunk: the first ones, which backward reaches last.
 
-    backward_is_next: backward follows each forward pass at once, so that the last two layers stay
+    backward_is_next: backward follows each forward pass at once, so the last two layers stay on the device
 
-    4 layers: a fraction of 0.3 -> 2, 0.1 -> 1, 1 -> 4, or 2 where backward is next
+    4 layers: a fraction of 0.3 -> 2, 0.1 -> 1, 1 -> 4, or 2 if backward is next
     """
     return min(math.ceil(fraction * num_layers), max(0, num_layers - 2) if backward_is_next else num_layers)
 
 
 def num_resident_layers(num_offloaded: float, num_layers: float) -> float:
-    """Most layers whose activations are on the device at a time: an offloaded layer is fetched while the one behind it
-    is computed, so that two are there at least."""
+    """Largest number of layers whose activations are on the device at a time.  It is at least two, because an offloaded
+    layer is prefetched while backward computes the layer after it."""
     return max(num_layers - num_offloaded, min(2.0, num_layers))

@@ -1,6 +1,6 @@
 """RMSNorm: one kernel on CUDA (torch 2.9 and later), plain torch elsewhere.
 
-It saves its input and one fp32 number per row for backward.
+The norm saves its input and one fp32 number per row for backward.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm, computed in fp32; its output is marked as recomputable.
 
-    Its weight is marked for core's reduction of gradients: under sequence parallelism it saw a slice of the tokens.
+    Under sequence parallelism each rank computes a slice of the tokens.  The mark on the weight has core sum the
+    weight's gradient over these ranks.
     """
 
     save_policy: SavePolicy | None = None
@@ -27,7 +28,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        # Queries and keys are views, and a saved view would keep the whole output of the projection alive.
+        # Queries and keys are views.  A saved view would keep the whole output of the projection in memory.
         x = x.contiguous()
         out = self._norm(x)
         if self.save_policy is not None:
@@ -42,7 +43,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """rms_norm, which autograd of plain torch would save four fp32 copies of its input for."""
+    """rms_norm in plain torch with its own backward.  Autograd would save four fp32 copies of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

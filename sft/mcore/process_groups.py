@@ -1,7 +1,7 @@
-"""Layout -> process groups, passed on as a value.
+"""Builds the process groups of a Layout.  Callers pass them on as a value.
 
-The only place that touches megatron-core's `parallel_state`.  Core still reads its globals here and there, so
-they are initialised from the same Layout and cannot differ from it.
+No other module uses megatron-core's `parallel_state`.  Some of core's code still reads its globals, so they are
+initialised from the same Layout.
 """
 
 import datetime
@@ -25,7 +25,7 @@ from sft.parallel.position import Position
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups(Position):
-    collection: ProcessGroupCollection  # what megatron-core's constructors take
+    collection: ProcessGroupCollection  # passed to megatron-core's constructors
 
     @property
     def cp(self) -> dist.ProcessGroup:
@@ -41,16 +41,16 @@ class ProcessGroups(Position):
 
     @property
     def reports(self) -> bool:
-        """One rank of each (dp, cp) position holds the loss of that position: last stage, first of tp."""
+        """Whether this rank reports the loss of its (dp, cp) position: tp rank 0 of the last stage does."""
         return self.is_last_stage and self.tp_rank == 0
 
 
 def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> ProcessGroups:
     """Join the process group that torchrun describes in the environment, and build every group of `layout`.
 
-    A process started alone, without torchrun, is a world of one.
+    A process started without torchrun is a world of size 1.
     """
-    if device.type == "cpu" and layout.etp > 1:  # with run.device = auto only known here
+    if device.type == "cpu" and layout.etp > 1:  # run.device = auto is resolved only here
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
     _allow_descriptors()
     if not dist.is_initialized():
@@ -69,7 +69,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         **_two_levels(layout),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,  # we use none of them, and each takes a file descriptor for every rank
+        create_gloo_process_groups=False,  # not used, and each takes a file descriptor per rank
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed)
@@ -88,25 +88,26 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
 
 
 def _two_levels(layout: Layout) -> dict[str, Any]:
-    """For cp_comm a2a+p2p, whose groups Transformer Engine takes as [all-to-all, ring].
+    """The argument for cp_comm a2a+p2p, whose groups Transformer Engine takes as [all-to-all, ring].
 
-    Neighbours exchange heads: of cp 4 by 2, ranks 0 1 2 3 in order of cp are [0, 1] [2, 3] and rings [0, 2] [1, 3].
+    Adjacent ranks exchange heads.  With cp 4 and cp_a2a 2, cp ranks [0, 1] and [2, 3] exchange heads; [0, 2] and [1, 3]
+    are rings.
     """
-    # Core cuts them by einops, which it does not require.  Transformer Engine does: without, nobody asks for them.
+    # Core needs einops to build these groups, but does not require it.  Transformer Engine, which uses them, does.
     if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:
         return {}
     return {"hierarchical_context_parallel_sizes": [layout.cp_a2a, layout.cp // layout.cp_a2a]}
 
 
 def _allow_descriptors() -> None:
-    """A gloo group takes a file descriptor for every rank in it, and the limit is often 1024."""
+    """Raise the limit of file descriptors, often 1024.  A gloo group takes one for every rank in it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def stop() -> None:
-    """Leave every group, the world included, and end their threads (gloo keeps some per group)."""
+    """Leave every group, including the world, and end the threads that gloo keeps per group."""
     parallel_state.destroy_model_parallel()
-    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # core leaves this one behind
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # core does not reset this one
     dist.destroy_process_group()

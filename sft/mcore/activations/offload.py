@@ -1,11 +1,11 @@
-"""Activation offload: what layers save for backward waits in pinned host memory, and is fetched a layer ahead.
+"""Activation offload: saved tensors of layers stay in pinned host memory until backward prefetches them.
 
-The GPU holds the saved tensors of two layers at a time: of the layer that is being computed, and of the one before it,
-which is being copied.  Where backward follows a forward pass at once, the last two layers stay and are not copied; on
-the earlier stages of a pipeline they leave as well.  One stream does the copies of both directions in order, so that
-nothing is fetched before it was written.  Streams wait for each other; the host never waits for the GPU.
+The GPU holds the saved tensors of two layers at a time: the layer in computation, and the layer before it, which is
+being copied.  If backward follows a forward pass at once, the last two layers stay on the device.  On earlier
+pipeline stages they are offloaded too.  One stream copies in both directions, so no tensor is fetched before it is
+written.  Streams wait for each other; the host never waits for the GPU.
 
-Pinned memory is taken in slabs, which are kept for the next pass: torch would round every tensor up to a power of two.
+Pinned memory is allocated in slabs and reused in the next pass.  torch would round every tensor up to a power of two.
 """
 
 import weakref
@@ -22,7 +22,7 @@ SLAB_BYTES = 1 << 28
 
 
 class PinnedMemory:
-    """Slabs of pinned host memory, and the stream of copies.  On a CPU: plain memory, and copies in order."""
+    """Slabs of pinned host memory, and the stream for copies.  On a CPU the memory is not pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.slab_bytes = device, SLAB_BYTES
@@ -32,7 +32,7 @@ class PinnedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slabs, free ones included."""
+        """Bytes of all slabs, including free ones."""
         return self.num_slabs * self.slab_bytes
 
     def borrow(self) -> Tensor:
@@ -55,9 +55,9 @@ class PinnedMemory:
 
 
 class OffloadedLayers:
-    """The offloaded tensors of one forward pass, layer by layer; 0 is what comes before the first layer.
+    """The offloaded tensors of one forward pass by layer.  Layer 0 stands for all operations before the first layer.
 
-    Its slabs go back when nothing refers to it any more: after backward.
+    After backward nothing refers to this object any more, and its slabs are returned.
     """
 
     def __init__(self, memory: PinnedMemory) -> None:
@@ -75,7 +75,7 @@ class OffloadedLayers:
         return len(self._layers) - 1
 
     def start_layer(self) -> None:
-        """The next layer starts: what the last but one saved leaves the device."""
+        """Start the next layer.  The tensors of the last layer but one leave the device."""
         self._layers[-1].copied_out = self.memory.stream.record_event()
         if len(self._layers) > 1:
             self._layers[-2].evict()
@@ -92,24 +92,24 @@ class OffloadedLayers:
         return stored
 
     def evict_all(self) -> None:
-        """The pass is over and another one is next, not its backward: everything leaves the device."""
+        """Move all tensors off the device after a forward pass whose backward does not follow at once."""
         self._layers[-1].copied_out = self.memory.stream.record_event()
         for layer in self._layers[-2:]:
             layer.evict()
 
     def fetch(self, layer: int) -> None:
-        """Backward reaches `layer`: fetch its tensors if they are not here, and start to fetch the layer before."""
+        """When backward reaches `layer`: fetch its tensors from host memory, and prefetch the layer before."""
         for tensors in self._layers[layer], self._layers[max(0, layer - 1)]:
             tensors.fetch(self.memory)
         self.wait_for_fetch(layer)
 
     def wait_for_fetch(self, layer: int) -> None:
-        """What the current stream computes from now on comes after the copies to that layer's tensors."""
+        """Have the current stream wait for the copies to that layer's tensors."""
         if (event := self._layers[layer].fetched) is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def _allocate(self, num_bytes: int) -> Iterator[Tensor]:
-        """Slices of slabs, uint8, with so many bytes in all."""
+        """uint8 slices of slabs, `num_bytes` in total."""
         while num_bytes:
             if self._num_used == self.memory.slab_bytes:
                 self._slabs.append(self.memory.borrow())
@@ -121,7 +121,7 @@ class OffloadedLayers:
 
 
 class OffloadedTensor:
-    """A tensor [n] in host memory, and on the device while it is needed there.  Only autograd refers to it."""
+    """A tensor [n] in host memory, with a copy on the device while needed.  Only autograd refers to this object."""
 
     def __init__(self, layers: OffloadedLayers, layer: int, flat: Tensor, slices: list[Tensor]) -> None:
         self._layers, self.layer = layers, layer
@@ -129,7 +129,7 @@ class OffloadedTensor:
         self.tensor: Tensor | None = flat  # None: in host memory only
 
     def __del__(self) -> None:
-        # Fetched, but not used by backward: the copy may still write to this memory.
+        # If backward does not use a fetched tensor, the copy may still write to its memory.
         self._layers.wait_for_fetch(self.layer)
 
     def restore(self) -> Tensor:
@@ -145,7 +145,7 @@ class _LayerTensors:
         self.fetched: Any = None  # event: all are on the device again
 
     def evict(self) -> None:
-        """Free their device memory, once they are copied."""
+        """Free the tensors' device memory after they are copied."""
         torch.cuda.current_stream().wait_event(self.copied_out)
         for tensor in self._alive():
             tensor.tensor = None
@@ -154,7 +154,7 @@ class _LayerTensors:
         missing = [tensor for tensor in self._alive() if tensor.tensor is None]
         if not missing:
             return
-        for tensor in missing:  # allocated on the stream that computes, which will free it
+        for tensor in missing:  # allocated on the compute stream, which frees it
             tensor.tensor = torch.empty(tensor.length, dtype=tensor.dtype, device=memory.device)
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):
@@ -168,7 +168,7 @@ class _LayerTensors:
 
 
 def _copy(flat: Tensor, slices: list[Tensor], *, out: bool) -> None:
-    """Between a tensor on the device and slices of host memory.  out: to the host; else from it"""
+    """Copy between a tensor on the device and slices of host memory.  out: to the host; otherwise from the host"""
     parts = flat.view(torch.uint8).split([len(piece) for piece in slices])
     for on_device, on_host in zip(parts, slices, strict=True):
         (on_host if out else on_device).copy_(on_device if out else on_host, non_blocking=True)

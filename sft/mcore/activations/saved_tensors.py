@@ -1,15 +1,15 @@
-"""What autograd keeps of each tensor that the forward pass of a model chunk saves for backward.
+"""Decides how autograd stores each tensor that the forward pass of a model chunk saves for backward.
 
-autograd hands over every tensor that an operation saves (torch.autograd.graph.saved_tensors_hooks), and gets instead
+A hook (torch.autograd.graph.saved_tensors_hooks) replaces every tensor that an operation saves by one of these:
 
-    recompute  for the output of a norm: its inputs, from which backward computes it once more
+    recompute  for the output of a norm: the norm's inputs, from which backward recomputes the output
     offload    for any other large tensor of an offloaded layer: a copy in host memory (offload.py)
-    prefetch   in the first layer that is not offloaded: the tensor itself.  When backward reaches it, the layer before
-               is fetched
-    resident   for the rest, the tensor itself: weights, small tensors, and everything where neither train.recompute nor
-               train.offload_fraction asks for more
+    prefetch   for tensors of the first resident layer: the tensor itself.  When it is reached, backward prefetches the
+               layer before
+    resident   for all other tensors, such as weights and small tensors: the tensor itself.  Without train.recompute and
+               train.offload_fraction all tensors are resident
 
-A recomputed tensor gets no gradient of its own: the norm's own backward has it.
+A recomputed tensor needs no gradient: the norm's own backward computes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +27,14 @@ from sft.mcore.model_bytes import num_offloaded_layers
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device
 
 
-Restore = Callable[[], Tensor]  # what autograd keeps in place of a tensor, and calls when backward wants it
+Restore = Callable[[], Tensor]  # autograd keeps it in place of a tensor, and calls it in backward
 
 
 def _resident(tensor: Tensor) -> Restore:
-    kept, version = tensor.detach(), tensor._version  # with its own node, the tensor would keep itself alive
+    kept, version = tensor.detach(), tensor._version  # the tensor's autograd node would keep the tensor alive
 
     def restore() -> Tensor:
-        # autograd leaves this check to the hooks.
+        # With hooks, autograd does not check this itself.
         assert kept._version == version, "changed in place since it was saved"
         return kept
 
@@ -58,7 +58,7 @@ def _prefetch(saved: Restore, layers: OffloadedLayers, layer: int) -> Restore:
 
 
 def _view(saved: Restore, like: Tensor) -> Restore:
-    """The part of a saved storage, or the shape of it, that `like` is."""
+    """Restore the saved storage with the shape, strides and offset of `like`."""
     size, stride, offset = like.size(), like.stride(), int(like.storage_offset())
     return lambda: saved().as_strided(size, stride, offset)
 
@@ -78,13 +78,13 @@ class _SavedStorage:
 
 
 class SavePolicy:
-    """What the forward passes of one model chunk save, and where.
+    """How and where the forward passes of one model chunk save tensors.
 
-    recompute         outputs that norms mark with `mark_recomputable` are computed once more in backward
-    memory            where large tensors go; None: nowhere
-    offload_fraction  of the layers, the first ones, whose tensors go there: backward reaches them last
-    backward_is_next  backward follows each forward pass at once, so that the last two layers stay on the device
-    resident          tensors that are on the device anyway: weights
+    recompute         backward recomputes the outputs that norms mark with `mark_recomputable`
+    memory            host memory for large tensors; None: no tensor is offloaded
+    offload_fraction  share of layers that are offloaded: the first ones, which backward reaches last
+    backward_is_next  backward follows each forward pass at once, so the last two layers stay on the device
+    resident          tensors that always stay on the device: weights
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class SavePolicy:
         self.recompute, self.memory = recompute, memory
         self.offload_fraction, self.backward_is_next = offload_fraction, backward_is_next
         self.resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
-        self._pass: _ForwardPass | None = None  # that runs; None outside of one, so also while backward runs
+        self._pass: _ForwardPass | None = None  # the current forward pass; None outside of one, also in backward
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Hand this policy to the layers and norms of a model, which core has built without it."""
+        """Give this policy to the layers and norms of a model; core builds them without a policy."""
         for module in model.modules():
             if hasattr(module, "save_policy"):
                 module.save_policy = self  # type: ignore[assignment]
 
     @contextmanager
     def forward_pass(self, num_layers: int) -> Iterator[None]:
-        """Around a forward pass.  What full recomputation computes in backward is saved as autograd saves it."""
+        """A context manager for a forward pass.  Full recomputation in backward runs outside of it."""
         if not (self.recompute or self.memory) or not torch.is_grad_enabled():
             yield
             return
@@ -125,14 +125,14 @@ class SavePolicy:
             this_pass.end()
 
     def start_layer(self) -> None:
-        """What is saved from here on belongs to the next layer."""
+        """Start the next layer: tensors saved from here on belong to it."""
         if self._pass is not None and self._pass.layers is not None:
             self._pass.layers.start_layer()
 
     def mark_recomputable(self, out: Tensor, compute: Callable[..., Any], *inputs: Tensor) -> None:
-        """Declare that `compute(*inputs)` gives `out` once more at next to no cost.
+        """Declare that `compute(*inputs)` recomputes `out` at almost no cost.
 
-        `out` must be contiguous and fill its storage.  No effect outside of a forward pass that recomputes.
+        `out` must be contiguous and fill its storage.  Outside of a forward pass that recomputes, this has no effect.
         """
         if self._pass is not None and self.recompute and torch.is_grad_enabled():
             assert out.is_contiguous() and out.untyped_storage().nbytes() == out.numel() * out.element_size()
@@ -147,7 +147,7 @@ class _ForwardPass:
             policy.offload_fraction, num_layers, backward_is_next=policy.backward_is_next
         )
         self._recomputable: dict[int, _Recomputable] = {}  # by address
-        self._saved: dict[tuple[int, torch.dtype], _SavedStorage] = {}  # by address; whole storages, once each
+        self._saved: dict[tuple[int, torch.dtype], _SavedStorage] = {}  # by address; each whole storage is saved once
 
     def mark(self, out: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         for address in [key for key, marked in self._recomputable.items() if marked.storage.expired()]:
@@ -157,7 +157,7 @@ class _ForwardPass:
         self._recomputable[storage.data_ptr()] = _Recomputable(StorageWeakRef(storage), compute, inputs)
 
     def end(self) -> None:
-        """Drop all references: from now on only autograd keeps what it was given."""
+        """Drop all references, so that only autograd keeps the saved tensors alive."""
         self._recomputable.clear()
         self._saved.clear()
 
@@ -178,12 +178,12 @@ class _ForwardPass:
         return 0 if self.layers is None else self.layers.num_started
 
     def _save_storage(self, tensor: Tensor, storage: torch.UntypedStorage) -> Restore | None:
-        """The whole storage of the tensor, to recompute or offloaded; None: it stays on the device."""
+        """Recompute or offload the whole storage of the tensor; None: it stays on the device."""
         key = storage.data_ptr(), tensor.dtype
         earlier = self._saved.get(key)
         if earlier is not None and not earlier.storage.expired():
-            # Shared by several layers: only the first offloads it.  The later ones save the tensor itself; otherwise
-            # backward of the last layer would have to fetch all that the first one saved.
+            # Of several layers that share a storage, only the first offloads it.  Later layers save the tensor itself.
+            # Otherwise backward of the last layer would have to fetch all tensors of the first.
             return earlier.saved if earlier.layer == self._layer else None
         marked = self._recomputable.get(storage.data_ptr())
         saved: Restore | None = None

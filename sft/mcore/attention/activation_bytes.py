@@ -1,4 +1,4 @@
-"""Bytes that attention keeps of a token, and holds while it computes, by backend.  Arithmetic only, no torch."""
+"""Bytes that attention saves per token, and holds while it computes, by backend.  Arithmetic without torch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
 
 
 def num_head_groups(num_key_heads: int) -> int:
-    """How many head groups packed_attention.py gathers one after the other: whole key heads each.
+    """Number of head groups that packed_attention.py gathers one after the other.  A group has whole key heads.
 
     8 -> 4        6 -> 3        5 -> 1
     """
@@ -21,7 +21,7 @@ def num_head_groups(num_key_heads: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBytes(ABC):
-    """Of one backend, in one layer of this model on one rank."""
+    """Bytes of one backend, in one layer of this model on one rank."""
 
     model: ModelConfig
     rank: RankShare = RankShare()
@@ -30,20 +30,20 @@ class AttentionBytes(ABC):
 
     @abstractmethod
     def rotary(self, pack: float) -> float:
-        """Of the rotary table or the rotation.  pack: tokens"""
+        """Bytes of the rotary table or the rotation.  pack: number of tokens"""
 
     @abstractmethod
     def gathered(self, pack: float) -> float:
-        """Of keys and values of the pack, with cp above 1, at most while backward computes attention."""
+        """Peak bytes of gathered keys and values while backward computes attention; 0 with cp 1."""
 
     @property
     def num_saved_outputs(self) -> int:
-        """How often attention's output is saved."""
+        """Number of saved copies of attention's output."""
         return 1
 
     @property
     def saved(self) -> dict[str, float]:
-        """Of a token, what a layer keeps for backward, by name."""
+        """Bytes that a layer saves per token for backward, by name."""
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
         return {
             "queries, keys, values": queries + pairs,
@@ -52,31 +52,31 @@ class AttentionBytes(ABC):
         }
 
     def local(self, tokens: float) -> float:
-        """Of local tokens, held while backward computes attention, all heads at once: rotated queries and keys, the
-        gradients of output and queries (those once more in fp32), and the gradients of keys and values."""
+        """Bytes of local tokens while backward computes attention for all heads at once: rotated queries and keys, the
+        gradients of output and queries (the latter also in fp32), and the gradients of keys and values."""
         of_queries = (self.rank.width + FP32) * self.queries
         of_pairs = self.rank.width * (self.pairs + self.unsummed)
         return tokens * (self.rotated + of_queries + of_pairs)
 
     @property
     def queries(self) -> float:
-        """Numbers of a token's queries."""
+        """Elements of a token's queries."""
         return self.model.num_attention_heads * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def pairs(self) -> float:
-        """Numbers of a token's keys and values."""
+        """Elements of a token's keys and values."""
         return 2 * self.model.resolved_query_groups * self.model.resolved_head_dim / self.rank.tp
 
     @property
     def unsummed(self) -> float:
-        """Numbers of the gradients of keys and values for every query head, before the kernel sums those of a key head;
-        0 where each query head has a key head of its own."""
+        """Elements of the gradients of keys and values per query head, before the kernel sums them per key head; 0 if
+        each query head has its own key head."""
         return 2 * self.queries if self.model.num_attention_heads > self.model.resolved_query_groups else 0.0
 
     @property
     def rotated(self) -> float:
-        """Of a token: rotated queries and keys, gradients of output and queries."""
+        """Bytes per token of rotated queries and keys, and of the gradients of output and queries."""
         return self.rank.width * (3 * self.queries + self.pairs / 2)
 
 
@@ -87,7 +87,7 @@ class PortableBytes(AttentionBytes):
     norm_outputs_are_saved = False
 
     def rotary(self, pack: float) -> float:
-        """Cosine and sine of the local tokens."""
+        """Bytes of cosine and sine of the local tokens."""
         return 2.0 * self.rank.width * (pack / self.cp) * self.model.resolved_head_dim
 
     def local(self, tokens: float) -> float:
@@ -97,12 +97,12 @@ class PortableBytes(AttentionBytes):
         return tokens * (self.rotated + of_group + FP32 * self.pairs)
 
     def gathered(self, pack: float) -> float:
-        """One head group as it was gathered, and the next in transfer; in the kernel's order: that group, its
-        gradients, and those of the group before, whose fp32 sums are in transfer to their ranks; and what the kernel
-        sums over the query heads of a key head, or after that the same in fp32."""
+        """Bytes of one head group as gathered, and of the next in transfer.  In the kernel's order: that group, its
+        gradients, and those of the group before, whose fp32 sums are in transfer.  In addition the gradients per query
+        head, or later their fp32 sums per key head."""
         if self.cp == 1:
             return 0.0
-        width, ordered = self.rank.width, 1 + 1 / (2 * self.cp)  # a document's early keys: for both of a rank's chunks
+        width, ordered = self.rank.width, 1 + 1 / (2 * self.cp)  # both chunks of a rank need a document's early keys
         in_order = 3 * width * self.pairs + max(width * self.unsummed, FP32 * self.pairs)
         return pack * ((2 * width + FP32) * self.pairs + ordered * in_order) / self._num_groups
 
@@ -113,31 +113,30 @@ class PortableBytes(AttentionBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngineBytes(AttentionBytes):
-    """Read in its sources; counted in all by torch's allocator (docs/performance.md)."""
+    """Derived from its sources; torch's allocator measured the total (docs/performance.md)."""
 
     cp_comm: str = "p2p"
     norm_outputs_are_saved = True
 
     @property
     def num_saved_outputs(self) -> int:
-        """Twice with a2a: as the kernel gave it, and as it came back."""
+        """Two with a2a: the kernel's output, and the output after the all-to-all."""
         return 2 if self.cp > 1 and self.cp_comm.startswith("a2a") else 1
 
     def rotary(self, pack: float) -> float:
-        """fp32 angles of the longest document, which may be the whole pack."""
+        """Bytes of the fp32 angles of the longest document, which may be the whole pack."""
         return float(FP32) * pack * self.model.resolved_head_dim
 
     def gathered(self, pack: float) -> float:
-        """p2p has two ranks' parts in transfer, a2a the whole pack's of its own heads; all_gather has those of the
-        pack, as they came and in order, and their gradients, several times (counted: 6.5 at cp 2, 7.8 at cp 4, no more
-        at cp 8)."""
+        """p2p holds two ranks' parts in transfer, a2a the whole pack for its own heads.  all_gather holds several
+        copies of the pack: gathered, ordered, gradients (measured: 6.5 at cp 2, 7.8 at cp 4, no more at cp 8)."""
         if self.cp == 1:
             return 0.0
         return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.cp) * pack
 
 
 def attention_bytes(config: Config, layout: Layout) -> AttentionBytes:
-    """Of the backend that the recipe names; auto counts as portable, the only one that runs everywhere."""
+    """Bytes of the backend that the recipe names.  auto counts as portable, the only one that runs everywhere."""
     model, rank = config.model, RankShare.of(config, layout)
     portable = PortableBytes(model=model, rank=rank, cp=layout.cp)
     te = TransformerEngineBytes(model=model, rank=rank, cp=layout.cp, cp_comm=config.parallel.cp_comm)

@@ -1,10 +1,10 @@
-"""What the rest of the model asks of an attention backend.
+"""The interface between an attention backend and the rest of the model.
 
-A backend is one object, made once for a run by `selection.choose`.  Nobody else branches on which backend it is.  A
-further kind of layer has its own ModuleSpec, made beside `layer_spec`, and its own field in PackedDocuments.
+`selection.choose` makes one backend object per run.  No other code branches on the kind of backend.  A new kind of
+layer needs its own ModuleSpec, next to `layer_spec`, and its own field in PackedDocuments.
 
-What must be known before torch is imported stands elsewhere: what a backend means for the keys of a recipe in
-sft/config/attention.py, and the bytes that it keeps in activation_bytes.py.
+Facts that are needed before torch is imported are elsewhere.  sft/config/attention.py defines the effect of a backend
+on the keys of a recipe, and activation_bytes.py counts the bytes that it saves.
 """
 
 from abc import ABC, abstractmethod
@@ -25,18 +25,18 @@ from sft.mcore.device import send
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """What attention must know of a microbatch.  The engine makes it on every pipeline stage and drops it there."""
+    """Attention's inputs that describe a microbatch.  The engine makes them anew on every pipeline stage."""
 
-    kernel: Kernel | None = None  # of portable
-    rotation: Rotation | None = None  # of this rank's tokens, where attention itself rotates queries and keys
+    kernel: Kernel | None = None  # only with portable
+    rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
 
 
 class AttentionBackend(ABC):
-    """One implementation of attention.  reason: why this run has it, for the log."""
+    """One implementation of attention.  reason: why this run uses it, for the log."""
 
     name: ClassVar[str]  # as attention.backend in the recipe
-    final_norm: ClassVar[type[torch.nn.Module]]  # behind the last layer
-    has_te_kernels: ClassVar[bool]  # those of Transformer Engine; elsewhere norms mark what they save as recomputable
+    final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
+    has_te_kernels: ClassVar[bool]  # of Transformer Engine; other norms mark their outputs as recomputable
 
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
@@ -56,20 +56,20 @@ class AttentionBackend(ABC):
         """The modules of one transformer layer.  All backends store the same checkpoint keys."""
 
     def rotary_table(self, device: torch.device) -> RotaryTable | None:
-        """Angles for megatron-core, which then rotates queries and keys; None: attention itself rotates them."""
+        """Angles with which megatron-core rotates queries and keys; None: attention itself rotates them."""
         return None
 
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
-        """What attention must know of a microbatch on this rank.
+        """Attention's inputs that describe a microbatch on this rank.
 
         cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
-        max_seqlen  tokens of its longest document, padded
+        max_seqlen  tokens of the longest document of the pack, padded
         positions   int64 [1, t] of this rank's tokens within their documents, on the device
 
-        The same padded tensor is passed as padded and unpadded boundaries: padding is at the tail of a document, where
-        causal attention cannot see it, and some Transformer Engine releases drop keys when the two differ.
+        Padded and unpadded boundaries are the same tensor.  Padding is at the tail of a document, where causal
+        attention cannot see it.  Some Transformer Engine releases drop keys if the two differ.
         """
         boundaries = send(cu_seqlens, positions.device)
         return PackedDocuments(

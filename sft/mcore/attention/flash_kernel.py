@@ -1,15 +1,15 @@
 """A kernel of packed_attention.py: torch's own flash attention (CUDA, bf16).
 
-Every chunk of queries that a rank has (`context_parallel.local_chunks`) is one sequence to the kernel.  Its keys are
-those of its document up to its last query, and the causal mask is aligned to the bottom right.  With context
-parallelism a document's early keys are in the sequences of both of a rank's chunks, so that keys are copied
-1 + 1 / 2cp times.  Nothing of size tokens x tokens exists.
+The kernel treats each local chunk of queries (`context_parallel.local_chunks`) as one sequence.  Its keys are those of
+the document up to the chunk's last query.  The causal mask is aligned to the bottom right.  With context parallelism
+both chunks of a rank need a document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor has size tokens x
+tokens.
 
-The kernel is the one of torch.nn.attention.varlen, called by the operators underneath: `varlen_attn` itself would save
-the keys of the whole pack in every layer for backward.
+The module calls the operators below torch.nn.attention.varlen.  `varlen_attn` itself would save the keys of the whole
+pack in every layer for backward.
 
-Not yet run on a GPU.  On the CPU, tests give what the kernel gets to a plain stand-in for it, and check on the meta
-device that the operators of the installed torch take it.
+No GPU has run this yet.  On the CPU, tests pass the kernel's inputs to a plain replacement.  On the meta device, they
+check that the operators of the installed torch accept these inputs.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 
-MAX_HEAD_DIM = 256  # that the kernel takes; it must be a multiple of 8, too
-# Options that only some releases of torch have.  One split of the keys: by itself, the kernel chooses the number by the
-# longest sequence of the pack, and a document's result would depend on other documents.
+MAX_HEAD_DIM = 256  # limit of the kernel, which also needs a multiple of 8
+# Options that only some releases of torch have.  Keys have one split.  By default the kernel chooses the number by the
+# longest sequence of the pack, so a document's result would depend on other documents.
 _IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
 _CAUSAL: dict[str, int] = {"window_size_left": -1, "window_size_right": 0}
 
 
 @dataclass(frozen=True)
 class Operators:
-    """The two operators of torch, or others for tests and benchmarks; see `_forward` and `_backward`."""
+    """torch's two operators, or replacements for tests and benchmarks; see `_forward` and `_backward`."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -43,7 +43,7 @@ class Operators:
 class FlashKernel:
     """The kernel with the sequences of one microbatch; the same in every layer.
 
-    key_order     of each sequence's keys, one sequence after the other; see `packed_attention.Kernel`
+    key_order     order of the keys, one sequence after the other; see `packed_attention.Kernel`
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
     cu_seqlens_k  int32 [sequences + 1], boundaries of their keys
     """
@@ -127,7 +127,7 @@ TORCH = Operators(_forward, _backward)
 
 
 def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
-    """Why this model cannot use the kernel; None where it can."""
+    """The reason why this model cannot use the kernel; None if it can."""
     if device_type != "cuda":
         return "it needs CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -139,7 +139,7 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
 
 @cache
 def _missing() -> str | None:
-    """Why torch or the GPU cannot run the kernel; None where they can."""
+    """The reason why torch or the GPU cannot run the kernel; None if they can."""
     lacking = sorted({"cum_seq_q", "scale", *_CAUSAL} - _arguments())
     if lacking:
         return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}"

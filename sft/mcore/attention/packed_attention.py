@@ -1,9 +1,9 @@
-"""Causal attention over packed documents whose tokens are spread over the context-parallel group.
+"""Causal attention over packed documents whose tokens are split over the context-parallel group.
 
 A token attends to the tokens of its own document up to itself.  Queries stay on their rank.  Keys and values are
-all-gathered over the group, one head group at a time: while a kernel computes one head group, the next one is being
-gathered.  Gathered keys and values are not saved: backward gathers them once more, and reduce-scatters their gradients
-head group by head group.
+all-gathered over the group, one head group at a time.  While a kernel computes one head group, the next is gathered.
+Gathered keys and values are not saved.  Backward gathers them again, and reduce-scatters their gradients per head
+group.
 
 A head group is 1/4 of the key/value heads or more, with the query heads that belong to them (`num_head_groups`).  The
 kernel is flash_kernel.py (torch's own, on CUDA in bf16) or torch_kernel.py (plain torch, everywhere else).
@@ -21,11 +21,11 @@ from sft.mcore.attention.rope import Rotation
 
 
 class Kernel(Protocol):
-    """Attention of this rank's queries in one microbatch to keys in the order that the kernel asks for."""
+    """Attention of this rank's queries in one microbatch to keys in the order `key_order`."""
 
     @property
     def key_order(self) -> Tensor | None:
-        """int64 [k]: index into the gathered local parts of each key it wants; None: all, as they are (cp 1)."""
+        """int64 [k]: for each key that the kernel needs, its index in the gathered parts; None: all in order (cp 1)."""
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """query [t, heads, d], keys and values [k, key heads, d] -> out [t, heads, d], log-sum-exp for backward."""
@@ -33,7 +33,7 @@ class Kernel(Protocol):
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values; those of keys and values from this rank's queries alone."""
+        """Gradients of query, keys and values.  Those of keys and values come from this rank's queries alone."""
 
 
 def packed_attention(
@@ -47,14 +47,14 @@ def packed_attention(
 ) -> Tensor:
     """query [t, heads, d], key and value [t, key heads, d] of this rank's tokens -> [t, heads, d].
 
-    rotation: applied to queries and keys first; None: they are used as they are
+    rotation: applied to queries and keys first; None: no rotation
     """
     out: Tensor = _PackedAttention.apply(query, key, value, kernel, scale, cp_group, rotation)
     return out
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Saves queries and keys as they were before rotation: a norm may recompute those (`saved_tensors.py`)."""
+    """Saves queries and keys before rotation, because a norm may recompute them (`saved_tensors.py`)."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _PackedAttention(torch.autograd.Function):
         cp_group: Any,
         rotation: Rotation | None,
     ) -> Tensor:
-        # Copies, because a view would keep the whole output of the projection alive.
+        # Copies, because a view would keep the whole output of the projection in memory.
         query, key, value = (x.contiguous() for x in (query, key, value))
         num_groups = _num_groups(key, kernel)
         out = torch.empty_like(query)
@@ -97,7 +97,7 @@ class _PackedAttention(torch.autograd.Function):
             if scatters:  # only one at a time: each holds fp32 sums for every token of the pack
                 scatters[-1].wait()
             scatters.append(_ReduceScatter(dkeys, dvalues, kernel, len(key), ctx.cp_group))
-            del dkeys, dvalues  # these are as long as the pack, too
+            del dkeys, dvalues  # these are also as long as the pack
         both = torch.cat([scatter.result() for scatter in scatters], dim=1)
         dkey, dvalue = both.split(key.shape[-1], dim=-1)
         if rotation is not None:
@@ -110,7 +110,7 @@ def _rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
 
 
 def _num_groups(key: Tensor, kernel: Kernel) -> int:
-    """Head groups of key [t, key heads, d]; 1 where nothing is gathered."""
+    """Head groups of key [t, key heads, d]; 1 if keys are not gathered."""
     return 1 if kernel.key_order is None else num_head_groups(key.shape[1])
 
 
@@ -119,7 +119,7 @@ def _gathered(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values [k, key heads / num_groups, d] in the kernel's order, one head group after the other.
 
-    Collective over cp.  The next head group is being gathered when one is handed out.
+    Collective over cp.  When a head group is yielded, the all-gather of the next is in progress.
     """
     if kernel.key_order is None:
         yield key, value
@@ -134,7 +134,7 @@ def _gathered(
 
 
 class _AllGather:
-    """Local keys and values of one head group, being sent to all ranks."""
+    """The all-gather of one head group's keys and values, in progress."""
 
     def __init__(self, key: Tensor, value: Tensor, order: Tensor, cp_group: Any) -> None:
         self._order, self._head_dim = order, key.shape[-1]
@@ -143,7 +143,7 @@ class _AllGather:
         self._work = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [k, key heads, d] in `order`.  Once: what was gathered is freed."""
+        """Keys and values, each [k, key heads, d] in `order`.  Call it once; it frees the buffer."""
         self._work.wait()
         gathered, self._gathered = self._gathered, None
         keys, values = gathered.index_select(0, self._order).split(self._head_dim, dim=-1)
@@ -151,9 +151,9 @@ class _AllGather:
 
 
 class _ReduceScatter:
-    """Gradients of keys and values in the kernel's order -> of the local ones, summed over ranks.
+    """Gradients of keys and values in the kernel's order -> gradients of local keys and values, summed over ranks.
 
-    Sums over chunks and ranks are in fp32 at least.
+    Sums over chunks and ranks are in fp32 or float64.
     """
 
     def __init__(self, dkeys: Tensor, dvalues: Tensor, kernel: Kernel, num_tokens: int, cp_group: Any) -> None:

@@ -1,4 +1,4 @@
-"""The `portable` backend: plain torch around attention over packed documents, on any device.
+"""The `portable` backend: attention over packed documents in torch, on any device.
 
 Its kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere).  Attention rotates queries and keys
 itself, and all-gathers keys and values over the context-parallel group (packed_attention.py).
@@ -59,7 +59,7 @@ class Portable(AttentionBackend):
 
 
 class PortableAttention(torch.nn.Module):
-    """megatron-core's CoreAttention protocol over `packed_attention`."""
+    """Implements megatron-core's CoreAttention protocol with `packed_attention`."""
 
     def __init__(self, *, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__()

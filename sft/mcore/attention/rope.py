@@ -1,8 +1,8 @@
-"""Rotary position embedding: the frequencies of every scaling, the rotation, and the table of angles.
+"""Rotary position embedding: the frequencies for each scaling method, the rotation, and the table of angles.
 
-Frequencies follow the definitions of Hugging Face transformers, with which released weights were trained:
-linear (Chen 2023), llama3 (Llama 3.1), YaRN (Peng 2023).  YaRN's temperature multiplies queries and keys alike, so
-it is applied to the attention scale, squared, instead of to both rotations.
+Frequencies follow Hugging Face transformers, whose definitions match released weights: linear (Chen 2023), llama3
+(Llama 3.1), YaRN (Peng 2023).  YaRN's temperature multiplies both queries and keys.  Here its square multiplies the
+attention scale instead.
 """
 
 import math
@@ -64,9 +64,9 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of queries and keys of a rank's tokens; made once for a microbatch, for all layers.
+    """The rotation of queries and keys of a rank's tokens, made once per microbatch for all layers.
 
-    cos, sin [t, 1, head_dim], those of each pair of dimensions twice (rotate-half convention)
+    cos, sin [t, 1, head_dim]: the value of each pair of dimensions twice (rotate-half convention)
     """
 
     cos: Tensor
@@ -74,7 +74,7 @@ class Rotation:
 
     @staticmethod
     def of(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> "Rotation":
-        """positions: of the tokens within their documents, int64 [t].  Angles are fp32, as in transformers."""
+        """positions: int64 [t], positions of tokens in their documents.  Angles are fp32, as in transformers."""
         angles = torch.outer(positions.to(torch.float32), inv_freq)
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
@@ -95,15 +95,15 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 class RotaryTable(torch.nn.Module):
-    """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, where Transformer Engine applies them.
+    """Angles of positions 0, 1, 2, ... for megatron-core's GPTModel, if Transformer Engine applies them.
 
-    Replaces core's RotaryEmbedding, which caches up to 32 tables, one for each max_seqlen that it has met: 16 GiB at
-    1M positions.  Here there is one table, as long as the longest document so far.
+    Replaces core's RotaryEmbedding, which caches up to 32 tables, one per max_seqlen: 16 GiB at 1M positions.  This
+    class keeps one table, as long as the longest document so far.
     """
 
     def __init__(self, inv_freq: Tensor) -> None:
         super().__init__()
-        self.inv_freq = inv_freq  # not a buffer: stays fp32 when the model is cast, and out of checkpoints
+        self.inv_freq = inv_freq  # not a buffer: stays fp32 when the model is cast, and is not in checkpoints
         self.table = inv_freq.new_empty((0, 1, 1, 2 * inv_freq.numel()))
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:

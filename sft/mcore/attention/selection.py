@@ -1,4 +1,4 @@
-"""Which attention backend a run gets, and why: `attention.backend`, and what is installed on this machine."""
+"""Chooses the attention backend of a run from `attention.backend` and the software and devices of this machine."""
 
 from sft.config import Config
 from sft.errors import ConfigError
@@ -11,9 +11,9 @@ from sft.mcore.attention.transformer_engine import TransformerEngine
 
 
 def choose(config: Config, device_type: str) -> AttentionBackend:
-    """`auto` is te where Transformer Engine and CUDA are available, else portable.
+    """`auto` is te if Transformer Engine and CUDA are available, else portable.
 
-    Raises ConfigError where the recipe names te, or sets run.fp8, which only te has, and te cannot run here.
+    Raises ConfigError if te cannot run here, and the recipe names te or sets run.fp8, which only te has.
     """
     candidates = config.attention.candidates
     te_problem = transformer_engine.why_not(config, device_type)

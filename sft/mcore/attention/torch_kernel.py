@@ -1,8 +1,8 @@
 """A kernel of packed_attention.py in plain torch, on any device and in any precision.
 
-Each chunk of queries is computed tile by tile with an online softmax (Dao 2023, FlashAttention-2), so that no score
-matrix larger than one tile exists, forward or backward.  Tiles never span documents, so that a document's result
-depends on nothing outside the document, bit for bit.
+The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  Forward and
+backward, no score matrix is larger than one tile.  Tiles never span documents, so a document's result is bitwise
+independent of other documents.
 """
 
 import math
@@ -22,7 +22,7 @@ KEY_TILE = 512  # columns of a tile of scores
 
 @dataclass(frozen=True, kw_only=True)
 class TorchKernel:
-    """The kernel with the chunks of one microbatch.  It wants the keys of the whole pack, in pack order.
+    """The kernel with the chunks of one microbatch.  It needs the keys of the whole pack, in pack order.
 
     chunks     the queries of this rank
     key_order  int64 [t * cp_size]: concat(local parts)[key_order] is the pack; None with cp 1
@@ -50,7 +50,7 @@ class TorchKernel:
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values; those of keys and values in the dtype of `lse`."""
+        """Gradients of query, keys and values.  Those of keys and values have the dtype of `lse`."""
         dquery = torch.empty_like(query)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
         dvalues = torch.zeros_like(dkeys)
@@ -71,7 +71,7 @@ class _Tile:
     position: int  # of the first query, within the document
 
     def key_tiles(self) -> Iterator[tuple[slice, bool]]:
-        """Slices of the pack whose keys these queries may see, and whether the slice needs a causal mask."""
+        """Slices of the pack whose keys these queries may attend to, and whether each slice needs a causal mask."""
         num_queries = self.rows.stop - self.rows.start
         num_keys = self.position + num_queries
         for start in range(0, num_keys, KEY_TILE):
@@ -79,7 +79,7 @@ class _Tile:
             yield slice(self.document + start, self.document + stop), stop > self.position + 1
 
     def hidden(self, keys: slice, device: torch.device) -> Tensor:
-        """bool [queries, keys]: whether the key comes after the query."""
+        """bool [queries, keys]: true if the key comes after the query."""
         queries = torch.arange(self.position, self.position + self.rows.stop - self.rows.start, device=device)
         positions = torch.arange(keys.start - self.document, keys.stop - self.document, device=device)
         return positions[None, :] > queries[:, None]

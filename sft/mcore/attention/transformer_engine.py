@@ -1,7 +1,7 @@
 """The `te` backend: Transformer Engine's layers and attention, on CUDA.
 
-megatron-core builds them and applies the rotary embedding; context parallelism is Transformer Engine's own, by
-`parallel.cp_comm`.
+megatron-core builds the layers and applies the rotary embedding.  Transformer Engine does context parallelism, as
+`parallel.cp_comm` selects.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ from sft.mcore import fp8
 from sft.mcore.attention.backend import AttentionBackend
 from sft.mcore.attention.rope import RotaryTable
 
-# Release of Transformer Engine from which context parallelism other than p2p takes packed documents; from its sources.
+# First release of Transformer Engine, by its sources, in which each cp_comm other than p2p takes packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 
 
@@ -40,7 +40,7 @@ class TransformerEngine(AttentionBackend):
 
 
 def why_not(config: Config, device_type: str) -> str | None:
-    """What keeps this run from Transformer Engine; None where nothing does."""
+    """The reason why this run cannot use Transformer Engine; None if it can."""
     if device_type != "cuda":
         return "Transformer Engine needs CUDA and this run is on the CPU"
     if config.run.precision == "fp32":
@@ -53,7 +53,7 @@ def why_not(config: Config, device_type: str) -> str | None:
 
 
 def check_release(config: Config) -> None:
-    """Raises ConfigError where the installed release, in the first step, would stop with an assertion."""
+    """Raise ConfigError if the installed release would fail an assertion in the first step."""
     parallel, recipe, installed = config.parallel, config.run.fp8, importlib.metadata.version("transformer-engine")
     needed = _PACKED_SINCE.get(parallel.cp_comm, (0, 0))
     if parallel.cp > 1 and _numbers(installed) < needed:

@@ -1,13 +1,13 @@
 """The loss head: hidden states -> the objective, summed over the supervised tokens on this rank.
 
-    fused    no logits: supervised rows only, chunk by chunk, gradients in the forward pass (3 GEMMs, not 4)
-    chunked  logits of every row, with softmax and its gradient taken chunk by chunk, as most trainers do
+    fused    no logits: scores of supervised rows, chunk by chunk; gradients in the forward pass (3 GEMMs, not 4)
+    chunked  logits of every row; softmax and its gradient chunk by chunk, as in most trainers
     full     logits of every row and megatron-core's own cross-entropy; the reference
 
-All are split over the vocabulary (tp), work on the sequence-parallel slice, and stay on the context-parallel
-rank: no communication over cp, no division.  Rows that only pad the vocabulary never enter the softmax.
+All split the vocabulary over tp and accept the sequence-parallel slice.  They do not communicate over cp, and do not
+divide.  Rows that only pad the vocabulary never enter the softmax.
 
-Reading order: `lm_loss` here, `objective.py` (what is minimised), then `fused.py`, `chunked.py` or `full.py`.  These
+Reading order: `lm_loss` here, `objective.py` (the objective), then `fused.py`, `chunked.py` or `full.py`.  These three
 share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).
 """
 
@@ -22,10 +22,10 @@ __all__ = ["RowStatistics", "Targets", "VocabShard", "lm_loss", "token_statistic
 
 
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
-    """The objective, a float64 scalar: a sum over the supervised tokens; and their statistics, without gradient.
+    """The objective, a float64 sum over the supervised tokens, and the statistics of these tokens, without gradient.
 
     hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
-    Without a supervised token the objective and its gradients are exactly 0, and the rank still joins all collectives.
+    Without a supervised token the objective and its gradients are exactly 0; the rank still joins all collectives.
     """
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
@@ -36,9 +36,9 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
     """Log-probability, log-sum-exp and entropy of every supervised token, each with a gradient of its own.
 
-    For objectives other than a sum over tokens with fixed weights.  `fused` computes the scores a second time in
-    backward (4 GEMMs), because the upstream gradients are not known before.  Entropy is None unless the config asks for
-    it, and has a gradient only where entropy_coef is not 0.
+    Use it for objectives other than a sum over tokens with fixed weights.  `fused` recomputes the scores in backward (4
+    GEMMs), because the upstream gradients are not known before.  Entropy is None unless the config asks for it.  It has
+    a gradient only if entropy_coef is not 0.
     """
     by_name = {"fused": fused, "chunked": chunked, "full": full}
     return by_name[loss.impl].token_statistics(hidden, shard, targets, loss)

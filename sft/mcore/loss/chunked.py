@@ -1,6 +1,6 @@
-"""Statistics of the rows of whole logits: the softmax and its gradient are computed in chunks of tokens.
+"""Computes all logits at once, but the softmax and its gradient in chunks of tokens.
 
-The logits exist once, and their gradient once, in their own dtype.
+The logits and their gradient each exist once, in the dtype of the logits.
 """
 
 from operator import itemgetter
@@ -21,7 +21,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def row_statistics(logits: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """The same from logits [t, rows of this shard], which are not modified."""
+    """As `token_statistics`, from logits [t, rows of this shard], which stay unchanged."""
     return RowStatistics._make(_RowStatistics.apply(logits, shard, targets, loss))
 
 

@@ -1,4 +1,4 @@
-"""All logits at once and megatron-core's vocab-parallel cross-entropy: the reference, by autograd throughout."""
+"""The reference: all logits at once, megatron-core's vocab-parallel cross-entropy, and gradients from autograd."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     logits = shard.logits(hidden, targets.rows)
     logits = logits.to(accumulation_dtype(logits.dtype))
     labels = targets.labels.new_zeros(logits.shape[0]).index_copy(0, targets.rows, targets.labels)
-    # A copy, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
+    # A copy: core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
     correct = _correct(masked.detach()[targets.rows], targets.labels - shard.first, shard)
@@ -29,7 +29,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
-    """[n, rows of this shard], labels counted from its first row -> [n]"""
+    """scores [n, rows of this shard], labels relative to its first row -> [n], 1 if no score is above the label's"""
     is_local = (local >= 0) & (local < shard.num_real)
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     largest = torch.stack([scores.amax(-1), torch.where(is_local, own, -torch.inf)])
@@ -39,7 +39,7 @@ def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
 
 
 def _lse_and_entropy(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """[n, real rows of this shard] -> [n], [n], over the whole vocabulary."""
+    """[n, real rows of this shard] -> log-sum-exp [n] and entropy [n] over the whole vocabulary."""
     if shard.num_real:
         largest = scores.detach().amax(-1)
     else:
@@ -48,7 +48,7 @@ def _lse_and_entropy(scores: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
     total = _sum_over_tp((scores - largest[:, None]).exp().sum(-1), shard)
     lse = largest + total.log()
-    # Each shard's part of the entropy depends on lse, so the gradients of lse are summed over the shards.
+    # Each shard's part of the entropy depends on lse, so backward sums the gradients of lse over the shards.
     logprobs = scores - tensor_parallel.copy_to_tensor_model_parallel_region(lse, group=shard.group)[:, None]
     return lse, -_sum_over_tp((logprobs.exp() * logprobs).sum(-1), shard)
 

@@ -1,8 +1,8 @@
-"""Hidden states -> loss without logits: supervised rows only, chunk by chunk in one buffer.
+"""Computes the loss without logits: one buffer holds the scores of one chunk of supervised rows at a time.
 
-In training the upstream gradient is known in advance (the objective is a sum with fixed weights), so `lm_loss` computes
-all gradients while a chunk's scores exist: 3 GEMMs, and only the gradients are kept.  `token_statistics` serves any
-other objective and computes the scores a second time in backward: 4 GEMMs.
+In training the upstream gradient is known in advance, because the objective is a sum with fixed weights.  So `lm_loss`
+computes all gradients while a chunk's scores exist (3 GEMMs), and keeps only the gradients.  `token_statistics` is for
+all other objectives, and recomputes the scores in backward (4 GEMMs).
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
     """See `sft.mcore.loss.lm_loss`.
 
-    Where the weight's gradient is summed in `main_grad`, it is there before backward begins; an upstream gradient other
-    than 1 then raises RuntimeError.
+    If `main_grad` sums the weight's gradient, the forward pass already adds to it.  An upstream gradient other than 1
+    then raises RuntimeError.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
     total, *columns = _Loss.apply(hidden, shard.weight, shard, targets, loss, train)
@@ -151,7 +151,7 @@ class _Gradients:
         return torch.index_select(whole, 0, self._index[part], out=self._hidden[part])
 
     def add(self, part: slice, dscores: Tensor, inputs: Tensor) -> None:
-        """dscores [m, rows of this shard] of inputs [m, h]; the inputs may be overwritten."""
+        """Add the gradients of a chunk: dscores [m, rows of this shard], inputs [m, h].  May overwrite the inputs."""
         _add_product(self._weight, dscores.t(), inputs, overwrite=self._uninitialised)
         self._uninitialised = False
         torch.mm(dscores, self._shard.weight.detach(), out=self._hidden[part])
@@ -177,8 +177,8 @@ class _Gradients:
     def _weight_gradient(self, weight: Tensor) -> Tensor:
         if not self._into_main_grad:
             return self._weight.to(weight.dtype)
-        # As megatron-core's own layers do: DistributedDataParallel waits for a gradient, but ignores its value where
-        # this is set.  A weight that is also used elsewhere gets the sum of both gradients: this one has to be zeros.
+        # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if this is set.
+        # If the weight is also used elsewhere, autograd sums both gradients, so this one has to be zeros.
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
@@ -195,7 +195,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> Non
 
 
 def _spread(dense: Tensor, index: Tensor) -> None:
-    """Row i of the first n moves to row index[i] >= i, last first; the others are zero.  In place."""
+    """Move row i of the first n to row index[i] >= i, in place, last rows first.  All other rows become zero."""
     for part in reversed(list(blocks(dense[: index.numel()]))):
         _move(dense, part, index[part])
 

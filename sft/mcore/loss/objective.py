@@ -1,8 +1,8 @@
-"""What is minimised: which tokens, with what weights, and the terms of a token's loss.
+"""The objective: the tokens that enter it, their weights, and the terms of a token's loss.
 
     loss of a token = weight * (-log p(label) + z_loss_coef * lse^2 - entropy_coef * entropy)
 
-lse is the log-sum-exp of its scores.  Pulling it towards 0 keeps the scores of a long run from drifting.
+lse is the log-sum-exp of the token's scores.  The z-loss keeps lse near 0, so scores do not drift in a long run.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from sft.mcore.loss.vocab_parallel import accumulation_dtype
 class Targets:
     """The supervised tokens of a microbatch on this rank."""
 
-    rows: Tensor  # int64 [n], increasing: where they stand among the rank's tokens
+    rows: Tensor  # int64 [n], increasing: their indices among the rank's tokens
     labels: Tensor  # int64 [n]
     weights: Tensor  # float32 [n], above 0
 
     @staticmethod
     def of(microbatch: Microbatch, device: torch.device) -> "Targets":
-        """Selects on the CPU, where the microbatch is: on a GPU the host would have to synchronise."""
+        """Select the supervised tokens on the CPU.  A selection on the GPU would synchronise with the host."""
         weights = microbatch.loss_weights.flatten()
         rows = weights.nonzero().squeeze(-1)
         chosen = rows, microbatch.labels.flatten()[rows], weights[rows]
@@ -40,26 +40,26 @@ class Targets:
 
 
 class RowStatistics(NamedTuple):
-    """Of n rows of scores over the whole vocabulary, float32 (float64 of float64 scores), each [n].
+    """Statistics of n rows of scores over the whole vocabulary, each float32 [n] (float64 for float64 scores).
 
-    lse and entropy are None where the config does not need them; `softmax.statistics` always gives lse.
+    lse and entropy are None if the config does not need them; `softmax.statistics` always returns lse.
     """
 
     logprob: Tensor  # log p(label)
     lse: Tensor | None  # log-sum-exp of the scores
     entropy: Tensor | None  # in nats
-    correct: Tensor  # 1 where no score is above the label's, 0 elsewhere; has no gradient
+    correct: Tensor  # 1 if no score is above the label's, otherwise 0; has no gradient
 
     @staticmethod
     def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
-        """Uninitialised statistics of `num_rows` rows of scores like those."""
+        """Uninitialised statistics of `num_rows` rows, on the device of `like`."""
         logprob, lse, correct, *rest = like.new_empty(
             (4 if entropy else 3, num_rows), dtype=accumulation_dtype(like.dtype)
         )
         return RowStatistics(logprob=logprob, lse=lse, entropy=rest[0] if entropy else None, correct=correct)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RowStatistics":
-        """`change` of each column that is there."""
+        """Apply `change` to each column that is not None."""
         return RowStatistics._make(None if column is None else change(column) for column in self)
 
     def assign(self, part: slice, rows: "RowStatistics") -> None:
@@ -68,7 +68,7 @@ class RowStatistics(NamedTuple):
                 target[part] = source
 
     def without_gradient(self, loss: LossConfig) -> list[Tensor]:
-        """The columns that no objective depends on."""
+        """The columns that have no gradient."""
         return [self.correct] + ([self.entropy] if self.entropy is not None and not loss.entropy_coef else [])
 
 
@@ -77,7 +77,7 @@ class GradientCoefficients(NamedTuple):
 
         d/dz_j = softmax * p_j + entropy * p_j * log p_j + label * [j is the label]          p = softmax(z)
 
-    Each [n]; `entropy` is None where the function does not depend on the entropy.
+    Each is [n]; `entropy` is None if the function does not depend on the entropy.
     """
 
     softmax: Tensor
@@ -101,7 +101,7 @@ def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
 
 
 def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> GradientCoefficients:
-    """Those of `objective`, for an upstream gradient of 1.
+    """Gradient coefficients of `objective` for an upstream gradient of 1.
 
     d(-logprob) = p - onehot,  d lse^2 = 2 lse p,  d entropy = -p (log p + entropy)
     """
@@ -120,7 +120,7 @@ def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfi
 def upstream_coefficients(
     rows: RowStatistics, of_logprob: Tensor | None, of_lse: Tensor | None, of_entropy: Tensor | None, *_: Tensor | None
 ) -> GradientCoefficients:
-    """Those of upstream gradients of logprob, lse and entropy, None meaning zeros; `correct` has no gradient."""
+    """Gradient coefficients for upstream gradients of logprob, lse and entropy; None means zeros."""
     zeros = torch.zeros_like(rows.logprob)
     label = zeros if of_logprob is None else of_logprob
     softmax = (zeros if of_lse is None else of_lse) - label

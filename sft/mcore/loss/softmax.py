@@ -1,8 +1,8 @@
 """Statistics of scores over a split vocabulary, and the gradient of anything that depends on them.
 
-`statistics` and `gradient` are for the whole vocabulary.  Each makes one pass over the scores of this shard: `row_sums`
-and `score_gradient`, here in plain torch, and on CUDA in Triton (`softmax_triton.py`).  The passes here work on blocks
-of a few rows, so that no temporary has the size of the scores.  None writes to the scores, unless `out` is them.
+`statistics` and `gradient` are for the whole vocabulary.  Each makes one pass over the scores of this shard, in
+`row_sums` or `score_gradient`.  Both exist here in plain torch, and in Triton for CUDA (`softmax_triton.py`).  Torch
+works on blocks of a few rows, so no temporary is as large as the scores.  The scores change only if `out` is them.
 """
 
 import functools
@@ -17,14 +17,14 @@ from torch import Tensor
 from sft.mcore.loss.objective import GradientCoefficients, RowStatistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
-_FAR = -1e4  # exp(_FAR) is 0 in every format; keeps an empty shard's "-inf - x" out of products with 0
-# Bytes of a block: within a CPU core's cache; on CUDA enough to fill the device, and little beside the scores.
+_FAR = -1e4  # exp(_FAR) is 0 in every format; it replaces an empty shard's "-inf - x", whose product with 0 is NaN
+# Bytes of a block: fits a CPU core's cache; on CUDA it fills the device, and is small relative to the scores.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bool) -> RowStatistics:
-    """scores [n, rows of this shard], labels int64 [n] -> over the whole vocabulary.  Collective over tp: one call,
-    3 floats a row, 4 with entropy."""
+    """scores [n, rows of this shard], labels int64 [n] -> statistics over the whole vocabulary.  Collective over tp:
+    one all-gather of 3 floats per row, or 4 with entropy."""
     sums_of, _ = _passes(scores.is_cuda)
     local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy)
     if shard.group.size() == 1:
@@ -40,7 +40,7 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
         moment = [(scale * (part + totals * shift)).sum(0) for part in moments]
     log_total = total.log()
     return RowStatistics(
-        logprob=score - largest - log_total,  # in this order: exact where it is near 0
+        logprob=score - largest - log_total,  # this order is exact for values near 0
         lse=largest + log_total,
         entropy=log_total - moment[0] / total if moment else None,
         correct=(score >= largest).to(score.dtype),
@@ -58,7 +58,7 @@ def gradient(
 ) -> None:
     """Write the gradient with respect to the scores, as `GradientCoefficients` defines it, to `out` [n, rows].
 
-    out: the scores themselves, or a buffer of their shape and dtype; columns that pad the vocabulary get 0
+    out: the scores themselves, or a buffer of the same shape and dtype; columns that pad the vocabulary get 0
     """
     _, write_gradient = _passes(scores.is_cuda)
     write_gradient(scores, labels - shard.first, shard.num_real, rows.logprob, rows.lse, coefficients, out)
@@ -66,7 +66,7 @@ def gradient(
 
 @functools.cache
 def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`row_sums` and `score_gradient`."""
+    """`row_sums` and `score_gradient` for this device."""
     if is_cuda:
         with suppress(ImportError):  # torch for CUDA brings Triton on Linux, and only there
             from sft.mcore.loss import softmax_triton
@@ -76,10 +76,10 @@ def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
-    """[3 or 4, n] of this shard's real columns: largest score m, sum of exp(z - m), the label's score (0 where
-    the label is in another shard), and sum of exp(z - m) (z - m).
+    """[3 or 4, n] over this shard's real columns: largest score m, sum of exp(z - m), the label's score (0 if the label
+    is in another shard), and sum of exp(z - m) (z - m).
 
-    local: the labels, counted from the first row of this shard
+    local: the labels relative to the first row of this shard
     """
     sums = scores.new_zeros((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
     if num_real == 0:  # this shard holds only padding of the vocabulary
@@ -120,7 +120,7 @@ def score_gradient(
         _gradient_block(
             scores[block, :num_real], lse[block, None], coefficients.map(itemgetter(block)), out[block, :num_real]
         )
-    # The label's column again, from the statistics: bf16 would round p before 1 is subtracted.
+    # Compute the label's column again from the statistics: bf16 would round p before 1 is subtracted.
     slope = coefficients.softmax
     if coefficients.entropy is not None:
         slope = slope + coefficients.entropy * logprob
@@ -142,12 +142,12 @@ def _gradient_block(scores: Tensor, lse: Tensor, coefficients: GradientCoefficie
 
 
 def _own(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
-    """Which labels are columns of this shard, and a column that may be read for each."""
+    """Whether each label is a column of this shard, and a valid column index for each label."""
     return (local >= 0) & (local < num_real), local.clamp(0, num_real - 1)
 
 
 def blocks(x: Tensor) -> Iterator[slice]:
-    """Runs of rows of `x` [n, ...] of some _BLOCK_BYTES each, at least one row."""
+    """Slices of rows of `x` [n, ...] of about _BLOCK_BYTES each, at least one row."""
     row_bytes = max(1, x[:1].numel()) * torch.empty((), dtype=accumulation_dtype(x.dtype)).element_size()
     return slices(x.shape[0], max(1, _BLOCK_BYTES[x.device.type] // row_bytes))
 

@@ -1,7 +1,7 @@
-"""The two passes of `softmax.py` in Triton, used on CUDA: one program per row, which reads it once.
+"""The two passes of `softmax.py` in Triton for CUDA.  One program per row reads the row once.
 
-`row_sums` keeps a running maximum and rescales what it has summed when that grows; `score_gradient` may write
-over the scores, as every element is read and written by the same program.
+`row_sums` keeps a running maximum, and rescales its sums when the maximum grows.  `score_gradient` may overwrite the
+scores, because the same program reads and writes an element.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The vocabulary over the tensor-parallel ranks: which rows this rank has, and every collective of the loss head."""
+"""The vocabulary split over tensor-parallel ranks: the rows of this rank, and all collectives of the loss head."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class VocabShard:
 
     @property
     def main_grad(self) -> Tensor | None:
-        """Where the optimizer sums this weight's gradient, if it does so in the precision we sum in."""
+        """The buffer that sums this weight's gradient, if its dtype is that of our sums; else None."""
         buffer: Tensor | None = getattr(self.weight, "main_grad", None)
         if buffer is None or not self.weight.requires_grad:
             return None
@@ -38,8 +38,8 @@ class VocabShard:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Scores [t, rows of this shard] of all t tokens, with autograd.
 
-        Hidden states of tokens that are not in `rows` are replaced by zeros: they may be NaN, and the gradient of the
-        weight would multiply them by 0.
+        Zeros replace the hidden states of tokens that are not in `rows`.  These may be NaN, and the gradient of the
+        weight would multiply them by 0, which is NaN.
         """
         if self.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)
@@ -79,5 +79,5 @@ class VocabShard:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are accumulated in: float32, or float64 of float64."""
+    """The dtype of sums: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,6 +1,6 @@
-"""AdamW, gradient clipping and the learning-rate schedule: megatron-core's own, but for the norm of the gradient.
+"""megatron-core's AdamW, gradient clipping and learning-rate schedule, with our own gradient norm.
 
-Step numbers count from 1: the first update already has a learning rate, the last one has min_lr.
+Step numbers count from 1.  The learning rate of the first update is above 0, that of the last is min_lr.
 """
 
 import math
@@ -25,14 +25,14 @@ from sft.config import Config, OptimConfig
 from sft.errors import ConfigError
 from sft.mcore.optimizer import offload
 
-# Numbers that are read at once.  A CPU makes a float64 copy of them, 512 KiB, which fits the cache of a core.  A GPU
-# makes none: its kernel converts each number it reads, adds 65,536 of them in a block, and keeps 8 bytes for a block.
-# It keeps as many of those for each piece as the largest piece has blocks: here 2 KiB, 2 MiB for 8e9 parameters.
+# Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes none.
+# Its kernel converts each number that it reads, adds 65,536 numbers in a block, and stores 8 bytes per block.  For each
+# piece it allocates as many sums as the largest piece has blocks: here 2 KiB per piece, 2 MiB for 8e9 parameters.
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """AdamW over the chunks of this rank; biases and norms without weight decay."""
+    """AdamW for the model chunks of this rank.  Biases and norms have no weight decay."""
     optim = config.optim
     bf16 = config.run.precision == "bf16"
     core = OptimizerConfig(
@@ -60,10 +60,10 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
 
 
 def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """Clip and step, unless the norm of the gradient is not finite; returns the norm before clipping.  Collective.
+    """If the norm of the gradient is finite, clip and step.  Returns the norm before clipping.  Collective.
 
-    Core's `step` would divide all gradients by a non-finite norm, which makes every weight a NaN.  And without
-    Transformer Engine its norm synchronises with the GPU once for each weight.
+    Core's `step` would divide all gradients by a non-finite norm, which would make every weight NaN.  Without
+    Transformer Engine, core's norm also synchronises with the GPU once per weight.
     """
     optimizer.prepare_grads()
     norm = _norm(optimizer, device)
@@ -80,8 +80,8 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
 def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """The norm of all gradients of all ranks as one vector, from a float64 sum of squares.  One host synchronisation.
 
-    Infinite where fp32 cannot hold the sum of squares: Adam could not hold the mean square either, and would never
-    update again.
+    The norm is infinite if the sum of squares overflows fp32.  Adam's mean square would overflow too and stop all
+    further updates.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in offload.chained_optimizers(optimizer):  # experts have an optimizer and a group of their own
@@ -95,16 +95,16 @@ def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 @torch.no_grad()
 def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A float64 scalar on `device`, without a host synchronisation; 0 without gradients.  Gradients are contiguous.
+    """Sum of squares of contiguous gradients: float64 scalar on `device`, 0 without gradients.  No host sync.
 
     [3, 4] and [[12]] -> 169.0
 
-    torch's norm of an fp32 tensor on a CPU adds the squares one after another, in fp32, and what is added to a large
-    sum is rounded away: of 151,936 x 128 values with a few large rows the norm came out 1.5e-4 too small, of 78,000,000
-    normal values 7.5e-3.  `torch._foreach_norm` with a dtype adds in float64, on a GPU without a float64 copy (torch's
-    ForeachReduceOp.cu), which `torch.linalg.vector_norm` would make.  In fp32 some 90 roundings would lie between one
-    of 1e9 numbers and their sum, an error of at most 3e-6 of the norm; float64 costs one multiplication and one
-    addition for every 4 bytes that are read.  No GPU has run this yet.
+    On a CPU, torch's norm of an fp32 tensor adds the squares one after another in fp32.  Rounding loses small squares
+    that are added to a large sum.  The norm of 151,936 x 128 values with a few large rows was 1.5e-4 too small, that of
+    78,000,000 normal values 7.5e-3.  `torch._foreach_norm` with a dtype adds in float64.  On a GPU it makes no float64
+    copy (torch's ForeachReduceOp.cu), unlike `torch.linalg.vector_norm`.  An fp32 sum of 1e9 numbers on a GPU would
+    round each about 90 times, an error of at most 3e-6 of the norm.  float64 costs one multiplication and one addition
+    for every 4 bytes read.  No GPU has run this yet.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in _by_device_and_dtype(gradients):
@@ -114,7 +114,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """All gradients in pieces, by device and dtype: a GPU has one kernel for such a list, and copies others."""
+    """All gradients in pieces, by device and dtype.  A GPU reduces such a list in one kernel; it copies other lists."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.numel():
@@ -124,7 +124,7 @@ def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Number of steps: of the run, of its warm-up, and of its final decay (wsd)."""
+    """Numbers of steps of the run, of its warm-up, and of its final decay (wsd)."""
 
     num_steps: int
     warmup_steps: int
@@ -132,7 +132,7 @@ class Schedule:
 
     @staticmethod
     def resolve(optim: OptimConfig, num_steps: int) -> "Schedule":
-        """Fractions of the run -> steps.  Raises ConfigError when warm-up leaves nothing to train with.
+        """Convert fractions of the run to steps.  Raises ConfigError if warm-up is as long as the run.
 
         num_steps 100, warmup_fraction 0.03, wsd_decay_fraction 0.1 -> warm-up 3, decay 10
         """
@@ -147,7 +147,7 @@ class Schedule:
 
 
 def build_scheduler(optim: OptimConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
-    """Sets lr and weight decay on the optimizer's groups; `step(1)` is to be called before each update."""
+    """The scheduler that sets lr and weight decay of the optimizer's groups.  Call `step(1)` before each update."""
     schedule = Schedule.resolve(optim, num_steps)
     return OptimizerParamScheduler(
         optimizer,

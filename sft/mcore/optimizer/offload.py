@@ -1,11 +1,11 @@
-"""The Adam instances inside core's optimizer: which part of them runs on the host, and which updates a parameter.
+"""Optimizer offload, and access to the Adam instances inside core's optimizer.
 
-Without `optim.offload_fraction` there is one Adam, and it works on the parameters of its groups.  With it core uses its
-hybrid optimizer instead.  That one makes an fp32 copy of each parameter of its groups, on the host or on the device,
-and an Adam for each copy on the host.
+Without `optim.offload_fraction` one Adam updates the parameters of its groups.  With it core uses its hybrid optimizer,
+which makes an fp32 copy of each parameter of its groups, on the host or on the device.  Each copy on the host has its
+own Adam.
 
-Core's own state dict of the hybrid optimizer has Python classes among the values of its groups, and fails where a
-parameter is fp32.  So checkpoints read and write Adam's states in place; `optimizer_shards.py` decides how.
+Core's state dict of the hybrid optimizer has Python classes among the values of its groups, and fails on fp32
+parameters.  Therefore checkpoints read and write Adam's states in place; `optimizer_shards.py` decides how.
 """
 
 import gc
@@ -34,14 +34,14 @@ _HYBRID_KEYS = (
 def enable_offload(core: OptimizerConfig, fraction: float) -> None:
     """Have core keep this fraction of Adam's states on the host, and update it there.
 
-    To be called on a complete config: its constructor in core 0.16 needs Transformer Engine for these values.
+    Call this on a complete config.  In core 0.16 the constructor accepts these values only with Transformer Engine.
     """
     core.optimizer_cpu_offload = True
     core.optimizer_offload_fraction = fraction
     # Gradients move to the host, and weights back to the device, while other parameters are updated.
     core.overlap_cpu_optimizer_d2h_h2d = True
-    # With these core leaves the fp32 weights to the hybrid optimizer.  Otherwise the device would keep all of them, and
-    # the host copies of its fraction besides.
+    # With these values only the hybrid optimizer holds fp32 weights.  Otherwise the device would hold all of them, and
+    # the host copies of its fraction in addition.
     core.use_precision_aware_optimizer = True
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
@@ -49,8 +49,8 @@ def enable_offload(core: OptimizerConfig, fraction: float) -> None:
 def check_and_free(optimizer: MegatronOptimizer) -> None:
     """Check an offloaded optimizer that core has just built, and free the memory of its first version.
 
-    Core builds it of whole parameters first, then of this rank's shards.  The first version refers to itself, so that
-    only the garbage collector frees its fp32 copies, on the host and on the device.
+    Core builds the optimizer for whole parameters first, then for this rank's shards.  The first version refers to
+    itself, so only the garbage collector frees its fp32 copies, on the host and on the device.
     """
     for core in chained_optimizers(optimizer):
         hybrid = core.optimizer
@@ -65,7 +65,7 @@ def check_and_free(optimizer: MegatronOptimizer) -> None:
 def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
     """Have torch's AdamW, which core uses without Transformer Engine, update a GPU's parameters in one kernel.
 
-    Its other kernel needs temporaries of 4 bytes per parameter.  To be called before the states exist.
+    The default kernel needs temporaries of 4 bytes per parameter.  Call this before the states exist.
     """
     for adam in adam_instances(optimizer):
         for group in adam.param_groups if counts_by_parameter(adam) else []:
@@ -74,12 +74,12 @@ def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Core's optimizer, or where it has chained two: that of experts and that of everything else."""
+    """[core's optimizer], or the two that core has chained: one for experts, one for all other parameters."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:
-    """Every Adam that updates parameters of `optimizer`, or of one that it has chained."""
+    """Every Adam inside `optimizer` and its chained optimizers."""
     inners = [core.optimizer for core in chained_optimizers(optimizer)]
     return [
         adam
@@ -89,7 +89,7 @@ def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:
 
 
 def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tensor]]:
-    """Parameter of the groups of `core` -> the Adam that updates it, and the tensor that it updates."""
+    """A function: parameter of the groups of `core` -> the Adam for it, and the tensor that this Adam updates."""
     inner = core.optimizer
     if not isinstance(inner, HybridDeviceOptimizer):
         return lambda param: (inner, param)
@@ -101,17 +101,17 @@ def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, 
 
 
 def group_values(core: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The values of the groups of `core` that describe any Adam: without parameters, kernel and hybrid keys."""
+    """The values of the groups of `core` that every Adam has, without parameters, `fused` and hybrid keys."""
     drop = ("params", "fused", *(_HYBRID_KEYS if isinstance(core.optimizer, HybridDeviceOptimizer) else ()))
     return [{key: value for key, value in group.items() if key not in drop} for group in core.optimizer.param_groups]
 
 
 def counts_by_parameter(adam: Optimizer) -> bool:
-    """Whether Adam keeps `step` with the moments of each parameter, as torch's does, or in the group (TE, Apex)."""
+    """Whether Adam keeps `step` per parameter, as torch's does.  Adam of TE and Apex keeps it in the group."""
     return isinstance(adam, Adam | AdamW)
 
 
 def new_step(adam: Optimizer, tensor: Tensor) -> Tensor:
-    """A step of 0 for a parameter of torch's Adam: on its device where the kernel reads it there."""
+    """A step of 0 for a parameter of torch's Adam.  It is on the parameter's device if the kernel reads it there."""
     on_device = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
     return torch.zeros((), dtype=torch.float32, device=tensor.device if on_device else "cpu")

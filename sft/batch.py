@@ -20,7 +20,7 @@ class Sample:
 
     tokens   int32 [n]
     weights  float32 [n], above 0 for tokens to be learnt: what the assistant wrote, its end-of-turn token included
-    source   which source of data.train, or which data file, it is from
+    source   index of its source of data.train, or of its data file
     """
 
     sample_id: int
@@ -30,7 +30,7 @@ class Sample:
 
     @property
     def num_supervised(self) -> int:
-        """Labels with a loss: a document's first token is never a label."""
+        """Number of supervised labels.  A document's first token is never a label."""
         return int(np.count_nonzero(self.weights[1:]))
 
 
@@ -46,7 +46,7 @@ class Pack:
         cu_seqlens   0 4 8
         lengths      3 2
 
-    All arrays but the last two are [t] over the padded tokens: int32, int32, float32, int32.
+    The first four arrays are [t] over the padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
     lengths     int32 [num_documents], real lengths; 0 marks a filler document
     sources     int32 [num_documents], which source; 0 for filler
@@ -82,7 +82,7 @@ class Pack:
 class Microbatch:
     """The tokens of one pack that one context-parallel rank holds, in zigzag order; t = pack length / cp.
 
-    What is not [1, t] is of the whole pack, the same on every context-parallel rank.
+    Fields without shape [1, t] describe the whole pack, and are the same on every context-parallel rank.
     """
 
     tokens: torch.Tensor  # int64 [1, t]
@@ -108,5 +108,5 @@ class Microbatch:
 
     @property
     def is_padding(self) -> torch.Tensor:
-        """bool [1, t]: belongs to no sample: it aligns a document, or is filler."""
+        """bool [1, t]: whether the token is padding, inside a document or as filler."""
         return self.position_ids >= torch.from_numpy(self.lengths)[self.documents]

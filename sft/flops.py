@@ -1,4 +1,4 @@
-"""What a model costs: its parameters, and FLOPs by token.  Arithmetic only."""
+"""Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
 
 from sft.config import ModelConfig
 
@@ -19,7 +19,7 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters that multiply one token: all but those of the experts that it does not go to.
+    """Parameters that multiply one token: all but those of experts that it does not choose.
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """

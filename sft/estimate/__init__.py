@@ -1,1 +1,1 @@
-"""What a recipe will take of memory, by arithmetic."""
+"""Computes the memory that a recipe needs."""

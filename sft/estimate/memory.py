@@ -1,12 +1,12 @@
-"""What a run takes of memory: bytes of a rank's device and of its host.  Arithmetic only: no torch, nothing measured.
+"""Estimates the memory of a run: bytes of a rank's device and of its host.  Arithmetic only: no torch, no measurement.
 
     device = weights + gradients + optimizer + layers + ends + the largest of (MLP, attention + gathered, head)
 
 Parts of the model count their own bytes (sft/mcore/model_bytes.py, sft/mcore/attention/activation_bytes.py); here they
 are summed over a layer, a stage and a run.  `layers` is what layers keep between forward and backward.  MLP and
 attention belong to the layer whose backward is running: what it recomputes, and the gradients within.  `ends` lies
-before the first layer and behind the last.  All as on CUDA, with fused activations and torch's flash kernel: a CPU
-keeps more.  CUDA itself, NCCL and gaps between allocations are not counted: about 1 GiB, or more with many
+before the first layer and behind the last.  Numbers are for CUDA, with fused activations and torch's flash kernel.  A
+CPU needs more.  CUDA itself, NCCL and gaps between allocations are not counted: about 1 GiB, or more with many
 communicators.
 """
 
@@ -23,7 +23,7 @@ CARD_BYTES = 80e9  # for which `describe` says the longest context; cards of 80 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the rank that takes the most, a rank of pipeline stage `stage`."""
+    """Bytes of the rank that needs the most memory.  It belongs to pipeline stage `stage`."""
 
     stage: int
     weights: float
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def static(self) -> float:
-        """What does not grow with the context."""
+        """Bytes that do not grow with the context."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def working(self) -> float:
-        """The loss, then of each layer the second half and the first: never two at a time."""
+        """The largest of three working sets (MLP, attention, loss head), of which only one exists at a time."""
         return max(self.mlp, self.attention + self.gathered, self.head)
 
     @property
@@ -62,10 +62,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes that one layer keeps of each local token between forward and backward, by name.
+    """Bytes of activations that one layer saves for backward, per local token, by name.
 
-    attention  its first half, and what goes into the second
-    mlp        its second half
+    attention  saved by its first half, with the input of the second half
+    mlp        saved by its second half
     """
 
     attention: dict[str, float]
@@ -103,7 +103,7 @@ class LayerBytes:
 
 
 def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> tuple[float, float]:
-    """Parameters of a rank of that pipeline stage: all but experts, experts.
+    """Parameters of a rank of pipeline stage `stage`: those outside experts, and those of experts.
 
     hidden 4, ffn 8, 2 heads of 2, 1 layer, tied, 128 tokens, one rank: (512 + 172, 0)
     """
@@ -150,7 +150,7 @@ def _num_waiting(layout: Layout, stage: int) -> float:
 
 
 def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[float, float]:
-    """What all layers of a rank keep: on the device, in host memory.  layer: bytes that one keeps of a microbatch."""
+    """Bytes that all layers of a rank save: on the device, in host memory.  layer: bytes per layer and microbatch"""
     num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # of a model chunk
     is_last = stage == layout.pp - 1
     num_offloaded = model_bytes.num_offloaded_layers(
@@ -166,7 +166,7 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
 def _mlp_backward(config: Config, everything: LayerBytes, kept: LayerBytes, tokens: float) -> float:
     """Memory while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
 
-    train.mlp_tile limits that to as many tokens.  With recompute = full, the recomputed first half waits meanwhile.
+    train.mlp_tile limits the number of tokens.  With recompute = full, the recomputed attention is also in memory.
     """
     recomputed = sum(value for name, value in everything.mlp.items() if name not in kept.mlp)
     inside = recomputed + everything.mlp["gate and up"]
@@ -209,14 +209,14 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
 
 
 def estimate(config: Config, layout: Layout, vocab_size: int, tokens: int | None = None) -> Memory:
-    """What the fullest rank takes.  tokens: of a pack; None: data.seq_length."""
+    """The memory of the rank that needs the most.  tokens: length of a pack; None: data.seq_length."""
     pack = config.data.seq_length if tokens is None else tokens
     stages = (_stage(config, layout, vocab_size, pack, stage) for stage in sorted({0, layout.pp - 1}))
     return max(stages, key=lambda memory: memory.device)
 
 
 def longest_context(config: Config, layout: Layout, vocab_size: int, bytes_available: float) -> int:
-    """Tokens of the longest pack with which no rank's device takes more, a multiple of the layout's; 0 if none fits."""
+    """Tokens of the longest pack that fits `bytes_available` on every rank, a multiple of pack_multiple; 0: none."""
 
     def fits(multiples: int) -> bool:
         return estimate(config, layout, vocab_size, multiples * layout.pack_multiple).device <= bytes_available

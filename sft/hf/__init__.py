@@ -1,1 +1,1 @@
-"""Hugging Face's config.json and tensor names to ours and back; one table entry a family."""
+"""Converts config.json and tensor names of Hugging Face to ours and back.  Each family has one table entry."""

@@ -1,7 +1,7 @@
-"""config.json -> the keys of `model.*`, as transformers would read it, and back.
+"""Converts config.json to the keys of `model.*`, as transformers reads them, and back.
 
-Decides which of its values our model can have; the others are refused, all at once.  On the way back, the file that the
-weights came with is changed where the model has changed; without changes it stays as it is, byte for byte.
+Decides which values of config.json our model supports.  One error lists all others.  An export changes only those keys
+of the original config.json whose values changed in the model.  Without changes the file stays the same, byte for byte.
 """
 
 import json
@@ -20,9 +20,9 @@ from sft.hf.family import Family
 from sft.hf.rotary import rope_of, written
 
 CONFIG = "config.json"
-IMPORTED = "hf"  # where an imported checkpoint keeps config.json
+IMPORTED = "hf"  # folder of config.json in an imported checkpoint
 _LONGEST = "max_position_embeddings"
-_REQUIRED = (  # where the family has the key
+_REQUIRED = (  # required of every family that has the key
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k"),
 )
@@ -32,7 +32,7 @@ _REQUIRED = (  # where the family has the key
 class Architecture:
     """The model that a config.json describes.
 
-    values: by dotted key below `model`; sources: the key of config.json that each comes from
+    values: by dotted key below `model`; sources: the key of config.json that gives each value
     """
 
     family: Family
@@ -47,7 +47,7 @@ class Architecture:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The content of config.json.  Raises ConfigError where it cannot be read."""
+    """The content of config.json.  Raises ConfigError if the file cannot be read."""
     path = folder / CONFIG
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -61,11 +61,11 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def architecture(content: Mapping[str, Any], path: str) -> Architecture:
-    """The model that config.json describes; `path` is what errors call it.
+    """The model that config.json describes.  Errors name the file as `path`.
 
     {"model_type": "qwen2", "num_hidden_layers": 24, ...} -> .values {"num_layers": 24, "qkv_bias": True, ...}
 
-    Raises ConfigError listing everything that our model cannot be.
+    Raises ConfigError listing everything that our model does not support.
     """
     family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
@@ -87,7 +87,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
         elif key in _REQUIRED:
             problems.append(f"{hf_key} is missing")
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    if type(heads) is int:  # sizes that are absent or null, as transformers derives them
+    if type(heads) is int:  # transformers derives absent or null sizes in the same way
         values.setdefault("num_query_groups", heads)
         if type(hidden) is int and heads > 0:
             values.setdefault("head_dim", hidden // heads)
@@ -105,8 +105,8 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
 
-    folder: as save_pretrained writes it, or made by tools/import_hf.py
-    Raises ConfigError where config.json is missing, or describes a model that is not supported.
+    folder: written by save_pretrained or by tools/import_hf.py
+    Raises ConfigError if config.json is missing or describes a model that is not supported.
     """
     path = Path(folder)
     if not (path / CONFIG).exists() and (path / IMPORTED / CONFIG).exists():
@@ -122,10 +122,10 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
 def write_back(
     content: Mapping[str, Any], now: ModelConfig, path: str, *, dtype: str, seq_length: int | None
 ) -> dict[str, Any]:
-    """`content` of a config.json -> that of `now`.
+    """The content of config.json for the model `now`, made from the original `content`.
 
-    dtype: of the weights, as `bfloat16`; seq_length: of the packs that the model was trained on, where known
-    Raises ConfigError where `now` is of another family.
+    dtype: type of the weights, such as `bfloat16`; seq_length: of the packs in training; None: unknown
+    Raises ConfigError if `now` belongs to another family.
     """
     before = architecture(content, path)
     family = before.family
@@ -138,7 +138,7 @@ def write_back(
             changed |= dict.fromkeys(_names_in(content, hf_key, family) or [hf_key], new[ours])
     if new["rope"] != old["rope"]:
         is_new = "rope_parameters" in content or "rope_theta" not in content
-        # Outside of the group these would override the values inside.
+        # Outside of rope_parameters, these keys would override the values inside it.
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
         changed = {key: value for key, value in changed.items() if key not in outer} | written(now.rope, is_new=is_new)
     if seq_length is not None and isinstance(content.get(_LONGEST), int):
@@ -152,7 +152,7 @@ def write_back(
 
 
 def _names_in(content: Mapping[str, Any], name: str, family: Family) -> list[str]:
-    """Those of a key's names, its own and its alias, that are in the file."""
+    """The names of a key that the file contains: its own name, its alias, or both."""
     return [key for key in dict.fromkeys((name, family.aliases.get(name, name))) if key in content]
 
 
@@ -166,7 +166,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(content: Mapping[str, Any], family: Family) -> list[str]:
-    """One line for each option under which the model computes something that key cannot."""
+    """One line for each option with a value that our model does not support."""
     problems = []
     for name, allowed in family.options.items():
         value = content.get(name, family.defaults.get(name, allowed[0]))
@@ -202,9 +202,9 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
 
 
 def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
-    """Our keys with all derived values, and positions without what has no effect.
+    """The values of our keys, derived values included, and of rotary positions without keys that have no effect.
 
-    vocab_size: used where the recipe gives none
+    vocab_size: used if the model gives none
     """
     derived = {
         "num_query_groups": model.resolved_query_groups,
@@ -212,14 +212,14 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
         "vocab_size": model.vocab_size or vocab_size,
         "moe.ffn_hidden_size": model.resolved_expert_ffn,
     }
-    if "moe.ffn_hidden_size" not in family.keys:  # such a family has one width only
+    if "moe.ffn_hidden_size" not in family.keys:  # a family without this key has one MLP width only
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
     own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in family.keys}
     return own | {"rope": written(model.rope, is_new=True)}
 
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:
-    """Raise ConfigError where `now` is a model that the family cannot be."""
+    """Raise ConfigError if the family cannot express the model `now`."""
     wrong = [
         f"model.{key} = {json.dumps(own)}, and it is {json.dumps(value)} in every {family.model_type} ({path})."
         for key, value in family.implied.items()

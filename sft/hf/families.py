@@ -1,6 +1,6 @@
-"""The table: one `Family` for each `model_type` that is known.
+"""The table of families: one `Family` for each supported `model_type`.
 
-Shared rows first, then the families.  The letters of a shape are those of `family.py`.
+Shared rules come first, then the families.  `family.py` explains the letters of a shape.
 """
 
 from typing import Any
@@ -50,9 +50,9 @@ _QK_NORM = (
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of a mixture of experts, instead of `_MLP`.
+    """The rules of a mixture of experts, which replace `_MLP`.
 
-    block: the name of the module that has router and experts; gate, up, down: names of an expert's matrices
+    block: name of the module that contains router and experts; gate, up, down: names of an expert's matrices
     """
     router, expert = f"{_THEIRS}.{block}.gate.weight", f"{_THEIRS}.{block}.experts.{EXPERT}"
     return (
@@ -78,17 +78,17 @@ _KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Of all families.  The first value is transformers' default where config.json is silent.
+# Options of all families.  The first value is transformers' default for a key that config.json omits.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0, None),
     "partial_rotary_factor": (None, 1.0),
     "quantization_config": (None,),
-    "auto_map": (None,),  # the repository brings code of its own
+    "auto_map": (None,),  # the repository contains its own model code
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
 }
-_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # with it the output projection has a bias too
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # true adds a bias to the output projection, too
 _QWEN: dict[str, tuple[Any, ...]] = {**_OPTIONS, "use_sliding_window": (False,)}
 _DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
@@ -101,7 +101,7 @@ _ALL = (
         keys=_KEYS,
         defaults=_DEFAULTS,
         options={**_OPTIONS, **_NO_BIAS, "mlp_bias": (False,)},
-        unread=(f"{_THEIRS}.self_attn.rotary_emb.inv_freq",),  # Llama 2
+        unread=(f"{_THEIRS}.self_attn.rotary_emb.inv_freq",),  # in files of Llama 2
     ),
     Family(
         model_type="mistral",
@@ -142,7 +142,7 @@ _ALL = (
             "moe.ffn_hidden_size": "moe_intermediate_size",
             "moe.normalize_top_k": "norm_topk_prob",
         },
-        aliases={"num_experts": "num_local_experts"},  # which transformers 5 writes
+        aliases={"num_experts": "num_local_experts"},  # the name that transformers 5 writes
         defaults={
             **_DEFAULTS,
             "num_key_value_heads": 4,

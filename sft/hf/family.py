@@ -1,13 +1,13 @@
-"""A family of models: which of its tensors is which of Megatron's.  The same table is read in both directions.
+"""A family of models, with a table that maps its Hugging Face tensors to Megatron's.  Import and export use this table.
 
-A rule names a tensor of our model (under Transformer Engine's names, where a norm belongs to the projection behind it)
-and the Hugging Face tensors that it is made of, with their shapes in letters:
+A rule names a tensor of our model as Transformer Engine does: a norm belongs to the projection that follows it.  It
+also names the Hugging Face tensors that our tensor consists of, with their shapes in letters:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width
 
-`TensorMapping.spans` says how their rows lie in ours.  The families themselves are in `families.py`; `architecture.py`
-reads config.json.
+`TensorMapping.spans` gives the offsets of their rows in our tensor.  `families.py` declares the families.
+`architecture.py` reads config.json.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,26 +16,26 @@ from typing import Any, Literal
 
 from sft.config import ModelConfig
 
-# These stand for the number of a layer, and of an expert in it, in the names of Hugging Face.  Our tensors stack all
-# layers along a first axis, and the experts of each layer along a second.
+# In Hugging Face names, these stand for the number of a layer, and of an expert in it.  Our tensors stack all layers
+# along their first axis, and the experts of each layer along their second.
 LAYER, EXPERT = "{i}", "{e}"
 Form = Literal["rows", "groups", "vocabulary"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of ours and the Hugging Face tensors, `hf_tensors`, that it is made of.
+    """One tensor of ours and the Hugging Face tensors, `hf_tensors`, that it consists of.
 
-    form says how hf_tensors are put together:
-    rows        one below the other (gate and up in linear_fc1)
+    form says how hf_tensors are combined:
+    rows        concatenated along rows (gate and up in linear_fc1)
     groups      queries, keys and values by query group: its query heads, its key, its value, then the next group
-    vocabulary  with rows of padding below
+    vocabulary  one tensor, followed by rows of padding
     """
 
     ours: str
     hf_tensors: tuple[tuple[str, str], ...]  # name and shape
     form: Form = "rows"
-    is_head: bool = False  # stored only where the output is not tied to the embedding
+    is_head: bool = False  # stored only if the output is not tied to the embedding
 
     @property
     def in_layers(self) -> bool:
@@ -54,9 +54,9 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """`num_rows` rows of one Hugging Face tensor, from `start` on, which are rows `target` and on of ours.
+    """`num_rows` rows of one Hugging Face tensor, from row `start` on.  In our tensor they start at row `target`.
 
-    source: number of the tensor in `TensorMapping.sources`; None: rows of zeros
+    source: index of the tensor in `TensorMapping.sources`; None: rows of zeros
     """
 
     source: int | None
@@ -67,10 +67,10 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of our tensors in one layer, of one expert, and the Hugging Face tensors that it is made of.
+    """One layer and expert of one of our tensors, and the Hugging Face tensors that it consists of.
 
-    stack: sizes of the layer axis and the expert axis of our whole tensor, where it has them; stack_index: the layer
-    and the expert
+    stack: sizes of the layer axis and the expert axis of our whole tensor, if it has them
+    stack_index: the layer and the expert, as indices on these axes
     """
 
     key: str
@@ -82,15 +82,15 @@ class TensorMapping:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row: () of a vector."""
+        """The shape of one row; () if the tensor is a vector."""
         return self.sources[0].shape[1:]
 
     def shape(self, num_rows: int | None = None) -> tuple[int, ...]:
-        """Shape of our whole tensor, all layers and experts.  num_rows: with padding"""
+        """Shape of our whole tensor, with all layers and experts.  num_rows: with padding; None: without"""
         return (*self.stack, self.num_rows if num_rows is None else num_rows, *self.row_shape)
 
     def spans(self, num_rows: int | None = None) -> list[RowSpan]:
-        """What each row of ours is, in their order.  num_rows: of ours, with padding
+        """The sources of all rows of our tensor, in row order.  num_rows: number of these rows, with padding
 
         groups, 4 query heads and 2 key heads of width 1:
         q0 q1 k0 v0 q2 q3 k1 v1 -> (q, 0, 2, target 0) (k, 0, 1, target 2) (v, 0, 1, target 3) (q, 2, 2, target 4) ...
@@ -109,19 +109,19 @@ class TensorMapping:
 
     @property
     def num_rows(self) -> int:
-        """Rows of ours, without padding."""
+        """Rows of our tensor, without padding."""
         return sum(tensor.shape[0] for tensor in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: its tensors, the keys of its config.json, and transformers' defaults for keys it omits.
+    """One `model_type`: its tensors, the keys of its config.json, and transformers' defaults for keys that it omits.
 
     implied  keys of `model.*` whose values follow from the model_type alone
     keys     our key below `model` -> the key of config.json
-    aliases  key of config.json -> another name of the same
-    options  keys of config.json, and the values under which the model computes what ours does
-    unread   tensors that old files have and no model reads
+    aliases  key of config.json -> another name of the same key
+    options  key of config.json -> the values with which the model computes the same as ours
+    unread   tensors of old files that no model reads
     """
 
     model_type: str
@@ -135,7 +135,7 @@ class Family:
     unread: tuple[str, ...] = ()
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
-        """Every tensor of the model: those outside of layers first, then layer by layer, expert by expert."""
+        """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
         sizes = {
             "v": vocab_size,
             "h": model.hidden_size,

@@ -1,7 +1,7 @@
-"""Rotary positions in config.json <-> `model.rope`.
+"""Converts the rotary positions of config.json to `model.rope` and back.
 
-transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`.  Both are read as
-transformers 5 reads them, and changes are written in the form that the file has.
+transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`.  This module reads both
+forms as transformers 5 does.  It writes changes in the form that the file already has.
 """
 
 import json
@@ -12,7 +12,7 @@ from sft.config import RopeConfig
 
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ORIGINAL = "original_max_position_embeddings"
-_READ: dict[str, tuple[str, ...]] = {  # by kind: values whose names are ours, too
+_READ: dict[str, tuple[str, ...]] = {  # by kind: values that have the same name in a recipe
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[dict[str, Any], list[str]]:
-    """The keys below `model.rope`, and a list of problems.  default_base: of the family, where config.json has none
+    """The keys below `model.rope`, and a list of problems.  default_base: used if config.json has none
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
@@ -49,7 +49,7 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
     rope = {name: group[name] for name in _READ[kind] if group.get(name) is not None}
     if kind in ("llama3", "yarn"):
         outer, inner = content.get(_ORIGINAL), group.get(_ORIGINAL)
-        if outer is not None and inner is not None and outer != inner:  # versions of transformers read different ones
+        if outer is not None and inner is not None and outer != inner:  # versions of transformers differ here
             problems.append(
                 f"{_ORIGINAL} is {json.dumps(inner)} for positions, and {json.dumps(outer)} outside of them"
             )
@@ -60,14 +60,14 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
             rope["factor"] = longest / original
     problems += [f"{name} is missing from rope_type = {named}" for name in _REQUIRED[kind] if name not in rope]
     if rope.get("factor") == 1.0 and "attention_factor" not in rope:
-        kind, rope = "none", {}  # scaled by one
+        kind, rope = "none", {}  # a factor of 1 changes nothing
     return {"base": base, "scaling": kind, **rope}, problems
 
 
 def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
-    """The keys of config.json for these positions.  is_new: in the form of transformers 5
+    """The keys of config.json for these positions.  is_new: whether in the form of transformers 5
 
-    base 1e6, yarn by 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
+    base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """
     kind = {ours: hf_name for hf_name, ours in _KINDS.items()}[rope.scaling]
     scaling: dict[str, Any] = {"rope_type": kind}
@@ -80,5 +80,5 @@ def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
 
 
 def _first(*values: Any) -> Any:
-    """The first that is not null."""
+    """The first value that is not null."""
     return next((value for value in values if value is not None), None)

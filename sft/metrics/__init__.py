@@ -1,1 +1,1 @@
-"""From the sums of a step to the numbers in the log."""
+"""Adds up the quantities of a step over ranks, and logs the numbers."""

@@ -1,6 +1,6 @@
-"""From what each rank measured of a step to what all ranks measured together: typed sums and one all-gather.
+"""Combines the measurements of all ranks in a step with one all-gather.
 
-Which quantities there are is declared in `totals.py`, so no rank can hold a number that another lacks.
+`totals.py` declares the quantities, so all ranks hold the same set of numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from sft.metrics.totals import Totals, quantities
 class SupervisedTokens:
     """The supervised tokens of one microbatch that this rank holds, in order; arrays [n] on the CPU."""
 
-    objective: float  # their sum of the objective, from the loss head
-    denominator: float  # what they add to the number that the objective is divided by
+    objective: float  # sum over these tokens, from the loss head
+    denominator: float  # what these tokens add to the objective's denominator
     nll: np.ndarray  # float64, -log p(label) in nats
     entropy: np.ndarray | None  # in nats; None where it is not measured
     correct: np.ndarray  # above 0 where no score is above the label's
@@ -36,11 +36,11 @@ class SequenceLosses(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulator:
-    """Adds up what all ranks measured, each token and each pack once.
+    """Adds up the measurements of all ranks.  Counts each token and each pack once.
 
     position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document, from 0
-    counts_tokens   True on one rank of each (dp, cp) position: of the last pipeline stage, the first of tp
-    counts_packs    True on one rank of each dp position: of those, the first of cp
+    counts_tokens   True on one rank of each (dp, cp) position: tp rank 0 of the last pipeline stage
+    counts_packs    True on one rank of each dp position: among those ranks, cp rank 0
     """
 
     position_edges: Sequence[int]
@@ -59,7 +59,7 @@ class Accumulator:
         return (*(f"{_short(a)}-{_short(b)}" for a, b in zip(edges, edges[1:])), f"{_short(edges[-1])}+")
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
-        """Of each supervised token that this rank holds: its document of the pack, its position and its source."""
+        """The document, position and source of each supervised token that this rank holds."""
         rows = np.flatnonzero(microbatch.loss_weights.numpy())
         documents = microbatch.documents.numpy().ravel()[rows]
         positions = microbatch.position_ids.numpy().ravel()[rows]
@@ -75,11 +75,11 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """Of all ranks.  Collective: one all-gather of some hundred numbers over the world, and, where cp is above 1,
-        one all-reduce of a number for each document over cp.
+        """The totals of all ranks.  Collective: one all-gather of some hundred numbers over the world; for cp above 1,
+        also one all-reduce of a number for each document over cp.
 
-        tokens  of each microbatch; none where this rank is of another stage than the last
-        peaks   what kind Max takes the maximum of, by name
+        tokens  of each microbatch; empty on all pipeline stages but the last
+        peaks   measurements of kind Max, by name
         """
         declared = quantities(Totals)
         names = {name: self.names(quantity.by) for name, quantity in declared.items()}
@@ -107,7 +107,7 @@ class Accumulator:
         return Totals(**values, work_imbalance=float(work.max() / work.mean()) if work.any() else 1.0)
 
     def _sequences(self, microbatches: Sequence[Microbatch], tokens: Sequence[SupervisedTokens]) -> SequenceLosses:
-        """Of this rank's packs, together with the other ranks of cp."""
+        """Losses of the sequences in this rank's packs, added over cp ranks."""
         sums = [np.zeros(len(microbatch.supervised)) for microbatch in microbatches]
         for total, part in zip(sums, tokens):
             total += np.bincount(part.buckets["document"], weights=part.nll, minlength=len(total))

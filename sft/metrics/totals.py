@@ -8,7 +8,7 @@ The kind says over which ranks a quantity is combined, and what it is measured o
                  measured, then combined over dp
     Max          what the engine measured on every rank: the maximum, and the first rank that has it
 
-What is made of the quantities, and what the log calls it, is declared in `rows.py`.
+`rows.py` declares the logged numbers, which are computed from these quantities.
 All numbers are float64, which holds every integer up to 2**53.
 """
 
@@ -32,11 +32,11 @@ class Peak:
 class Quantity:
     """How a quantity is measured on a rank, combined over ranks, and merged for two batches together.
 
-    measure  a number of SupervisedTokens (Sum), a Microbatch (Replicated), SequenceLosses (PerSequence), or of what
-             the engine measured, by its name (Max); None where the accumulator makes it of other quantities
-    number   the type of the value
-    combine  of the numbers of ranks, and of two batches
-    by       the breakdown whose buckets have a number each: `measure` gives one of each token, [n]; None counts tokens
+    measure  a number of SupervisedTokens (Sum), a Microbatch (Replicated), SequenceLosses (PerSequence), or the
+             engine's measurements by name (Max); None if the accumulator computes it from other quantities
+    number   type of the value
+    combine  combines the numbers of ranks, and of two batches
+    by       a breakdown with one value per bucket; `measure` gives a number per token, [n], or None to count tokens
     """
 
     kind: Literal["Sum", "Replicated", "PerSequence", "Max"]
@@ -46,7 +46,7 @@ class Quantity:
     by: str = ""
 
     def local(self, parts: Sequence[Any], names: Sequence[str]) -> np.ndarray:
-        """This rank's numbers of all parts: one of each name of a bucket, or one alone; none without `measure`."""
+        """This rank's numbers, added over all parts: one per bucket, or one alone.  Empty without `measure`."""
         if self.measure is None:
             return np.zeros(0)
         sums = np.zeros(len(names) if self.by else 1)
@@ -56,7 +56,7 @@ class Quantity:
         return sums
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
-        """The value of the numbers of all ranks that count, [ranks, numbers of a rank]."""
+        """The value over all ranks that count.  numbers: [ranks, numbers per rank]"""
         if self.kind == "Max":
             return Peak(value=float(numbers[:, 0].max()), rank=int(numbers[:, 0].argmax()))
         values = [self.number(self.combine.reduce(column)) for column in numbers.T]
@@ -94,7 +94,7 @@ def _entropy(tokens: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What all ranks together measured of a step or of a held-out pass."""
+    """The quantities of a step or of a held-out pass, over all ranks."""
 
     # The objective, summed, and what it is divided by: the sum of weights, or the supervised tokens.
     objective: float = quantity("Sum", lambda tokens: tokens.objective, float)
@@ -131,7 +131,7 @@ class Totals:
         return self.objective / self.denominator if self.num_tokens else None
 
     def __add__(self, other: Self) -> Self:
-        """Of two batches together."""
+        """The totals of two batches together."""
         merged: dict[str, Any] = {
             name: declared.merge(getattr(self, name), getattr(other, name))
             for name, declared in quantities(type(self)).items()
@@ -144,13 +144,13 @@ class ExpertLoad:
     """How evenly the experts of each layer were loaded in one step, over all ranks; float64."""
 
     chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, before any was dropped
-    dropped: np.ndarray  # [layers] choices of real tokens that found no room
-    aux: np.ndarray  # [layers] mean over real tokens; 0 where its coefficient is
+    dropped: np.ndarray  # [layers] choices of real tokens beyond the capacity
+    aux: np.ndarray  # [layers] load-balancing loss, mean over real tokens; 0 if its coefficient is 0
     z: np.ndarray  # the same
 
     @property
     def imbalance(self) -> np.ndarray:
-        """[layers]: most tokens of an expert over the mean of all; 0 where no token chose."""
+        """[layers]: most tokens of any expert over the mean of all experts; 0 if no token chose any."""
         return self.chosen.max(axis=1) / np.maximum(self.chosen.mean(axis=1), 1.0 / self.chosen.shape[1])
 
 
@@ -165,5 +165,5 @@ class StepResult(Totals):
 
     @property
     def is_nonfinite(self) -> bool:
-        """The loss or a gradient is not finite.  The same on all ranks."""
+        """Whether the loss or a gradient is not finite.  All ranks have the same value."""
         return not (math.isfinite(self.objective) and math.isfinite(self.grad_norm))

@@ -1,7 +1,7 @@
-"""Text -> Config: a YAML file and dotted overrides, every mistake reported at once with file and line.
+"""Makes a Config from a YAML file and dotted overrides.  One error lists every mistake with file and line.
 
 Decides how a recipe is put together and how a mistake in it is reported.  sft/config/yaml.py decides how a value is
-spelled, sft/config/ what a recipe may say, resolved.py what is known of it afterwards.
+spelled, sft/config/ what a recipe may say, resolved.py what a validated recipe holds.
 
 Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
 typed, relative to the current directory, wherever the recipe lies.
@@ -36,7 +36,7 @@ def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(text: str, path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The same from the text itself; `path` is what errors and origins call it.
+    """The recipe in `text`.  Errors and origins name its file as `path`.
 
     parse_recipe("optim: {lr: 1e-5} ...", "a.yaml", ["parallel.cp=4"])
     .config.optim.lr -> 1e-05           .origins["optim.lr"]    -> a.yaml, line 1
@@ -77,7 +77,7 @@ def _read(path: str) -> str:
 
 @dataclass
 class _Draft:
-    """Values on their way to a Config, and all problems found in them."""
+    """Values of a recipe that are not validated yet, and the problems found in them."""
 
     path: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Draft:
     names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # of a renamed key: those it is given by
 
     def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
-        """Add what stands below `prefix`."""
+        """Add the keys and values below `prefix`."""
         first: dict[str, int] = {}
         for name, line, value in pairs:
             origin = origin_of(line)
@@ -129,7 +129,7 @@ class _Draft:
         self.problems.append((origin, problem))
 
     def _current_name(self, name: str, origin: Origin) -> str:
-        """What the key `name` is called today.  Notes a problem where it is given by its old and its new name."""
+        """The current name of the key `name`.  Notes a problem if the key is given by its old and its new name."""
         key = keys.RENAMED.get(name, name)
         if key in keys.RENAMED.values():
             origins = self.names.setdefault(key, {})
@@ -149,7 +149,7 @@ class _Draft:
         ]
 
     def _forget_sources(self) -> None:
-        """All that is known of NAMED, by whichever of its two forms: it is given anew."""
+        """Forget all values of NAMED, in either of its two forms, because it is given again."""
         for known in (self.values, self.origins):
             for key in [key for key in known if key == NAMED or named(key)]:
                 del known[key]
@@ -172,7 +172,7 @@ class _Draft:
                 self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
 
     def take_architecture(self) -> None:
-        """Add what the config.json of model.hf says.  A recipe may differ from it in rotary positions only."""
+        """Add the values of the config.json of model.hf.  A recipe may differ from it in rotary positions only."""
         if not isinstance(folder := self.values.get("model.hf"), str):
             return
         try:
@@ -195,7 +195,7 @@ class _Draft:
                 self._note(self.origins[key], problem)
 
     def validate(self) -> Config:
-        """The Config, or one ConfigError: by line, then the command line, then what is missing."""
+        """The Config.  Raises one ConfigError: problems by line, then of the command line, then missing keys."""
         tree: dict[str, Any] = {}
         for key in [*sections(), *self.values]:
             *groups, name = key.split(".")
@@ -218,7 +218,7 @@ class _Draft:
         """Put one error of pydantic into the user's words."""
         form = "list" if NAMED in self.values else "dict"
         if ".".join(map(str, location[:2])) == NAMED and len(location) > 2 and not str(location[2]).startswith(form):
-            return  # says that it is not of the form that was not meant
+            return  # an error about the form that the user did not choose
         key = ""
         for part in location:
             longer = f"{key}.{part}".lstrip(".")

@@ -1,6 +1,6 @@
-"""A folder that is complete or absent: it is written under a temporary name beside its own, and renamed at the end.
+"""Creates a folder atomically: writes it under a temporary name in the same parent, and renames it at the end.
 
-Also the list of small files that are copied along with weights.
+Also lists the small files that a conversion copies together with the weights.
 """
 
 import os
@@ -14,7 +14,7 @@ from sft.atomic_files import flush
 from sft.console import size
 from sft.errors import CheckpointError
 
-# Besides config.json.  Weights of other formats, and code, are not copied.
+# Copied in addition to config.json.  Weights of other formats and code are not copied.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -42,8 +42,8 @@ def refuse_existing(target: Path) -> None:
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
     """An empty folder.  It becomes `target` when the block ends without an error, and is removed otherwise.
 
-    num_bytes: about how much will be written
-    Raises CheckpointError where the target exists, or the disk has no room; also for errors of the disk in the block.
+    num_bytes: approximate size of the folder
+    Raises CheckpointError if the target exists, if the disk has no room, and for disk errors inside the block.
     """
     refuse_existing(target)
     parent = target.absolute().parent
@@ -73,11 +73,11 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy the files of `COMPANIONS` that are there; returns their names."""
+    """Copy the files of `COMPANIONS` that `source` contains.  Returns their names."""
     copied = []
     for pattern in COMPANIONS:
         for path in sorted(source.glob(pattern)):
-            if path.is_file():  # or a link to one: the hub's cache keeps downloads as links
+            if path.is_file():  # true for links, too: the hub's cache stores downloads as links
                 name = path.relative_to(source)
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target / name)

@@ -1,8 +1,8 @@
-"""A Megatron checkpoint -> a Hugging Face folder, which transformers and inference servers load.
+"""Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
 
-A checkpoint does not say which family it is of, and holds no tokenizer and only some keys of config.json.  These come
-from the Hugging Face folder that the weights were imported from.  The user names it, or it is found: `hf/` beside an
-imported checkpoint, `model.hf` or `model.init_from` of the recipe that trained it.
+A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  The export takes these
+from the Hugging Face folder that the weights were imported from.  If the user does not name this folder, the export
+looks for `hf/` next to an imported checkpoint, then for `model.hf` and `model.init_from` of the checkpoint's recipe.
 """
 
 import json
@@ -28,8 +28,8 @@ from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.family import TensorMapping
 from sft.mcore.checkpoint_io import safe_reader
 
-_WHOLE_TENSOR_BYTES = 1 << 30  # a tensor of ours up to this size is read whole, and cut in memory
-# Keys of a checkpoint that are not of the model: moments and fp32 weights, random generators, plain values.
+_WHOLE_TENSOR_BYTES = 1 << 30  # our tensors up to this size are read completely and split in memory
+# Keys of a checkpoint that do not belong to the model: moments, fp32 weights, random generators, plain values.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state")
 # Groups of `model.*` that do not describe the model.
 _NOT_SHAPE = ("init_from", "hf", "init_std", "megatron")
@@ -44,10 +44,10 @@ def export_hf(
     verify: Verify = "full",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Convert the checkpoint `source`, or the newest one in that folder or run, to the new folder `target`.
+    """Convert the checkpoint `source` to the new folder `target`.  For a run or folder, convert its newest checkpoint.
 
-    like: the Hugging Face folder that the weights were imported from; None: found by the checkpoint
-    Raises ConfigError or CheckpointError; then nothing was written.
+    like: the Hugging Face folder that the weights were imported from; None: derived from the checkpoint
+    After a ConfigError or CheckpointError, nothing was written.
     """
     refuse_existing(target)
     path = folders.find([source, source / "checkpoints"], str(source))
@@ -87,7 +87,7 @@ def export_hf(
 
 
 def _write_others(folder: Path, template: Path, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Write config.json and copy tokenizer files; returns the names of those that were copied."""
+    """Write config.json and copy tokenizer files.  Returns the names of the copied files."""
     if config == content:
         shutil.copyfile(template / CONFIG, folder / CONFIG)
     else:
@@ -106,7 +106,7 @@ def _verify(path: Path, verify: Verify, console: Console) -> None:
 
 
 def _find_template(common: Mapping[str, Any], path: Path, like: Path | None) -> Path:
-    """The Hugging Face folder whose config.json and tokenizer the export takes over."""
+    """The Hugging Face folder whose config.json and tokenizer the export uses."""
     recipe = _recipe(common)
     named = [Path(recipe[key]) for key in ("model.hf", "model.init_from") if recipe.get(key)]
     folders_to_try = [like, like / IMPORTED] if like else [path.parent / IMPORTED]
@@ -125,7 +125,7 @@ def _find_template(common: Mapping[str, Any], path: Path, like: Path | None) -> 
 
 
 def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Empty where no run of this trainer wrote the checkpoint."""
+    """The recipe of the run that wrote the checkpoint.  Empty if another program wrote it."""
     sft = common.get("sft")
     recipe = sft.get("recipe") if isinstance(sft, dict) else None
     return recipe if isinstance(recipe, dict) else {}
@@ -134,7 +134,7 @@ def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
 def _model(
     common: Mapping[str, Any], imported: Architecture, path: Path, console: Console
 ) -> tuple[ModelConfig, int | None]:
-    """The model as it was trained, and the length of its packs; as config.json says where the checkpoint does not."""
+    """The trained model and the length of its packs.  If the checkpoint has no recipe, config.json gives the model."""
     recipe = _recipe(common)
     fields = {key[6:]: value for key, value in recipe.items() if key.startswith("model.")}
     if fields:
@@ -175,14 +175,14 @@ def _check(reader: TorchDistReader, mappings: list[TensorMapping], path: Path) -
 
 
 def _padded_like(stored: tuple[int, ...] | None, mapping: TensorMapping) -> tuple[int, ...]:
-    """The shape that our tensor should have: with the rows of padding that a stored vocabulary has."""
+    """The expected shape of our tensor.  A vocabulary may have as many rows of padding as the stored one."""
     shape = mapping.shape()
     is_padded = stored is not None and stored[0] > shape[0] and stored[1:] == shape[1:]
     return stored if mapping.form == "vocabulary" and is_padded and stored else shape
 
 
 def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
-    """The type of most bytes, which config.json gives for the weights: `bfloat16`."""
+    """The type of most bytes, such as `bfloat16`.  config.json names it as the type of the weights."""
     num_bytes = Counter[torch.dtype]()
     for tensor in planned:
         num_bytes[tensor.dtype] += tensor.nbytes

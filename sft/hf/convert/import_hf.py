@@ -1,11 +1,11 @@
-"""A Hugging Face folder -> a Megatron checkpoint folder that `model.init_from` and Megatron-LM understand.
+"""Converts a Hugging Face folder to a Megatron checkpoint folder that `model.init_from` and Megatron-LM load.
 
     TARGET/
         latest_checkpointed_iteration.txt   0
-        iter_0000000/                       the weights, in torch_dist form, with a manifest
+        iter_0000000/                       the weights, in torch_dist format, with a manifest
         hf/                                 config.json, tokenizer and chat template, for a later export
 
-Reads and writes a block of rows at a time, so memory does not grow with the model.  No number is changed.
+Reads and writes one block of rows at a time, so memory use does not grow with the model.  No weight changes.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_argum
 from sft.parallel.layout import padded_vocab_size
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BLOCK_BYTES = 256 << 20  # held in memory; also the largest stored chunk, which a reader of any row of it reads whole
+BLOCK_BYTES = 256 << 20  # in memory at a time; also the largest stored chunk: to read a row, a reader loads its chunk
 
-# Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one under Transformer
-# Engine only; Megatron ignores those that it does not ask for.
+# Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one only with
+# Transformer Engine.  Megatron ignores extra states that it does not request.
 _ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
 _QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
@@ -46,12 +46,12 @@ _EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
 def import_hf(source: Path, target: Path, console: Console) -> None:
-    """Convert the folder `source`, as save_pretrained writes it, to the new folder `target`.
+    """Convert the folder `source`, written by save_pretrained, to the new folder `target`.
 
-    Raises ConfigError for a config.json that our model cannot be, CheckpointError for files that do not hold the
-    model, a target that exists, and a disk without room.
+    Raises ConfigError if our model does not support config.json.  Raises CheckpointError if the files do not hold the
+    model, if the target exists, and if the disk has no room.
     """
-    refuse_existing(target)  # before headers are read, which may take long
+    refuse_existing(target)  # before reading headers, which may take long
     content = read(source)
     model = architecture(content, str(source / CONFIG))
     with closing(SafetensorsFolder(source)) as stored:
@@ -95,8 +95,8 @@ def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Arch
 
 
 def _mixed_types(stored: SafetensorsFolder, mappings: list[TensorMapping]) -> list[str]:
-    """One line for each of our tensors whose sources are of several types."""
-    types: dict[str, dict[str, str]] = {}  # by our key: each type, and the first tensor of it
+    """One line for each of our tensors whose sources have several types."""
+    types: dict[str, dict[str, str]] = {}  # our key -> type -> name of its first tensor
     for mapping in mappings:
         for tensor in mapping.sources:
             if tensor.name in stored.tensors:
@@ -162,7 +162,7 @@ def _write(
 def _write_tensor(
     writer: TorchDistWriter, stored: SafetensorsFolder, mapping: TensorMapping, padded_rows: int, progress: Progress
 ) -> Mapping[str, str]:
-    """Write one of our tensors; returns the digest of each of its sources by name."""
+    """Write one of our tensors.  Returns the digests of its sources by name."""
     dtype = DTYPES[stored.tensors[mapping.sources[0].name].dtype]
     num_rows = padded_rows if mapping.form == "vocabulary" else mapping.num_rows
     digests = [hashlib.sha256() for _ in mapping.sources]
@@ -184,9 +184,9 @@ def _write_tensor(
 
 
 def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowSpan]]:
-    """The spans, cut and put together to blocks of at most `max_rows` rows.
+    """Split and combine the spans into blocks of at most `max_rows` rows.
 
-    spans of 3 and 2 rows, at most 2 -> [0, 2) of the first; the rest of it and one row of the second; its last row
+    span A of 3 rows, span B of 2 rows, max_rows 2 -> [A0 A1], [A2 B0], [B1]
     """
     block: list[RowSpan] = []
     free_rows = max_rows
@@ -204,7 +204,7 @@ def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowS
 
 
 def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> None:
-    """Write common.pt and metadata.json, which Megatron-LM reads beside the tensors."""
+    """Write common.pt and metadata.json, which Megatron-LM reads in addition to the tensors."""
     args = Namespace(
         **model_arguments(model, padded_vocab_size=padded_vocab_size, positions=positions, bf16=bf16),
         tensor_model_parallel_size=1,
@@ -222,7 +222,7 @@ def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, p
 
 
 def _extra_state_keys(model: ModelConfig) -> list[str]:
-    """Keys of the objects that Megatron-LM expects beside the tensors."""
+    """Keys of the objects that Megatron-LM expects in addition to the tensors."""
     layers, experts = range(model.num_layers), range(model.moe.num_experts or 0)
     modules = (*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_BEFORE_EXPERTS if experts else _MLP))
     of_layers = [f"{layer}_{len(layers)}" for layer in layers]

@@ -1,9 +1,9 @@
-"""The safetensors files of a Hugging Face folder: reads some rows of a tensor, writes one tensor after the other.
+"""Reads rows of tensors from the safetensors files of a Hugging Face folder, and writes such files tensor by tensor.
 
-The safetensors library reads the files: it checks each header (sizes, gaps, overlaps, types, a file that is cut short)
-and maps the file into memory, so that rows are read when they are asked for.  This module decides which files belong
-to the folder, compares them with their index, and limits how much is mapped: pages of a mapped file count as memory of
-the process until it is unmapped.  Which tensors a model needs is not known here.
+The safetensors library checks the header of each file (sizes, gaps, overlaps, types, truncation) and maps the file into
+memory.  Rows are read from the disk only when they are requested.  This module decides which files belong to the
+folder, and compares them with their index.  It also limits the mapped memory, because pages of a mapped file count as
+memory of the process until the file is unmapped.  It does not know which tensors a model needs.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from sft.hf.convert.tensor_check import fold_by_layer
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SHARD_BYTES = 5 * 10**9  # of one file, as the hub recommends
-MAPPED_BYTES = 64 << 20  # read from mapped files before they are unmapped; to open one again costs its header
+SHARD_BYTES = 5 * 10**9  # largest file, as the hub recommends
+MAPPED_BYTES = 64 << 20  # read from mapped files before they are unmapped; mapping a file again reads its header again
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file.  dtype: as safetensors names it, one of `DTYPES` or any other"""
+    """One tensor of a file.  dtype: its name in safetensors; `DTYPES` may lack it"""
 
     file: Path
     dtype: str
@@ -49,7 +49,7 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name.  Raises CheckpointError listing what is wrong with the files."""
+    """The tensors of a folder by name.  Raises CheckpointError listing all problems of the files."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, StoredTensor] = {}
@@ -73,9 +73,9 @@ class SafetensorsFolder:
             _compare_with_index(self.tensors, index, folder)
 
     def read_rows(self, name: str, start: int, target: torch.Tensor) -> memoryview:
-        """Fill `target`, whole rows of the tensor's type, from row `start` on; returns the bytes of `target`.
+        """Fill `target`, which has the tensor's type and row shape, from row `start` on.  Returns the bytes of it.
 
-        Raises CheckpointError where the file has changed since it was opened.
+        Raises CheckpointError if the file has changed since it was opened.
         """
         tensor = self.tensors[name]
         step = max(1, MAPPED_BYTES // max(1, tensor.row_bytes))
@@ -98,7 +98,7 @@ class SafetensorsFolder:
 
     def _map(self, name: str) -> Any:
         file = self.tensors[name].file
-        # Reading behind the end of a mapped file kills the process.
+        # Reading past the end of a mapped file kills the process.
         if file.stat().st_size < self._sizes[file]:
             raise CheckpointError(f"{file} became shorter while {name} was read.")
         if file not in self._mapped:
@@ -107,10 +107,10 @@ class SafetensorsFolder:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file.  Raises CheckpointError where it is no whole safetensors file."""
+    """The tensors of one file.  Raises CheckpointError if it is not a complete safetensors file."""
     with _as_checkpoint_error(path):
         if path.exists() and not path.is_file():
-            raise SafetensorError("it is no file")  # a pipe would block for ever
+            raise SafetensorError("it is no file")  # opening a pipe would block for ever
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {
@@ -121,7 +121,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
-    """Errors of the safetensors library, and of the disk, as a CheckpointError that names the file."""
+    """Turn errors of the safetensors library and of the disk into a CheckpointError that names the file."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -132,7 +132,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, as the index says; None where there is one file for all.  Raises CheckpointError."""
+    """The file of each tensor, from the index.  None if one file holds all tensors.  Raises CheckpointError."""
     single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
     if single and index:
         raise CheckpointError(
@@ -173,7 +173,7 @@ def _stored_twice(tensors: dict[str, StoredTensor], new: Iterable[str], file: Pa
 
 
 def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str], folder: Path) -> None:
-    """Raise CheckpointError where a tensor is not in the file that the index names, or not in the index."""
+    """Raise CheckpointError if a tensor is not in the file that the index names, or not in the index."""
     absent, extra = defaultdict(list), defaultdict(list)  # by file
     for name, file in index.items():
         if name not in tensors or tensors[name].file.name != file:
@@ -198,13 +198,13 @@ def write_tensors(
     *,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Write the tensors, in the order of `planned`, into files of the existing `folder`, and an index of several files.
+    """Write the tensors, in the order of `planned`, into files of the existing `folder`, with an index if needed.
 
-    The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This holds one:
-    it puts the bytes together, and the library reads each header back once the file is complete.
+    The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This function
+    holds one tensor: it writes the bytes itself, and the library reads each header back once the file is complete.
 
-    planned: type and shape of each, as tensors of the meta device; advance: called with the bytes of each tensor
-    Returns size and SHA-256 of each file, and the SHA-256 of each tensor.  The disk has the files of tensors then.
+    planned: type and shape of each tensor, on the meta device; advance: called with each tensor's size in bytes
+    Returns size and SHA-256 of each file, and the SHA-256 of each tensor.  The tensor files are then flushed to disk.
     """
     files, digests, file_of = {}, {}, {}
     shards, tensors = split_into_shards(planned, shard_bytes), iter(tensors)
@@ -220,7 +220,7 @@ def write_tensors(
                 digests[tensor_name], file_of[tensor_name] = hashlib.sha256(data).hexdigest(), name
                 advance(len(data))
             files[name] = file.finish()
-        with safe_open(folder / name, framework="pt") as written:  # the library checks it against the file's size
+        with safe_open(folder / name, framework="pt") as written:  # checks the header against the file's size
             assert set(written.keys()) == set(shard), name
     if len(shards) > 1:
         metadata = {"total_size": sum(plan.nbytes for plan in planned.values())}
@@ -230,7 +230,7 @@ def write_tensors(
 
 
 def split_into_shards(planned: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each file: as many as `shard_bytes` hold, in their order; a larger one has a file of its own."""
+    """The tensors of each file, in their order, up to `shard_bytes` per file.  A larger tensor gets its own file."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     num_bytes = 0
     for name, tensor in planned.items():
@@ -250,5 +250,5 @@ def _header(planned: Mapping[str, torch.Tensor]) -> bytes:
         content[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         end += tensor.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data behind it
+    text += b" " * (-len(text) % 8)  # aligns the data that follows
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Compares the tensors of a folder with those of a model, and reports everything that is wrong at once."""
+"""Compares the tensors of a folder with those of a model, and reports all differences in one error."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 def check_tensors(
     stored: Mapping[str, Shape], wanted: Mapping[str, Shape], folder: str, *, other: Sequence[str] = ()
 ) -> None:
-    """Raise CheckpointError listing what is missing, surplus or of another shape.  other: further problems"""
+    """Raise CheckpointError listing missing tensors, surplus tensors and wrong shapes.  other: further problems"""
     shapes: dict[tuple[Shape, Shape], list[str]] = {}
     for name, shape in wanted.items():
         if name in stored and stored[name] != shape:
@@ -35,13 +35,13 @@ def check_tensors(
 def fold_by_layer(names: Iterable[str]) -> list[str]:
     """model.layers.0.a, model.layers.1.a, model.b -> model.b; model.layers.*.a (layers 0-1)
 
-    Experts are folded in each layer, and layers with the same experts: (layers 0-47; experts 0-127)
+    The experts of each layer are folded first, then layers with the same experts: (layers 0-47; experts 0-127)
     """
     return [name + numbers for name, numbers in _folded(names)]
 
 
 def _folded(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Names without their numbers, and the numbers: ("model.layers.*.a", " (layers 0-1)")"""
+    """Each name with * for its numbers, and the numbers: ("model.layers.*.a", " (layers 0-1)")"""
     experts: dict[tuple[str, str], list[str]] = {}  # by name and layer
     for name in names:
         layer, rest = _without_number(_LAYER, name)
@@ -64,7 +64,7 @@ def _without_number(pattern: re.Pattern[str], name: str) -> tuple[str, str]:
 
 
 def _counted(noun: str, numbers: Iterable[str]) -> str:
-    """("layer", ["0", "1", "5"]) -> layers 0-1, 5; no numbers: nothing"""
+    """("layer", ["0", "1", "5"]) -> layers 0-1, 5; no numbers: an empty text"""
     ordered = sorted({int(number) for number in numbers if number})
     return f"{noun}{'s' if len(ordered) > 1 else ''} {_ranges(ordered)}" if ordered else ""
 

@@ -1,9 +1,9 @@
-"""Reads and writes torch_dist checkpoints in one process, a slice or a chunk of a tensor at a time.
+"""Reads and writes torch_dist checkpoints in one process, one slice or chunk of a tensor at a time.
 
-torch's own writer takes all tensors of a rank at once, and keeps the last of each key until its file is complete: twice
-the largest tensor and more.  The format is the same: the output of `torch.save` for each chunk, one after the other,
-and an index of their offsets.  Every byte is read through `sft.mcore.checkpoint_io.safe_reader`, which decides what a
-checkpoint may contain.
+torch's own writer takes all tensors of a rank at once.  It also keeps the last tensor of each key until its file is
+complete, and so needs more than twice the memory of the largest tensor.  The format is the same: one output of
+`torch.save` per chunk, and an index of the offsets.  All reads go through `sft.mcore.checkpoint_io.safe_reader`, which
+decides what a checkpoint may contain.
 """
 
 import math
@@ -24,11 +24,11 @@ from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import INDEX
 from sft.mcore.checkpoint_io.safe_reader import SafeReader
 
-FILE_BYTES = 4 << 30  # of one file; ranks that verify a checkpoint divide its files among themselves
+FILE_BYTES = 4 << 30  # largest file; ranks that verify a checkpoint divide its files among themselves
 
 
 class _SingleTensorPlanner(DefaultLoadPlanner):
-    """Has everything read into one tensor."""
+    """Makes torch read all slices into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _SingleTensorPlanner(DefaultLoadPlanner):
 
 
 class TorchDistReader:
-    """The tensors of the checkpoint in `folder`.  Raises CheckpointError where its index is missing or unsafe."""
+    """The tensors of the checkpoint in `folder`.  Raises CheckpointError if its index is missing or unsafe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, SafeReader(folder)
@@ -58,7 +58,7 @@ class TorchDistReader:
         return dtype
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The slice of shape `sizes` at `offset`.  Takes its memory, and that of the largest stored chunk."""
+        """The slice of shape `sizes` at `offset`.  Needs memory for this slice and for the largest stored chunk."""
         target = torch.empty(*sizes, dtype=self.dtype(key))
         wanted = md.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
         items = self._chunks[key].read_items([wanted])
@@ -88,12 +88,12 @@ class TorchDistWriter:
         self._save(chunk, md.MetadataIndex(key, offsets))
 
     def write_object(self, key: str, value: Any) -> None:
-        """Write a plain value, as Megatron stores objects beside tensors."""
+        """Write a plain value in the way that Megatron stores objects."""
         self._entries[key] = md.BytesStorageMetadata()
         self._save([value], md.MetadataIndex(key))
 
     def finish(self) -> None:
-        """Write the index.  The disk has all files when this returns."""
+        """Write the index.  When this returns, all files are flushed to disk."""
         self._finish_file()
         index = md.Metadata(self._entries, planner_data={}, storage_data=self._offsets, storage_meta=md.StorageMeta())
         self._name, self._file = INDEX, HashingFile(self._folder / INDEX)
@@ -111,7 +111,7 @@ class TorchDistWriter:
             self._name = f"__0_{len(self.files)}.distcp"
             self._file = HashingFile(self._folder / self._name)
         start = self._file.num_bytes
-        torch.save(value, self._file)  # type: ignore[arg-type]  # it writes, and flushes
+        torch.save(value, self._file)  # type: ignore[arg-type]  # torch calls only write and flush
         self._file.check()
         self._offsets[index] = _StorageInfo(self._name, start, self._file.num_bytes - start)
 

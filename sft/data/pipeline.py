@@ -1,4 +1,4 @@
-"""The data of a run on this rank: what was prepared, in which order it comes, and this rank's part of it."""
+"""The data of a run on this rank: the prepared samples, their order, and this rank's part of them."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,7 @@ class DataPipeline:
             self.train.plans.locate(self.num_steps - 1)  # a plan that ends too early is refused now
 
     def batch(self, step: int) -> GlobalBatch:
-        """What the step after `step` steps trains on."""
+        """The data of the step that follows after `step` steps."""
         return GlobalBatch(
             position=self.train.plans.locate(step),
             samples=[sample for pack in self.train.plans.global_batch(step) for sample in pack],
@@ -74,7 +74,7 @@ class DataPipeline:
         return self._corpus.name(sample)
 
     def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
-        """Rank 0 finds what was prepared, by reading the files once; then everybody maps it."""
+        """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
         data, cache_dir = self._config.data, Path(self._config.cache_dir)
         folders = broadcast_from_rank0(lambda: find_prepared(paths, data, tokenizer, cache_dir, command=self._command))
         corpus = map_prepared(paths, folders, data, names, command=self._command)

@@ -1,4 +1,4 @@
-"""From stores to samples that any process can map: `find_prepared`, `map_prepared`, then `Corpus.sample`.
+"""Gives every process the samples of stores, memory-mapped: `find_prepared`, `map_prepared`, then `Corpus.sample`.
 
 Decides how samples are numbered and what they are called.  Does not tokenise (`prepare.py`) or know packs or layouts.
 """
@@ -60,7 +60,7 @@ class Corpus:
         return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source)
 
     def name(self, sample_id: int) -> str:
-        """Where a sample is from, as a user would look it up: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
+        """File and line of a sample, for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
         file, index = self._find(sample_id)
         line = self._stores[file].rows[self._lines[file][index]]
         name = row_name(self._paths[file], int(line["row"]))
@@ -68,7 +68,7 @@ class Corpus:
 
     @property
     def tables(self) -> list[np.ndarray]:
-        """LINE [lines] of each file: its samples in the order of their numbers, and rows of which none was made."""
+        """LINE [lines] of each file: its samples in the order of their numbers, and its rows without a sample."""
         return [store.rows for store in self._stores]
 
     @property
@@ -110,7 +110,7 @@ def file_names(paths: Sequence[Path]) -> list[str]:
 def find_prepared(
     paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
 ) -> list[Path]:
-    """The store of each file; nothing is tokenised or written.  `command` is the one that would.
+    """The store of each file.  Tokenises and writes nothing; errors name `command`, which does that.
 
     Reads all bytes of the files, so one rank calls it and broadcasts the folders.  Raises DataError where a file
     cannot be read or is not prepared, when no sample is left, and for what data.on_omitted refuses.

@@ -1,15 +1,15 @@
 """Tokenised samples of one file on disk: written once, atomically, and memory-mapped afterwards.
 
     tokens.npy     int32 [total]   all samples end to end
-    mask.npy       uint8 [total]   which weight each token has
+    mask.npy       uint8 [total]   the index of each token's weight
     rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`row_report.LINE`)
     rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; only where there are any
     omitted.jsonl  what the chat template left out, by row, role and kind (`omissions.py`); only where it did
-    ledger.json    what became of the rows, the weights that mask.npy counts, sizes and digests of the other files,
-                   and a digest of itself; written last
+    ledger.json    the row report, the weights that mask.npy indexes, sizes and digests of the other files, and a
+                   digest of itself; written last
 
-Nothing here depends on the file's name, on when or where it was made, or by how many processes.
-Does not decide when a store is out of date: its name is made of everything that it depends on (`folders.py`).
+The content of a store does not depend on the file's name, or on the time, place or number of processes of its making.
+Does not decide when a store is out of date: its name is a hash of everything that it depends on (`folders.py`).
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Data files as numbers: how many rows and tokens, how long, what is cut, windowed, dropped and skipped, what fits.
+"""Counts rows, tokens and lengths of data files; rows that are cut, windowed, dropped or skipped; and rows that fit.
 
-Decides that a length is a whole row's, counted once however many windows the row makes; the buckets of the histogram,
-what a quantile is, and which values of seq_length are compared.  `cache/row_report.py` says what became of rows.
+Decides the buckets of the histogram, the definition of a quantile, and the values of seq_length that are compared.  A
+length is that of a whole row, counted once for any number of windows.  `cache/row_report.py` counts losses.
 Does not read tokens (`findings.py`).
 """
 

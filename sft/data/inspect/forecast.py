@@ -1,4 +1,4 @@
-"""What the plan of a run comes to, before a GPU is touched: `sft data plan`.
+"""Summarises the plan of a run without a GPU: `sft data plan`.
 
 Decides what is printed of it, and how level a global batch can be at best, whatever the assignment (`bounds`).
 Everything else is taken from a `Loader`, so it is what the run does.  Nothing is read but lengths: no sample.
@@ -28,7 +28,7 @@ LIMITED = 0.95  # below this a larger cp is looked for
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Efficiencies that no assignment exceeds, 1 where nothing stands in the way.
+    """Efficiencies that no assignment exceeds; 1 means no limit.
 
     longest     no rank computes less than the longest sequence:  total / (dp * cost of that)
     full        nor less than its share of tokens, as the other ranks have no room for them

@@ -1,4 +1,4 @@
-"""What a user should know about the data of a recipe before training on it: everything gathered, nothing printed.
+"""Gathers all facts that a user should know about a recipe's data before training on it.  Prints nothing.
 
 Decides what is counted over which samples.  Lengths, histogram and retention are of whole rows, each once; samples,
 tokens, copies and previews are of what training would see: after data.over_long, windows one by one.  Sources that

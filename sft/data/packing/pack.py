@@ -1,7 +1,7 @@
-"""Samples to a pack, and the microbatch that one context-parallel rank cuts out of it.
+"""Lays samples into a pack, and cuts one context-parallel rank's microbatch out of the pack.
 
-Decides where labels come from and what padding is.  Labels are shifted here, per document and before any slicing,
-so nothing later needs a neighbour's token.
+Decides labels and padding.  Labels are shifted here, per document and before sharding, so no rank needs a token of
+another rank.
 Does not know which samples share a pack (`plan.py`, `balance.py`), nor which tokens of a pack a rank holds: it is given
 a function for that (`parallel/context_parallel.py`).
 """

@@ -1,4 +1,4 @@
-"""Plans as files: written once, looked at, compared, and followed by a run.
+"""Writes plans to files, reads and compares plan files, and gives a run the plans of a file.
 
 Decides what a plan file holds: JSON lines, a header with everything the plan follows from, then a line per global
 batch with the sample ids of its packs.

@@ -1,4 +1,4 @@
-"""What the rows of a data file are, where each begins, and how a row is called in an error.
+"""Reads the rows of a data file, indexes where each row begins, and names rows in errors.
 
 Decides which kinds of file are read, and that a fault of one row never hides the rows around it: read_rows yields the
 row as it stands, and `strict_json.parse` raises.  Files are streamed, JSON by `json_rows.py` and tables by `tables.py`,

@@ -20,7 +20,8 @@ from tests.ranks.pool import RankPool
 from tests.ranks.saving import ASYNC, Run, listing, refusal, run_of
 
 Ranks = Callable[[int], RankPool]
-WRITTEN = "was not written: rank 1: OSError: [Errno 28] No space left on device"
+NO_SPACE = "the disk is full (OSError: [Errno 28] No space left on device)"
+WRITTEN = f"was not written: rank 1: {NO_SPACE}"
 GOES_ON = "  Training goes on; the next save tries again."
 WHOLE = "  The one before it is whole."
 
@@ -32,13 +33,9 @@ def full(*_: Any, **__: Any) -> Any:
 @contextmanager
 def full_disk(run: Run) -> Iterator[None]:
     """Of rank 1."""
-
-    class Full(torch_dist_files.FileSystemWriter):
-        write_data = full
-
     with pytest.MonkeyPatch.context() as patch:
         if run.engine.groups.rank == 1:
-            patch.setattr(torch_dist_files, "FileSystemWriter", Full)
+            patch.setattr(torch_dist_files.FileSystemWriter, "write_data", full)
         yield
 
 
@@ -150,7 +147,6 @@ def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
     patch.setattr(torch_dist_files, "write", then_cut)
 
 
-NO_SPACE = "[Errno 28] No space left on device"
 CASES = {
     "too little disk": Case(0, no_room, " MiB, and the disk has 1.1 MiB left."),
     "a weight": Case(1, no_number, "a weight is not finite; such a state is never saved."),
@@ -168,7 +164,7 @@ CASES = {
     "digests": Case(1, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
     "the rename": Case(0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full)), NO_SPACE),
-    "plain values": Case(0, cut_files, "[Errno 27] File too large"),
+    "plain values": Case(0, cut_files, "OSError: [Errno 27] File too large"),
     "the folder": Case(0, lambda patch, _: patch.setattr(folders, "make_temporary", full), NO_SPACE),
 }  # fmt: skip
 

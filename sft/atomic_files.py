@@ -18,6 +18,7 @@ _FAULTS = {
     errno.EIO: "the disk reports an I/O error",
     errno.EACCES: "this user may not write there",
 }
+_FULL_BYTES = 1 << 20  # a failed write leaves less than this of a full disk
 
 
 def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
@@ -40,14 +41,14 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def why_not_written(folder: Path, error: BaseException, num_bytes: int = 1) -> str:
-    """Why a write of `num_bytes` into the folder failed: "the disk is full (OSError: [Errno 28] ...)".
+def why_not_written(folder: Path, error: BaseException) -> str:
+    """Why a write into the folder failed: "the disk is full (OSError: [Errno 28] ...)".
 
-    The cause is the error's own number, or that of an error behind it; without one, as where a library reports only
-    what it noticed later, the file system is asked.  Where that knows of nothing either, the error stands alone.
+    The error's own number says why, or that of an error behind it.  A library may report only what it noticed later;
+    then the file system is asked.  If that finds nothing wrong either, the error stands alone.
     """
     message = f"{type(error).__name__}: {error}".splitlines()[0]
-    fault = _FAULTS.get(_error_number(error) or _ask_file_system(folder, num_bytes))
+    fault = _FAULTS.get(_error_number(error) or _ask_file_system(folder))
     return f"{fault} ({message})" if fault else message
 
 
@@ -60,11 +61,11 @@ def _error_number(error: BaseException | None) -> int:
     return 0
 
 
-def _ask_file_system(folder: Path, num_bytes: int) -> int:
-    """The number of the error that a write of `num_bytes` into the folder ends in now; 0: none."""
+def _ask_file_system(folder: Path) -> int:
+    """The number of the error that a write into the folder ends in now; 0: none."""
     try:
         there = os.statvfs(folder)
-        if there.f_bavail * there.f_frsize < num_bytes or (there.f_files and not there.f_favail):
+        if there.f_bavail * there.f_frsize < _FULL_BYTES or (there.f_files and not there.f_favail):
             return errno.ENOSPC
         probe = folder / f"probe.tmp-{os.getpid()}"
         try:

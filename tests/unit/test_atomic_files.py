@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +116,11 @@ def test_the_file_system_is_asked_where_an_error_has_no_number(tmp_path: Path, m
     late = RuntimeError("unexpected pos 704 vs 598")
     assert why_not_written(tmp_path, late) == "RuntimeError: unexpected pos 704 vs 598"  # nothing is wrong with it
     assert os.listdir(tmp_path) == []
-    assert why_not_written(tmp_path, late, 1 << 60).startswith("the disk is full (")
+    for free in ({"f_bavail": 255}, {"f_favail": 0}):  # less than 1 MiB in blocks of 4 KiB; no room for another file
+        blocks = {"f_bavail": 1 << 20, "f_frsize": 4096, "f_files": 9, "f_favail": 9, **free}
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_files.os, "statvfs", lambda path: SimpleNamespace(**blocks))
+            assert why_not_written(tmp_path, late).startswith("the disk is full (")
     assert why_not_written(tmp_path / "gone", late).startswith("the folder is gone (")
 
     def quota(handle: int) -> None:

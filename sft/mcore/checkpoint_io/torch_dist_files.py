@@ -143,7 +143,7 @@ def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> 
     state = {**_by_key(snapshot.shards), **snapshot.objects}
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.save(state, storage_writer=_Writer(folder, snapshot.num_bytes), planner=planner, process_group=group)
+        dcp.save(state, storage_writer=_Writer(folder), planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException
         raise StorageError(f"{folder.name} was not written: {_causes(error)}") from error
 
@@ -154,15 +154,11 @@ class _Writer(FileSystemWriter):
     On a full disk torch itself reports "unexpected pos 704 vs 598", or the like.
     """
 
-    def __init__(self, folder: Path, num_bytes: int) -> None:
-        super().__init__(folder)
-        self._num_bytes = num_bytes
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            raise StorageError(why_not_written(Path(self.path), error, self._num_bytes)) from error
+            raise StorageError(why_not_written(Path(self.path), error)) from error
 
 
 class _SavePlanner(MCoreSavePlanner):

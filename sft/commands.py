@@ -130,8 +130,6 @@ def inspect(arguments: Namespace) -> None:
             raise ConfigError(f"--png {picture} does not end in .png.  The picture is written as PNG.")
         try:
             import matplotlib  # noqa: F401
-
-            from sft.data.inspect.picture import draw
         except ImportError:
             raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib") from None
 
@@ -141,14 +139,19 @@ def inspect(arguments: Namespace) -> None:
     data, cache_dir, console = recipe.config.data, Path(recipe.config.cache_dir), _progress()
     survey = take_survey(recipe.path, data, _tokenizer(recipe), cache_dir, arguments.samples, console)
     if picture is not None:
+        from sft.data.inspect.picture import draw
+
         try:
             draw(survey, picture)
         except OSError as error:
             raise ConfigError(f"--png {picture} cannot be written: {error.strerror}.") from error
         console.say(f"picture {picture}")
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    lines = "\n".join(survey_lines(survey, color=color)).rstrip()
-    print(json.dumps(asdict(survey), indent=1) if arguments.json else lines, flush=True)  # ASCII suits every terminal
+    if arguments.json:
+        text = json.dumps(asdict(survey), indent=1)
+    else:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        text = "\n".join(survey_lines(survey, color=color)).rstrip()
+    print(text, flush=True)  # ASCII suits every terminal
 
 
 def plan(arguments: Namespace) -> int:

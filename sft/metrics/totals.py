@@ -146,7 +146,7 @@ class ExpertLoad:
     chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, before any was dropped
     dropped: np.ndarray  # [layers] choices of real tokens beyond the capacity
     aux: np.ndarray  # [layers] load-balancing loss, mean over real tokens; 0 if its coefficient is 0
-    z: np.ndarray  # the same
+    z: np.ndarray  # [layers] squared log-sum-exp of the router's scores, mean over real tokens
 
     @property
     def imbalance(self) -> np.ndarray:

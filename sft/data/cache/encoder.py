@@ -44,6 +44,7 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
     lines: list[tuple[int, ...]] = []
     rejects = []
     omitted: list[RowOmission] = []
+    explained: set[tuple[str, str]] = set()
     num_chats = 0
     for number, content in rows:
         try:
@@ -58,7 +59,7 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
             continue
         num_chats += isinstance(row, Chat)
         if rendered is not None:
-            omitted += row_omissions(number, rendered, {(earlier.role, earlier.kind) for earlier in omitted})
+            omitted += row_omissions(number, rendered, explained)
         try:
             for line, positions, kept_weights in _fit(number, full, data):
                 tokens.append(ids[positions])

@@ -8,8 +8,9 @@ left out (`chat/omitted.py`).
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,14 +82,17 @@ def named(role: str, kind: str) -> str:
     return kind if role in ("tool", "tools") else f"{role} {kind}"
 
 
-def row_omissions(row: int, chat: RenderedChat, explained: Collection[tuple[str, str]]) -> Iterator[RowOmission]:
-    """The texts left out of a chat, by role and kind.  The reason is given for kinds not yet explained only, since
-    finding it takes renderings."""
+def row_omissions(row: int, chat: RenderedChat, explained: set[tuple[str, str]]) -> Iterator[RowOmission]:
+    """The texts left out of a chat, by role and kind.
+
+    explained  kinds whose reason an earlier row of the part has; finding it takes renderings.  New kinds are added
+    """
     texts = find_omitted(chat)
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
         first = next(text for text in texts if (text.role, text.kind) == kind)
         said, why = ("", "") if kind in explained else (first.text, why_omitted(chat, first))
         begin = said[:_NUM_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+        explained.add(kind)
         yield RowOmission(row, first.number, *kind, num, begin, why)
 
 
@@ -97,13 +101,19 @@ def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED
 
     rows_listed  0 for several files, since a list cannot mix rows of different files
     """
-    totals: dict[tuple[str, str], FileOmission] = {}
+    by_kind: dict[tuple[str, str], list[FileOmission]] = {}
     for omission in omissions:
-        total = totals.setdefault((omission.role, omission.kind), replace(omission, count=0, chats=0, rows=()))
-        count, chats = total.count + omission.count, total.chats + omission.chats
-        rows = (*total.rows, *omission.rows)[:rows_listed]
-        totals[omission.role, omission.kind] = replace(total, count=count, chats=chats, rows=rows)
-    return tuple(sorted(totals.values(), key=lambda total: (-total.chats, total.role, total.kind)))
+        by_kind.setdefault((omission.role, omission.kind), []).append(omission)
+    totals = [
+        replace(
+            same[0],
+            count=sum(omission.count for omission in same),
+            chats=sum(omission.chats for omission in same),
+            rows=tuple(islice(chain.from_iterable(omission.rows for omission in same), rows_listed)),
+        )
+        for same in by_kind.values()
+    ]
+    return tuple(sorted(totals, key=lambda total: (-total.chats, total.role, total.kind)))
 
 
 def refusal(file: Path, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:

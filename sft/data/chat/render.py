@@ -8,7 +8,8 @@ string in the messages is replaced by a stand-in of the same length, made of one
 not contain.  Proofs about the rendered text then hold for the real text, character by character.  If a template changes
 stand-ins (because it splits texts, or looks for control strings in them), the chat is refused.
 
-Does not find the assistant's turns in the text (`turns.py`), or tokenise it (`tokens.py`).
+Decides how a template gets the messages (as in transformers).  Does not find the assistant's turns in the text
+(`turns.py`), or tokenise it (`tokens.py`).
 """
 
 from collections.abc import Iterator

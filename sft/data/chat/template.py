@@ -1,7 +1,7 @@
 """A chat template: the text that it writes for a chat, and its delimiters around an assistant's turn.
 
-Decides how a template gets the messages (as in transformers).  Refuses a template that leaves out the assistant's text,
-or that ends a turn without a control token, since a model could not learn to stop.  Does not decide what is supervised
+Refuses a template that leaves out the assistant's text, or that ends a turn without a control token, since a model
+could not learn to stop.  Does not decide how a template gets the messages (`render.py`), what is supervised
 (`turns.py`) or how much time and text a template may use (`sandbox.py`).
 """
 

@@ -168,6 +168,11 @@ def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) ->
         if pending and (index or message["role"] != "system"):
             texts += _of_tools(pending, forms)
             pending = None
+        content, label = message.get("content") or "", _CONTENT[message["role"]]
+        if content and len(message) == 2 and label not in forms and "</think>" not in content:
+            if bare := content.strip():  # most messages hold nothing else
+                texts.append(ChatText(label, bare, index))
+            continue
         for label, text in _of_message(message, forms):
             if bare := text.strip():
                 is_json = label in forms and label not in COMPOSITE

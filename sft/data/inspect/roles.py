@@ -8,7 +8,7 @@ and the messages of some rows are tokenised, spread evenly: tokenising all of th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,8 +53,7 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
     them supervised
     """
     counters = {role: _RoleCounter() for role in ROLES}
-    empty: list[tuple[Path, int]] = []
-    unanswered: list[tuple[Path, int]] = []
+    empty, unanswered = _Rows(), _Rows()
     stride = max(1, sum(map(len, data.rows)) // _TOKENISED_ROWS)
     num_chats = num_tokenised = 0
     for path, number, chat in _rows(data, console):
@@ -67,19 +66,32 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
             is_trained = weights.get(i, float(supervise == "all")) > 0
             counters[role].add(text, tokenizer, is_trained=is_trained, is_chosen=num_chats % stride == 0)
             if role == "user" and not text.strip():
-                empty.append((path, number))
+                empty.add(path, number)
         if chat.messages[-1]["role"] != "assistant":
-            unanswered.append((path, number))
+            unanswered.add(path, number)
         num_chats += 1
     return Messages(
         roles=tuple(counter.role(name) for name, counter in counters.items() if counter.messages),
         is_exact=isinstance(tokenizer, ByteTokenizer),
         num_tokenised=num_tokenised,
         findings=[
-            finding("empty_user_turns", len(empty), counters["user"].messages, _names(empty)),
-            finding("unanswered_ends", len(unanswered), num_chats, _names(unanswered)),
+            finding("empty_user_turns", empty.count, counters["user"].messages, empty.names),
+            finding("unanswered_ends", unanswered.count, num_chats, unanswered.names),
         ],
     )
+
+
+@dataclass
+class _Rows:
+    """How many rows have a finding, and the names of the first of them."""
+
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, number: int) -> None:
+        self.count += 1
+        if len(self.names) < NUM_EXAMPLES:
+            self.names.append(row_name(path, number))
 
 
 @dataclass(kw_only=True)
@@ -127,10 +139,6 @@ def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | T
                     yield path, number, read_row(parse(content))
                     progress.advance(1)
                     next_wanted = next(wanted, None)
-
-
-def _names(rows: list[tuple[Path, int]]) -> list[str]:
-    return [row_name(path, number) for path, number in rows[:NUM_EXAMPLES]]
 
 
 def _text(message: Message) -> str:

@@ -151,8 +151,9 @@ def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
         files = data_files(path)
         yield from enumerate(read_table(files, start), start=start + 1)
         return
-    is_list, begin = find_first_row(path, may_be_list=kind == "json")
     number = 1
+    has_offsets = index is not None and index.offsets is not None
+    is_list, begin = (False, 0) if kind == "jsonl" and has_offsets else find_first_row(path, may_be_list=kind == "json")
     if index is not None and index.offsets is not None:
         begin = int(index.offsets[start])
         number = start + 1 if index.numbers is None else int(index.numbers[start])

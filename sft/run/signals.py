@@ -85,7 +85,8 @@ class StopSignals:
         """The reason to stop, in a few words; None if the run goes on."""
         if self._reason is None and self._deadline is not None and not self._is_disarmed:
             ends_at, why = self._deadline
-            self._reason = why if time.monotonic() >= ends_at else None
+            if time.monotonic() >= ends_at:  # otherwise leave it alone: the thread may have set it meanwhile
+                self._reason = self._reason or why
         return self._reason
 
     def disarm(self) -> None:

@@ -191,6 +191,19 @@ def test_what_was_before_comes_back() -> None:
     assert held() <= had, it  # still here: nothing was closed by being forgotten
 
 
+def test_a_signal_while_the_time_limit_is_looked_at_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are received in a thread, which may run between any two lines of this one."""
+    with StopSignals(grace_s=1, deadline=(150.0, "end of the job"), report=print) as it:
+
+        def clock() -> float:
+            it._reason = "SIGTERM"
+            return 100.0
+
+        monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=clock))
+        assert (it.reason, it.reason) == ("SIGTERM", "SIGTERM")
+        monkeypatch.undo()
+
+
 def test_time_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,12 +76,12 @@ def make(folder: Path, content: Mapping[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
 
-    def values(tensor: torch.Tensor) -> torch.Tensor:
+    def values(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """Bits of finite numbers; normal ones take five times as long."""
         bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
-        return bits.view(tensor.dtype)
+        return name, bits.view(tensor.dtype)
 
-    write_tensors(folder, tensors, map(values, tensors.values()))
+    write_tensors(folder, tensors, starmap(values, tensors.items()))
 
 
 def copy() -> int:

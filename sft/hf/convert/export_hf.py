@@ -189,7 +189,7 @@ def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
     return str(num_bytes.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[torch.Tensor]:
+def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[tuple[str, torch.Tensor]]:
     def rows(start: int, count: int) -> torch.Tensor:
         depth, row_shape = len(mapping.stack_index), mapping.row_shape
         offset = (*mapping.stack_index, start, *[0] * len(row_shape))
@@ -199,10 +199,10 @@ def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[tor
     is_interleaved = len(spans) > len(mapping.sources)
     num_bytes = mapping.num_rows * reader.dtype(mapping.key).itemsize * math.prod(mapping.row_shape)
     whole = rows(0, mapping.num_rows) if is_interleaved or num_bytes <= _WHOLE_TENSOR_BYTES else None
-    for source in range(len(mapping.sources)):
+    for source, tensor in enumerate(mapping.sources):
         own_spans = [span for span in spans if span.source == source]
         if whole is None:
-            yield rows(own_spans[0].target, own_spans[0].num_rows)
+            yield tensor.name, rows(own_spans[0].target, own_spans[0].num_rows)
         else:
             pieces = [whole[span.target : span.target + span.num_rows] for span in own_spans]
-            yield pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            yield tensor.name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)

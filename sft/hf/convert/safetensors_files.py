@@ -193,7 +193,7 @@ def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str],
 def write_tensors(
     folder: Path,
     planned: Mapping[str, torch.Tensor],
-    tensors: Iterable[torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     shard_bytes: int = SHARD_BYTES,
     *,
     advance: Callable[[int], None] = lambda num_bytes: None,
@@ -203,7 +203,9 @@ def write_tensors(
     The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This function
     holds one tensor: it writes the bytes itself, and the library reads each header back once the file is complete.
 
-    planned: type and shape of each tensor, on the meta device; advance: called with each tensor's size in bytes
+    planned  type and shape of each tensor, on the meta device
+    tensors  the same names in the same order
+    advance  called with each tensor's size in bytes
     Returns size and SHA-256 of each file, and the SHA-256 of each tensor.  The tensor files are then flushed to disk.
     """
     files, digests, file_of = {}, {}, {}
@@ -212,8 +214,10 @@ def write_tensors(
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with closing(HashingFile(folder / name)) as file:
             file.write(_header(shard))
-            for (tensor_name, plan), tensor in zip(shard.items(), tensors):
-                assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, tuple(plan.shape)), tensor_name
+            for plan_name, plan in shard.items():
+                tensor_name, tensor = next(tensors)
+                given, wanted = (tensor_name, tensor.dtype, tensor.shape), (plan_name, plan.dtype, plan.shape)
+                assert given == wanted, f"{given} instead of {wanted}"
                 data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
                 file.write(data)
                 file.check()
@@ -222,6 +226,7 @@ def write_tensors(
             files[name] = file.finish()
         with safe_open(folder / name, framework="pt") as written:  # checks the header against the file's size
             assert set(written.keys()) == set(shard), name
+    assert next(tensors, None) is None, "more tensors than planned"
     if len(shards) > 1:
         metadata = {"total_size": sum(plan.nbytes for plan in planned.values())}
         content = {"metadata": metadata, "weight_map": dict(sorted(file_of.items()))}

@@ -78,7 +78,7 @@ class _SavedStorage:
 
 
 class SavePolicy:
-    """How and where the forward passes of one model chunk save tensors.
+    """How and where the forward passes of this rank's model chunks save tensors, one pass at a time.
 
     recompute         backward recomputes the outputs that norms mark with `mark_recomputable`
     memory            host memory for large tensors; None: no tensor is offloaded

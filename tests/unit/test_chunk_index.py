@@ -55,12 +55,14 @@ def test_a_box_of_each_of_two_experts() -> None:
     assert {tuple(item.dest_index.offset) for item in found} == {(1, 2, 1, 0), (0, 1, 0, 1)}
 
 
-def test_a_box_of_several_experts() -> None:
-    found = parts((2, 3, 4, 2), *experts(4)).read_items([chunk((0, 1, 0, 0), (2, 2, 4, 2))])
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_box_of_several_layers_and_experts(last: int) -> None:
+    """Of both layers, and of the experts from the second to `last`."""
+    found = parts((2, 3, 4, 2), *experts(4)).read_items([chunk((0, 1, 0, 0), (2, last, 4, 2))])
     assert sorted(told(found)) == [
         (0, (layer, expert - 1, 0, 0), (layer, expert, 0, 0), (0, 0, 0, 0), (1, 1, 4, 2))
         for layer in (0, 1)
-        for expert in (1, 2)
+        for expert in range(1, last + 1)
     ]
 
 

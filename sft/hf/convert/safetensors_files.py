@@ -216,8 +216,8 @@ def write_tensors(
             file.write(_header(shard))
             for plan_name, plan in shard.items():
                 tensor_name, tensor = next(tensors)
-                given, wanted = (tensor_name, tensor.dtype, tensor.shape), (plan_name, plan.dtype, plan.shape)
-                assert given == wanted, f"{given} instead of {wanted}"
+                actual, expected = (tensor_name, tensor.dtype, tensor.shape), (plan_name, plan.dtype, plan.shape)
+                assert actual == expected, f"{actual} instead of {expected}"
                 data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
                 file.write(data)
                 file.check()

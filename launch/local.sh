@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Train on this machine: one process per GPU (or per CPU rank).
+# Trains on this machine, with one process per GPU (or per CPU rank).
 #
 #   launch/local.sh NPROC RECIPE [section.key=value ...]
 #   launch/local.sh 8 recipes/NAME.yaml parallel.cp=4 data.train=my.jsonl
 #
-# The recipe is checked first, and its data tokenised where that was not done yet, before any process starts that
-# waits for others: a mistake ends here, in one paragraph, with exit code 2.
+# The script first checks the recipe and tokenises data that are not tokenised yet.  If it finds a mistake, it prints
+# the mistake and exits with 2.  Then it starts the processes of the run.
 #
-# Ctrl-C, or a signal to this process: the run saves and leaves.  The same once more: it leaves at once.
+# After Ctrl-C or another stop signal, the run saves and exits.  After a second signal, the run exits at once.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -19,13 +19,13 @@ recipe=$2
 shift 2
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# One hardware queue keeps kernels in the order they were launched, so that communication overlaps compute.
+# With one hardware queue, kernels start in the order in which they were launched, and communication overlaps compute.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-# Seconds torchrun leaves its processes between a signal and SIGKILL: run.grace_s and some room.
+# Seconds that torchrun waits between a signal and SIGKILL: more than run.grace_s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-180}"
 
 python -m sft check "$recipe" "$@" --world-size "$nproc" --no-data
 python -m sft data prepare "$recipe" "$@"
-# torchrun would die of a SIGUSR1 that it does not handle, and leave its processes running.
+# Without --signals-to-handle, SIGUSR1 would kill torchrun and leave its processes running.
 exec torchrun --standalone --nproc-per-node "$nproc" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m sft train "$recipe" "$@"

@@ -1,4 +1,4 @@
-"""`python -m sft`, which torchrun starts: the same as the `sft` command."""
+"""Runs the `sft` command as `python -m sft`, which torchrun starts."""
 
 from sft.cli import run
 

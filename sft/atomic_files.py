@@ -1,7 +1,6 @@
-"""Atomic replacement of files.  After a crash at any instant, a reader finds either the old or the new content.
+"""Replaces files atomically.  After a crash at any instant, a reader finds either the old or the new content.
 
-Decides how a file is replaced, when it is on the disk, and in which words a failed write is reported.  Does not decide
-what is in it.
+This module also flushes files to disk, and describes why a write failed.
 """
 
 import errno
@@ -16,13 +15,13 @@ _FAULTS = {
     errno.ENOTDIR: "the folder is gone",
     errno.ESTALE: "the folder is gone",
     errno.EIO: "the disk reports an I/O error",
-    errno.EACCES: "this user may not write there",
+    errno.EACCES: "this user has no permission to write to the folder",
 }
-_FULL_BYTES = 1 << 20  # a failed write leaves less than this of a full disk
+_FULL_BYTES = 1 << 20  # a disk with fewer free bytes after a failed write counts as full
 
 
 def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
-    """Replace the content of the file: write a file beside it, then rename that.  With `sync`, wait for the disk."""
+    """Replace the content of the file: write a temporary file, then rename it.  With `sync`, also flush to disk."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(content, encoding="utf-8")
     if sync:
@@ -33,7 +32,7 @@ def replace_text(path: Path, content: str, *, sync: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the disk holds a file; of a folder, the names in it."""
+    """Flush a file to disk.  For a folder, flush the list of its files."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -42,10 +41,10 @@ def flush(path: Path) -> None:
 
 
 def why_not_written(folder: Path, error: BaseException) -> str:
-    """Why a write into the folder failed: "the disk is full (OSError: [Errno 28] ...)".
+    """The reason why a write into the folder failed: "the disk is full (OSError: [Errno 28] ...)".
 
-    The error's own number says why, or that of an error behind it.  A library may report only what it noticed later;
-    then the file system is asked.  If that finds nothing wrong either, the error stands alone.
+    The reason comes from the errno of the error or of an error that caused it.  A library may raise an error without
+    errno; then a test write gives the reason.  If the test write succeeds, the text is the error alone.
     """
     message = f"{type(error).__name__}: {error}".splitlines()[0]
     fault = _FAULTS.get(_error_number(error) or _ask_file_system(folder))
@@ -53,7 +52,7 @@ def why_not_written(folder: Path, error: BaseException) -> str:
 
 
 def _error_number(error: BaseException | None) -> int:
-    """Of the error or the nearest one behind it that has one; else 0."""
+    """The errno of the error, or of the nearest error that caused it, if `_FAULTS` lists it; else 0."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FAULTS:
             return error.errno
@@ -62,7 +61,7 @@ def _error_number(error: BaseException | None) -> int:
 
 
 def _ask_file_system(folder: Path) -> int:
-    """The number of the error that a write into the folder ends in now; 0: none."""
+    """The errno with which a write into the folder fails now; 0 if it succeeds."""
     try:
         there = os.statvfs(folder)
         if there.f_bavail * there.f_frsize < _FULL_BYTES or (there.f_files and not there.f_favail):

@@ -1,11 +1,11 @@
 """The types that data and model share: sample, pack and microbatch.
 
     Sample      one tokenised conversation                               (numpy, no padding)
-    Pack        documents laid end to end, each padded to doc_multiple   (numpy, every rank the same)
-    Microbatch  the part of a pack that one context-parallel rank holds  (torch, what the model sees)
+    Pack        concatenated documents, each padded to doc_multiple      (numpy, the same on every rank)
+    Microbatch  the part of a pack that one context-parallel rank holds  (torch, the model's input)
 
-Labels are shifted once, when a Pack is made and before any slicing (sft/data/packing/pack.py), so that no
-context-parallel rank ever needs its neighbour's token.
+sft/data/packing/pack.py shifts the labels once per document, before a pack is split over context-parallel ranks.  Then
+no rank needs a token of another rank for its labels.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One conversation.
+    """One tokenised conversation.
 
     tokens   int32 [n]
-    weights  float32 [n], above 0 for tokens to be learnt: what the assistant wrote, its end-of-turn token included
-    source   index of its source of data.train, or of its data file
+    weights  float32 [n], above 0 for supervised tokens: the assistant's text and its end-of-turn token
+    source   index of the sample's source in data.train, or of its data file
     """
 
     sample_id: int
@@ -36,9 +36,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Documents laid end to end, each padded to `doc_multiple`; labels already shifted, per document.
+    """Concatenated documents, each padded to a multiple of `doc_multiple`.  Labels are shifted once per document.
 
-        documents [5, 6, 7] and [8, 9], doc_multiple 4, the first supervised from token 6 on, the second nowhere
+        documents [5, 6, 7] and [8, 9], doc_multiple 4; only the tokens 6 and 7 are supervised
         tokens       5 6 7 0  8 9 0 0
         labels       6 7 0 0  9 0 0 0
         loss_weights 1 1 0 0  0 0 0 0
@@ -46,11 +46,11 @@ class Pack:
         cu_seqlens   0 4 8
         lengths      3 2
 
-    The first four arrays are [t] over the padded tokens: int32, int32, float32, int32.
+    The first four arrays have shape [t], where t counts padded tokens: int32, int32, float32, int32.
     cu_seqlens  int32 [num_documents + 1], padded boundaries
     lengths     int32 [num_documents], real lengths; 0 marks a filler document
-    sources     int32 [num_documents], which source; 0 for filler
-    sample_ids  which sample each real document is, in order
+    sources     int32 [num_documents], index of each document's source; 0 for a filler document
+    sample_ids  the sample of each real document, in order
     """
 
     tokens: np.ndarray
@@ -64,17 +64,17 @@ class Pack:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """bool [t]: supervised, that is, of a weight above 0."""
+        """bool [t]: whether the label is supervised, that is, has a weight above 0."""
         return self.loss_weights > 0
 
     @property
     def documents(self) -> np.ndarray:
-        """int32 [t]: which document each token belongs to, its padding included."""
+        """int32 [t]: index of each token's document.  Padding belongs to the document that it pads."""
         return np.repeat(np.arange(len(self.lengths), dtype=np.int32), np.diff(self.cu_seqlens))
 
     @property
     def max_seqlen(self) -> int:
-        """Longest padded document (not the pack's length: that would move RoPE to other positions)."""
+        """Length of the longest padded document.  With the length of the pack, RoPE would use other positions."""
         return int(np.diff(self.cu_seqlens).max())
 
 
@@ -88,25 +88,25 @@ class Microbatch:
     tokens: torch.Tensor  # int64 [1, t]
     labels: torch.Tensor  # int64 [1, t]
     position_ids: torch.Tensor  # int64 [1, t]
-    loss_weights: torch.Tensor  # float32 [1, t], above 0 where supervised
-    documents: torch.Tensor  # int32 [1, t], which document of the pack each token belongs to
-    cu_seqlens: torch.Tensor  # int32 [num_documents + 1], filler included
-    max_seqlen: int  # longest padded document
-    lengths: np.ndarray  # int32 [num_documents], real lengths; 0: filler
-    supervised: np.ndarray  # int32 [num_documents], supervised labels
-    sources: np.ndarray  # int32 [num_documents]
-    num_documents: int  # real documents
-    num_real_tokens: int  # tokens of samples
-    num_aligned_tokens: int  # with padding to doc_multiple
-    num_tokens: int  # supervised labels
+    loss_weights: torch.Tensor  # float32 [1, t], above 0 for supervised labels
+    documents: torch.Tensor  # int32 [1, t], index of each token's document in the pack
+    cu_seqlens: torch.Tensor  # int32 [num_documents + 1], padded boundaries, filler documents included
+    max_seqlen: int  # length of the longest padded document
+    lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
+    supervised: np.ndarray  # int32 [num_documents], number of supervised labels
+    sources: np.ndarray  # int32 [num_documents], index of each document's source
+    num_documents: int  # number of documents, without filler documents
+    num_real_tokens: int  # number of tokens of samples
+    num_aligned_tokens: int  # real tokens and the padding inside documents
+    num_tokens: int  # number of supervised labels
     sample_ids: tuple[int, ...]
 
     @property
     def loss_mask(self) -> torch.Tensor:
-        """bool [1, t]: supervised, that is, of a weight above 0."""
+        """bool [1, t]: whether the label is supervised, that is, has a weight above 0."""
         return self.loss_weights > 0
 
     @property
     def is_padding(self) -> torch.Tensor:
-        """bool [1, t]: whether the token is padding, inside a document or as filler."""
+        """bool [1, t]: whether the token is padding, in a real or in a filler document."""
         return self.position_ids >= torch.from_numpy(self.lengths)[self.documents]

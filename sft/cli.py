@@ -1,7 +1,7 @@
 """The command line of sft, its arguments and exit codes.
 
-Decides which arguments there are, and what happens after an error that the user can cause: rank 0 prints one paragraph,
-and the exit code is 2.  sft/commands.py implements the commands.
+After an error that the user can cause, rank 0 prints one paragraph, and the exit code is 2.  sft/commands.py implements
+the commands.
 """
 
 import argparse
@@ -26,12 +26,12 @@ _OVERRIDES = "settings that replace those of the recipe, for example parallel.cp
 def run() -> NoReturn:
     """Run `main` and exit without shutting the interpreter down.
 
-    The threads of a process group free the tensors of its last collective after that has returned.  A thread that does
-    so while the interpreter shuts down aborts the process.  The exit code is then -6 instead of that of `main`.
+    A thread of the process group frees the tensors of the last collective after the collective has returned.  If the
+    interpreter shuts down at that moment, the process aborts with exit code -6 instead of the exit code of `main`.
     """
     try:
         code = main()
-    except Exception:  # a bug of ours, or a lost peer; threads of the group must not keep this process alive
+    except Exception:  # a bug, or a lost rank; threads of the process group must not keep this process alive
         traceback.print_exc()
         code = 1
     atexit._run_exitfuncs()  # libraries flush and clean up here
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done.  1: plans differ, or a disk failed.  2: a mistake of the user.  75: start the run again.  130: interrupted.
     """
-    for stream in (sys.stdout, sys.stderr):  # escapes characters of data that the terminal lacks
+    for stream in (sys.stdout, sys.stderr):  # escapes characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if argv is None else argv
@@ -60,24 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SftError as error:
-        _report(error, is_run=words[:1] == ["train"])  # other commands are one process, whatever RANK says
+        _report(error, is_run=words[:1] == ["train"])  # other commands have one process, even if RANK is set
         return 1 if isinstance(error, StorageError) else 2
     except KeyboardInterrupt:
         return 130
 
 
 def _report(error: SftError, *, is_run: bool) -> None:
-    """Print `error`.  In a run only rank 0 prints: every rank finds the same mistake, and one report is enough.
+    """Print `error`.  In a run only rank 0 prints, because every rank finds the same mistake.
 
-    torchrun ends all processes when the first one exits.  So under torchrun the other ranks wait, because rank 0 might
-    not have printed yet.
+    torchrun ends all processes when the first one exits.  So under torchrun the other ranks wait before they exit,
+    because rank 0 might not have printed `error` yet.
     """
     if not is_run or os.environ.get("RANK", "0") == "0":
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
         time.sleep(_SECONDS_FOR_RANK_0)
-        # Still alive: rank 0 did not find this mistake, so this rank reports it.
+        # torchrun has not ended this process, so rank 0 did not find this mistake: this rank reports it.
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
@@ -92,12 +92,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     train = subcommands.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
     check = subcommands.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
     status = subcommands.add_parser(
-        "status", help="show how a run ended, and whether to start it again (exit code 0, 75 or 2)"
+        "status", help="show how a run ended, and whether to start the run again (exit code 0, 75 or 2)"
     )
-    data = subcommands.add_parser("data", help="work on a recipe's data, without a model or a GPU")
+    data = subcommands.add_parser("data", help="tokenise, show or pack data, without a model or a GPU")
     data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    prepare = data_commands.add_parser("prepare", help="tokenise the data once; after a kill, repeat it to continue")
-    inspect = data_commands.add_parser("inspect", help="show lengths, masks, copies, and the share of data that fits")
+    prepare = data_commands.add_parser("prepare", help="tokenise the data once; after a kill, repeat the command")
+    inspect = data_commands.add_parser("inspect", help="show lengths, masks, duplicates, and samples that fit")
     plan = data_commands.add_parser("plan", help="show packs, steps, source shares and balance of an epoch")
     actions = {
         train: commands.train,
@@ -118,7 +118,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check.add_argument("--explain", metavar="KEY", help="show where the value of KEY came from, and what KEY does")
     check.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
     prepare.add_argument("--workers", metavar="N", help="number of processes that tokenise; same as data.num_workers=N")
-    prepare.add_argument("--verify", action="store_true", help="read all prepared data, and make damaged data again")
+    prepare.add_argument("--verify", action="store_true", help="read all prepared data, and replace damaged data")
     prepare.add_argument(
         "--sweep", action="store_true", help="afterwards remove the data of other settings from the cache"
     )
@@ -133,10 +133,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=2,
         help="number of samples to show, in addition to the longest answer (default 2)",
     )
-    plan.add_argument("--world-size", metavar="N", type=int, help="number of processes over which to balance")
+    plan.add_argument("--world-size", metavar="N", type=int, help="number of processes over which packs are balanced")
     plan.add_argument("--write", metavar="FILE", help="write the plan of the run to FILE, for --diff and data.plan")
     plan.add_argument(
-        "--diff", metavar=("A", "B"), nargs=2, help="show where two written plans differ; exit code 1 if they do"
+        "--diff", metavar=("A", "B"), nargs=2, help="show where two plan files differ; exit code 1 if they differ"
     )
     # argparse does not assign settings that follow an option to `overrides`; it returns them in `rest`.
     arguments, rest = parser.parse_known_args(argv)

@@ -1,4 +1,4 @@
-"""The commands of the command line: what each one does and prints.
+"""Implements the commands of the command line.
 
 Heavy modules are imported where they are first used, so that help and error messages appear at once.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def train(arguments: Namespace) -> int:
-    """`sft train`; returns 75 if the run was asked to stop before its end, and has saved"""
+    """Run `sft train`.  Returns 75 if the run was asked to stop before its end and saved a checkpoint, else 0."""
     recipe = _recipe(arguments)
     layout = _layout(recipe, _launched_world_size() or 1)
     _check_wandb(recipe)
@@ -35,7 +35,7 @@ def train(arguments: Namespace) -> int:
 
 
 def status(arguments: Namespace) -> int:
-    """`sft status`; returns 0 if the run is done, 75 if another start makes sense, else 2"""
+    """Run `sft status`.  Returns 0 if the run is done, 75 if it should be started again, else 2."""
     from sft.run.status import describe, read, verdict
 
     folder = Path(_recipe(arguments).config.run.dir)
@@ -43,22 +43,21 @@ def status(arguments: Namespace) -> int:
     job = os.environ.get("SLURM_JOB_ID")
     is_running = state is not None and state.status == "running"
     if state is not None and is_running and None not in (job, state.job) and state.job != job:
-        print(f"{folder}: {describe(state)}\nthis run belongs to another job than the current one ({job})")
+        print(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
         return 2
     if is_running and (folder / "run.lock").exists():
-        print("run.lock exists, so the run may still be alive; while it is, another start is refused")
-    print(f"{folder}: no start yet" if state is None else f"{folder}: {describe(state)}")
+        print("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
+    print(f"{folder}: the run was never started" if state is None else f"{folder}: {describe(state)}")
     advice, code = {
         "done": ("done", 0),
-        "go on": ("start it again", 75),
-        "stop": ("find the cause before you start it again", 2),
+        "go on": ("start the run again", 75),
+        "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
     print(advice)
     return code
 
 
 def check(arguments: Namespace) -> None:
-    """`sft check`"""
     recipe = _recipe(arguments)
     if arguments.explain is not None:
         print(explain(recipe, arguments.explain))
@@ -101,7 +100,6 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
 
 
 def prepare(arguments: Namespace) -> None:
-    """`sft data prepare`"""
     if arguments.workers is not None:
         arguments.overrides.append(f"data.num_workers={arguments.workers}")
     recipe = _recipe(arguments)
@@ -119,7 +117,6 @@ def prepare(arguments: Namespace) -> None:
 
 
 def inspect(arguments: Namespace) -> None:
-    """`sft data inspect`"""
     picture: Path | None = arguments.png
     recipe = _recipe(arguments)
     _check_paths(recipe)
@@ -151,11 +148,11 @@ def inspect(arguments: Namespace) -> None:
     else:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         text = "\n".join(survey_lines(survey, color=color)).rstrip()
-    print(text, flush=True)  # ASCII suits every terminal
+    print(text, flush=True)  # the text is ASCII, which every terminal can show
 
 
 def plan(arguments: Namespace) -> int:
-    """`sft data plan`; returns 1 if two written plans differ"""
+    """Run `sft data plan`.  Returns 1 if the two plans of --diff differ, else 0."""
     from sft.data.packing.plan_files import compare_plans
 
     if arguments.diff is not None:
@@ -178,7 +175,7 @@ def plan(arguments: Namespace) -> int:
 
 
 def explain(recipe: "Recipe", key: str) -> str:
-    """The value of `key`, its source, and its meaning; if `key` names a group, the same for every key in the group.
+    """The value, origin, type and meaning of `key`, or of every key in the group `key`.
 
     model.head_dim = 128
         from     derived: hidden_size / num_attention_heads
@@ -217,9 +214,9 @@ def _recipe(arguments: Namespace) -> "Recipe":
 
 
 def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
-    """The layout on `world_size` processes; if that is None, on the smallest number of processes that holds the model.
+    """The layout on `world_size` processes.  None means the smallest number of processes that holds the model.
 
-    Raises ConfigError with the problems of the layout, and the places where their keys were set.
+    Raises ConfigError with the problems of the layout, and the origins of the settings that cause these problems.
     """
     from sft.config.keys import leaves
     from sft.parallel.alignment import smallest_world
@@ -238,7 +235,7 @@ def _layout(recipe: "Recipe", world_size: int | None) -> "Layout":
 
 
 def _check_paths(recipe: "Recipe") -> None:
-    """Raises ConfigError for paths that do not exist, before heavy modules are imported."""
+    """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported."""
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files]
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
@@ -257,10 +254,10 @@ def _check_paths(recipe: "Recipe") -> None:
 
 
 def _check_wandb(recipe: "Recipe") -> None:
-    """Raises ConfigError if a recipe logs to W&B, but the package wandb is not installed."""
+    """Raise ConfigError if a recipe logs to W&B, but the package wandb is not installed."""
     project = recipe.config.log.wandb
     package = None if project is None else find_spec("wandb")
-    if project is not None and (package is None or package.origin is None):  # no origin: a mere folder named wandb
+    if project is not None and (package is None or package.origin is None):  # origin None: a folder named wandb
         raise ConfigError(
             f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
             "here: pip install wandb; or train without it: log.wandb=null."
@@ -282,7 +279,7 @@ def _tokenizer(recipe: "Recipe") -> "ChatTokenizer":
 
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:
-    """Print the number of parameters and the estimated memory.  Both need the size of the vocabulary."""
+    """Print the number of parameters and the estimated memory, which both need the size of the vocabulary."""
     from sft.estimate.memory import describe
     from sft.flops import describe_parameters
     from sft.parallel.layout import vocab_rows

@@ -1,7 +1,6 @@
-"""The console of a run: lines, and the progress of long work.
+"""Prints the lines of a run and the progress of long work, on rank 0 only.
 
-Decides that rank 0 prints, and how progress looks: on a terminal a bar at the bottom, elsewhere a plain line every few
-seconds.  Does not decide what is printed, and writes no files (sft/metrics/writers.py does).
+Progress is a bar at the bottom of a terminal, and elsewhere a plain line every few seconds.
 """
 
 import math
@@ -16,16 +15,16 @@ from typing import Protocol, TextIO
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 5.0
-SECONDS_BETWEEN_MEASURES = 0.5  # of `Console.watch`
+SECONDS_BETWEEN_MEASURES = 0.5  # in `Console.watch`
 
-# Held while the thread of `watch` draws.  Without it, a library could fork a process at that moment.  The child would
-# inherit a locked stdout, and hang when it flushes stdout before it exits.
+# The thread of `Console.watch` holds this lock while it draws, so that no library forks a process at that moment.  A
+# child that is forked then would inherit a locked stdout, and hang when it flushes stdout before it exits.
 _drawing = threading.Lock()
 os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
 
 
 class Progress(Protocol):
-    """The object that `Console.track` returns; the tracked work calls it."""
+    """The object that `Console.track` returns.  The tracked work calls `advance`."""
 
     def advance(self, amount: int, note: str = "") -> None:
         """Report that `amount` more units are done; `note` is shown next to the number of units."""
@@ -39,15 +38,15 @@ class Console:
         self._has_bars = self._prints and _shows_bars(stream)
 
     def say(self, text: str) -> None:
-        """Print one line or several, above any bar, and flush them, so that a pipe shows them at once."""
+        """Print one line or several above any progress bar, and flush them."""
         if self._prints:
             try:
                 with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
                     print(text, file=self._stream, flush=True)
-            except BrokenPipeError:  # the reader, for instance `tee`, has ended: the run goes on
+            except BrokenPipeError:  # the reader of the pipe, for instance `tee`, has ended: the run goes on
                 self._prints = False
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())  # for the rest of the buffer
+                os.dup2(nowhere, self._stream.fileno())  # discards the rest of the buffer
             except OSError:  # a log on a full disk: the line is lost, not the run
                 pass
 
@@ -57,7 +56,7 @@ class Console:
     ) -> Iterator[Progress]:
         """A context manager that shows the progress of work that reports it.
 
-        total  number of units (None: unknown), of which `start` were done before
+        total  number of units, None if unknown; `start` units are already done
 
             with console.track("tokenising chat.jsonl", 80_000, "rows") as progress:
                 progress.advance(64)
@@ -78,7 +77,7 @@ class Console:
                 file=self._stream,
                 leave=False,
                 dynamic_ncols=True,
-                miniters=0,  # every advance may redraw, ten times a second at most
+                miniters=0,  # every call of `advance` may redraw the bar, at most ten times a second
             ) as bar:
                 yield _Bar(bar)
         else:
@@ -117,7 +116,7 @@ class _Bar:
 
 
 class _Lines:
-    """A line every few seconds; none for work that ends before the first is due."""
+    """Prints a line every few seconds, and no line for work that ends earlier."""
 
     def __init__(
         self, console: Console, clock: Callable[[], float], title: str, total: int | None, unit: str, start: int
@@ -137,7 +136,7 @@ class _Lines:
     def _line(self, seconds: float, note: str) -> str:
         units, total, rate = self._done, self._total, (self._done - self._start) / seconds
         parts = [_amount(units, self._unit), *([note] if note else []), f"{_amount(rate, self._unit)}/s"]
-        if total is not None and units <= total:  # if units exceed it, the total was a wrong estimate
+        if total is not None and units <= total:  # otherwise the total was a wrong estimate
             number = size(units) if self._unit == "bytes" else f"{units:,}"
             parts[0] = f"{number} of {_amount(total, self._unit)} ({100 * units // total}%)"
             parts += [f"left {duration((total - units) / rate)}"] if rate else []
@@ -145,7 +144,7 @@ class _Lines:
 
 
 def _shows_bars(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal with a width.  Some containers start with a terminal of width 0, used as a log."""
+    """Whether `stream` is a terminal with a width above 0.  In some containers, the log is a terminal of width 0."""
     if not stream.isatty():
         return False
     try:
@@ -160,7 +159,7 @@ def _measure_progress(progress: Progress, measure: Callable[[], int], is_over: t
         with _drawing:
             try:
                 units = max(shown, measure())
-            except OSError:  # files may vanish while they are measured
+            except OSError:  # files may vanish while `measure` reads their sizes
                 units = shown
             progress.advance(units - shown)  # also by 0, because the rate changes with time
             shown = units

@@ -1,7 +1,7 @@
-"""The errors that a user can cause.  Every other error is a bug of ours and keeps its traceback.
+"""Errors that a user or a disk can cause.  Every other error is a bug in this code and keeps its traceback.
 
-For each of these errors the command line prints one paragraph on rank 0; the exit code is 2, or 1 for a StorageError.
-A message names the setting or file, its value, why that cannot work, and what would work.
+For each SftError, rank 0 prints one paragraph.  The exit code is 2, or 1 for a StorageError.  A message names the
+setting or file and its value, says why the value does not work, and which value would work.
 """
 
 
@@ -26,4 +26,4 @@ class StorageError(SftError):
 
 
 class TrainingError(SftError):
-    """Steps whose loss or gradient stays non-finite.  The message names the step and the samples."""
+    """A loss or gradient that is not finite, in too many steps in a row or on a held-out set."""

@@ -6,8 +6,8 @@ from sft.config import ModelConfig
 def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of the whole model, with `vocab_size` rows in the embedding (no padding rows).
 
-    hidden 4, ffn 8, 2 heads of 2, 1 layer, tied, 10 tokens:
-    embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, last norm 4 -> 212
+    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 10 tokens:
+    embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
     """
     hidden, width = model.hidden_size, model.resolved_head_dim
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
@@ -19,7 +19,7 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters that multiply one token: all but those of experts that it does not choose.
+    """Parameters that one token uses: all except those of experts that the token does not choose.
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
@@ -34,9 +34,9 @@ def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
 
 
 def _mlp(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of a layer's MLP: all of them, and those that multiply one token.  Gate, up, down.
+    """Parameters of a layer's MLP (gate, up and down): all, and those that one token uses.
 
-    hidden 4, 8 experts of width 2, top 2: router 32, an expert 24 -> (224, 80)
+    hidden size 4, 8 experts of width 2, top 2: router 32, each expert 24 -> (224, 80)
     """
     experts, top_k = model.moe.num_experts, model.moe.top_k
     if experts is None or top_k is None:
@@ -49,11 +49,10 @@ def _mlp(model: ModelConfig) -> tuple[int, int]:
 def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, float]:
     """FLOPs of forward and backward: per token of a document, per supervised token, per squared length of a document.
 
-    Matrix products only, 6 per parameter that multiplies (of experts: those that a token goes to); causal attention
-    costs half of the square, twice (scores and values), and backward twice of forward: 6 * layers * queries per
-    squared token.
+    Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward.  Causal
+    attention costs 2 * heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.
 
-    the model above (`num_parameters`): (6 * 160, 6 * 40, 6 * 1 * 4)
+    the example of `num_parameters` -> (6 * 160, 6 * 40, 6 * 1 * 4)
     """
     width = model.resolved_head_dim
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
@@ -63,9 +62,9 @@ def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, floa
 
 
 def attention_crossover(model: ModelConfig) -> float:
-    """Length of a document, in tokens, at which its attention takes as many FLOPs as everything else.
+    """Length of a document, in tokens, at which attention takes as many FLOPs as all other computation of the layers.
 
-    Llama 8B: 53,248        the model above: 960 / 24 = 40
+    Llama 8B -> 53,248        the example of `num_parameters` -> 960 / 24 = 40
     """
     per_token, _, per_square = train_flops(model, vocab_size=0)
     return per_token / per_square

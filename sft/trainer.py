@@ -1,4 +1,4 @@
-"""The training loop: from a recipe to a trained checkpoint.  The only module that puts all parts together."""
+"""The training loop, the only module that combines all parts of the trainer."""
 
 import json
 import time
@@ -33,11 +33,11 @@ from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
 
-STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL): start the run again
+STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and saved a checkpoint
 
 
 def main(recipe: Recipe, layout: Layout) -> int:
-    """Train the recipe in this process, the only one or one of those that torchrun started.  Returns the exit code."""
+    """Train the recipe as one rank of the run.  Returns the exit code."""
     config = recipe.config
     leave_with_parent()
     torch_device = device.start(device.choose(config.run.device))
@@ -56,7 +56,7 @@ def main(recipe: Recipe, layout: Layout) -> int:
 
 
 class Trainer:
-    """Everything one rank needs to train."""
+    """The training loop of one rank, and the objects that it uses."""
 
     def __init__(
         self,
@@ -78,7 +78,13 @@ class Trainer:
             plan=self.data.plan, recipe=values(config), layout=layout.sizes, versions=installed()
         )
         self.saver = Saver(
-            config.checkpoint, checkpoints, self.conditions, groups, console, is_ours=lifecycle.holds_folder
+            config.checkpoint,
+            checkpoints,
+            self.conditions,
+            groups,
+            console,
+            is_ours=lifecycle.holds_folder,
+            on_published=lifecycle.report_published,
         )
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)
@@ -115,8 +121,7 @@ class Trainer:
                     if is_save_due:
                         state = self._compare_with_best(state, held_out)
                         self._save(state, sample_log, wait=stop is not None or state.step == self.num_steps)
-                        stop = stop or self.lifecycle.stop_reason()  # a save may take long
-                    self.lifecycle.report_published(self.saver.published, self.saver.took_s)
+                        stop = stop or self.lifecycle.stop_reason()  # asks again, because a save may take long
             self._end(state, stop)
             metrics.summarise()
         self.console.say(self._closing_line(state, stop))
@@ -150,14 +155,14 @@ class Trainer:
         self.check.check(state.step, result, state.bad_in_a_row, dump_this)
 
     def _evaluate(self, state: TrainState, metrics: MetricsLog) -> tuple[TrainState, dict[str, Record]]:
-        """The records of the held-out sets by name; none if no evaluation is due, or if the run must stop."""
+        """Evaluate if due.  Returns the new state, and the records by held-out set (empty if the run must stop)."""
         if not self.evaluator.is_due(state.step) or state.evaluated == state.step:
             return state, {}
         records = self.evaluator.run(state.step, metrics)
         return (state, {}) if records is None else (replace(state, evaluated=state.step), records)
 
     def _compare_with_best(self, state: TrainState, held_out: dict[str, Record]) -> TrainState:
-        """The state, with this step as the best one if it is the best so far by checkpoint.keep_best."""
+        """The state, with this step as `best_step` if the value of checkpoint.keep_best is the best so far."""
         best = self.config.checkpoint.best
         value = held_out[best[0]][best[1]] if best and held_out else None
         if best is None or value is None:
@@ -175,10 +180,9 @@ class Trainer:
         self.lifecycle.saved_at = time.monotonic()
 
     def _end(self, state: TrainState, stop: str | None) -> None:
-        """Wait for a background save, and report how the run ended, before the first rank exits."""
+        """Wait for a background save, and record how the run ended, before any rank exits."""
         self.lifecycle.phase(f"saving step {state.step}")
         self.saver.drain(must_succeed=True)
-        self.lifecycle.report_published(self.saver.published, self.saver.took_s)
         is_done = self._is_done(state)
         self.lifecycle.end("done" if is_done else "preempted", state.step, None if is_done else stop)
 
@@ -195,7 +199,7 @@ class Trainer:
         )
 
     def _write_inputs(self) -> None:
-        """Write recipe.yaml and data.json, once the run is sure to train.  A refused recipe must replace nothing."""
+        """Write recipe.yaml and data.json.  Called after all checks, so a refused recipe replaces no file."""
         try:
             replace_text(self.folder / "recipe.yaml", dump(self.recipe))
             replace_text(self.folder / "data.json", json.dumps(self.data.row_reports, indent=1) + "\n")

@@ -1,6 +1,7 @@
-"""Fixtures for every test: pools of ranks that live as long as the session."""
+"""For every test: pools of ranks that live as long as the session, and which tests `make test` leaves out."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,13 +10,17 @@ from tests.ranks.pool import RankPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="full grids too, where a covering set stands for them")
+    parser.addoption("--all-faults", action="store_true", help="not only the fault tests that are marked quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--all"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("grid")]
-    items[:] = [item for item in items if not item.get_closest_marker("grid")]
+    left_out = []
+    if not config.getoption("--all"):
+        left_out += [item for item in items if item.get_closest_marker("grid")]
+    if not config.getoption("--all-faults"):
+        faults = [item for item in items if Path(__file__).parent / "faults" in item.path.parents]
+        left_out += [item for item in faults if not item.get_closest_marker("quick")]
+    items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 
 

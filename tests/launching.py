@@ -28,16 +28,21 @@ def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[subp
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     main(["data", "prepare", str(recipe), *overrides])  # a mistake it finds is found once more
+    command = [sys.executable, "-m", "sft", "train", str(recipe), *overrides]
+    return [
+        subprocess.Popen(command, env={**os.environ, **env}, stdout=-1, stderr=-1, text=True, start_new_session=True)
+        for env in environments(world_size)
+    ]
+
+
+def environments(world_size: int) -> list[dict[str, str]]:
+    """What torchrun sets for each rank of one node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = []
-    for rank in range(world_size):
-        env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world_size))
-        command = [sys.executable, "-m", "sft", "train", str(recipe), *overrides]
-        processes.append(subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True))
-    return processes
+    size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**size, **master, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
 def kill(processes: list[subprocess.Popen]) -> None:
@@ -70,7 +75,7 @@ TIMED = (
 )
 
 
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+def records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines if line["kind"] == kind]
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines if line["kind"] in kinds]

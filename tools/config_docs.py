@@ -11,11 +11,11 @@ INTRODUCTION = """# Every key of a recipe
 Which keys may a recipe have, what does each key mean, and what is its default? tools/config_docs.py generates this
 page from sft/config/; change it there.
 
-A recipe is a YAML file of these groups.  On the command line a key is written with dots: `parallel.cp=4`,
+A recipe is a YAML file with the groups of keys below.  On the command line, write a key with dots: `parallel.cp=4`,
 `data.train=[a.jsonl, b.jsonl]`, `optim.warmup_steps=null`.  The command line overrides the file.
-Unknown keys, wrong types and conflicting values are errors, and all are reported at once.
+Unknown keys, wrong types and conflicting values are errors, and all errors are reported at once.
 Numbers are decimal, such as `7` or `1e-5`.  Switches are `true` and `false`.  `null` means no value.  `no`, `on` and
-`010` are text.  Duplicate keys, anchors and tags are refused.  Paths are relative to the current directory.
+`010` are text.  Duplicate keys, anchors and tags are errors.  Paths are relative to the current directory.
 
 `sft check RECIPE --explain KEY` shows the origin of a value.  recipe.yaml in the run folder contains every value of
 the run.

@@ -4,7 +4,7 @@
 
 train.jsonl and heldout.jsonl hold questions about the standard library: mostly short ones ("What does
 json.dumps do?"), and documents up to --max-tokens ("Here is the source of module json ... What does function
-dumps do?") in which the answer stands far from the question.  Nothing is imported, only read.  The same
+dumps do?") in which the answer is far from the question.  Nothing is imported, only read.  The same
 Python and arguments always give the same files; held-out questions are about other modules than training's.
 """
 

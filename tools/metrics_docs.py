@@ -20,7 +20,7 @@ TABLE = re.compile(r"(?<=<!-- rows: )([^\n]+?) -->\n.*?(?=<!-- end -->)", re.DOT
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew.  Raises ValueError where the page lacks one."""
+    """The page with newly generated tables.  Raises ValueError if the page lacks a table."""
     missing = GROUPS.keys() - set(re.findall(r"<!-- rows: (.+?) -->", text))
     if missing:
         raise ValueError(f"metrics.md has no table of {', '.join(sorted(missing))}.")

@@ -20,7 +20,7 @@ class RunError(Exception):
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """Every record of a run folder, or of its metrics.jsonl; at least one is of a step or an evaluation."""
+    """All records of a run folder or of a metrics.jsonl, among them at least one step or evaluation."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
         *lines, tail = path.read_bytes().split(b"\n")
@@ -48,7 +48,7 @@ def read_records(run: Path) -> list[dict[str, Any]]:
 
 
 def held_out_set(record: dict[str, Any]) -> str:
-    """Which held-out set an evaluation is of; before schema 3 there was one, without a name."""
+    """The name of the held-out set of an evaluation record.  Before schema 3, records did not contain the name."""
     name: str = record.get("set", EVAL)
     return name
 

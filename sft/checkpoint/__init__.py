@@ -1,1 +1,1 @@
-"""Checkpoint folders, how runs save into them and resume from them, and what changed since a save."""
+"""Saves checkpoints, resumes runs from them, and reports the settings that changed since the save."""

@@ -1,16 +1,15 @@
-"""The checkpoints of a run as folders on a disk: which names count, in which order, how one appears and goes.
+"""The checkpoint folders of a run: their names and order, and how they are published and removed.
 
     run.dir/checkpoints/
-        latest_checkpointed_iteration.txt      the newest step, Megatron-LM's name and content
-        iter_0000100/                          complete: renamed to this once the disk has all of it
+        latest_checkpointed_iteration.txt      the newest step; name and content as in Megatron-LM
+        iter_0000100/                          complete; gets this name after all its files are flushed
         iter_0000200.tmp-3f9c/                 being written, or left by a save that was killed
-        iter_0000150.replaced-7a10/            a checkpoint of the same step, replaced by one just published
-        iter_0000050.retired-c21d/             being removed, so that half of a checkpoint never has a final name
-        iter_0000100.corrupt-20261120-193000/  found damaged when a run was to continue from it
-        iter_0000400.given-up-b07a/            later than the step that the run was restarted from
+        iter_0000150.replaced-7a10/            being removed, because the same step was saved again
+        iter_0000050.retired-c21d/             being removed; a partial checkpoint never has a final name
+        iter_0000100.corrupt-20261120-193000/  found damaged when a run resumed
+        iter_0000400.given-up-b07a/            not used again: the run was resumed from an earlier step
 
-One process at a time calls these functions: rank 0 of the run that holds the folder's lock.  What is in a checkpoint is
-not known here.
+During a run, only rank 0 of the run that holds the folder's lock calls the functions of this module.
 """
 
 import os
@@ -25,8 +24,8 @@ from sft.atomic_files import flush, replace_text
 from sft.errors import CheckpointError, ConfigError
 
 POINTER = "latest_checkpointed_iteration.txt"
-MARKER = "metadata.json"  # which core writes into every torch_dist checkpoint
-EXPECTED = f"a folder iter_XXXXXXX with {MARKER}, or one that holds such folders"
+MARKER = "metadata.json"  # megatron-core writes this file into every torch_dist checkpoint
+EXPECTED = f"a folder iter_XXXXXXX with {MARKER}, or a folder of such folders"
 _NAME = re.compile(r"iter_(\d{7,})")
 _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|replaced|retired)-[0-9a-f]+")
 
@@ -43,7 +42,7 @@ def step_of(path: Path) -> int | None:
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints with a final name, lowest step first.  Each was complete when it was renamed."""
+    """Checkpoints with a final name, lowest step first.  Only complete checkpoints get a final name."""
     if not folder.is_dir():
         return []
     checkpoints = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
@@ -51,7 +50,7 @@ def published(folder: Path) -> list[Path]:
 
 
 def read_pointer(folder: Path) -> int | None:
-    """The step that the pointer names; None where there is none.  Only digits: it becomes part of a path."""
+    """The step in the pointer file; None if the file is missing or holds anything but digits."""
     try:
         text = (folder / POINTER).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -60,9 +59,9 @@ def read_pointer(folder: Path) -> int | None:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints that a run may continue from, best first: the one that the pointer names, then the older ones.
+    """The checkpoints from which a run may continue: first the one that the pointer names, then older ones.
 
-    Later ones are used only where there is no other: the pointer was not yet moved to them, or the run went back.
+    Checkpoints later than the pointer are returned only if there are no others.
     """
     newest_first = published(folder)[::-1]
     step = read_pointer(folder)
@@ -70,18 +69,18 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def find(paths: Iterable[Path], key: str) -> Path:
-    """The first of `paths` that is a checkpoint, or the best checkpoint in it.  key: what names it, for the error
+    """The checkpoint in the first of `paths` that is a checkpoint or a folder of checkpoints.
 
-    Raises CheckpointError where there is none.
+    key: the setting that names the paths, for the error.  Raises CheckpointError if there is no checkpoint.
     """
     for path in paths:
         if checkpoints := [path] if (path / MARKER).is_file() else candidates(path):
             return checkpoints[0]
-    raise CheckpointError(f"{key}: no checkpoint there ({EXPECTED}).")
+    raise CheckpointError(f"{key}: the path has no checkpoint; expected {EXPECTED}.")
 
 
 def has_saved_before(folder: Path) -> bool:
-    """Whether a run has saved here, even if no complete checkpoint is left."""
+    """Whether a run has saved into this folder, even if no complete checkpoint is left."""
     return (folder / POINTER).exists() or any(folder.glob("iter_*.corrupt-*"))
 
 
@@ -92,7 +91,7 @@ def make_temporary(folder: Path, step: int) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ConfigError where no checkpoint could be written, before the first save tries."""
+    """Raise ConfigError if no checkpoint can be written.  Called before training begins."""
     try:
         make_temporary(folder, 0).rmdir()
     except OSError as error:
@@ -100,11 +99,11 @@ def check_writable(folder: Path) -> None:
 
 
 def publish(written: Path, step: int) -> Path:
-    """Rename a complete folder to its final name, and move the pointer to it.  The disk must have its files."""
+    """Rename a complete folder to its final name, and move the pointer to it.  Its files must be flushed already."""
     folder, final = written.parent, written.with_name(name_of(step))
     flush(written)
     replaced = None
-    if final.exists():  # from a run that was killed between the rename and the pointer
+    if final.exists():  # a run was killed after the rename and before it moved the pointer
         replaced = folder / f"{final.name}.replaced-{secrets.token_hex(4)}"
         os.rename(final, replaced)
     os.rename(written, final)
@@ -120,8 +119,8 @@ def write_pointer(folder: Path, step: int) -> None:
 
 
 def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
-    """Rename the checkpoints after step `after`, which the run was restarted from, except step `keep`: then those with
-    a final name are all of one history.  Returns the new paths."""
+    """Rename checkpoints later than step `after`, from which the run resumed, except step `keep`.  The checkpoints that
+    keep their names then belong to one history.  Returns the new paths."""
     renamed = []
     for path in published(folder):
         if after < int(path.name[5:]) != keep:
@@ -131,7 +130,7 @@ def rename_abandoned(folder: Path, *, after: int, keep: int) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what killed saves left; returns the removed paths."""
+    """Remove the folders that killed saves left.  Returns their paths."""
     leftovers = [path for path in folder.iterdir() if _LEFT_OVER.fullmatch(path.name)] if folder.is_dir() else []
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
@@ -139,7 +138,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def quarantine(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing continues from it; returns its new path."""
+    """Rename a damaged checkpoint, so that no run continues from it.  Returns the checkpoint's new path."""
     renamed = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
     os.rename(path, renamed)
     return renamed
@@ -154,10 +153,10 @@ def remove_old(
     keep_steps: Iterable[int],
     report: Callable[[str], None],
 ) -> None:
-    """Remove checkpoints before `step`, which has just been published.
+    """Remove checkpoints earlier than `step`, whose checkpoint was just published.
 
-    The last `keep_last`, `step` among them, the multiples of `keep_every` and `keep_steps` stay.  keep_last None: all.
-    What cannot be removed is reported.
+    Keeps the last `keep_last` checkpoints, of which `step` is one, multiples of `keep_every`, and `keep_steps`.  With
+    keep_last None, keeps all checkpoints.  Reports a checkpoint that cannot be removed.
     """
     if keep_last is None:
         return

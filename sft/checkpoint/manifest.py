@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: size and SHA-256 of each of its files, in `manifest.json` beside them.
+"""The manifest of a checkpoint, `manifest.json`: the size and the SHA-256 of each of its files.
 
-A flipped bit inside a shard is loaded without an error and changes the weights; only a digest shows it.  The manifest
-is written last.  What the files hold is not known here.
+A file with a flipped bit loads without an error, but with wrong weights.  Only a digest detects a flipped bit.  The
+manifest is written after all other files.
 """
 
 import errno
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint by name, and facts that only people read."""
+    """The files of a checkpoint by name, and facts for users, which no code reads."""
 
     files: dict[str, Entry]
     facts: dict[str, Any]
@@ -41,17 +41,17 @@ class Manifest:
 
 
 def entry_of(path: Path) -> Entry:
-    """Size and digest of a file.  Reads all of it: 1 to 2 GB/s a core where the page cache has it."""
+    """Size and digest of a file.  Reads the whole file: 1 to 2 GB/s per core from the page cache."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return Entry(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 
 class HashingFile:
-    """A new file, whose size and digest are known once it is written.
+    """A new file, whose size and digest are computed during writing.
 
-    An OSError of `write` is kept for `check` and `finish`: raised inside torch.save, which writes into this file, it
-    would become an error of torch, by version another one.
+    `write` keeps an OSError for `check` and `finish` instead of raising it.  torch.save, which calls `write`, would
+    turn the OSError into another error, which differs between versions of torch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """torch.save calls it."""
+        """Do nothing; torch.save needs this method."""
 
     def check(self) -> None:
         """Raise the OSError of an earlier write."""
@@ -78,7 +78,7 @@ class HashingFile:
             raise self._error
 
     def finish(self) -> Entry:
-        """Have the disk take the file, and close it."""
+        """Flush the file to disk, close it, and return its size and digest."""
         self.check()
         os.fsync(self._stream.fileno())
         self.close()
@@ -100,7 +100,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def read(folder: Path) -> Manifest | None:
-    """None where there is none, as in a checkpoint of Megatron-LM.  Raises CheckpointError where it is damaged."""
+    """The manifest; None if the checkpoint has none (Megatron-LM).  Raises CheckpointError for a damaged manifest."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -111,23 +111,22 @@ def read(folder: Path) -> Manifest | None:
             for name, entry in content.pop("files").items()
         }
         known = content.pop("format") == FORMAT
-    except OSError:  # no damage of the file: a server that does not answer, a stale handle
+    except OSError:  # the disk or file server fails, which does not mean that the file is damaged
         raise
-    except Exception as error:  # whatever error a damaged file causes
+    except Exception as error:  # a damaged file may cause any error
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
     if not known:
-        raise CheckpointError(f"{path} is not of the format {FORMAT}: written by another version of this trainer.")
+        raise CheckpointError(f"{path} does not have the format {FORMAT}; another version of this trainer wrote it.")
     if unsafe := [name for name in files if not _is_plain(name)]:
-        raise CheckpointError(f"{path} names {unsafe[0]!r}, which does not lie in this folder.")
+        raise CheckpointError(f"{path} names {unsafe[0]!r}, which is not a file name in this folder.")
     return Manifest(files=files, facts=content)
 
 
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """One line for each file that is not as it was written.
+    """One line for each file that differs from its manifest entry.
 
-    Raises OSError where a file cannot be read at the moment: that is no damage, and no reason to rename the checkpoint.
-
-    share: (i, n) reads the i-th of n even parts when `verify` is full; part 0 checks all sizes
+    share: (i, n) reads the i-th of n equal parts of the files with `verify` full; part 0 checks all sizes
+    Raises OSError if a file cannot be read at the moment, which does not mean that the checkpoint is damaged.
     """
     if verify == "off":
         return []
@@ -139,7 +138,7 @@ def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int
         if problem := _size_problem(path, entry):
             problems.append(problem)
         elif verify == "full" and name in by_size[index::num_shares] and entry_of(path) != entry:
-            problems.append(f"{path} is not what was written: its SHA-256 is another one")
+            problems.append(f"{path} differs from the file that was saved: its SHA-256 is another")
     return problems
 
 
@@ -162,7 +161,7 @@ def _size_problem(path: Path, entry: Entry) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a plain file"
     if status.st_size != entry.num_bytes:
-        return f"{path} has {status.st_size:,} bytes, was written with {entry.num_bytes:,}"
+        return f"{path} has {status.st_size:,} bytes; the save wrote {entry.num_bytes:,}"
     return None
 
 

@@ -1,8 +1,7 @@
-"""Resuming: which checkpoint, whether its files are as they were written, and what has changed since.
+"""Resumes a run: selects a checkpoint, verifies its files, loads it, and reports what changed since the save.
 
-Decides that a damaged checkpoint of the run's own folder is renamed, with a warning, and the next older one used; that
-a run which should continue never starts from random weights; and that a change which would silently make it another
-run is refused.  Rank 0 looks at the folder, and all ranks use its result.
+A damaged checkpoint in the run's own folder is renamed with a warning, and the next older one is used.  A run that has
+saved before never starts from random weights.  Rank 0 looks at the folder for all ranks.
 """
 
 import shlex
@@ -25,25 +24,25 @@ from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 
-_NFS_DELAY_S = 120.0  # how long another node may take to see the files that rank 0 sees
+_NFS_DELAY_S = 120.0  # a node may see a file this much later than rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     path: Path
-    verification: str  # how it was verified, for the log
-    is_named: bool = False  # by checkpoint.resume
+    verification: str  # says in the log how the checkpoint was verified
+    is_named: bool = False  # whether checkpoint.resume is the path of this checkpoint
 
 
 def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions, console: Console) -> TrainState:
-    """Load what checkpoint.resume names, or the weights that a new run starts from, into `engine`; returns the state.
+    """Load a checkpoint, or the weights from which a new run starts, into `engine`.  Returns the state.
 
-    Collective.  Raises CheckpointError where a checkpoint cannot be continued, ConfigError where none could be saved.
+    Collective.  Raises CheckpointError if the run cannot resume, ConfigError if checkpoints cannot be written.
     """
     folder, control = saver.folder, engine.groups.control
     point = find(config.checkpoint, folder, engine.groups, console)
     for removed in broadcast_from_rank0(lambda: folders.remove_leftovers(folder), control):
-        console.say(f"removed {removed}, left by a save that was cut off")
+        console.say(f"removed {removed}, which an interrupted save left")
     broadcast_from_rank0(lambda: folders.check_writable(folder), control)
     if point is not None:
         state = load(engine, point, config.checkpoint, conditions, console)
@@ -57,9 +56,9 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
 
 
 def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console: Console) -> ResumePoint | None:
-    """The checkpoint that `checkpoint.resume` selects; None: a new run starts.  Collective.
+    """The checkpoint that `checkpoint.resume` selects; None if a new run starts.  Collective.
 
-    Raises CheckpointError where it names one that is missing or damaged.
+    Raises CheckpointError if no selected checkpoint is complete and undamaged.
     """
     paths, is_named = broadcast_from_rank0(lambda: _paths(config, folder), groups.control)
     damaged: list[str] = []
@@ -67,38 +66,38 @@ def find(config: CheckpointConfig, folder: Path, groups: ProcessGroups, console:
         try:
             return replace(verified(path, config.verify, groups), is_named=is_named)
         except CheckpointError as error:
-            if is_named:  # not ours to rename
+            if is_named:  # the checkpoint may belong to another run, so it is not renamed
                 raise
             damaged.append(str(error))
             broadcast_from_rank0(partial(_quarantine, path, str(error), console), groups.control)
     if damaged:
         raise CheckpointError(
-            f"{folder} holds no checkpoint that is whole, and a run is not started over by itself.\n  "
+            f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.\n  "
             + "\n  ".join(damaged)
-            + "\n  To start over all the same, choose another run.dir."
+            + "\n  To train from the beginning, choose another run.dir."
         )
     return None
 
 
 def next_step(config: CheckpointConfig, folder: Path) -> int:
-    """The step that the run would continue after, by folder names alone; 0 where that is not known.  For rank 0."""
+    """The step after which the run would continue, from folder names alone; 0 if unknown.  Called on rank 0."""
     try:
         paths, _ = _paths(config, folder)
-    except CheckpointError:  # `find` reports it
+    except CheckpointError:  # `find` reports the error
         return 0
     return (folders.step_of(paths[0]) or 0) if paths else 0
 
 
 def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
-    """The checkpoint in `path`, once its files are compared with the manifest as `checkpoint.verify` says.  Collective.
+    """Compare the files of the checkpoint in `path` with its manifest, as `verify` says.  Collective.
 
-    Raises CheckpointError naming every file that is not as it was written.
+    Raises CheckpointError that names every file that differs from its manifest entry.
     """
     if verify == "off":
         return ResumePoint(path=path, verification="not verified: checkpoint.verify = off")
     entries = broadcast_from_rank0(lambda: _manifest_of(path), groups.control)
     if entries is None:
-        return ResumePoint(path=path, verification="unverified: it has no manifest to compare its files with")
+        return ResumePoint(path=path, verification="not verified: the checkpoint has no manifest")
     share = (groups.rank, len(all_gather_objects(lambda: 0, groups.control)))
     broadcast_from_rank0(lambda: manifest.refuse(path, manifest.damage(path, entries, verify="size")), groups.control)
     problems = all_gather_objects(
@@ -114,15 +113,15 @@ def verified(path: Path, verify: Verify, groups: ProcessGroups) -> ResumePoint:
 def load(
     engine: Engine, point: ResumePoint, config: CheckpointConfig, conditions: Conditions, console: Console
 ) -> TrainState:
-    """Load the checkpoint into `engine`; reports what was restored and what has changed.  Collective.
+    """Load the checkpoint into `engine`.  Reports what was restored and what has changed.  Collective.
 
-    Raises CheckpointError where this recipe would not continue the run that wrote it.
+    Raises CheckpointError if a change is refused, or if another program wrote a checkpoint in the run's own folder.
     """
     sft = safe_reader.common_state(point.path).get("sft")
     if sft is None and not point.is_named:
         raise CheckpointError(
-            f"{point.path} was not written by this trainer: it does not say which samples it has seen.  Start from its "
-            f"weights with model.init_from={point.path}, or go on from it as it is, moments, schedule and step, with "
+            f"{point.path} was not written by this trainer and does not say which samples were used.  Start from its "
+            f"weights with model.init_from={point.path}, or resume weights, moments, schedule and step with "
             f"checkpoint.resume={point.path}."
         )
     lines = []
@@ -136,7 +135,7 @@ def load(
     if point.is_named:
         state = replace(state, origin=str(Path(config.resume).resolve()))
     same = engine_state.is_same_layout(engine, plain)
-    position = f"step {state.step} of this recipe's plan; which samples were seen is not known"
+    position = f"step {state.step} of this recipe's plan; the checkpoint does not say which samples were used"
     if sft is not None:
         position = f"after global batch {state.batch} of epoch {state.epoch}, {state.num_tokens:,} supervised tokens"
     console.say(
@@ -145,7 +144,7 @@ def load(
                 f"resumed step {state.step} from {point.path}",
                 f"  files      {point.verification}",
                 f"  restored   weights, moments, Adam's step, schedule{', random generators' if same else ''}",
-                *([] if same else ["  not        random generators: another layout; nothing random happens in a step"]),
+                *([] if same else ["  skipped    random generators: the layout differs, and a step draws none"]),
                 f"  position   {position}",
                 *lines,
             ]
@@ -159,14 +158,14 @@ def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
     refused = "; ".join(f"{key} {change}" for key, change in changed.refused.items())
     others = f"  Also changed: {'; '.join(changed.reported)}." if changed.reported else ""
     return (
-        f"{path} cannot be continued with this recipe, which would make another run of it: {refused}.{others}  Undo "
-        f"the change; or accept it, where the tensors still fit: {override}; or start a new run from its weights: "
-        f"model.init_from={path} with another run.dir."
+        f"{path} cannot be resumed with this recipe: {refused}.{others}  Undo the change; or accept it, if the tensors "
+        f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: model.init_from={path} "
+        f"with another run.dir."
     )
 
 
 def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
-    """Load the weights that model.init_from names.  Collective; raises CheckpointError where there are none."""
+    """Load the weights that model.init_from names.  Collective.  Raises CheckpointError if there are none."""
     key = f"model.init_from = {source}"
     path = broadcast_from_rank0(lambda: folders.find([Path(source)], key), engine.groups.control)
     point = verified(path, verify, engine.groups)
@@ -175,21 +174,20 @@ def start_from(engine: Engine, source: str, verify: Verify, console: Console) ->
 
 
 def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
-    """The checkpoints to continue from, best first; and whether checkpoint.resume names the first by path."""
+    """The checkpoints from which the run may continue, best first, and whether checkpoint.resume is a path to them."""
     candidates = folders.candidates(folder)
     if config.resume == "never":
         if candidates:
             raise CheckpointError(
-                f"checkpoint.resume = never, but {folder} holds checkpoints of an earlier run, which this one would "
-                f"mix with its own.  Choose another run.dir, or resume with checkpoint.resume=auto."
+                f"checkpoint.resume = never, but {folder} holds checkpoints of an earlier run.  A new run would mix "
+                "its checkpoints with them.  Choose another run.dir, or resume with checkpoint.resume=auto."
             )
     elif config.resume == "must" and not candidates:
-        raise CheckpointError(f"checkpoint.resume = must: {folder} has no checkpoint ({folders.EXPECTED}).")
+        raise CheckpointError(f"checkpoint.resume = must, but {folder} has no checkpoint; expected {folders.EXPECTED}.")
     elif not candidates and folders.has_saved_before(folder):
         raise CheckpointError(
-            f"{folder} holds no checkpoint that is whole, though a run has saved there, and a run is not started over "
-            f"by itself.  Put one back, or choose another run.dir, with checkpoint.resume=PATH to begin from another "
-            f"checkpoint."
+            f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.  Restore a "
+            f"checkpoint, or choose another run.dir; checkpoint.resume=PATH continues from another checkpoint."
         )
     elif config.resume not in ("auto", "must"):
         if _started_from(Path(config.resume), candidates):
@@ -199,10 +197,10 @@ def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
 
 
 def _started_from(named: Path, candidates: list[Path]) -> bool:
-    """Whether the run of these checkpoints, newest first, started from the one that checkpoint.resume names.
+    """Whether the run that wrote `candidates` (newest first) started from `named`, the path in checkpoint.resume.
 
-    The same command then continues from the run's own checkpoints: a requeued job would lose its steps each time
-    otherwise.  Damaged checkpoints are passed over; where all are damaged, verification reports it.
+    If so, the run continues from its own checkpoints.  A requeued job that continued from `named` would lose its steps.
+    Damaged candidates are skipped.  If all candidates are damaged, verification reports the damage.
     """
     for path in candidates:
         try:
@@ -214,10 +212,10 @@ def _started_from(named: Path, candidates: list[Path]) -> bool:
 
 
 def _manifest_of(path: Path) -> Manifest | None:
-    """None for a checkpoint that another program wrote without one."""
+    """The manifest of the checkpoint in `path`; None if another program wrote the checkpoint without a manifest."""
     entries = manifest.read(path)
     if entries is None and "sft" in safe_reader.common_state(path):
-        raise CheckpointError(f"{path / manifest.NAME} is missing, and this trainer writes one.")
+        raise CheckpointError(f"{path / manifest.NAME} is missing; this trainer writes it into every checkpoint.")
     return entries
 
 
@@ -226,14 +224,14 @@ def _quarantine(path: Path, reason: str, console: Console) -> None:
     older = folders.candidates(path.parent)
     if older:
         folders.write_pointer(path.parent, int(older[0].name[5:]))
-    source = older[0] if older else "nothing: it was the last one"
-    console.say(f"WARNING: {reason}\n  It is {renamed} now; going on from {source}.")
+    then = f"the run continues from {older[0]}" if older else "no older checkpoint is left"
+    console.say(f"WARNING: {reason}\n  The folder is renamed to {renamed}; {then}.")
 
 
 def _wait_for_files(path: Path, check: Callable[[], list[str]]) -> list[str]:
-    """The problems that `check` finds.  Repeats it while files are missing: this node may see them later than rank 0.
+    """The problems that `check` finds.  Repeats `check` while files are missing, because NFS may show files late.
 
-    Raises OSError where they stay missing: that is a problem of this node, not of the checkpoint.
+    Raises OSError if files stay missing, because missing files are a problem of this node and not of the checkpoint.
     """
     deadline = time.monotonic() + _NFS_DELAY_S
     while problems := check():

@@ -1,11 +1,10 @@
-"""Saving: from the trainer's state to a published checkpoint, in the background if the recipe says so.
+"""Saves the state of a run as a published checkpoint, in the background with checkpoint.async_save.
 
-Decides the order of the steps, so that a kill at any instant leaves the previous checkpoint complete and selected:
-write under a temporary name, flush to the disk, compute digests, write the manifest, rename once, move the pointer, and
-only then remove older checkpoints.  All ranks learn the outcome of each step before any rank takes the next one.
+A save writes under a temporary name, flushes to disk, computes digests, writes the manifest, renames the folder, moves
+the pointer, and then removes older checkpoints.  A kill at any instant leaves the previous checkpoint complete and
+selected.  All ranks learn the outcome of each stage of a save before any rank begins the next stage.
 
-When a save fails (mostly for a full disk), it is reported and training continues.  Three failures in a row, or a
-failure of the last save, end the run.
+A failed save is reported, and training continues.  Three failures in a row, or a failure of the last save, end the run.
 """
 
 import shutil
@@ -30,16 +29,18 @@ from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
 
-MAX_FAILURES = 3  # saves in a row
-_SPACE_FACTOR = 1.02  # of the bytes of tensors and objects, for .metadata and the manifest
+MAX_FAILURES = 3  # failed saves in a row
+_SPACE_FACTOR = 1.02  # times the bytes of tensors and objects; leaves room for .metadata and the manifest
 _SPACE_MARGIN = 1 << 20  # bytes
 _LAST_WAIT_S = 60.0
 
 
 class Saver:
-    """Saves the checkpoints of one run.  All methods are collective.
+    """Saves the checkpoints of one run.  All methods except `wait_briefly` are collective.
 
-    is_ours: says whether this run still holds its folder; called on rank 0
+    Both functions are called on rank 0, by the thread that saves:
+    is_ours       returns whether this run still holds the lock of its folder
+    on_published  receives the step of a published checkpoint and the seconds that its save took
     """
 
     def __init__(
@@ -50,26 +51,25 @@ class Saver:
         groups: ProcessGroups,
         console: Console,
         is_ours: Callable[[], bool],
+        on_published: Callable[[int, float], None],
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
-        self._console, self._is_ours = console, is_ours
+        self._console, self._is_ours, self._on_published = console, is_ours, on_published
         self._buffers = CopyBuffers()
         self._job: _Job | None = None
         self._failures = 0
         self._saved_step: int | None = None
-        self._resumed_step: int | None = 0  # None: later checkpoints are renamed already
-        self.took_s: float | None = None  # how long the last save took until it was published
-        self.published: int | None = None  # step of the newest published checkpoint
+        self._resumed_step: int | None = 0  # None after later checkpoints were renamed
 
     def resumed(self, step: int, *, is_ours: bool) -> None:
-        """The run continues after `step`.  is_ours: from a checkpoint of this folder, so that step is saved already"""
+        """Record that the run continues after `step`.  is_ours: whether the checkpoint is in this run's folder"""
         self._resumed_step = step
         self._saved_step = step if is_ours else None
 
     def save(self, engine: Engine, state: TrainState, *, wait: bool) -> None:
-        """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, it is published on return.
+        """Save the state after `state.step`.  With `wait`, or without checkpoint.async_save, wait for publication.
 
-        Raises CheckpointError or StorageError where training should not continue.
+        Raises CheckpointError or StorageError if the run must end.
         """
         if self._saved_step == state.step:
             if wait:
@@ -95,7 +95,7 @@ class Saver:
             self.drain(must_succeed=wait)
 
     def drain(self, *, must_succeed: bool = False) -> None:
-        """Wait for a save in the background.  Raises as `save` where it failed too often, or `must_succeed`."""
+        """Wait for a background save.  Raises like `save`, and with `must_succeed` after any failure."""
         if self._job is None:
             return
         job, self._job = self._job, None
@@ -106,12 +106,12 @@ class Saver:
             self._failed(job.step, error, must_succeed=must_succeed)
 
     def wait_briefly(self) -> None:
-        """Give a save in the background time to finish when the run ends by an error.  Not collective, never raises."""
+        """Give a background save time to finish when the run ends with an error.  Not collective; never raises."""
         if self._job is not None and self._job.is_alive():
             self._job.join(_LAST_WAIT_S)
 
     def _prepare(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[Snapshot, Path]:
-        """The snapshot, and the temporary folder for it.  Raises for non-finite weights and where there is no room."""
+        """The snapshot and its temporary folder.  Raises if a weight is not finite, or if the disk has no room."""
         if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not finite; such a state is never saved.")
         plain = {"iteration": state.step, "sft": {"state": asdict(state), **asdict(self._conditions)}}
@@ -133,11 +133,12 @@ class Saver:
     def _refuse_lost_folder(self) -> None:
         if not self._is_ours():
             raise CheckpointError(
-                f"another run took over {self.folder} while this one hung, and its checkpoints stay as they are."
+                f"another run took over {self.folder} while this run hung, so this run saves no more checkpoints "
+                "there."
             )
 
     def _write(self, snapshot: Snapshot, temporary: Path, state: TrainState, started: float) -> None:
-        """Write and publish.  Uses only the group for saving: this may run in a thread beside training."""
+        """Write and publish a checkpoint.  May run in a thread during training, so it uses only the saving group."""
         group = self._groups.saving
         device.enter(self._groups.device)
         try:
@@ -150,12 +151,14 @@ class Saver:
             if self._groups.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self.took_s, self.published = time.monotonic() - started, state.step
+        took_s = time.monotonic() - started
         num_bytes = sum(entry.num_bytes for entry in files.values())
-        self._console.say(f"saved {final} ({size(num_bytes)} in {self.took_s:.1f} s)")
+        self._console.say(f"saved {final} ({size(num_bytes)} in {took_s:.1f} s)")
+        if self._groups.rank == 0:
+            self._on_published(state.step, took_s)
 
     def _digests(self, folder: Path) -> dict[str, manifest.Entry]:
-        """Digests of the files that this rank wrote; the page cache still has them."""
+        """Digests of the files that this rank wrote.  The page cache still holds these files."""
         rank, names = self._groups.rank, manifest.names_in(folder)
         own = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
         return {name: manifest.entry_of(folder / name) for name in own}
@@ -173,7 +176,9 @@ class Saver:
         manifest.write(temporary, Manifest(files=files, facts=facts))
         if self._resumed_step is not None:
             for renamed in folders.rename_abandoned(self.folder, after=self._resumed_step, keep=state.step):
-                self._console.say(f"{renamed.name}: the run went back to step {self._resumed_step} and on from there")
+                self._console.say(
+                    f"{renamed.name}: renamed, because the run was resumed from step {self._resumed_step}"
+                )
             self._resumed_step = None
         final = folders.publish(temporary, state.step)
         folders.remove_old(
@@ -191,9 +196,9 @@ class Saver:
         reason = why_not_written(self.folder, error) if isinstance(error, OSError) else error
         message = f"the checkpoint of step {step} was not saved: {reason}"
         if must_succeed or self._failures >= MAX_FAILURES:
-            count = f"  {self._failures} in a row." if self._failures > 1 else ""
+            count = f"  Failed saves in a row: {self._failures}." if self._failures > 1 else ""
             kind = StorageError if isinstance(error, StorageError | OSError) else CheckpointError
-            raise kind(f"{message}{count}  The one before it is whole.") from error
+            raise kind(f"{message}{count}  The previous checkpoint is complete.") from error
         self._console.say(f"warning: {message}  Training goes on; the next save tries again.")
 
 

@@ -1,7 +1,7 @@
-"""The progress of a run, and the conditions that its numbers follow from.
+"""The progress of a run, and the conditions that determine its numbers.
 
-Decides which changes between the run that wrote a checkpoint and the one that continues it are reported, and which are
-refused unless the recipe allows them by name.
+If conditions changed since a checkpoint was written, this module decides which changes are only reported, and which are
+refused unless checkpoint.allow_changes names them.
 """
 
 import importlib.metadata
@@ -20,21 +20,21 @@ _START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The step gives the position in the data: which samples it uses is computed from it."""
+    """The progress of a run, as checkpoints store it.  The position in the data is computed from `step`."""
 
     step: int = 0  # optimizer steps done
-    num_tokens: int = 0  # supervised tokens trained on
-    num_real_tokens: int = 0  # tokens of samples trained on
+    num_tokens: int = 0  # supervised tokens on which the run has trained
+    num_real_tokens: int = 0  # tokens of samples on which the run has trained
     num_skipped: int = 0  # steps without a supervised token
-    num_bad: int = 0  # steps skipped for a non-finite loss or gradient
-    bad_in_a_row: int = 0  # of these, the latest without a good step between
-    epoch: int = 0  # of the last step done
-    batch: int = -1  # its global batch in that epoch
+    num_bad: int = 0  # steps skipped because of a non-finite loss or gradient
+    bad_in_a_row: int = 0  # non-finite steps since the last finite step
+    epoch: int = 0  # epoch of the last completed step
+    batch: int = -1  # global batch of the last completed step, within its epoch
     chain: str = ""  # SHA-256 chain of the sample log after the last step
     evaluated: int = -1  # the last step after which all held-out sets were evaluated
-    best_step: int | None = None  # of the checkpoint that checkpoint.keep_best keeps
+    best_step: int | None = None  # step of the checkpoint that checkpoint.keep_best keeps
     best_value: float | None = None
-    origin: str | None = None  # what checkpoint.resume named when the run began, if it named a path
+    origin: str | None = None  # the path in checkpoint.resume when the run began, if it was a path
 
     def after(self, result: StepResult, position: tuple[int, int], chain: str) -> "TrainState":
         return replace(
@@ -51,24 +51,24 @@ class TrainState:
         )
 
     def judged(self, value: float, *, lower: bool) -> "TrainState":
-        """With this step as the best one if `value` is the best so far.  lower: a lower value is better"""
+        """The state, with this step as `best_step` if `value` is the best so far.  lower: whether lower is better"""
         is_better = self.best_value is None or (value < self.best_value if lower else value > self.best_value)
         return replace(self, best_step=self.step, best_value=value) if is_better else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What decides a run's numbers.  JSON-like values only."""
+    """Everything that determines the numbers of a run.  All values are JSON types."""
 
-    plan: dict[str, Any]  # what decides the order of the data (`sft.data.packing`)
-    recipe: dict[str, Any]  # value of every key
+    plan: dict[str, Any]  # settings that determine the order of the data (`sft.data.packing`)
+    recipe: dict[str, Any]  # value of every key of the recipe
     layout: dict[str, int]
     versions: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Differences between two Conditions: lines that are only reported, and those that are refused, by key."""
+    """Differences between two Conditions.  `reported` holds lines of text, `refused` a text for each key."""
 
     reported: list[str]
     refused: dict[str, str]
@@ -85,9 +85,9 @@ def installed() -> dict[str, str]:
 
 
 def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) -> Changes:
-    """The differences.  before: Conditions, as a dictionary, of the run that wrote the checkpoint
+    """The differences between the Conditions in a checkpoint, `before` as a dictionary, and those of this run.
 
-    Raises ConfigError where `allowed` names something that is never refused.
+    Raises ConfigError if `allowed` names a key that is never refused.
     """
     refused = dict(_differences(before["plan"], now.plan))
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
@@ -107,7 +107,7 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """By today's names; a key that is newer than the checkpoint had its default when there was none."""
+    """`before` with current names of keys.  A key that is newer than the checkpoint gets its default."""
     schema = leaves()
     before = {RENAMED.get(key, key): value for key, value in before.items()}
     newer = {key: schema[key].default for key in now if key not in before and key in schema}
@@ -115,12 +115,12 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def _describes_model(key: str) -> bool:
-    """Whether the key changes what the model computes, even where the shapes of its tensors stay the same."""
+    """Whether a change of the key changes the computation of the model, even with tensors of the same shapes."""
     return key.startswith("model.") and key not in _START_ONLY
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each key whose value differs, and the change in words."""
+    """Each key whose value differs, and a text with both values."""
     for key in dict.fromkeys([*before, *now]):
         was, is_ = before.get(key), now.get(key)
         if _plain(was) != _plain(is_):
@@ -133,4 +133,4 @@ def _plain(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = "null" if value is None else str(value)
-    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text  # a digest
+    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text  # shortens a digest

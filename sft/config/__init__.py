@@ -1,8 +1,8 @@
-"""Every knob, its type, its default and what it does.
+"""Every key of a recipe, its type, its default and its meaning.
 
-Decides which keys a recipe may have, and which values and combinations of values are errors on their own.
-Does not read files (sft/recipe/load.py), and does not know the number of GPUs (sft/parallel/layout.py).
-All models are frozen: nothing is ever written back into a config.
+Decides which keys a recipe may have, and which values and combinations of values are errors.  `sft/recipe/load.py`
+reads files, and `sft/parallel/layout.py` checks the number of GPUs.  All models are frozen: no code writes into a
+config.
 """
 
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ class Config(Section):
     run: RunConfig
     """Folder, device, precision, seed and time limits of the run."""
     model: ModelConfig
-    """A GPT with RMSNorm, SwiGLU, grouped-query attention and rotary positions; `check` counts parameters."""
+    """A GPT with RMSNorm, SwiGLU, grouped-query attention and rotary positions."""
     data: DataConfig
     """Data files, tokenizer, supervision and packing.  Paths are relative to the current directory."""
     parallel: ParallelConfig = ParallelConfig()
     """world_size = tp * cp * pp * dp.  dp has no key: it is world_size / (tp * cp * pp)."""
     attention: AttentionConfig = AttentionConfig()
-    """Which backend computes attention."""
+    """Backend that computes attention."""
     loss: LossConfig = LossConfig()
     """Implementation of the loss head, weights of tokens, and additional loss terms."""
     train: TrainConfig
@@ -39,7 +39,7 @@ class Config(Section):
     optim: OptimConfig
     """AdamW and its learning-rate schedule."""
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), json_schema_extra=UNREPORTED)
-    """When to save, what to keep, where to resume."""
+    """Saving, deleting and loading of checkpoints."""
     log: LogConfig = Field(LogConfig(), json_schema_extra=UNREPORTED)
     """Console, TensorBoard, Weights & Biases and metrics."""
     profile: ProfileConfig = Field(ProfileConfig(), json_schema_extra=UNREPORTED)
@@ -47,7 +47,7 @@ class Config(Section):
 
     @property
     def cache_dir(self) -> str:
-        """Where tokenised data are kept: data.cache_dir, or run.dir/cache."""
+        """Folder of tokenised data: data.cache_dir, or run.dir/cache."""
         return self.data.cache_dir or f"{self.run.dir}/cache"
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
@@ -55,26 +55,25 @@ class Config(Section):
         best, sets = self.checkpoint.best, self.data.eval_sets
         no_cuda, fp8, tile = self.run.device == "cpu", self.run.fp8 is not None, self.train.mlp_tile is not None
         if tile and self.model.moe.num_experts is not None:
-            why = "is for dense models: experts are balanced over whole documents.  recompute = selective takes all "
-            yield "train.mlp_tile", why + "tokens at once"
+            yield "train.mlp_tile", "needs a dense model: experts are balanced over whole documents; use null"
         if best is not None and best[0] not in sets:
-            yield "checkpoint.keep_best", f"names no held-out set; data.eval has {', '.join(sets) or 'none'}"
+            yield "checkpoint.keep_best", f"names no held-out set; data.eval has the sets {', '.join(sets) or 'none'}"
         if steps is not None and warmup is not None and warmup >= steps:
-            yield "optim.warmup_steps", f"must be below train.num_steps = {steps}; lower one, raise the other"
+            yield "optim.warmup_steps", f"must be below train.num_steps = {steps}; lower it, or raise num_steps"
         can_offload = self.run.precision == "bf16" and self.parallel.distributed_optimizer
         if self.optim.offload_fraction > 0.0 and not can_offload:
             yield "optim.offload_fraction", (
-                "needs run.precision = bf16 and parallel.distributed_optimizer = true, the only ones whose weights "
-                "megatron-core's hybrid optimizer updates in full; set those, or offload_fraction = 0"
+                "needs run.precision = bf16 and parallel.distributed_optimizer = true, because otherwise "
+                "megatron-core's hybrid optimizer does not update all weights; set both, or offload_fraction = 0"
             )
         if no_cuda and self.attention.needs_cuda:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         if fp8 and tile:
-            yield "train.mlp_tile", "is not built for fp8; use run.fp8 = null"
+            yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
         if fp8 and no_cuda:
             yield "run.fp8", "needs CUDA, and run.device is cpu; use null"
         if fp8 and self.run.precision == "fp32":
-            yield "run.fp8", "needs run.precision = bf16, and it is fp32; use bf16"
+            yield "run.fp8", "needs run.precision = bf16, but run.precision is fp32; use bf16"
         if fp8 and not self.attention.may_have_fp8:
-            why = "is Transformer Engine's, and attention.backend is portable; use te or auto, or null"
+            why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why

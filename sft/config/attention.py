@@ -1,7 +1,7 @@
-"""The key `attention.backend`, and what each backend means for other keys of the recipe.
+"""The key `attention.backend`, and the traits of each backend that checks of other keys need.
 
-The backends themselves are objects in sft/mcore/attention.  A recipe is checked before torch and megatron are
-imported, so what those checks must know of a backend stands here, as traits; nothing else compares backend names.
+sft/mcore/attention implements the backends.  A recipe is checked before torch and megatron are imported, so the traits
+are declared here.  No other code compares names of backends.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from sft.config.section import Section
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:
-    needs_cuda: bool  # does not run on a CPU
-    has_fp8: bool  # computes the linear layers in FP8 where run.fp8 asks for it
-    reads_cp_comm: bool  # moves keys and values as parallel.cp_comm and cp_a2a say
+    needs_cuda: bool  # the backend does not run on a CPU
+    has_fp8: bool  # the backend supports run.fp8
+    reads_cp_comm: bool  # parallel.cp_comm and cp_a2a have an effect
 
 
 BACKENDS: Mapping[str, BackendTraits] = {
@@ -30,7 +30,7 @@ class AttentionConfig(Section):
 
     @property
     def candidates(self) -> Mapping[str, BackendTraits]:
-        """The backends that `backend` allows, by name, preferred first; auto allows all."""
+        """The backends that `backend` allows, the preferred one first; auto allows all."""
         return BACKENDS if self.backend == "auto" else {self.backend: BACKENDS[self.backend]}
 
     @property
@@ -42,7 +42,7 @@ class AttentionConfig(Section):
         return any(traits.has_fp8 for traits in self.candidates.values())
 
     def may_read_cp_comm(self, device: str) -> bool:
-        """device: as run.device, "auto", "cuda" or "cpu"."""
+        """Whether an allowed backend reads parallel.cp_comm.  `device` is run.device: "auto", "cuda" or "cpu"."""
         return any(
             traits.reads_cp_comm for traits in self.candidates.values() if not (traits.needs_cuda and device == "cpu")
         )

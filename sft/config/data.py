@@ -8,21 +8,21 @@ from pydantic import Field, StringConstraints
 from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-_OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # what every template is given
+_OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that every template gets
 
 
 class SourceConfig(Section):
     files: list[Path] = Field(min_length=1)
     """Files of this source.  A single path means a list of one path."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
-    """Relative share of an epoch's tokens.  The epoch is the shortest one that has these shares and every sample."""
+    """Relative share of the tokens of an epoch.  An epoch is as short as possible, but contains every sample."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
-    """Passes over this source per epoch; 2.5 means twice, and half of it a third time.  Not together with weights."""
+    """Passes over this source per epoch; 2.5 means two passes and half a pass.  Not together with weights."""
 
 
 class DataConfig(Section):
     train: Annotated[list[Path], Field(min_length=1)] | Annotated[dict[Word, SourceConfig], Field(min_length=1)]
-    """Training files: JSONL, JSON or parquet with a `messages` column; or named sources: {chat: {files: a.jsonl}}."""
+    """Training files (JSONL, JSON or parquet, see docs/data.md), or named sources: {chat: {files: a.jsonl}}."""
     eval: list[Path] | dict[Name, Path | list[Path]] = []
     """Held-out files, packed like training data.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets separately."""
     tokenizer: Path = "byte"
@@ -32,7 +32,7 @@ class DataConfig(Section):
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}
     """Additional variables for the chat template: true, false, numbers or texts, such as {enable_thinking: false}."""
     on_omitted: Literal["report", "error"] = "report"
-    """If the template leaves out a text of a chat: count and list it, or stop and name row and message."""
+    """If the chat template leaves out a text of a chat: count and list the text, or stop with an error."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Supervised tokens: all assistant turns, the last assistant turn, or every token.  See docs/masks.md."""
     seq_length: Positive
@@ -40,28 +40,28 @@ class DataConfig(Section):
     doc_multiple: Positive = 32
     """Documents are padded to a multiple of this number, which must be divisible by 2 * cp.  32 suffices for cp 16."""
     over_long: Literal["error", "drop", "cut_turns", "windows"] = "error"
-    """If a sample exceeds seq_length: stop, drop it, keep its first turns, or split it into several samples."""
+    """If a sample exceeds seq_length: stop, drop the sample, keep its first turns, or split it into samples."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """If a row is unusable: stop and name it, or skip and list it.  At most a tenth of a file may be skipped."""
+    """If a row is unusable: stop with an error, or skip the row.  At most a tenth of a file may be skipped."""
     pad_to_seq_length: bool = False
     """Pad every pack to seq_length.  All microbatches then have the same shape."""
     shuffle: bool = True
     """Shuffle the samples anew in every epoch."""
     num_workers: Positive | Literal["auto"] = Field("auto", json_schema_extra=UNREPORTED)
-    """Processes that tokenise; auto means one per core, at most 32.  The result does not depend on the number."""
+    """Number of processes that tokenise; auto means one per core, at most 32.  It does not change the result."""
     cache_dir: Path | None = Field(None, json_schema_extra=UNREPORTED)
     """Folder of tokenised data; null means run.dir/cache."""
     plan: Path | None = None
-    """Plan file written by `sft data plan --write`; null computes a plan from the data, seed and sizes."""
+    """Plan file from `sft data plan --write`; null computes a plan from the data, run.seed and sizes."""
 
     @property
     def sources(self) -> dict[str, SourceConfig]:
-        """The named sources; none where `train` is a list of files."""
+        """The named sources; empty if `train` is a list of files."""
         return self.train if isinstance(self.train, dict) else {}
 
     @property
     def train_keys(self) -> dict[str, list[str]]:
-        """Training files by the key that names them: data.train, or data.train.chat.files and so on."""
+        """Training files by key: {"data.train": [...]}, or {"data.train.chat.files": [...], ...}."""
         if isinstance(self.train, list):
             return {"data.train": self.train}
         return {f"data.train.{name}.files": source.files for name, source in self.train.items()}
@@ -73,7 +73,7 @@ class DataConfig(Section):
 
     @property
     def train_names(self) -> list[str] | None:
-        """The source of each file of `train_files`; None where sources have no names."""
+        """The source of each file of `train_files`; None if sources have no names."""
         return [name for name, source in self.sources.items() for _ in source.files] or None
 
     @property
@@ -88,18 +88,18 @@ class DataConfig(Section):
         counted = [name for name, source in self.sources.items() if source.epochs is not None]
         for name in self.sources:
             if weighted and name in counted:
-                why = f"cannot be with the weight of {weighted[0]}; give weights to all sources, or epochs to all"
+                why = f"clashes with the weight of {weighted[0]}; give weights to all sources, or epochs to all sources"
                 yield f"train.{name}.epochs", why
             elif (weighted or counted) and name not in weighted + counted:
                 key, other = ("weight", weighted[0]) if weighted else ("epochs", counted[0])
-                why = f"stands beside the {key} of {other}; give {key.removesuffix('s')}s to all sources, or to none"
+                why = f"is missing, but {other} has {key}; give {key.removesuffix('s')}s to all sources, or to none"
                 yield f"train.{name}.{key}", why
         if taken := [
             name for name in self.chat_template_kwargs if name in _OURS or name.endswith(("_token", "_tokens"))
         ]:
-            why = f"gives {', '.join(taken)}, which a template gets from the chat or the tokenizer; leave it out"
+            why = f"sets {', '.join(taken)}, but a template gets this from the chat or the tokenizer; remove it"
             yield "chat_template_kwargs", why
         if empty := [name for name, files in self.eval_sets.items() if not files]:
-            yield "eval", f"names {', '.join(empty)} without a file; give it one, or leave it out"
+            yield "eval", f"has no file for {', '.join(empty)}; give a file, or remove the set"
         if "train" in self.eval_sets:
-            yield "eval", "names a set train, which is what the training data are called; choose another name"
+            yield "eval", "has a set named train, which is the name of the training data; choose another name"

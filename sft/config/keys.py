@@ -1,7 +1,7 @@
 """Names of the recipe keys, and descriptions of the values that each key accepts.
 
-They are derived from the models of `config/`.  So errors, `check --explain` and docs/config.md always agree with the
-accepted values.
+Names and descriptions are derived from the models in `config/`.  So errors, `check --explain` and docs/config.md always
+agree with the accepted values.
 """
 
 import difflib
@@ -19,10 +19,10 @@ from sft.config import Config, Section, SourceConfig, yaml
 from sft.config.section import UNREPORTED
 
 OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
-NAMED = "data.train"  # a list of files, or a mapping of source names, which the user chooses, to groups of keys
-# Renamed keys: the old name is accepted with a warning, in recipes and in checkpoints.
+NAMED = "data.train"  # a list of files, or a mapping from names of sources to groups of keys
+# Old and new names of keys.  Recipes and checkpoints may use the old name, with a warning.
 RENAMED = {"train.max_bad_steps": "train.max_nonfinite_steps"}
-# Values and keys by the names that other trainers and earlier versions use.
+# Names of values and keys in other trainers and earlier versions, and our names.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 _ELSEWHERE = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -81,7 +81,7 @@ def is_source(key: str) -> bool:
 
 
 def in_schema(key: str) -> str:
-    """The name of a key in `leaves`: data.train.chat.weight -> data.train.NAME.weight; all other keys unchanged."""
+    """The name of a key in `leaves`: data.train.chat.weight -> data.train.NAME.weight; other keys do not change."""
     name = named(key)
     return key if name is None else f"{NAMED}.NAME{key[len(NAMED) + 1 + len(name) :]}"
 
@@ -92,7 +92,7 @@ def values(config: Config) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key in leaves():
         if named(key):
-            continue  # part of the value of NAMED
+            continue  # the value of NAMED contains this key
         value: Any = tree
         for part in key.split("."):
             value = value[part]
@@ -143,7 +143,7 @@ def _alternatives(annotation: Any, bounds: Sequence[Any] = ()) -> Iterator[tuple
 
 
 def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
-    """`alone`: a list with one element may be written as the element."""
+    """A type and its bounds in words.  `alone` means that a recipe may write a list of one element as the element."""
     limits = []
     for bound in bounds:
         match bound:
@@ -175,7 +175,7 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it: JSON of at most 80 characters."""
+    """The text of a value in an error: JSON of at most 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -187,7 +187,7 @@ def unknown(key: str, where: str) -> str:
 
 
 def keys_of(group: str) -> str:
-    """Keys of attention: backend.  If there is no such group, the keys of the whole recipe."""
+    """`Keys of attention: backend.`  If there is no such group, the keys of the whole recipe."""
     if group == OPEN:
         return "Its keys are the names of megatron-core's TransformerConfig."
     if group in sections() or is_source(group):
@@ -218,7 +218,7 @@ def nearest(key: str) -> str | None:
 
 
 def hint(key: str, value: Any) -> str:
-    """Advice that replaces `value`, such as `  Write 50000.`; empty if there is none."""
+    """Advice about a wrong `value`, such as `  Write 50000.`; empty if there is none."""
     info = leaves().get(in_schema(key))
     kinds = [kind for kind, _ in _alternatives(info.annotation)] if info else []
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]

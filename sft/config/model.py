@@ -18,7 +18,7 @@ class RopeConfig(Section):
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Method that changes the frequencies for contexts beyond `original_max_position`."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context extension factor: 1 with scaling none, above 1 with all others."""
+    """Context extension factor: 1 with scaling none, above 1 with every other scaling."""
     original_max_position: Positive | None = None
     """Context length of the model before scaling; required by llama3 and yarn."""
     low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
@@ -39,7 +39,7 @@ class RopeConfig(Section):
         if not plain and self.factor == 1.0:
             yield "factor", f"must be above 1 for {self.scaling} scaling"
         if self.original_max_position is None and self.scaling in ("llama3", "yarn"):
-            yield "original_max_position", f"is the context before scaling; {self.scaling} needs it"
+            yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
@@ -54,13 +54,13 @@ class MoeConfig(Section):
     ffn_hidden_size: Positive | None = None
     """Width of an expert's SwiGLU; null means model.ffn_hidden_size."""
     normalize_top_k: bool = True
-    """Normalise the weights of a token's experts to sum 1 (Mixtral, Qwen3); else use the softmax over all experts."""
+    """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: softmax over all experts."""
     aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the load-balancing loss, summed over layers; 1e-3 is usual."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Coefficient of the router z-loss (squared log-sum-exp of its scores), summed over layers; 1e-3 is usual."""
+    """Coefficient of the router z-loss (squared log-sum-exp of router scores), summed over layers; 1e-3 is usual."""
     capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """Capacity of an expert, a multiple of its even share of a rank's tokens.  The rest is dropped; null drops none."""
+    """A rank sends an expert at most capacity_factor * tokens * top_k / num_experts tokens; null means no limit."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         experts, top_k = self.num_experts, self.top_k
@@ -72,7 +72,7 @@ class MoeConfig(Section):
         if experts and top_k and top_k > experts:
             yield "top_k", f"is more than num_experts = {experts}"
         if top_k == 1 and self.normalize_top_k:
-            yield "normalize_top_k", "makes all weights 1 where top_k is 1"
+            yield "normalize_top_k", "= true makes all weights 1 with top_k = 1; use false, or a larger top_k"
 
 
 class ModelConfig(Section):
@@ -105,7 +105,7 @@ class ModelConfig(Section):
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
     hf: Path | None = None
-    """Folder whose config.json sets the keys of this group: of Hugging Face, or written by tools/import_hf.py."""
+    """Hugging Face folder, or checkpoint of tools/import_hf.py, whose config.json sets the keys of `model`."""
     init_from: Path | None = None
     """Megatron checkpoint folder with the initial weights; null means random weights."""
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}
@@ -117,12 +117,12 @@ class ModelConfig(Section):
         if uneven:
             yield "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"
         if width % 2 == 1 and not uneven:
-            yield "head_dim", f"makes heads of width {width}, which cannot be rotated; make it even"
+            yield "head_dim", f"makes heads of width {width}, but rotary positions need an even width"
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
         for name, value in self.megatron.items():
-            # Text to YAML 1.2, a switch or a number to whoever wrote it; to Python the text "off" is true.
+            # YAML 1.2 reads these words as text, but the user probably means a switch or a number.
             if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
                 yield f"megatron.{name}", "is read as text; write true, false, null or a plain decimal number"
 

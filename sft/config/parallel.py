@@ -22,23 +22,23 @@ class ParallelConfig(Section):
     sequence_parallel: bool = True
     """Split norms and residuals over tp along the tokens.  No effect with tp = 1."""
     distributed_optimizer: bool = True
-    """Shard optimizer states over dp x cp, and those of each expert over the ranks that hold the expert."""
+    """Shard optimizer states over dp x cp, and the states of an expert over the ranks that hold the expert."""
     overlap: bool = True
     """Overlap gradient reduction with compute (CUDA only)."""
     cp_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """Transformer Engine's communication of keys and values over cp (not yet run on GPUs); portable all-gathers."""
+    """How te moves keys and values over cp (not yet run on GPUs).  The portable backend always all-gathers."""
     cp_a2a: Positive | None = None
-    """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a).  A ring (p2p) connects such groups."""
+    """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a).  A ring (p2p) connects the groups."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.virtual_stages > 1 and self.pp == 1:
             yield "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"
         size, fitting = self.cp_a2a, [size for size in divisors(self.cp) if 1 < size < self.cp]
-        choices = f"sizes that fit: {', '.join(map(str, fitting))}" if fitting else "none fits; use p2p or a2a"
+        choices = f"sizes that fit: {', '.join(map(str, fitting))}" if fitting else "no size fits; use p2p or a2a"
         if self.cp_comm != "a2a+p2p":
             if size is not None:
-                yield "cp_a2a", f"is for cp_comm = a2a+p2p; got {self.cp_comm}.  Use null"
+                yield "cp_a2a", f"has an effect only with cp_comm = a2a+p2p; got {self.cp_comm}.  Use null"
         elif size is None:
-            yield "cp_a2a", f"is needed with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"
+            yield "cp_a2a", f"is required with cp_comm = a2a+p2p; for cp = {self.cp}, {choices}"
         elif size not in fitting:
             yield "cp_a2a", f"must divide cp = {self.cp} into two factors above 1, and {size} does not; {choices}"

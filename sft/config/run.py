@@ -23,11 +23,11 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Random seed of initial weights and data order."""
     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
-    """Seconds that a rank may wait for another, also at the start, when rank 0 reads the data files."""
+    """Seconds that a rank may wait for another rank, also while rank 0 reads the data files at the start."""
     step_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)
-    """Seconds after which a step, evaluation or save is hung: every rank writes its stacks, and the run ends."""
+    """Seconds that a step, evaluation or save may take.  Then every rank writes its stacks, and the run ends."""
     exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = Field(None, json_schema_extra=UNREPORTED)
-    """Minutes after which the run saves and exits.  Under SLURM it also exits run.grace_s before the job ends."""
+    """Minutes after which the run saves and exits.  A SLURM job also saves and exits run.grace_s before its end."""
     grace_s: Positive = Field(100, json_schema_extra=UNREPORTED)
     """Seconds from a stop signal to the end of the process.  A step and a save must finish within this time."""
 
@@ -38,7 +38,7 @@ class LogConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Project at Weights & Biases; null means no logging there.  WANDB_* environment variables set the rest."""
+    """Project at Weights & Biases; null logs nothing there.  WANDB_* environment variables set account and server."""
     position_edges: list[Positive] = [4096, 16384, 65536]
     """Edges of position ranges in a document.  The loss is also logged for each range."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
@@ -53,21 +53,21 @@ class MemoryProfile(Section):
     steps: Steps | None = None
     """Steps (from 1) after which each chosen rank writes its CUDA memory history; null records none."""
     max_entries: Positive = 100000
-    """Number of newest allocations and frees that a rank keeps, each several KB with its stack."""
+    """Number of newest allocations and frees that a rank records.  Each takes several KB of host memory."""
     ranks: Ranks = "all"
-    """Ranks that record: all; one rank of each pipeline stage (stage: dp, cp and tp rank 0); or a list of ranks."""
+    """Ranks that record memory: all ranks, a list, or stage (dp, cp and tp rank 0 of each pipeline stage)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         yield from _badly_chosen(self.steps, self.ranks)
         if self.steps is None and self.max_entries != 100000:
-            yield "max_entries", "has no effect without steps; name some"
+            yield "max_entries", "has no effect without steps; give steps"
 
 
 class TorchProfile(Section):
     steps: Steps | None = None
     """Steps (from 1) for which each chosen rank writes a Chrome trace; null traces none."""
     ranks: Ranks = "all"
-    """Ranks that trace: all; one rank of each pipeline stage (stage: dp, cp and tp rank 0); or a list of ranks."""
+    """Ranks that write traces: all ranks, a list, or stage (dp, cp and tp rank 0 of each pipeline stage)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         return _badly_chosen(self.steps, self.ranks)
@@ -76,11 +76,11 @@ class TorchProfile(Section):
 def _badly_chosen(steps: list[int] | None, ranks: str | list[int]) -> Iterator[tuple[str, str]]:
     """Conflicts: a step or rank named twice, or ranks without steps."""
     if steps is None and ranks != "all":
-        yield "ranks", "has no effect without steps; name some"
+        yield "ranks", "has no effect without steps; give steps"
     for field, numbers in (("steps", steps), ("ranks", ranks)):
         if isinstance(numbers, list):
             repeated = [number for i, number in enumerate(numbers) if number in numbers[:i]]
-            yield from ((field, f"names {number} twice; name it once") for number in repeated[:1])
+            yield from ((field, f"contains {number} twice; remove one") for number in repeated[:1])
 
 
 class ProfileConfig(Section):
@@ -92,6 +92,6 @@ class ProfileConfig(Section):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if both := sorted(set(self.memory.steps or ()) & set(self.torch.steps or ())):
             yield "torch.steps", (
-                f"shares step {', '.join(map(str, both))} with profile.memory.steps, and each would distort the other: "
-                "recording stacks slows the launches that are traced, and the profiler allocates.  Choose other steps"
+                f"shares step {', '.join(map(str, both))} with profile.memory.steps.  Memory recording slows the "
+                "traced launches, and tracing allocates memory.  Choose other steps"
             )

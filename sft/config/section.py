@@ -12,13 +12,13 @@ Path = Annotated[str, StringConstraints(min_length=1)]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
-# Marks a field, or a group, that changes no number of a run: a resumed run does not report that it changed.
+# Marks a field or group that does not affect training.  A resumed run does not report changes of marked fields.
 #     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
 UNREPORTED: dict[str, JsonValue] = {"unreported": True}
 
 
 class Conflict(ValueError):
-    """Values that exclude each other, one (field, reason) per problem.  `sft.recipe` adds file and line."""
+    """Values of a recipe that exclude each other: one (field, reason) per problem.  `sft.recipe` adds file and line."""
 
     def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
         self.problems = problems
@@ -33,7 +33,7 @@ class Section(BaseModel):
     )
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """(field, reason) of each value that conflicts with other values."""
+        """The (field, reason) of each value that conflicts with other values of the section."""
         yield from ()
 
     @model_validator(mode="after")
@@ -44,12 +44,12 @@ class Section(BaseModel):
 
 
 def divisors(number: int, limit: int = 4096) -> list[int]:
-    """divisors(12) -> [1, 2, 3, 4, 6, 12]; none above `limit`, which no parallel size reaches."""
+    """The divisors of `number` up to `limit`: 12 -> [1, 2, 3, 4, 6, 12]."""
     return [size for size in range(1, min(number, limit) + 1) if number % size == 0]
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One message for all problems: a single problem as it is, several as a numbered list."""
+    """One message for all problems: a numbered list if there are several."""
     if len(problems) == 1:
         return problems[0]
     return "\n  ".join(f"{i} of {len(problems)}: {problem}" for i, problem in enumerate(problems, 1))

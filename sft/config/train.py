@@ -10,17 +10,17 @@ from sft.config.section import Fraction, NonNegative, Positive, Section
 
 class TrainConfig(Section):
     num_steps: Positive | None = None
-    """Number of optimizer steps; give this or num_epochs."""
+    """Number of optimizer steps.  Give num_steps or num_epochs."""
     num_epochs: Positive | None = None
-    """Number of passes over the data; give this or num_steps."""
+    """Number of passes over the data.  Give num_steps or num_epochs."""
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in backward: none; norms and the MLP or experts (selective); whole layers (full)."""
     mlp_tile: Positive | None = None
-    """Tokens per tile.  The MLP computes tile by tile, and backward recomputes it; null computes all tokens at once."""
+    """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of a rank's layers (its first ones) whose activations are offloaded to host memory; needs recompute."""
+    """Share of a rank's layers, from the first on, whose activations are offloaded; needs recompute."""
     eval_every: Positive | None = None
     """Steps between evaluations; null means only before the first step and at the end."""
     max_nonfinite_steps: NonNegative = 2
@@ -29,18 +29,18 @@ class TrainConfig(Section):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, epochs = self.num_steps, self.num_epochs
         if self.offload_fraction > 0.0 and self.recompute == "none":
-            yield "offload_fraction", "needs recompute = selective or full: without, that is too much to move"
+            yield "offload_fraction", "needs recompute = selective or full: without, layers save too much to copy"
         if steps is None and epochs is None:
-            yield "num_steps", "and num_epochs is null too; give one of them"
+            yield "num_steps", "and num_epochs = null; give one of them"
         if steps is not None and epochs is not None:
             yield "num_epochs", f"clashes with num_steps = {steps}; set one of them to null"
 
 
 class LossConfig(Section):
     impl: Literal["fused", "chunked", "full"] = "fused"
-    """fused projects only supervised rows, in chunks; chunked has logits of all rows; full is megatron-core's own."""
+    """fused: logits of supervised tokens, in chunks.  chunked: logits of all tokens.  full: megatron-core's own."""
     chunk_size: Positive | None | Literal["auto"] = "auto"
-    """Rows per chunk, of supervised rows (fused) or of all rows (chunked).  auto: 4096 or 1024.  null: one chunk."""
+    """Tokens per chunk.  auto: 4096 supervised tokens (fused) or 1024 tokens (chunked).  null: one chunk."""
     reduction: Literal["token", "sample", "sqrt"] = "token"
     """Weight of each of a sample's n supervised tokens: 1, 1 / n (every sample counts the same) or 1 / sqrt(n)."""
     denominator: Literal["weights", "tokens"] = "weights"
@@ -63,7 +63,7 @@ class LossConfig(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.impl == "full" and self.chunk_size not in ("auto", None):
-            yield "chunk_size", "does nothing with impl = full; use null, or impl = fused or chunked"
+            yield "chunk_size", "has no effect with impl = full; use null, or impl = fused or chunked"
 
 
 class OptimConfig(Section):
@@ -74,11 +74,11 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Learning rate after warm-up.  wsd keeps the peak and decays over the last wsd_decay_fraction of the run."""
     warmup_steps: NonNegative | None = None
-    """Steps of linear warm-up; give this, or warmup_fraction, or neither for no warm-up."""
+    """Steps of linear warm-up.  Give warmup_steps, warmup_fraction or neither (no warm-up)."""
     warmup_fraction: Fraction | None = None
     """Warm-up as a fraction of all steps."""
     wsd_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Share of the run at its end in which wsd decays linearly."""
+    """Share of the steps, at the end of the run, in which wsd decays linearly."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay.  Biases and norms are excluded."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -90,15 +90,15 @@ class OptimConfig(Section):
     clip_grad: Annotated[float, Field(ge=0.0)] = 1.0
     """Maximum gradient norm; 0 disables clipping."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of optimizer states and updates on the host (16 bytes per parameter); needs bf16, distributed_optimizer."""
+    """Share of Adam's states in host memory (16 bytes per parameter); needs bf16 and distributed_optimizer."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, fraction = self.warmup_steps, self.warmup_fraction
         if steps is not None and fraction is not None:
             yield "warmup_fraction", f"clashes with warmup_steps = {steps}; give one of them"
         if self.min_lr > self.lr:
-            yield "min_lr", f"is above the peak, lr = {self.lr}"
+            yield "min_lr", f"is above the peak learning rate, lr = {self.lr}"
         if self.schedule == "constant" and self.min_lr > 0.0:
-            yield "min_lr", "has no effect with schedule = constant; use another, or min_lr = 0"
+            yield "min_lr", "has no effect with schedule = constant; use another schedule, or min_lr = 0"
         if self.schedule == "wsd" and (fraction or 0.0) + self.wsd_decay_fraction > 1.0:
             yield "wsd_decay_fraction", f"and warmup_fraction = {fraction} together exceed the run"

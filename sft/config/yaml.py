@@ -1,8 +1,8 @@
 """Reads and writes the part of YAML 1.2 that a recipe needs.
 
 Decides the type and value of a scalar.  Refuses anchors, aliases, tags and several documents.  Does not know the keys
-of a recipe.  PyYAML parses the text into events, and this module reads the events.  It does not use PyYAML's loader:
-it reads YAML 1.1 (no is false, 010 is 8, 1e-5 is text), keeps the last of duplicate keys and drops line numbers.
+of a recipe.  PyYAML parses the text into events, and this module reads the events.  PyYAML's own loader is not used,
+because it reads YAML 1.1 (no is false, 010 is 8, 1e-5 is text), accepts duplicate keys and drops line numbers.
 
     1e-5 -> 1e-05    5e4 -> 50000.0    7 -> 7    true -> True    ~ -> None    "7" -> "7"
     text: no, on, off, yes, 010, 0x1F, 1_000, 1:30:00, 2024-01-01
@@ -26,39 +26,39 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 
 
 class Pairs(list[tuple[str, int, Any]]):
-    """A mapping as a list of (key, line, value) in the order of the file.  It keeps duplicate keys."""
+    """A mapping as a list of (key, line, value) in the order of the file, including duplicate keys."""
 
 
 def read(text: str, source: str) -> Any:
-    """The document of `text`: scalars, lists, and Pairs for mappings.  `source` is the name of the text in errors."""
+    """The document in `text`: scalars, lists, and Pairs for mappings.  `source` is the name of the text in errors."""
     try:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         starts = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
         documents = [_node(events, source, 0) for _ in starts]
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line if error.problem_mark else 0
-        advice = "Indent with spaces." if "\\t" in str(error.problem) else "Quote text that is not plain."
+        advice = "Indent with spaces." if "\\t" in str(error.problem) else "Quote texts with special characters."
         raise _unreadable(source, line, f"{error.problem}.  {advice}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
         raise _unreadable(source, line, f"control character {error.character:#x}.  Remove it.") from None
     if len(documents) != 1:
-        raise _unreadable(source, 0, f"{len(documents)} documents.  A recipe is exactly one; remove the ---.")
+        raise _unreadable(source, 0, f"{len(documents)} YAML documents.  A recipe is exactly one, without lines ---.")
     return documents[0]
 
 
 def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> Any:
-    """The value that begins with `event`, or with the next event if `event` is None."""
+    """Parses one YAML value.  `event`: its first parser event; None means the next event of `events`."""
     event = event or next(events)
     line = event.start_mark.line
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
         raise _unreadable(
-            source, line, "anchors and aliases (& and *) are not read.  Write the value out, or quote it."
+            source, line, "YAML anchors and aliases (& and *) are not supported.  Write the value out, or quote it."
         )
     if event.tag is not None:
-        raise _unreadable(source, line, f"the tag {event.tag} is not read.  Write the bare value; quotes make text.")
+        raise _unreadable(source, line, f"the tag {event.tag} is not supported.  Remove it; a value in quotes is text.")
     if depth > MAX_DEPTH:
-        raise _unreadable(source, line, f"nested more than {MAX_DEPTH} deep.  No key of a recipe is.")
+        raise _unreadable(source, line, f"more than {MAX_DEPTH} levels of nesting.  A recipe has fewer levels.")
     if isinstance(event, yaml.ScalarEvent):
         return event.value if event.style else scalar(event.value)
     if isinstance(event, yaml.SequenceStartEvent):
@@ -70,7 +70,7 @@ def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> 
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         line = event.start_mark.line
         if isinstance(_node(events, source, depth + 1, event), list):
-            raise _unreadable(source, line, "a list or mapping as a key.  A key is a name.")
+            raise _unreadable(source, line, "the key is a list or a mapping.  A key must be a name.")
         pairs.append((event.value, line + 1, _node(events, source, depth + 1)))
     return pairs
 
@@ -107,7 +107,7 @@ def repeated(value: Any) -> list[str]:
 
 
 def write(value: Any) -> str:
-    """One line of YAML that `read` reads as `value`: runs/a -> runs/a, 1e5 -> "1e5", {"a": [1]} -> {a: [1]}."""
+    """One line of YAML for `value`, which `read` reads back: runs/a -> runs/a, 1e5 -> "1e5", {"a": [1]} -> {a: [1]}."""
     if isinstance(value, dict) and value:
         return f"{{{', '.join(f'{write(name)}: {write(item)}' for name, item in value.items())}}}"
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""From rows of files to microbatches, by way of chats, the cache and packs."""
+"""Converts rows of data files to chats, then to cached samples, packs and microbatches."""

@@ -1,8 +1,8 @@
-"""Which samples a rank computes in a step, and their microbatches.
+"""Loads the microbatches that a data-parallel rank computes in a step.
 
-Decides that the samples of a global batch are assigned anew to the data-parallel ranks, so that all have equally much
-to compute (`packing/balance.py`), and that slots without a sample hold filler: no sample is dropped or repeated, and
-every rank has equally many microbatches.
+The samples of a global batch are assigned anew to the data-parallel ranks, to give all ranks equal amounts of work
+(`packing/balance.py`).  No sample is dropped or repeated.  Every rank has the same number of microbatches; a microbatch
+without samples holds filler documents.
 """
 
 import math
@@ -23,7 +23,7 @@ from sft.parallel.layout import Layout
 class Loader:
     """The microbatches of one data-parallel rank, by step.
 
-    crossover  length at which attention takes as long as everything else; inf: only tokens count (`balance.py`)
+    crossover  the length at which attention takes as long as all other computation; inf: a cost is a token count
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Loader:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the data files, as `Sample.source` counts them."""
+        """Names of the sources; `Sample.source` is an index into them."""
         return self._corpus.sources
 
     def slots(self, step: int) -> Slots:
-        """Sample ids of every microbatch of a step, by data-parallel rank; empty tuples are filler."""
+        """Sample ids of every microbatch of a step, by data-parallel rank; empty tuples are packs of filler."""
         epoch, batch = self.plans.locate(step)
         return self._slots(self.plans.plan(epoch), batch)
 
@@ -60,7 +60,7 @@ class Loader:
         return self._microbatches(self.plans.plan(epoch), batch)
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
-        """All packs once, unshuffled, `num_microbatches` per rank at a time; filler completes the last batch."""
+        """All packs once, unshuffled, `num_microbatches` per rank at a time; packs of filler complete the last one."""
         if self._eval_plan is None:
             self._eval_plan = self.plans.unshuffled()
         for batch in range(self._eval_plan.num_batches(self.plans.global_batch_size)):
@@ -93,7 +93,7 @@ def make_loader(
 ) -> Loader:
     """The loader of a recipe.  `pad_id` and `local_indices` as in `Collator`.
 
-    The mixture and data.plan are of data.train: of a held-out set every sample comes once.
+    The mixture and data.plan apply to data.train only; a held-out set contains every sample once.
     """
     data = config.data
     collator = Collator(

@@ -1,4 +1,4 @@
-"""The data of a run on this rank: the prepared samples, their order, and this rank's part of them."""
+"""Provides the data of a run on this rank: prepared samples, their order, and this rank's microbatches."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,15 +28,15 @@ class GlobalBatch:
 
 
 class DataPipeline:
-    """Loaders of training and held-out data.  Making one is collective.
+    """Loaders of training and held-out data.  The constructor is collective.
 
-    plan         what the order of the data follows from
-    row_reports  by set, how many rows became how many samples
-    num_steps    of the whole run
+    plan         everything that determines the order of the data
+    row_reports  numbers of rows and samples: {train or name of a held-out set: row report}
+    num_steps    number of steps of the whole run
     """
 
     def __init__(self, config: Config, arguments: str, layout: Layout, position: Position, console: Console) -> None:
-        """`arguments` are what a shell is given for this recipe: `a.yaml parallel.cp=4`."""
+        """arguments: the command-line arguments of this recipe, e.g. `a.yaml parallel.cp=4`, for error messages"""
         self._config, self._layout, self._position, self._console = config, layout, position, console
         self._command = f"sft data prepare {arguments}"
         data = config.data
@@ -48,13 +48,13 @@ class DataPipeline:
         self.held_out = {name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in held_out.items()}
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
         self.row_reports = {name: corpus.report() for name, corpus in {"train": self._corpus, **held_out}.items()}
-        self._epoch: int | None = None  # the newest whose packing was reported
+        self._epoch: int | None = None  # the latest epoch whose packing was reported
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
         if data.plan is not None:
-            self.train.plans.locate(self.num_steps - 1)  # a plan that ends too early is refused now
+            self.train.plans.locate(self.num_steps - 1)  # refuses a plan that ends too early
 
     def batch(self, step: int) -> GlobalBatch:
-        """The data of the step that follows after `step` steps."""
+        """The data of step `step`, counted from 0."""
         return GlobalBatch(
             position=self.train.plans.locate(step),
             samples=[sample for pack in self.train.plans.global_batch(step) for sample in pack],
@@ -62,7 +62,7 @@ class DataPipeline:
         )
 
     def new_epoch(self, step: int) -> str | None:
-        """A line about the packing of the epoch that begins after `step` steps, or that this process begins in."""
+        """A line about the packing of the epoch of step `step`; None if the epoch was already reported."""
         epoch, _ = self.train.plans.locate(step)
         if epoch == self._epoch:
             return None
@@ -70,7 +70,7 @@ class DataPipeline:
         return f"packed epoch {epoch}: {len(plan):,} packs, {plan.fill:.1%} full"
 
     def row_name(self, sample: int) -> str:
-        """`chat.jsonl:1841`"""
+        """The name of a sample's row, e.g. `chat.jsonl:1841`."""
         return self._corpus.name(sample)
 
     def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:

@@ -1,13 +1,13 @@
-"""Estimates the memory of a run: bytes of a rank's device and of its host.  Arithmetic only: no torch, no measurement.
+"""Estimates the device memory and the host memory of a rank.  Arithmetic only: no torch, no measurement.
 
     device = weights + gradients + optimizer + layers + ends + the largest of (MLP, attention + gathered, head)
 
-Parts of the model count their own bytes (sft/mcore/model_bytes.py, sft/mcore/attention/activation_bytes.py); here they
-are summed over a layer, a stage and a run.  `layers` is what layers keep between forward and backward.  MLP and
-attention belong to the layer whose backward is running: what it recomputes, and the gradients within.  `ends` lies
-before the first layer and behind the last.  Numbers are for CUDA, with fused activations and torch's flash kernel.  A
-CPU needs more.  CUDA itself, NCCL and gaps between allocations are not counted: about 1 GiB, or more with many
-communicators.
+sft/mcore/model_bytes.py and sft/mcore/attention/activation_bytes.py give the bytes of parts of the model.  This module
+adds up these bytes over a layer, a stage and a run.  `layers` are tensors that layers save for backward.  `MLP` and
+`attention` are recomputed activations and gradients of the layer whose backward is running.  `ends` are rotary tables
+and the hidden states around the final norm.  Numbers are for CUDA, with fused activations and torch's flash kernel; a
+CPU needs more memory.  The estimate leaves out CUDA itself, NCCL and gaps between allocations, which take about 1 GiB,
+or more with many communicators.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
 from sft.parallel.layout import Layout, padded_vocab_size
 
-CARD_BYTES = 80e9  # for which `describe` says the longest context; cards of 80 GB have 85e9, the rest is CUDA's
+CARD_BYTES = 80e9  # `describe` reports the longest context for this memory; 80-GB cards have 85e9, CUDA takes the rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the rank that needs the most memory.  It belongs to pipeline stage `stage`."""
+    """Bytes of the rank that needs the most memory.  The rank belongs to pipeline stage `stage`."""
 
     stage: int
     weights: float
     gradients: float
     optimizer: float
-    layers: float  # kept between forward and backward
+    layers: float  # saved for backward
     ends: float
-    mlp: float  # of the layer whose backward is running, while it computes its second half
-    attention: float  # the same, its first half
-    gathered: float  # keys and values of the whole pack with cp; held at the same time as attention
+    mlp: float  # working memory while the backward of a layer computes its MLP
+    attention: float  # working memory while the backward of a layer computes its attention
+    gathered: float  # keys and values of the whole pack with cp; in memory together with `attention`
     head: float
     host_layers: float = 0.0
     host_optimizer: float = 0.0
@@ -64,8 +64,8 @@ class Memory:
 class LayerBytes:
     """Bytes of activations that one layer saves for backward, per local token, by name.
 
-    attention  saved by its first half, with the input of the second half
-    mlp        saved by its second half
+    attention  saved by the attention block, with the input of the MLP block
+    mlp        saved by the MLP block
     """
 
     attention: dict[str, float]
@@ -73,9 +73,9 @@ class LayerBytes:
 
     @staticmethod
     def of(backend: AttentionBytes, recompute: str) -> "LayerBytes":
-        """recompute: as train.recompute.
+        """The bytes that one layer saves with train.recompute = `recompute`.
 
-        Llama-8B: full 8 KiB; selective 36 KiB, none 136 KiB, and a few bytes a head
+        Llama-8B: full 8 KiB; selective 36 KiB and none 136 KiB, each plus a few bytes per head
         """
         model, rank = backend.model, backend.rank
         hidden = model_bytes.hidden_state(model, rank)
@@ -103,9 +103,9 @@ class LayerBytes:
 
 
 def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> tuple[float, float]:
-    """Parameters of a rank of pipeline stage `stage`: those outside experts, and those of experts.
+    """Parameters of one rank of pipeline stage `stage`: those outside of experts, and those of experts.
 
-    hidden 4, ffn 8, 2 heads of 2, 1 layer, tied, 128 tokens, one rank: (512 + 172, 0)
+    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> (512 + 172, 0)
     """
     hidden, width = model.hidden_size, model.resolved_head_dim
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
@@ -128,7 +128,7 @@ def _vocab_rows(vocab_size: int, tp: int) -> float:
 
 def _state(config: Config, layout: Layout, vocab_size: int, stage: int, width: int) -> dict[str, float]:
     dense, experts = parameters(config.model, layout, vocab_size, stage)
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # of each expert
+    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # copies of each expert
     sharded = config.parallel.distributed_optimizer
     return model_bytes.state(
         parameters=dense + experts,
@@ -139,9 +139,9 @@ def _state(config: Config, layout: Layout, vocab_size: int, stage: int, width: i
 
 
 def _num_waiting(layout: Layout, stage: int) -> float:
-    """Microbatches for which all layers of a rank wait for backward at the same time.
+    """Number of microbatches whose saved tensors all layers of a rank hold at the same time.
 
-    pp 4: 4 on the first stage, 1 on the last; with 2 virtual stages 11 halves and 5 halves
+    pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages 11/2 and 5/2
     """
     pp, virtual, num_microbatches = layout.pp, layout.virtual_stages, layout.num_microbatches
     if virtual == 1:
@@ -150,8 +150,8 @@ def _num_waiting(layout: Layout, stage: int) -> float:
 
 
 def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[float, float]:
-    """Bytes that all layers of a rank save: on the device, in host memory.  layer: bytes per layer and microbatch"""
-    num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # of a model chunk
+    """Bytes that all layers of a rank save on the device and in host memory.  layer: bytes per layer and microbatch"""
+    num_layers = config.model.num_layers / layout.pp / layout.virtual_stages  # layers of one model chunk
     is_last = stage == layout.pp - 1
     num_offloaded = model_bytes.num_offloaded_layers(
         config.train.offload_fraction, num_layers, backward_is_next=is_last and layout.virtual_stages == 1
@@ -164,7 +164,7 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
 
 
 def _mlp_backward(config: Config, everything: LayerBytes, kept: LayerBytes, tokens: float) -> float:
-    """Memory while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
+    """Bytes while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
 
     train.mlp_tile limits the number of tokens.  With recompute = full, the recomputed attention is also in memory.
     """
@@ -196,7 +196,7 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width),
         layers=layers,
-        ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # around the last norm
+        ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # hidden states around the final norm
         mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix,
         attention=backend.local(tokens) + recomputed + 2 * hidden + matrix,
         gathered=backend.gathered(pack),
@@ -209,14 +209,14 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
 
 
 def estimate(config: Config, layout: Layout, vocab_size: int, tokens: int | None = None) -> Memory:
-    """The memory of the rank that needs the most.  tokens: length of a pack; None: data.seq_length."""
+    """The memory of the rank that needs the most memory.  tokens: length of a pack; None: data.seq_length."""
     pack = config.data.seq_length if tokens is None else tokens
     stages = (_stage(config, layout, vocab_size, pack, stage) for stage in sorted({0, layout.pp - 1}))
     return max(stages, key=lambda memory: memory.device)
 
 
 def longest_context(config: Config, layout: Layout, vocab_size: int, bytes_available: float) -> int:
-    """Tokens of the longest pack that fits `bytes_available` on every rank, a multiple of pack_multiple; 0: none."""
+    """Tokens of the longest pack that fits into `bytes_available` on every rank; 0 if none fits."""
 
     def fits(multiples: int) -> bool:
         return estimate(config, layout, vocab_size, multiples * layout.pack_multiple).device <= bytes_available
@@ -249,5 +249,5 @@ def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
     if memory.host:
         lines.append(f"and of the host: layers {size(memory.host_layers)}, optimizer {size(memory.host_optimizer)}")
     longest = longest_context(config, layout, vocab_size, CARD_BYTES)
-    most = f"{longest:,} tokens" if longest else "none; weights, gradients and optimizer take too much"
+    most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in 80 GB, by the same estimate: {most}"]

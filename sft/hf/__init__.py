@@ -1,1 +1,1 @@
-"""Converts config.json and tensor names of Hugging Face to ours and back.  Each family has one table entry."""
+"""Converts config.json and tensor names between Hugging Face and this trainer."""

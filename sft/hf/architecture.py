@@ -1,7 +1,7 @@
-"""Converts config.json to the keys of `model.*`, as transformers reads them, and back.
+"""Converts the keys of config.json, as transformers reads them, to the keys `model.*` of a recipe, and back.
 
-Decides which values of config.json our model supports.  One error lists all others.  An export changes only those keys
-of the original config.json whose values changed in the model.  Without changes the file stays the same, byte for byte.
+One error lists all values that our model does not support.  An export changes only those keys of the original
+config.json whose values changed in the model.  Without changes the file stays the same, byte for byte.
 """
 
 import json
@@ -22,7 +22,7 @@ from sft.hf.rotary import rope_of, written
 CONFIG = "config.json"
 IMPORTED = "hf"  # folder of config.json in an imported checkpoint
 _LONGEST = "max_position_embeddings"
-_REQUIRED = (  # required of every family that has the key
+_REQUIRED = (  # keys that config.json must have if the family has them
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k"),
 )
@@ -32,7 +32,7 @@ _REQUIRED = (  # required of every family that has the key
 class Architecture:
     """The model that a config.json describes.
 
-    values: by dotted key below `model`; sources: the key of config.json that gives each value
+    values: by dotted key below `model`; sources: for each value, the key of config.json that gives it
     """
 
     family: Family
@@ -53,10 +53,10 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}); a folder as save_pretrained writes it has one beside its weights."
+            f"{path} cannot be read ({error}); a folder that save_pretrained wrote has this file beside the weights."
         ) from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is a {type(content).__name__}, not the configuration of a model.")
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not a model configuration.")
     return content
 
 
@@ -65,12 +65,12 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 
     {"model_type": "qwen2", "num_hidden_layers": 24, ...} -> .values {"num_layers": 24, "qkv_bias": True, ...}
 
-    Raises ConfigError listing everything that our model does not support.
+    Raises ConfigError that lists everything that our model does not support.
     """
     family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         raise ConfigError(
-            f"{path}: model_type = {json.dumps(content.get('model_type'))} is not known here.  Known: "
+            f"{path}: model_type = {json.dumps(content.get('model_type'))} is not supported.  Supported: "
             f"{', '.join(FAMILIES)}.  docs/models.md says how to add one."
         )
     problems = _options(content, family)
@@ -81,7 +81,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
         value, sources[key] = (present or [family.defaults.get(hf_key)])[0], (names or [hf_key])[0]
         if any(other != value for other in present):
             both = " and ".join(f"{name} = {json.dumps(content[name])}" for name in names)
-            problems.append(f"{both} are two names of one thing; remove the one that is wrong")
+            problems.append(f"{both} are two names of one setting but differ; remove the wrong name")
         elif value is not None:
             values[key] = value
         elif key in _REQUIRED:
@@ -124,7 +124,7 @@ def write_back(
 ) -> dict[str, Any]:
     """The content of config.json for the model `now`, made from the original `content`.
 
-    dtype: type of the weights, such as `bfloat16`; seq_length: of the packs in training; None: unknown
+    dtype: type of the weights, such as `bfloat16`; seq_length: length of packs in training, None if unknown
     Raises ConfigError if `now` belongs to another family.
     """
     before = architecture(content, path)
@@ -171,7 +171,7 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     for name, allowed in family.options.items():
         value = content.get(name, family.defaults.get(name, allowed[0]))
         if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
-            absent = "" if name in content else " (not given, and so the default of transformers)"
+            absent = "" if name in content else " (the default of transformers)"
             shown = json.dumps(value)
             problems.append(
                 f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}{absent} is not supported, only "
@@ -183,7 +183,7 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
         problems.append(f"layer_types has {other[0]}; only full_attention is supported")
     names = content.get("architectures")
     if names and names != [family.class_name]:
-        problems.append(f"architectures = {json.dumps(names)}, and only {family.class_name} is supported")
+        problems.append(f"architectures = {json.dumps(names)}, but only {family.class_name} is supported")
     return problems
 
 
@@ -202,9 +202,9 @@ def _model(values: dict[str, Any], sources: Mapping[str, str], problems: list[st
 
 
 def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, Any]:
-    """The values of our keys, derived values included, and of rotary positions without keys that have no effect.
+    """The values of the family's keys, derived values included.  Rotary keys that have no effect are left out.
 
-    vocab_size: used if the model gives none
+    vocab_size: used if the model has none
     """
     derived = {
         "num_query_groups": model.resolved_query_groups,
@@ -221,11 +221,11 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:
     """Raise ConfigError if the family cannot express the model `now`."""
     wrong = [
-        f"model.{key} = {json.dumps(own)}, and it is {json.dumps(value)} in every {family.model_type} ({path})."
+        f"model.{key} = {json.dumps(own)}, but it must be {json.dumps(value)} for {family.model_type} ({path})."
         for key, value in family.implied.items()
         if (own := attrgetter(key)(now)) != value
     ]
     if "moe.num_experts" in family.keys and now.moe.num_experts is None:
-        wrong.append(f"model.moe.num_experts = null, and every {family.model_type} has experts ({path}).")
+        wrong.append(f"model.moe.num_experts = null, but {family.model_type} models have experts ({path}).")
     if wrong:
         raise ConfigError(listed(wrong))

@@ -1,13 +1,12 @@
 """A family of models, with a table that maps its Hugging Face tensors to Megatron's.  Import and export use this table.
 
-A rule names a tensor of our model as Transformer Engine does: a norm belongs to the projection that follows it.  It
-also names the Hugging Face tensors that our tensor consists of, with their shapes in letters:
+A rule names one tensor of our model, and the Hugging Face tensors that our tensor consists of.  Our names are those of
+Transformer Engine, where a norm belongs to the projection that follows it.  Letters stand for the sizes in a shape:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width
 
-`TensorMapping.spans` gives the offsets of their rows in our tensor.  `families.py` declares the families.
-`architecture.py` reads config.json.
+`TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families.py` declares the families.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,19 +15,19 @@ from typing import Any, Literal
 
 from sft.config import ModelConfig
 
-# In Hugging Face names, these stand for the number of a layer, and of an expert in it.  Our tensors stack all layers
-# along their first axis, and the experts of each layer along their second.
+# Placeholders in Hugging Face names: the number of a layer, and the number of an expert in a layer.  Our tensors stack
+# all layers along the first axis, and the experts of each layer along the second axis.
 LAYER, EXPERT = "{i}", "{e}"
 Form = Literal["rows", "groups", "vocabulary"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of ours and the Hugging Face tensors, `hf_tensors`, that it consists of.
+    """One of our tensors, and the Hugging Face tensors, `hf_tensors`, that our tensor consists of.
 
     form says how hf_tensors are combined:
     rows        concatenated along rows (gate and up in linear_fc1)
-    groups      queries, keys and values by query group: its query heads, its key, its value, then the next group
+    groups      for each query group: its query heads, then its key head, then its value head
     vocabulary  one tensor, followed by rows of padding
     """
 
@@ -54,7 +53,7 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """`num_rows` rows of one Hugging Face tensor, from row `start` on.  In our tensor they start at row `target`.
+    """`num_rows` rows of one Hugging Face tensor, from row `start` on.  In our tensor these rows start at row `target`.
 
     source: index of the tensor in `TensorMapping.sources`; None: rows of zeros
     """
@@ -67,7 +66,7 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One layer and expert of one of our tensors, and the Hugging Face tensors that it consists of.
+    """One layer and expert of one of our tensors, and the Hugging Face tensors that this part consists of.
 
     stack: sizes of the layer axis and the expert axis of our whole tensor, if it has them
     stack_index: the layer and the expert, as indices on these axes
@@ -86,7 +85,7 @@ class TensorMapping:
         return self.sources[0].shape[1:]
 
     def shape(self, num_rows: int | None = None) -> tuple[int, ...]:
-        """Shape of our whole tensor, with all layers and experts.  num_rows: with padding; None: without"""
+        """Shape of our whole tensor, with all layers and experts.  num_rows: rows with padding; None: no padding"""
         return (*self.stack, self.num_rows if num_rows is None else num_rows, *self.row_shape)
 
     def spans(self, num_rows: int | None = None) -> list[RowSpan]:
@@ -115,13 +114,13 @@ class TensorMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: its tensors, the keys of its config.json, and transformers' defaults for keys that it omits.
+    """One `model_type`: its tensors, the keys of its config.json, and defaults for keys that the file omits.
 
     implied  keys of `model.*` whose values follow from the model_type alone
     keys     our key below `model` -> the key of config.json
     aliases  key of config.json -> another name of the same key
-    options  key of config.json -> the values with which the model computes the same as ours
-    unread   tensors of old files that no model reads
+    options  key of config.json -> the values that our model supports
+    unread   tensors in old files that are ignored
     """
 
     model_type: str

@@ -1,7 +1,7 @@
 """Converts the rotary positions of config.json to `model.rope` and back.
 
 transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`.  This module reads both
-forms as transformers 5 does.  It writes changes in the form that the file already has.
+forms as transformers 5 does, and writes changes in the form that the file already has.
 """
 
 import json
@@ -12,14 +12,14 @@ from sft.config import RopeConfig
 
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ORIGINAL = "original_max_position_embeddings"
-_READ: dict[str, tuple[str, ...]] = {  # by kind: values that have the same name in a recipe
+_READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the same name in a recipe
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
 }
 _REQUIRED = {"none": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
-# These have no effect at these values.  Any other value has an effect that our model does not support.
+# Keys, and the values at which they have no effect.  Our model does not support any other value of these keys.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "truncate": (None, True),
@@ -33,9 +33,10 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
-    group = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    group = content.get(key) or {}
     if not isinstance(group, dict):
-        return {"base": default_base}, [f"rope_scaling = {json.dumps(group)} is not a group of values"]
+        return {"base": default_base}, [f"{key} = {json.dumps(group)} is not a group of values"]
     base = _first(group.get("rope_theta"), content.get("rope_theta"), default_base)
     named = _first(group.get("rope_type"), group.get("type"), "default")
     kind = _KINDS.get(named) if isinstance(named, str) else None
@@ -49,10 +50,8 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
     rope = {name: group[name] for name in _READ[kind] if group.get(name) is not None}
     if kind in ("llama3", "yarn"):
         outer, inner = content.get(_ORIGINAL), group.get(_ORIGINAL)
-        if outer is not None and inner is not None and outer != inner:  # versions of transformers differ here
-            problems.append(
-                f"{_ORIGINAL} is {json.dumps(inner)} for positions, and {json.dumps(outer)} outside of them"
-            )
+        if outer is not None and inner is not None and outer != inner:  # transformers versions use different ones
+            problems.append(f"{_ORIGINAL} is {json.dumps(inner)} in {key}, but {json.dumps(outer)} outside it")
         rope["original_max_position"] = _first(outer, inner, content.get("max_position_embeddings"))
     if kind == "yarn" and "factor" not in rope:
         longest, original = content.get("max_position_embeddings"), rope["original_max_position"]
@@ -65,7 +64,7 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
 
 
 def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
-    """The keys of config.json for these positions.  is_new: whether in the form of transformers 5
+    """The keys of config.json for these positions.  is_new: whether to use the form of transformers 5
 
     base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """

@@ -1,7 +1,7 @@
 """The wall, the only package that imports megatron or transformer_engine.
 
-On import, core prints warnings (Apex is missing, one of its classes is deprecated).  They do not concern the user of
-this trainer.  This module silences them before any module of core is imported.
+On import, core prints warnings that do not concern the user of this trainer (Apex is missing, one of core's classes is
+deprecated).  This module silences these warnings before any module of core is imported.
 """
 
 import logging

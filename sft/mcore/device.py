@@ -1,8 +1,8 @@
 """Chooses between CUDA and CPU, and enables megatron-core to run on a CPU.
 
-megatron-core names "cuda" in some 250 lines.  In a CPU run, `start` redirects those calls that our code reaches, once
-per process and for its lifetime.  No other file of the project replaces anything in another package.  On CUDA this file
-replaces nothing.
+megatron-core names "cuda" in some 250 lines.  In a CPU run, `start` redirects the calls that this project reaches, once
+per process and until the process ends.  No other file of the project patches another package.  On CUDA this file
+patches nothing.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ def start(device_type: str) -> torch.device:
     """Prepare this process for megatron-core on `device_type`, and return its device.  Repeated calls are safe."""
     if device_type == "cuda":
         local_rank, processes = (int(os.environ.get(name, default)) for name, default in _LOCAL)
-        if processes > torch.cuda.device_count():  # every process of the machine raises this, also rank 0
+        if processes > torch.cuda.device_count():  # every process of the machine raises the error, including rank 0
             raise ConfigError(
-                f"{processes} processes were started on a machine that shows {torch.cuda.device_count()} GPUs.  "
-                f"Start at most {torch.cuda.device_count()} there, or use run.device=cpu."
+                f"{processes} processes were started on a machine with {torch.cuda.device_count()} visible GPUs.  "
+                f"Start at most {torch.cuda.device_count()} processes per machine, or use run.device=cpu."
             )
         torch.cuda.set_device(local_rank)
         _compile_in_this_process()
@@ -63,8 +63,8 @@ def start(device_type: str) -> torch.device:
 
 
 def _compile_in_this_process() -> None:
-    """Have torch compile core's few small kernels in this process.  By default a rank starts a pool, one process per
-    CPU core.  The pool takes longer to start than the kernels take to compile, and was seen not to end."""
+    """Make torch compile core's few small kernels in this process.  By default, every rank starts a pool with one
+    process per CPU core, which takes longer than the compilation, and which sometimes did not end."""
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
@@ -92,7 +92,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Creates tensors on the CPU that core requests on "cuda".  `Tensor.type()` returns the CUDA name core expects."""
+    """Creates tensors on the CPU if megatron-core requests them on "cuda".  `Tensor.type()` returns CUDA names."""
 
     active = False
 

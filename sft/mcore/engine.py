@@ -1,8 +1,8 @@
-"""One optimizer step over the microbatches of this rank, and one forward-only pass.
+"""Runs optimizer steps and forward-only passes over the microbatches of this rank.
 
-Normalisation: the loss function returns a local sum.  The engine computes the denominator of the global batch from its
-weights, before the first microbatch runs.  `_finalize` divides the gradients once by this denominator.  No other code
-divides them.
+Normalisation: the loss function returns a local sum.  The engine computes the denominator of the global batch from the
+batch's loss weights, before the first microbatch runs.  `_finalize` divides the gradients once by this denominator.  No
+other code divides gradients.
 """
 
 import math
@@ -47,7 +47,7 @@ class Engine:
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
         self._denominator = 0.0  # of the global batch of this step
-        # Losses of this rank's last microbatches, summed over tokens, for the dump of a non-finite step.
+        # Losses of the microbatches of this rank's last step, summed over tokens, for the dump of a non-finite step.
         self.local_losses: list[float] = []
 
     def train_step(
@@ -55,7 +55,7 @@ class Engine:
     ) -> StepResult:
         """One update over the microbatches of this data-parallel rank.
 
-        sources: names of the data files, for the loss of each; data_wait_s: how long this rank waited for them
+        sources: names of the sources, for the loss of each source; data_wait_s: how long this rank waited for data
         """
         for chunk in self.chunks:
             chunk.train()
@@ -123,7 +123,7 @@ class Engine:
     def _set_denominator(self, microbatches: Sequence[Microbatch], denominator: float) -> None:
         """Sum the denominator of the global batch's objective over ranks.  Collective over dp x cp.
 
-        Routers add means over real tokens to the objective, so they scale them by denominator / real tokens.
+        Routers add means over real tokens to the objective, so they scale the means by denominator / real tokens.
         """
         real = sum(mb.num_real_tokens for mb in microbatches) if self.groups.cp_rank == 0 else 0  # of whole packs
         total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
@@ -163,7 +163,7 @@ class Engine:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self.chunks),
             num_microbatches=len(microbatches),
-            seq_length=self.config.data.seq_length,  # unused: stages send each other the shapes
+            seq_length=self.config.data.seq_length,  # unused: pipeline stages send each other the shapes of tensors
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -202,7 +202,7 @@ class Engine:
         return documents
 
     def _loss(self, chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, RowStatistics]]:
-        """The objective, the token count that core requires, and the values that `_run` sums after all microbatches."""
+        """The objective, the token count that core requires, and values that `_run` sums after all microbatches."""
         targets = Targets.of(mb, hidden.device)
         objective, rows = lm_loss(hidden, self._vocab_shard(chunk), targets, self.config.loss)
         count = torch.full((), len(targets), dtype=torch.int32, device=hidden.device)  # no copy, no wait
@@ -211,7 +211,7 @@ class Engine:
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **core: Any) -> None:
         """Reduce all gradients, and divide them by the denominator of the global batch.
 
-        Core would divide by its own count, an int32 of at least 1.  A sum of weights may be fractional and below 1.
+        Core would divide by a token count, an int32 of at least 1.  The denominator may be fractional and below 1.
         """
         finalize_model_grads(chunks, None, **core)
         scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0

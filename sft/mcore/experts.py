@@ -1,18 +1,18 @@
 """The mixture of experts: routing, the losses that balance the load of experts, and statistics of the load.
 
-megatron-core selects experts, sends tokens to them and computes their outputs.  The balancing losses are ours, because
-core's depend on the layout.  Core averages over a microbatch, and packing composes microbatches differently for every
-number of data-parallel ranks.  Up to core 0.16 the weight is also too low under context parallelism.  Here the loss is
-computed per document, over all ranks that hold its tokens.  A document's gradient does not depend on its pack:
+megatron-core selects experts, sends tokens to them and computes their outputs.  This module computes the balancing
+losses, because core's losses depend on the layout: core averages over a microbatch, and every number of data-parallel
+ranks has other microbatches.  Up to core 0.16, context parallelism also lowers the weight of core's losses.  Here, a
+loss is an average over a document on all ranks, so the gradient of a document does not depend on its pack:
 
-    aux  of a document and a layer: E * sum over experts of (share of choices) * (mean probability); 1 is even
-    z    of a token and a layer: the squared log-sum-exp of its scores
+    aux  of a document and a layer: E * sum over experts of (share of choices) * (mean probability); balanced: 1
+    z    of a token and a layer: the squared log-sum-exp of the token's scores
 
-    the mean loss gets  aux_loss_coef * sum over layers of the mean over real tokens of their document's aux
-                      + z_loss_coef * sum over layers of the mean of z over real tokens
+    added to the mean loss  aux_loss_coef * sum over layers of the mean over real tokens of their document's aux
+                          + z_loss_coef * sum over layers of the mean of z over real tokens
 
-Padding tokens would all choose the same experts, so they go to all experts in turn, with weight 0.  With a capacity
-they are not sent.  Statistics leave out padding, evaluation, and the first forward pass of recomputed layers.
+Padding tokens would all choose the same experts, so they go to all experts in turn, with weight 0.  With a capacity,
+padding tokens are not sent.  Statistics leave out padding, evaluation, and the first forward pass of recomputed layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,9 +36,9 @@ _BLOCK = 1 << 14  # tokens whose probabilities are converted to float64 at a tim
 class ExpertLayer(MoELayer):
     """Core's layer, with the document of each token passed to its router.
 
-    padding_mask is the only per-token argument that core passes to experts through pipeline stages, sequence
-    parallelism and recomputation.  Here it holds document numbers, int32 [1, t], -1 for padding.  Core's own `forward`
-    would convert the numbers to booleans.
+    padding_mask holds document numbers, int32 [1, t], -1 for padding: it is the only per-token argument that core
+    passes to experts through pipeline stages, sequence parallelism and recomputation.  Core's own `forward` would
+    convert the numbers to booleans.
     """
 
     def forward(
@@ -58,7 +58,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **core: Any) -> None:
         super().__init__(config=config, **core)
-        self.loss_scale, self.max_documents = 1.0, 0  # of the step, see `begin`
+        self.loss_scale, self.max_documents = 1.0, 0  # arguments of `begin` for the current step
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class Router(TopKRouter):
         return weights, sent
 
     def _in_turn(self, num_tokens: int, device: torch.device) -> Tensor:
-        """bool [tokens, experts]: the first token chooses the first top_k experts, the second the next, and so on."""
+        """bool [tokens, experts]: the first token chooses the first top_k experts, the second the next top_k, ..."""
         first = torch.arange(num_tokens, device=device)[:, None] * self.topk
         experts = torch.arange(self.num_experts, device=device)[None, :]
         return (experts - first) % self.num_experts < self.topk
@@ -107,7 +107,7 @@ class Router(TopKRouter):
         return weights
 
     def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
-        rows = documents + 1  # of the table; row 0 collects padding and is ignored
+        rows = documents + 1  # row of each token in the table; row 0 collects padding and is ignored
         table = probabilities.new_zeros(self.max_documents + 1, self.num_experts)
         choices = table.index_add(0, rows, chosen.to(table.dtype))  # exact up to 2^24 tokens of a document
         dist.all_reduce(choices, group=self.tp_cp_group)  # cp and sequence parallelism split documents over ranks
@@ -175,9 +175,10 @@ class _Attach(torch.autograd.Function):
 
 
 def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents: int) -> None:
-    """Prepare the routers for a step.  max_documents: largest number in a pack; equal on the ranks that share a pack
+    """Prepare the routers for a step.
 
     loss_scale: weight of a sum over real tokens in the objective, before the engine divides the gradients
+    max_documents: largest number of documents in a pack; equal on all ranks that share a pack
     """
     for router in _routers(chunks):
         router.loss_scale, router.max_documents, router.totals = loss_scale, max_documents, None

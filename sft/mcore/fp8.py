@@ -1,14 +1,14 @@
-"""FP8 recipes: the fields of megatron-core for `run.fp8`, and which GPUs and releases of Transformer Engine run them.
+"""Maps `run.fp8` to fields of megatron-core, and checks that the GPU and Transformer Engine can run the FP8 recipe.
 
 The linear layers of attention, MLP and experts compute in FP8, forward and backward.  Each operand has its own scales.
 FP8 does not change weights, their gradients and the optimizer.  The attention kernel, norms, the embedding and the loss
-head stay in bf16.  sft/parallel/alignment.py has the lengths and widths that FP8 demands.
+head stay in bf16.  sft/parallel/alignment.py has the multiples of lengths and widths that FP8 requires.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# Formats and histories are Transformer Engine's defaults.  The default history of megatron-core has one step.
+# Formats and amax histories are Transformer Engine's defaults; megatron-core's default history has one step.
 _FIELDS: dict[str, dict[str, Any]] = {
     "delayed": dict(fp8="hybrid", fp8_margin=0, fp8_amax_history_len=1024, fp8_amax_compute_algo="max"),
     "tensorwise": dict(fp8="hybrid"),
@@ -29,7 +29,7 @@ class _Requirements:
         return self.gpu <= gpu and (self.below is None or gpu < self.below)
 
 
-# Sources: megatron-core's fp8_utils (0.16.1, 0.19.2) for releases, else Transformer Engine's quantization.py (2.20).
+# Releases: from megatron-core's fp8_utils (0.16.1, 0.19.2).  The rest: Transformer Engine's quantization.py (2.20).
 _REQUIREMENTS = {
     "delayed": _Requirements(te=(1, 0), gpu=(8, 9), gpu_name="Ada or later"),
     "tensorwise": _Requirements(te=(2, 2), gpu=(8, 9), gpu_name="Ada or later"),
@@ -41,11 +41,11 @@ _REQUIREMENTS = {
 def fields(fp8: str | None) -> dict[str, Any]:
     """Fields of TransformerConfig, by run.fp8."""
     if fp8 is None:
-        return {"fp8": None}  # set, so that model.megatron cannot enable FP8 without the checks
+        return {"fp8": None}  # a set field, which model.megatron cannot override to enable FP8 without checks
     return {
         **_FIELDS[fp8],
         "fp8_recipe": fp8,
-        "fp8_param": False,  # so that any other run can read the weights of a checkpoint
+        "fp8_param": False,  # keeps weights in bf16, so any other run can read the weights of a checkpoint
         "fp8_dot_product_attention": False,
         "fp8_multi_head_attention": False,
     }
@@ -58,20 +58,20 @@ def why_not(fp8: str, *, te: tuple[int, int], gpu: tuple[int, int], cuda: tuple[
     """
     needs = _REQUIREMENTS[fp8]
     if te < needs.te:
-        return f"it needs Transformer Engine {_dotted(needs.te)}, and {_dotted(te)} is installed"
+        return f"it needs Transformer Engine {_dotted(needs.te)}, but {_dotted(te)} is installed"
     if not needs.fit(gpu):
         limit = f", below {_dotted(needs.below)}" if needs.below else ""
         return (
-            f"it needs a GPU of compute capability {_dotted(needs.gpu)} or more{limit} ({needs.gpu_name}), and this "
-            f"one has {_dotted(gpu)}"
+            f"it needs a GPU of compute capability {_dotted(needs.gpu)} or more{limit} ({needs.gpu_name}), but this "
+            f"GPU has {_dotted(gpu)}"
         )
     if cuda < needs.cuda:
-        return f"it needs CUDA {_dotted(needs.cuda)}, and torch was built for {_dotted(cuda)}"
+        return f"it needs CUDA {_dotted(needs.cuda)}, but torch was built for {_dotted(cuda)}"
     return None
 
 
 def recipes_for(gpu: tuple[int, int]) -> list[str]:
-    """Values of run.fp8 that such a GPU can run with suitable versions.  (9, 0) -> delayed, tensorwise, blockwise"""
+    """Values of run.fp8 that this GPU can run with suitable versions.  (9, 0) -> delayed, tensorwise, blockwise"""
     return [name for name, needs in _REQUIREMENTS.items() if needs.fit(gpu)]
 
 

@@ -1,9 +1,9 @@
-"""megatron-core's transformer layer, whose second half backward recomputes if the recipe asks for it.
+"""Extends megatron-core's transformer layer: if the recipe says so, backward recomputes the second half of a layer.
 
-The second half is the norm, the MLP or the experts, and the residual sum.  If recomputed, it saves only its input.  It
-can run in tiles of tokens, forward and backward.  The wide activations inside an MLP then exist for one tile at a time.
-The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.  Core
-recomputes whole layers (train.recompute = full).
+The second half is the norm, the MLP or the experts, and the residual sum.  A recomputed second half saves only its
+input.  The second half can run in tiles of tokens, forward and backward; the wide activations inside an MLP then exist
+for one tile at a time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its
+tensors are saved.  With train.recompute = full, core recomputes whole layers.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class Layer(TransformerLayer):
-    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None for all."""
+    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None: no tiles"""
 
     save_policy: SavePolicy | None = None
 
@@ -43,7 +43,7 @@ class Layer(TransformerLayer):
         # Evaluation also uses tiles, because it has no more memory than training.
         if not self._recompute or not (self.training or self._tile):
             return second_half(hidden_states)
-        if self.config.fp8:  # never with tiles; Transformer Engine restores the scales of the first pass
+        if self.config.fp8:  # FP8 excludes tiles; Transformer Engine's checkpoint restores the first pass's scales
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
         weights = [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()]
@@ -53,9 +53,9 @@ class Layer(TransformerLayer):
 class _TiledRecompute(torch.autograd.Function):
     """Applies a function to each row of tokens [t, ...], tile by tile; backward recomputes the function per tile.
 
-    Each tile gives a gradient of every weight, in the weight's dtype.  The gradients of all tiles but the last are
-    added to `main_grad`, in fp32.  Core adds those of microbatches in the same way.  The last is returned to autograd,
-    which starts a gradient reduction that waits for this weight.
+    Each tile gives a gradient of every weight, in the weight's dtype.  The gradients of all tiles except the last are
+    added to `main_grad`, in fp32, as core adds the gradients of microbatches.  The gradient of the last tile is
+    returned to autograd, which starts a gradient reduction that waits for this weight.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Builds megatron-core's GPTModel from the recipe's model config.
 
-One function builds `TransformerConfig`, which never leaves sft/mcore.  The model returns hidden states, never logits.
-The loss head (sft/mcore/loss) projects hidden states.  Random initial weights are a function of (seed, parameter name),
-so they are the same on every layout.
+One function builds `TransformerConfig`, which only sft/mcore uses.  The model returns hidden states, never logits.  The
+loss head (sft/mcore/loss) projects hidden states.  Random initial weights are a function of (seed, parameter name), so
+they are the same on every layout.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class HiddenStatesGPT(GPTModel):
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
 _CUDA_TRANSFORMER_FIELDS = dict(
     bias_activation_fusion=True,
-    gradient_accumulation_fusion=False,  # needs an attribute of the weight that saved-tensor hooks lose
+    gradient_accumulation_fusion=False,  # fusion needs an attribute of the weight that saved-tensor hooks lose
 )
 _READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core itself reads
 
@@ -118,13 +118,14 @@ def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> Non
     unread = sorted(about_experts - set(fields) - set(_READ_BY_CORE))
     if unread:
         raise ConfigError(
-            f"model.megatron sets {', '.join(unread)}, which this trainer's experts do not read; what they can do is "
-            f"in model.moe.*, and parallel.ep."
+            f"model.megatron sets {', '.join(unread)}, but experts ignore these fields.  Configure experts with "
+            "model.moe.* and parallel.ep."
         )
     clash = sorted(set(model.megatron) & set(fields))
     if clash:
         raise ConfigError(
-            f"model.megatron sets {', '.join(clash)}, which the recipe decides by keys of its own; use those."
+            f"model.megatron sets {', '.join(clash)}, but the recipe has its own keys for these fields; use those "
+            "keys."
         )
 
 
@@ -148,7 +149,7 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _recompute_fields(recompute: str) -> dict[str, Any]:
-    """Core recomputes whole layers.  `layer.py` recomputes the second half of a layer."""
+    """Fields with which core recomputes whole layers; `layer.py` recomputes the second half of a layer."""
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return {}
@@ -165,7 +166,7 @@ def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
 
 def _with_experts(spec: ModuleSpec) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
-    # Core's local spec would rename the checkpoint key of the norm before the MLP.  Before experts the key stays.
+    # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.submodules.router, mlp.module = Router, ExpertLayer
@@ -237,8 +238,8 @@ def _build_chunk(
 def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
     """Mark experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
 
-    Core marks them only if ep is above 1.  With ep 1 it treats experts as dense weights, whose tp ranks see the same
-    tokens.  But the tp ranks of an expert see different tokens, so each would keep only a part of the gradient.
+    Core marks experts only if ep is above 1.  With ep 1, core treats experts like dense weights, whose tp ranks see the
+    same tokens.  The tp ranks of an expert see different tokens, so each rank would keep only a part of the gradient.
     """
     for name, param in chunk.named_parameters():
         if ".experts." in name:
@@ -274,7 +275,7 @@ def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor
 
 
 def _draw(shard: ShardedTensor, seed: int, std: float) -> Tensor:
-    """This rank's part of the whole parameter.  The indices of leading axes (layer, gate or up) enter the seed."""
+    """This rank's part of a random parameter.  The seed depends on the indices of leading axes (layer, gate or up)."""
     leading = shard.prepend_axis_num
     name = f"{shard.key}{shard.global_offset[:leading]}"
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -1,6 +1,6 @@
-"""Bytes of activations that norms, the MLP, experts and the loss head save per token, and bytes per parameter.
+"""Computes bytes of activations that norms, the MLP, experts and the loss head save per token, and bytes per parameter.
 
-Arithmetic without torch.  sft/estimate sums the results.  attention/activation_bytes.py counts those of attention.
+Does not import torch.  sft/estimate sums the results.  attention/activation_bytes.py counts the bytes of attention.
 """
 
 import math
@@ -37,7 +37,7 @@ def hidden_state(model: ModelConfig, rank: RankShare) -> float:
 
 
 def norm_scales(model: ModelConfig, rank: RankShare) -> float:
-    """norm.py saves one fp32 number per row, in the layer's first norm and in the norms of queries and keys."""
+    """Bytes of the fp32 number per row that norm.py saves in a layer's first norm and in norms of queries and keys."""
     heads = model.num_attention_heads + model.resolved_query_groups
     return FP32 * rank.sequence + FP32 * model.qk_norm * heads / rank.tp
 
@@ -45,8 +45,8 @@ def norm_scales(model: ModelConfig, rank: RankShare) -> float:
 def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
     """Bytes that the second half of a layer saves in addition to its input, by name.
 
-    The gated activation counts as one kernel, as on CUDA.  On a CPU core saves 2 ffn_hidden_size numbers more: the gate
-    after silu, and a second copy of up.
+    The gated activation counts as one kernel, as on CUDA.  On a CPU, core saves 2 * ffn_hidden_size numbers more: the
+    gate after silu, and a second copy of up.
     """
     saved = {"MLP norm's scale": FP32 * rank.sequence, "MLP's normed input": hidden_state(model, rank)}
     if model.moe.num_experts is not None:
@@ -113,6 +113,6 @@ def num_offloaded_layers(fraction: float, num_layers: float, *, backward_is_next
 
 
 def num_resident_layers(num_offloaded: float, num_layers: float) -> float:
-    """Largest number of layers whose activations are on the device at a time.  It is at least two, because an offloaded
-    layer is prefetched while backward computes the layer after it."""
+    """Largest number of layers whose activations are on the device at a time.  The number is at least two, because an
+    offloaded layer is prefetched while backward computes the following layer."""
     return max(num_layers - num_offloaded, min(2.0, num_layers))

@@ -15,8 +15,8 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm, computed in fp32; its output is marked as recomputable.
 
-    Under sequence parallelism each rank computes a slice of the tokens.  The mark on the weight has core sum the
-    weight's gradient over these ranks.
+    Under sequence parallelism each rank computes a slice of the tokens.  The attribute `sequence_parallel` of the
+    weight makes core sum the weight's gradient over these ranks.
     """
 
     save_policy: SavePolicy | None = None

@@ -1,7 +1,7 @@
-"""Builds the process groups of a Layout.  Callers pass them on as a value.
+"""Builds the process groups of a Layout.  Callers pass the groups as a value, not as globals.
 
-No other module uses megatron-core's `parallel_state`.  Some of core's code still reads its globals, so they are
-initialised from the same Layout.
+No other module uses megatron-core's `parallel_state`.  Some of core's code still reads the globals of `parallel_state`,
+so they are initialised from the same Layout.
 """
 
 import datetime
@@ -50,7 +50,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
 
     A process started without torchrun is a world of size 1.
     """
-    if device.type == "cpu" and layout.etp > 1:  # run.device = auto is resolved only here
+    if device.type == "cpu" and layout.etp > 1:  # checked here, where run.device = auto is resolved
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
     _allow_descriptors()
     if not dist.is_initialized():
@@ -69,7 +69,7 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
         **_two_levels(layout),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,  # not used, and each takes a file descriptor per rank
+        create_gloo_process_groups=False,  # unused; every gloo group takes a file descriptor per rank
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed)
@@ -93,14 +93,14 @@ def _two_levels(layout: Layout) -> dict[str, Any]:
     Adjacent ranks exchange heads.  With cp 4 and cp_a2a 2, cp ranks [0, 1] and [2, 3] exchange heads; [0, 2] and [1, 3]
     are rings.
     """
-    # Core needs einops to build these groups, but does not require it.  Transformer Engine, which uses them, does.
+    # Core needs einops to build these groups, but does not depend on it.  Transformer Engine depends on einops.
     if layout.cp_a2a is None or importlib.util.find_spec("einops") is None:
         return {}
     return {"hierarchical_context_parallel_sizes": [layout.cp_a2a, layout.cp // layout.cp_a2a]}
 
 
 def _allow_descriptors() -> None:
-    """Raise the limit of file descriptors, often 1024.  A gloo group takes one for every rank in it."""
+    """Raise the limit of file descriptors, often 1024: a gloo group takes one file descriptor per rank of the group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

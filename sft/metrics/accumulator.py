@@ -1,7 +1,4 @@
-"""Combines the measurements of all ranks in a step with one all-gather.
-
-`totals.py` declares the quantities, so all ranks hold the same set of numbers.
-"""
+"""Combines the measurements of all ranks in a step with one all-gather.  `totals.py` declares the quantities."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +17,11 @@ class SupervisedTokens:
     """The supervised tokens of one microbatch that this rank holds, in order; arrays [n] on the CPU."""
 
     objective: float  # sum over these tokens, from the loss head
-    denominator: float  # what these tokens add to the objective's denominator
+    denominator: float  # contribution of these tokens to the objective's denominator
     nll: np.ndarray  # float64, -log p(label) in nats
-    entropy: np.ndarray | None  # in nats; None where it is not measured
-    correct: np.ndarray  # above 0 where no score is above the label's
-    buckets: Mapping[str, np.ndarray]  # of each token, by the name of a breakdown: `Accumulator.buckets`
+    entropy: np.ndarray | None  # in nats; None if it is not measured
+    correct: np.ndarray  # above 0 if no token has a larger score than the label
+    buckets: Mapping[str, np.ndarray]  # bucket of each token, by name of the breakdown (`Accumulator.buckets`)
 
 
 class SequenceLosses(NamedTuple):
@@ -38,13 +35,13 @@ class SequenceLosses(NamedTuple):
 class Accumulator:
     """Adds up the measurements of all ranks.  Counts each token and each pack once.
 
-    position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document, from 0
-    counts_tokens   True on one rank of each (dp, cp) position: tp rank 0 of the last pipeline stage
-    counts_packs    True on one rank of each dp position: among those ranks, cp rank 0
+    position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document
+    counts_tokens   True on tp rank 0 of the last pipeline stage, that is, on one rank of each (dp, cp) position
+    counts_packs    True on tp rank 0 and cp rank 0 of the last pipeline stage, that is, on one rank of each dp position
     """
 
     position_edges: Sequence[int]
-    sources: Sequence[str]  # names of the data files; none: losses are not broken down by source
+    sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
     work: tuple[float, float]  # FLOPs per token and per squared token of a document
     counts_tokens: bool
     counts_packs: bool
@@ -52,7 +49,7 @@ class Accumulator:
     device: torch.device
 
     def names(self, by: str) -> Sequence[str]:
-        """Of the buckets by "position" or by "source"; none by ""."""
+        """Names of the buckets of the breakdown "position" or "source"; empty for ""."""
         if by != "position":
             return self.sources if by else ()
         edges = [0, *self.position_edges]
@@ -75,10 +72,10 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """The totals of all ranks.  Collective: one all-gather of some hundred numbers over the world; for cp above 1,
-        also one all-reduce of a number for each document over cp.
+        """The totals of all ranks.  Collective: one all-gather of about a hundred numbers per rank, and with cp above 1
+        one all-reduce over cp of one number per document.
 
-        tokens  of each microbatch; empty on all pipeline stages but the last
+        tokens  supervised tokens of each microbatch; empty on all pipeline stages except the last
         peaks   measurements of kind Max, by name
         """
         declared = quantities(Totals)

@@ -1,4 +1,4 @@
-"""The metrics log of a run: makes a record of each step and held-out pass, writes it, and says it on the console."""
+"""The metrics log of a run: writes a record of each step and held-out pass, and prints a line."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,9 +16,9 @@ from sft.parallel.collectives import broadcast_from_rank0
 
 
 class MetricsLog:
-    """The log of one run; only rank 0 has writers.
+    """The log of one run.  Only rank 0 has writers.  `step` is the last completed step.
 
-    `step` is the last one already done.  As a context it closes the writers, which learn whether the run failed.
+    At the end of the context, the log closes the writers, with exit code 1 if the run failed.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # all are closed, even if one fails
+        with ExitStack() as closing:  # closes all writers, even if one fails
             for writer in self._writers:
                 closing.callback(writer.close, int(error is not None))
 
     def start(self) -> None:
-        """The run begins, or continues after a restart."""
+        """Log that the run begins, or continues after a restart."""
         self._write(start_record(self._first, self._run, num_steps=self._num_steps))
 
     def train(self, step: int, result: StepResult, *, seconds: float) -> None:
-        """An optimizer step, which took `seconds`."""
+        """Log an optimizer step, which took `seconds`."""
         record = train_record(step, result, self._run, seconds=seconds)
         self._remember("train", record)
         self._busy_s += seconds
@@ -69,7 +69,7 @@ class MetricsLog:
             self._console.say(self._line(record))
 
     def evaluation(self, step: int, set_name: str, totals: Totals, *, seconds: float) -> Record:
-        """A pass over a held-out set after `step`, which took `seconds`."""
+        """Log a pass over a held-out set after `step`, which took `seconds`."""
         record = eval_record(step, totals, self._run, set_name=set_name, seconds=seconds)
         name = "held-out" if set_name == "eval" else f"held-out {set_name}"
         self._remember(name, record)
@@ -81,7 +81,7 @@ class MetricsLog:
         return record
 
     def summarise(self) -> None:
-        """Say the first and the last loss of what this process did."""
+        """Print the first and the last loss that this process logged."""
         for name, losses in self._losses.items():
             if losses:
                 (first, before), (last, after) = losses[0], losses[-1]
@@ -89,7 +89,7 @@ class MetricsLog:
 
     def _line(self, record: Record) -> str:
         step, width = record["step"], len(str(self._num_steps))
-        left = self._busy_s / (step - self._first) * (self._num_steps - step)  # evaluation and saving not counted
+        left = self._busy_s / (step - self._first) * (self._num_steps - step)  # without evaluation and saving
         why = "not finite" if record["bad"] else "no supervised token"
         note = f" | skipped: {why}" if record["skipped"] else ""
         return (

@@ -1,29 +1,29 @@
-"""Recognises a loss spike: a loss far above those of the steps before, reported while the run goes on.
+"""Detects a loss spike: a loss far above the losses of earlier steps.
 
-A loss spike is no reason to stop, because a batch may be hard.  But three in a row at 1M tokens cost a night, and
-nobody watches a curve at night.  So each is a line in the log that can be searched for.
+A loss spike does not end a run, because a batch may be hard.  But with packs of 1M tokens, three loss spikes in a row
+cost a night of training.  So each loss spike is a line in the log, for which a user can search.
 """
 
 import statistics
 from collections import deque
 
 WINDOW = 64  # steps
-MIN_STEPS = 16  # with fewer losses before it, a loss is not judged
+MIN_STEPS = 16  # a loss with fewer earlier losses is not checked
 SIGMAS = 6.0
-_SPREAD = 1.4826  # median distance from the median -> standard deviation, of normal values
+_SPREAD = 1.4826  # standard deviation over median distance from the median, in a normal distribution
 
 
 class LossSpikes:
-    """Compares each loss with the median of the last 64.
+    """Compares each loss with the median of the 64 losses before.
 
-    Median and spread are robust: one loss spike does not hide the next.
+    The spread is the median distance from this median, so one loss spike does not hide the next.
     """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def check(self, loss: float) -> str | None:
-        """A description of the next loss where it is a loss spike, else None.
+        """A description of the next loss if it is a loss spike, else None.
 
         63 losses of 2.0 to 2.1, then 4.0 -> "4.0000, usual is 2.0500 +- 0.0383"
         """

@@ -1,6 +1,6 @@
-"""Records, as metrics.jsonl holds them: one when a run starts, one a step, one a held-out pass.
+"""Makes the records of metrics.jsonl: one per start of a run, one per step, and one per held-out pass.
 
-`rows.py` declares their numbers.  Does not write anything (`log.py`, `writers.py`).
+`rows.py` declares the numbers of a record.  `log.py` and `writers.py` write records.
 """
 
 import math
@@ -16,22 +16,22 @@ Record = dict[str, Any]
 
 
 def start_record(step: int, run: RunFacts, *, num_steps: int) -> Record:
-    """The beginning of a run, or its continuation after `step`."""
+    """The record of a start of the run, which begins or continues after `step`."""
     return _record({"schema": SCHEMA, "kind": "start", "step": step, "time": time.time(), "num-steps": num_steps}, run)
 
 
 def train_record(step: int, result: StepResult, run: RunFacts, *, seconds: float) -> Record:
-    """One optimizer step."""
+    """The record of one optimizer step."""
     return _record({"kind": "train", "step": step}, replace(run, seconds=seconds), result)
 
 
 def eval_record(step: int, totals: Totals, run: RunFacts, *, set_name: str, seconds: float) -> Record:
-    """One pass over the held-out set `set_name`."""
+    """The record of one pass over the held-out set `set_name`."""
     return _record({"kind": "eval", "step": step, "set": set_name}, replace(run, seconds=seconds), totals)
 
 
 def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Record:
-    """The rows of one kind of record; `facts` holds the rows that have no source."""
+    """The record of kind facts["kind"].  `facts` holds the values of rows that have no source."""
     record: Record = {}
     for row in ROWS:
         if facts["kind"] in row.records and (row.only_if is None or row.only_if(totals, run)):
@@ -41,7 +41,7 @@ def _record(facts: Record, run: RunFacts, totals: Totals | None = None) -> Recor
 
 
 def _put(record: Record, row: Row, value: Any) -> None:
-    """ "loss by source/NAME/tokens", nested, {"chat": 3} -> record["loss by source"]["chat"]["tokens"] = 3"""
+    """{"chat": 3} of the nested row "loss by source/NAME/tokens" -> record["loss by source"]["chat"]["tokens"] = 3"""
     if not row.nested:
         record[row.name] = _finite(value)
         return
@@ -55,7 +55,7 @@ def _put(record: Record, row: Row, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """None for a number that is not finite: JSON has none."""
+    """The value; None for a number that is not finite, because JSON has no such numbers."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

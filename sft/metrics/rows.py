@@ -1,7 +1,7 @@
-"""Every number of metrics.jsonl: one declared row each, in the order of the records.
+"""Declares every number of metrics.jsonl as a row, in the order of the records.
 
-The records, the names in TensorBoard and W&B, the tables of docs/metrics.md and docs/metrics.schema.json follow from
-these rows.  `totals.py` declares the quantities that rows are made of.
+Records, names in TensorBoard and W&B, the tables of docs/metrics.md and docs/metrics.schema.json are made from these
+rows.  `totals.py` declares the quantities from which rows are computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,18 +13,18 @@ from sft.flops import num_parameters, train_flops
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 from sft.parallel.layout import Layout
 
-SCHEMA = 5  # of metrics.jsonl
+SCHEMA = 5  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the numbers of a run are made with, besides its totals."""
+    """Facts of a run.  The numbers of the run are computed from these facts and from totals."""
 
     config: Config
     layout: Layout
     num_parameters: int
     flops: tuple[float, float, float]  # per token, per supervised token, per squared length of a document
-    seconds: float = 0.0  # that the step or the held-out pass took
+    seconds: float = 0.0  # duration of the step or of the held-out pass
 
     @staticmethod
     def of(config: Config, layout: Layout, vocab_size: int) -> "RunFacts":
@@ -37,7 +37,7 @@ class RunFacts:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the packs of a global batch have room for."""
+        """The largest possible number of tokens in the packs of a global batch."""
         return self.config.data.seq_length * self.layout.global_batch_size
 
     def tflops_per_rank(self, totals: Totals) -> float:
@@ -53,9 +53,9 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Source:
-    """How a number is computed from a step's or a held-out pass's totals and the facts of the run.
+    """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
 
-    kind  over which ranks it is combined, as docs/metrics.md says; "" where nothing was added up
+    kind  says over which ranks the number is combined (docs/metrics.md); "" if nothing was added up
     """
 
     kind: str
@@ -66,21 +66,21 @@ class Source:
 class Row:
     """One number of the log.
 
-    name  its key; "/" joins the keys of nested objects where `nested`, and NAME stands for the name of a bucket
-    json  what JSON Schema says of the value; where it may be null, null stands for what is not finite
+    name  its key; if `nested`, "/" separates the keys of nested objects, and NAME stands for the name of a bucket
+    json  JSON Schema of the value; if null is allowed, it stands for a number that is not finite
     """
 
     name: str
-    records: tuple[str, ...]  # the kinds of records that have it
+    records: tuple[str, ...]  # the kinds of records that contain the row
     unit: str
-    layout: str  # how it compares between two layouts: docs/metrics.md, "What the layout changes"
-    source: str | Source | None  # a field of Totals or StepResult; None: whoever makes the record gives it
+    layout: str  # how the number differs between two layouts: docs/metrics.md, "What the layout changes"
+    source: str | Source | None  # a field of Totals or StepResult; None: the caller of `_record` gives the value
     json: Mapping[str, Any]
     meaning: str
     _: KW_ONLY
-    only_if: Callable[[Any, RunFacts], bool] | None = None  # whether a record has it; None: every one
+    only_if: Callable[[Any, RunFacts], bool] | None = None  # whether a record contains the row; None: always
     nested: bool = False
-    drawn: bool = True  # whether TensorBoard and W&B get it
+    drawn: bool = True  # whether TensorBoard and W&B get the number
 
     @property
     def kind(self) -> str:
@@ -88,7 +88,7 @@ class Row:
         return _KINDS.get(self.source, "") if isinstance(self.source, str) else self.source.kind if self.source else ""
 
     def value(self, totals: Any, run: RunFacts) -> Any:
-        """Of a row that has a source."""
+        """The number of this row, which must have a source."""
         assert self.source is not None, self.name
         return getattr(totals, self.source) if isinstance(self.source, str) else self.source.value(totals, run)
 
@@ -97,7 +97,7 @@ _KINDS = {name: quantity.kind for name, quantity in quantities(Totals).items()}
 
 
 def ratio(numerator: str, denominator: str) -> Source:
-    """One quantity over another, divided after both were added up over all ranks; None where the other is 0."""
+    """One quantity divided by another, after both are added up over all ranks; None if the denominator is 0."""
 
     def value(totals: Any, run: RunFacts) -> Any:
         above, below = getattr(totals, numerator), getattr(totals, denominator)
@@ -110,9 +110,9 @@ def ratio(numerator: str, denominator: str) -> Source:
 
 START, TRAIN, EVAL = ("start",), ("train",), ("eval",)
 BOTH, ALL = ("train", "eval"), ("start", "train", "eval")
-# How a number compares between two layouts: docs/metrics.md, "What the layout changes".
+# How a number differs between two layouts: docs/metrics.md, "What the layout changes".
 SAME, ROUNDING, PACKS, MACHINE, SIZES = "same", "rounding", "packs", "machine", "sizes"
-# What JSON Schema says of a value.
+# JSON Schemas of values.
 COUNT = {"type": "integer", "minimum": 0}
 SIZE = {"type": "integer", "minimum": 1}
 AMOUNT = {"type": "number", "minimum": 0}
@@ -120,12 +120,12 @@ ABOVE_0 = {"type": "number", "exclusiveMinimum": 0}
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 NAME = {"type": "string", "minLength": 1}
 SWITCH = {"type": "boolean"}
-NUMBER = {"type": ["number", "null"]}  # null stands for what is not finite, and for a ratio to 0
+NUMBER = {"type": ["number", "null"]}  # null: a number that is not finite, or a ratio with denominator 0
 AMOUNT_OR_NULL = {**AMOUNT, **NUMBER}
 
 
 def _fact(make: Callable[[RunFacts], float]) -> Source:
-    """Of the run."""
+    """A number that depends on the facts of the run alone."""
     return Source("", lambda totals, run: make(run))
 
 
@@ -134,14 +134,14 @@ def _per_second(quantity: str) -> Source:
 
 
 def _loss_by(name: str, meaning: str) -> tuple[Row, Row]:
-    """Broken down by "position" or by "source"."""
+    """The two rows of the loss by "position" or by "source"."""
     nll, count, key = f"nll_by_{name}", f"num_tokens_by_{name}", f"loss by {name}/NAME"
     loss = Row(f"{key}/loss", BOTH, "nats per token", ROUNDING, ratio(nll, count), NUMBER, meaning, nested=True)
     return loss, Row(f"{key}/tokens", BOTH, "tokens", SAME, count, COUNT, "supervised tokens of NAME", nested=True)
 
 
 def _objective_differs(totals: Totals, run: RunFacts) -> bool:
-    """Whether the objective is something else than -log p of each supervised token."""
+    """Whether the objective is not the mean -log p of supervised tokens."""
     loss = run.config.loss
     return loss.reduction != "token" or bool(loss.z_loss_coef or loss.entropy_coef)
 
@@ -163,7 +163,7 @@ def _dropped_share(experts: ExpertLoad) -> float:
 
 
 def _memory(name: str) -> tuple[Row, Row]:
-    """What CUDA has "allocated" or "reserved"."""
+    """The two rows of the memory that CUDA has "allocated" or "reserved"."""
     field, key = f"memory_{name}", f"memory/{name}"
 
     def is_measured(step: StepResult, run: RunFacts) -> bool:
@@ -182,16 +182,16 @@ def _size(name: str, meaning: str) -> Row:
     return Row(f"layout/{name}", START, "ranks", SIZES, source, SIZE, meaning, nested=True)
 
 
-# Columns: name, records, unit, layout, source, what JSON Schema says of the value, meaning.
+# Columns: name, records, unit, layout, source, JSON Schema of the value, meaning.
 # fmt: off
 GROUPS: dict[str, tuple[Row, ...]] = {
     "The record": (
-        Row("schema", START, "", SAME, None, {"const": SCHEMA}, "version of this page"),
+        Row("schema", START, "", SAME, None, {"const": SCHEMA}, "version of the schema of records"),
         Row("kind", ALL, "", SAME, None, NAME, "`start`, `train` or `eval`", drawn=False),
         Row("step", ALL, "steps", SAME, None, COUNT, "number of optimizer steps done; the first is 1",
             drawn=False),
         Row("set", EVAL, "", SAME, None, NAME, "name of the held-out set", drawn=False),
-        Row("time", START, "s", MACHINE, None, AMOUNT, "when the record was written, since 1970-01-01 UTC"),
+        Row("time", START, "s", MACHINE, None, AMOUNT, "time of the record, since 1970-01-01 UTC"),
         Row("parameters", START, "", SAME, _fact(lambda run: run.num_parameters), SIZE,
             "number of parameters of the whole model"),
         Row("num-steps", START, "steps", SAME, None, SIZE, "number of steps of the whole run"),
@@ -207,11 +207,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("lm loss", BOTH, "nats", ROUNDING, ratio("objective", "denominator"), NUMBER,
             "the objective divided by its denominator"),
         Row("nll", BOTH, "nats per token", ROUNDING, ratio("nll", "num_tokens"), NUMBER,
-            "mean -log p(label); only if `lm loss` is something else", only_if=_objective_differs),
+            "mean -log p(label); only if `lm loss` is not this mean", only_if=_objective_differs),
         Row("entropy", BOTH, "nats per token", ROUNDING, ratio("entropy", "num_tokens"), NUMBER,
-            "mean over predictions; only with `loss.entropy`", only_if=lambda x, run: run.config.loss.measures_entropy),
+            "mean of predictions; only with `loss.entropy`", only_if=lambda x, run: run.config.loss.measures_entropy),
         Row("token accuracy", BOTH, "share", ROUNDING, ratio("num_correct", "num_tokens"), {**SHARE, **NUMBER},
-            "share of labels with the largest score of all; ties count"),
+            "share of labels that have the largest logit; ties count"),
         Row("perplexity/avg", BOTH, "", ROUNDING, ratio("perplexity", "num_sequences"), AMOUNT_OR_NULL,
             "mean of the perplexities of documents, each exp(mean -log p)"),
         Row("perplexity/min", BOTH, "", ROUNDING, "perplexity_min", AMOUNT_OR_NULL,
@@ -227,7 +227,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("grad-norm", TRAIN, "", ROUNDING, "grad_norm", AMOUNT_OR_NULL,
             "gradient norm of `lm loss` and balancing losses, before clipping"),
         Row("learning-rate", TRAIN, "", SAME, "learning_rate", AMOUNT, "learning rate of this step"),
-        Row("skipped", TRAIN, "", SAME, "skipped", SWITCH, "whether nothing was updated"),
+        Row("skipped", TRAIN, "", SAME, "skipped", SWITCH, "whether the step updated no weight"),
         Row("bad", TRAIN, "", SAME, "is_nonfinite", SWITCH, "whether the loss or a gradient was not finite"), ),
     "Counts": (
         Row("documents", BOTH, "", SAME, "num_documents", COUNT, "number of samples"),
@@ -237,7 +237,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("tokens/aligned", BOTH, "tokens", SAME, "num_aligned_tokens", COUNT,
             "real tokens, padded per document to `data.doc_multiple`"),
         Row("tokens/padded", BOTH, "tokens", PACKS, "num_padded_tokens", COUNT,
-            "aligned tokens and filler documents: all tokens computed"),
+            "all computed tokens: aligned tokens and filler"),
         Row("tokens/capacity", TRAIN, "tokens", SAME, _fact(lambda run: run.capacity), SIZE,
             "`data.seq_length` x `train.global_batch_size`"),
         Row("padding/alignment", TRAIN, "tokens", SAME,
@@ -249,7 +249,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "Speed": (
         Row("work-imbalance", TRAIN, "", PACKS, "work_imbalance", ABOVE_0,
-            "FLOPs of a rank's packs: largest over mean of the dp ranks"),
+            "FLOPs of the busiest dp rank over the mean"),
         Row("tokens-per-second", TRAIN, "tokens / s", MACHINE, _per_second("num_real_tokens"), AMOUNT,
             "real tokens of all ranks"),
         Row("tokens-per-second-per-rank", TRAIN, "tokens / s", MACHINE,
@@ -259,27 +259,27 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "supervised tokens of all ranks"),
         Row("data-wait-share", TRAIN, "share", MACHINE,
             Source("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
-            "longest wait of any rank for data, over the step's time"),
+            "longest wait of a rank for data over the step time"),
         Row("step-time-s", TRAIN, "s", MACHINE, _fact(lambda run: run.seconds), ABOVE_0,
             "duration of the step by rank 0's clock"),
         Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Source("Ratio", lambda step, run: run.tflops_per_rank(step)),
             AMOUNT, "model FLOPs of real tokens"),
         Row("mfu", TRAIN, "share", MACHINE, Source("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
-            "share of `log.peak_tflops`; only if that is set", only_if=lambda step, run: run.mfu(step) is not None),
+            "share of `log.peak_tflops`; only if it is set", only_if=lambda step, run: run.mfu(step) is not None),
         Row("eval-time-s", EVAL, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
             "duration of the held-out pass by rank 0's clock"), ),
     "Experts": (
         Row("experts/imbalance", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.mean())), AMOUNT,
-            "most real tokens of any expert over the mean of all experts", only_if=_has_experts),
+            "real tokens of the busiest expert over the mean", only_if=_has_experts),
         Row("experts/imbalance-max", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.max())), AMOUNT,
             "`experts/imbalance` of the most uneven layer", only_if=_has_experts),
         Row("experts/imbalance-layer", TRAIN, "layer", ROUNDING, _experts(lambda load: int(load.imbalance.argmax())),
             COUNT, "index of the most uneven layer; the first is 0", only_if=_has_experts),
         Row("experts/unused-share", TRAIN, "share", ROUNDING,
             _experts(lambda load: float((load.chosen == 0).mean())), SHARE,
-            "share of all layers' experts that no token chose", only_if=_has_experts),
+            "share of experts that no token chose, all layers", only_if=_has_experts),
         Row("experts/dropped-share", TRAIN, "share", PACKS, _experts(_dropped_share), SHARE,
-            "share of choices beyond the capacity", only_if=_has_experts),
+            "share of choices dropped for lack of capacity", only_if=_has_experts),
         Row("experts/z-loss", TRAIN, "", ROUNDING, _experts(lambda load: float(load.z.mean())), NUMBER,
             "squared log-sum-exp of the router's scores", only_if=_has_experts),
         Row("experts/aux-loss", TRAIN, "", ROUNDING, _experts(lambda load: float(load.aux.mean())), NUMBER,

@@ -1,15 +1,14 @@
-"""Every quantity that is added up over a step or a held-out pass: its name, its kind and the line that measures it.
+"""The quantities that are added up over a step or a held-out pass.
 
-The kind says over which ranks a quantity is combined, and what it is measured on:
+The kind of a quantity says what it is measured on, and over which ranks it is combined:
 
-    Sum          the supervised tokens of each microbatch that no other rank holds; over dp x cp
-    Replicated   whole packs, each the same on all its cp ranks; over dp, never over cp
-    PerSequence  whole sequences, parts of which lie on several cp ranks: their losses are added over cp first, then
-                 measured, then combined over dp
-    Max          what the engine measured on every rank: the maximum, and the first rank that has it
+    Sum          measured on the supervised tokens that a rank holds; combined over dp x cp
+    Replicated   measured on whole packs, with the same result on all cp ranks; combined over dp only
+    PerSequence  measured on whole sequences, whose losses are first added over cp; combined over dp
+    Max          measured by the engine on every rank; combined to the maximum, with the first rank that has it
 
-`rows.py` declares the logged numbers, which are computed from these quantities.
-All numbers are float64, which holds every integer up to 2**53.
+`rows.py` computes the logged numbers from these quantities.  Ranks exchange float64, which holds every integer up to
+2**53.
 """
 
 import math
@@ -30,13 +29,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class Quantity:
-    """How a quantity is measured on a rank, combined over ranks, and merged for two batches together.
+    """Measures a quantity on a rank, combines it over ranks, and merges it over batches.
 
-    measure  a number of SupervisedTokens (Sum), a Microbatch (Replicated), SequenceLosses (PerSequence), or the
-             engine's measurements by name (Max); None if the accumulator computes it from other quantities
+    measure  computes the number from SupervisedTokens (Sum), a Microbatch (Replicated), SequenceLosses (PerSequence),
+             or the engine's measurements by name (Max); None if the accumulator computes the quantity
     number   type of the value
     combine  combines the numbers of ranks, and of two batches
-    by       a breakdown with one value per bucket; `measure` gives a number per token, [n], or None to count tokens
+    by       name of a breakdown with one value per bucket; `measure` then returns a number for each token, [n], or
+             None to count tokens
     """
 
     kind: Literal["Sum", "Replicated", "PerSequence", "Max"]
@@ -46,7 +46,7 @@ class Quantity:
     by: str = ""
 
     def local(self, parts: Sequence[Any], names: Sequence[str]) -> np.ndarray:
-        """This rank's numbers, added over all parts: one per bucket, or one alone.  Empty without `measure`."""
+        """This rank's numbers, added over all parts: one per bucket, or a single one.  Empty without `measure`."""
         if self.measure is None:
             return np.zeros(0)
         sums = np.zeros(len(names) if self.by else 1)
@@ -56,14 +56,14 @@ class Quantity:
         return sums
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
-        """The value over all ranks that count.  numbers: [ranks, numbers per rank]"""
+        """The value over the given ranks.  numbers: [ranks, numbers per rank]"""
         if self.kind == "Max":
             return Peak(value=float(numbers[:, 0].max()), rank=int(numbers[:, 0].argmax()))
         values = [self.number(self.combine.reduce(column)) for column in numbers.T]
         return dict(zip(names, values, strict=True)) if self.by else values[0]
 
     def merge(self, a: Any, b: Any) -> Any:
-        """The value of two batches together."""
+        """The combined value of two batches."""
         if self.kind == "Max":
             return max(a, b, key=lambda peak: peak.value)
         if self.by:
@@ -73,12 +73,12 @@ class Quantity:
 
 
 def quantity(*declared: Any, **options: Any) -> Any:
-    """A field of Totals; takes what Quantity takes."""
+    """A field of Totals, with the arguments of Quantity."""
     return field(metadata={"quantity": Quantity(*declared, **options)})
 
 
 def quantities(of: type["Totals"]) -> dict[str, Quantity]:
-    """The quantity of each field, in their order.  Raises TypeError where a field has none."""
+    """The quantity of each field, in the order of the fields.  Raises TypeError if a field has none."""
     declared = {}
     for declared_field in fields(of):
         if "quantity" not in declared_field.metadata:
@@ -88,7 +88,7 @@ def quantities(of: type["Totals"]) -> dict[str, Quantity]:
 
 
 def _entropy(tokens: Any) -> float:
-    """0 where it is not measured."""
+    """The sum of entropies; 0 if entropy is not measured."""
     return 0.0 if tokens.entropy is None else tokens.entropy.sum(dtype=np.float64)
 
 
@@ -96,26 +96,26 @@ def _entropy(tokens: Any) -> float:
 class Totals:
     """The quantities of a step or of a held-out pass, over all ranks."""
 
-    # The objective, summed, and what it is divided by: the sum of weights, or the supervised tokens.
+    # The summed objective and its denominator, which is the sum of weights or the number of supervised tokens.
     objective: float = quantity("Sum", lambda tokens: tokens.objective, float)
     denominator: float = quantity("Sum", lambda tokens: tokens.denominator, float)
-    # Over supervised tokens, in nats.
+    # Sums over supervised tokens; `nll` and `entropy` in nats.
     nll: float = quantity("Sum", lambda tokens: tokens.nll.sum(), float)
     entropy: float = quantity("Sum", _entropy, float)
-    num_tokens: int = quantity("Sum", lambda tokens: len(tokens.nll))  # supervised
+    num_tokens: int = quantity("Sum", lambda tokens: len(tokens.nll))  # supervised tokens
     num_correct: int = quantity("Sum", lambda tokens: np.count_nonzero(tokens.correct))
     nll_by_position: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="position")
     num_tokens_by_position: dict[str, int] = quantity("Sum", lambda tokens: None, by="position")
     nll_by_source: dict[str, float] = quantity("Sum", lambda tokens: tokens.nll, float, by="source")
     num_tokens_by_source: dict[str, int] = quantity("Sum", lambda tokens: None, by="source")
-    # Of packs: tokens of samples, with padding of documents, with filler; squares of the lengths of documents.
+    # Tokens of samples (real), plus padding inside documents (aligned), plus filler documents (padded).
     num_real_tokens: int = quantity("Replicated", lambda pack: pack.num_real_tokens)
     num_aligned_tokens: int = quantity("Replicated", lambda pack: pack.num_aligned_tokens)
     num_padded_tokens: int = quantity("Replicated", lambda pack: pack.cu_seqlens[-1])
     num_documents: int = quantity("Replicated", lambda pack: pack.num_documents)
     sum_of_squares: int = quantity("Replicated", lambda pack: (pack.lengths.astype(np.int64) ** 2).sum())
-    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # largest over mean, over dp, of FLOPs
-    # Of sequences with a supervised token.  Without one the smallest perplexity is inf, the largest -inf.
+    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp ranks: largest over mean
+    # Only sequences with a supervised token are measured.  Without such a sequence, min is inf and max is -inf.
     num_sequences: int = quantity("PerSequence", lambda losses: len(losses.mean_nll))
     sequence_nll: float = quantity("PerSequence", lambda losses: losses.mean_nll.sum(), float)
     perplexity: float = quantity("PerSequence", lambda losses: losses.perplexity.sum(), float)
@@ -131,7 +131,7 @@ class Totals:
         return self.objective / self.denominator if self.num_tokens else None
 
     def __add__(self, other: Self) -> Self:
-        """The totals of two batches together."""
+        """The combined totals of two batches."""
         merged: dict[str, Any] = {
             name: declared.merge(getattr(self, name), getattr(other, name))
             for name, declared in quantities(type(self)).items()
@@ -141,16 +141,16 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """How evenly the experts of each layer were loaded in one step, over all ranks; float64."""
+    """The load of the experts of each layer in one step, over all ranks; float64."""
 
-    chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, before any was dropped
-    dropped: np.ndarray  # [layers] choices of real tokens beyond the capacity
+    chosen: np.ndarray  # [layers, experts] real tokens that chose each expert, with dropped choices
+    dropped: np.ndarray  # [layers] choices of real tokens beyond the experts' capacity
     aux: np.ndarray  # [layers] load-balancing loss, mean over real tokens; 0 if its coefficient is 0
     z: np.ndarray  # [layers] squared log-sum-exp of the router's scores, mean over real tokens
 
     @property
     def imbalance(self) -> np.ndarray:
-        """[layers]: most tokens of any expert over the mean of all experts; 0 if no token chose any."""
+        """[layers]: tokens of the expert with most tokens, over the mean of all experts; 0 without tokens."""
         return self.chosen.max(axis=1) / np.maximum(self.chosen.mean(axis=1), 1.0 / self.chosen.shape[1])
 
 
@@ -158,9 +158,9 @@ class ExpertLoad:
 class StepResult(Totals):
     """The totals of an optimizer step, and the result of its update: norm, learning rate, whether it was skipped."""
 
-    grad_norm: float  # before clipping, of the mean loss
+    grad_norm: float  # of the mean loss, before clipping
     learning_rate: float
-    skipped: bool  # nothing was updated: no supervised token in the whole global batch, or non-finite
+    skipped: bool  # whether nothing was updated: the global batch has no supervised token, or the step is non-finite
     experts: ExpertLoad | None = None  # None in a dense model
 
     @property

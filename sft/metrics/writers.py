@@ -1,7 +1,6 @@
-"""Where the records of a run are written: metrics.jsonl, TensorBoard and Weights & Biases.
+"""Writes the records of a run to metrics.jsonl, TensorBoard and Weights & Biases, on rank 0 only.
 
-Decides what a number is called there, and which records remain after a restart.  `rows.py` declares the numbers.
-Only rank 0 has writers.
+Decides the names of numbers in TensorBoard and W&B, and which records remain after a restart.
 """
 
 import json
@@ -23,17 +22,17 @@ _NOT_DRAWN = {row.name for row in ROWS if not row.drawn}
 
 class Writer(Protocol):
     def write(self, record: Record) -> None:
-        """One record, of any kind."""
+        """Write one record of any kind."""
 
     def close(self, exit_code: int = 0) -> None:
-        """No more records come; `exit_code` is 0 where the run completed."""
+        """Close the writer after its last record.  `exit_code` is 0 if the run ended without an error."""
 
 
 class JsonLines:
-    """metrics.jsonl.  `step` is the last one done.
+    """Writes metrics.jsonl.  `step` is the last completed step.
 
-    Records of later steps come from a run that was cut off; they are removed, so that no step is written twice.  So
-    are the records of the evaluation after `step`, unless `is_evaluated`.
+    Removes records of later steps, which a killed run left, so that no step is recorded twice.  Unless `is_evaluated`,
+    removes the records of the evaluation after `step`, too.
     """
 
     def __init__(self, path: Path, step: int, *, is_evaluated: bool) -> None:
@@ -49,7 +48,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Events in a folder.  Those after `step`, the last one done, are hidden by TensorBoard."""
+    """Writes TensorBoard events.  TensorBoard hides events of an earlier start for steps later than `step`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -66,12 +65,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases.  A resumed run continues it: the file `wandb_id` in the folder holds its id.
+    """Logs to Weights & Biases.  A resumed run continues the same W&B run, whose id is in the file `wandb_id`.
 
-    W&B refuses to go back in its own steps, but a resumed run logs the steps after the checkpoint a second time.  So
-    the step is logged as a metric, and is the x-axis of all others.
+    W&B accepts no step below the last one, but a resumed run logs the steps after its checkpoint again.  So the step is
+    logged as a metric, which is the x-axis of all other metrics.
 
-    Raises ConfigError where W&B cannot be started.
+    Raises ConfigError if W&B does not start.
     """
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
@@ -88,7 +87,7 @@ class Wandb:
             )
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # wandb raises whatever its service, its files and the network raise
+        except Exception as error:  # wandb may raise any error of its service, of files and of the network
             raise ConfigError(
                 f"log.wandb = {project}: W&B did not start: {_one_line(error)}.  Run `wandb login` first, keep the "
                 "run on this machine with WANDB_MODE=offline, or go without: log.wandb=null."
@@ -103,10 +102,7 @@ class Wandb:
 
 
 class BestEffortWriter:
-    """A writer whose failure does not end the run: it is reported once, and the writer gets no more records.
-
-    metrics.jsonl has all of them.
-    """
+    """A writer whose failure does not end the run.  A failure is reported, and the writer gets no more records."""
 
     def __init__(self, name: str, writer: Writer, console: Console) -> None:
         self._name, self._console = name, console
@@ -124,7 +120,7 @@ class BestEffortWriter:
             return
         try:
             call(self._writer)
-        except Exception as error:  # any error of a service, of the network or of a thread of theirs
+        except Exception as error:  # any error of a service, of the network or of a library's thread
             self._writer = None
             self._console.say(f"{self._name} gets nothing more of this run: {_one_line(error)}")
 
@@ -132,10 +128,10 @@ class BestEffortWriter:
 def open_writers(
     folder: Path, config: Config, step: int, console: Console, *, is_evaluated: bool = False
 ) -> list[Writer]:
-    """The writers that the recipe asks for, in the run's folder; `step` is the last one done.  For rank 0."""
+    """The writers that the recipe asks for.  `step` is the last completed step.  Called on rank 0."""
     opened: list[Writer] = []
     try:
-        # W&B comes first, because it may refuse: then no file has been touched.
+        # W&B comes first: if W&B does not start, no file has changed.
         if config.log.wandb is not None:
             opened.append(BestEffortWriter("W&B", Wandb(folder, config.log.wandb, values(config)), console))
         if config.log.tensorboard:
@@ -149,9 +145,9 @@ def open_writers(
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers that TensorBoard and W&B draw over steps, by the names of Megatron-LM; none of a `start` record.
+    """The numbers that TensorBoard and W&B draw over steps, with Megatron-LM's names.  A `start` record has none.
 
-    `lm loss`; of the held-out set `eval`, `lm loss validation`; of another set, `lm loss validation/NAME`
+    step -> `lm loss`        held-out set `eval` -> `lm loss validation`        other set -> `lm loss validation/NAME`
     """
     if record["kind"] == "start":
         return {}
@@ -162,7 +158,7 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def _remove_after(path: Path, step: int, is_evaluated: bool) -> None:
-    """Remove the records of steps after `step` and a last line that was cut short: write a new file and rename it."""
+    """Remove the records of steps after `step`, and an incomplete last line.  Replaces the file atomically."""
     if not path.exists():
         return
     kept = []
@@ -178,7 +174,7 @@ def _remove_after(path: Path, step: int, is_evaluated: bool) -> None:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in the file; a new one where there is no file yet."""
+    """The id in the file.  If there is no file, creates it with a new id."""
     if path.exists():
         return path.read_text(encoding="ascii").strip()
     new_id = uuid.uuid4().hex[:12]

@@ -1,1 +1,1 @@
-"""Layout arithmetic, context-parallel sharding, and collectives for small messages; no megatron."""
+"""Layout arithmetic, context-parallel sharding, and collectives for small messages, without megatron."""

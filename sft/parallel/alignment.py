@@ -1,7 +1,6 @@
-"""What lengths, widths and counts must be multiples of, and what is said of those that are not.
+"""Decides which lengths, widths and counts fit a recipe and a number of processes, and reports those that do not.
 
-Decides the multiples, and which sizes fit a recipe and a number of processes.  The loader adds the filler documents
-that bring a pack to its multiple.
+Lengths must be multiples of some number, for example.  The loader adds filler documents until a pack's length fits.
 """
 
 from collections.abc import Iterator
@@ -11,15 +10,16 @@ from typing import TYPE_CHECKING, TypeVar
 from sft.config import Config, ModelConfig, divisors
 
 if TYPE_CHECKING:
-    import numpy as np  # a mistake in a recipe is reported before numpy is imported
+    import numpy as np  # only for types: mistakes in a recipe are reported before numpy is imported
 
-# Tokens of one rank, as its layers keep them, by run.fp8.  From Transformer Engine's sources, 2.18 to 2.20.
-#   delayed, tensorwise   16: cuBLASLt's products; tokens are the inner dimension of a weight's gradient
-#   mxfp8                 32: the quantizer takes blocks of 1 x 32 and of 32 x 1, nothing less
-#   blockwise            128: the quantizer's tile.  Products take 16, but a rank's part of any other length is
-#                             gathered in bf16 under sequence parallel, with a warning for each
+# By run.fp8: each rank's number of tokens must be a multiple of this (Transformer Engine 2.18 to 2.20).
+#   delayed, tensorwise   16: for cuBLASLt; tokens are the inner dimension in the gradient of a weight
+#   mxfp8                 32: the quantizer takes only whole blocks of 1 x 32 and 32 x 1
+#   blockwise            128: tile of the quantizer.  cuBLASLt needs only 16, but with sequence parallel, parts of other
+#                             lengths are gathered in bf16, with a warning for each
 FP8_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-# Rows and columns of a rank's part of a weight.  blockwise: 16 on Hopper; Blackwell computes it by way of mxfp8.
+# By run.fp8: rows and columns of a rank's part of a weight must be multiples of this.  blockwise needs 16 on Hopper and
+# 32 on Blackwell, which computes blockwise as mxfp8.
 FP8_WIDTHS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 32, "mxfp8": 32}
 
 ETP_NEEDS_NCCL = "needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
@@ -28,18 +28,18 @@ Lengths = TypeVar("Lengths", int, "np.ndarray")
 
 
 def aligned(length: Lengths, doc_multiple: int) -> Lengths:
-    """The length of a document with its padding: rounded up to a multiple of `doc_multiple`; for an int or an array.
+    """The length of a padded document: `length`, an int or an array, rounded up to a multiple of `doc_multiple`.
 
     aligned(33, 32) -> 64        aligned(np.array([1, 32, 33]), 32) -> [32, 32, 64]
 
-    Truncation, the planner and the packer all count with this function.  A packer that counts real lengths overfills
-    its packs: 992 documents of 33 tokens are 32,736 real tokens, and 63,488 at doc_multiple 64.
+    Truncation, planner and packer all use this function.  A packer that used real lengths would overfill packs: 992
+    documents of 33 tokens have 32,736 real tokens, but 63,488 padded tokens with doc_multiple 64.
     """
     return -(-length // doc_multiple) * doc_multiple
 
 
 def pack_multiple(config: Config) -> int:
-    """Whole documents, equal chunks for every cp rank, and local tokens that sequence parallel and FP8 can take.
+    """The length of a pack must be a multiple of this number, for doc_multiple, cp, sequence parallel and FP8.
 
     doc_multiple 32, cp 2, tp 4 with sequence parallel -> 32, and with mxfp8 -> 2 * 4 * 32 = 256
     """
@@ -52,7 +52,7 @@ def _split(config: Config) -> int:
 
 
 def misfits(config: Config, world_size: int) -> list[str]:
-    """Every reason why the sizes of `config` do not fit each other or `world_size` processes, with sizes that would."""
+    """All reasons why the sizes in `config` do not fit each other or `world_size`, with sizes that would fit."""
     return [
         *_ranks(config, world_size),
         *_tensor(config),
@@ -65,7 +65,7 @@ def misfits(config: Config, world_size: int) -> list[str]:
 
 
 def smallest_world(config: Config) -> int:
-    """tp * cp * pp: the processes that one copy of the model takes."""
+    """tp * cp * pp, the number of processes that hold one copy of the model."""
     return config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
@@ -128,7 +128,7 @@ def _tensor(config: Config) -> Iterator[str]:
 
 
 def _heads_by_all_to_all(config: Config) -> Iterator[str]:
-    """a2a hands out whole heads to all cp ranks, a2a+p2p to those of a group."""
+    """cp_comm a2a distributes whole heads over all cp ranks, a2a+p2p over the cp ranks of one group."""
     parallel, heads = config.parallel, _heads(config.model)
     applies = config.attention.may_read_cp_comm(config.run.device)
     if not applies or parallel.cp_comm not in ("a2a", "a2a+p2p"):
@@ -145,7 +145,7 @@ def _heads_by_all_to_all(config: Config) -> Iterator[str]:
 
 
 def _uneven_widths(config: Config) -> Iterator[str]:
-    """One message about the widths that FP8 cannot take, or none.  For a tp that divides heads and feed-forward."""
+    """One message for all widths that FP8 does not support, or none.  tp must divide the heads and the MLP width."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
     wrong = {name: width for name, width in _widths(config, tp).items() if width % multiple}
@@ -158,7 +158,7 @@ def _uneven_widths(config: Config) -> Iterator[str]:
 
 
 def _widths(config: Config, tp: int) -> dict[str, int]:
-    """Sides of one rank's parts of the weights that Transformer Engine multiplies by."""
+    """Numbers of rows and columns of one rank's parts of the weights in Transformer Engine."""
     model, etp = config.model, config.parallel.etp
     heads, groups, width = model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim
     if model.moe.num_experts:
@@ -213,7 +213,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     dp, rest = divmod(world_size, smallest_world(config))
     packs, pp, virtual = config.train.global_batch_size, config.parallel.pp, config.parallel.virtual_stages
     if rest:
-        return  # no dp: `_ranks` reports it
+        return  # dp is not a whole number; `_ranks` reports this
     if packs % dp:
         nearest = _nearest_multiples(packs, dp)
         yield f"train.global_batch_size = {packs} packs cannot be shared by dp = {dp} ranks.  {nearest}."
@@ -232,7 +232,7 @@ def _tokens(config: Config) -> Iterator[str]:
             f"data.doc_multiple = {multiple} is not a multiple of 2 x cp = {2 * cp}, a document's chunks.  "
             f"Smallest that fits: {lcm(multiple, 2 * cp)}."
         )
-    # A size that is refused already would only blur what is wrong with seq_length.
+    # A cp or tp that is refused already must not appear in the message about seq_length.
     fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
     pack = pack_multiple(config) if fits else multiple
     if seq_length % pack:
@@ -242,7 +242,7 @@ def _tokens(config: Config) -> Iterator[str]:
 
 
 def _explain_multiple(config: Config) -> str:
-    """What the multiple follows from: "doc_multiple 32, cp 2, tp 4 with sequence parallel, 32 tokens of fp8 mxfp8"."""
+    """The settings that give the multiple: "doc_multiple 32, cp 2, tp 4 with sequence parallel, ..."."""
     parallel, fp8 = config.parallel, config.run.fp8
     reasons = [f"doc_multiple {config.data.doc_multiple}", f"cp {parallel.cp}"]
     if _split(config) > 1:
@@ -253,7 +253,7 @@ def _explain_multiple(config: Config) -> str:
 
 
 def _nearest_multiples(value: int, multiple: int) -> str:
-    """_nearest_multiples(10, 4) -> "Nearest that fit: 8, 12"; nothing below the multiple itself."""
+    """_nearest_multiples(10, 4) -> "Nearest that fit: 8, 12".  0 is never listed."""
     below = value // multiple * multiple
     return "Nearest that fit: " + ", ".join(str(size) for size in (below, below + multiple) if size)
 

@@ -1,7 +1,7 @@
-"""Collectives over all ranks for decisions and small values, which travel through the CPU.
+"""Collectives over all ranks for decisions and small values in CPU memory.
 
-Decides what happens when one rank raises: every rank raises, so no rank waits for one that has given up.
-Gradients, losses and activations do not travel here: their collectives stand where they are computed.
+If one rank raises, every rank raises, so no rank waits for a failed one.  Gradients, losses and activations do not use
+these collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0 calls `decide`, and every rank returns the result, or raises what rank 0 raised.  Collective.
+    """Rank 0 calls `decide`, and every rank returns the result or raises rank 0's error.  Collective.
 
-    For decisions about files: another node may see a file later than rank 0 does.
+    Used for decisions about files, because another node may see a file later than rank 0.
     `group` holds all ranks; None is the default group.
     """
     answer: list[Any] = [None, None]  # result, error
@@ -36,7 +36,7 @@ def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup | Non
 def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank calls `make`, and every rank returns all results in order of rank.  Collective.
 
-    Where `make` raises on one rank, every rank raises.  `group` holds all ranks; None is the default group.
+    If `make` raises on one rank, every rank raises.  `group` holds all ranks; None is the default group.
     """
     value, error = _attempt(make)
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -65,7 +65,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """What the other ranks receive: the error itself where a user can cause it, else its text with the rank."""
+    """The error for the other ranks: `error` itself if a user or a disk can cause it, else its text with the rank."""
     if error is None or isinstance(error, SftError | OSError):
         return error
     return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")

@@ -1,9 +1,7 @@
-"""Which token of a pack lives on which context-parallel (CP) rank.  Index arithmetic only: numpy, no torch,
-no process groups, no model.
+"""Assigns the tokens of a pack to context-parallel (CP) ranks.  Index arithmetic in numpy, without torch.
 
-Causal attention is a triangle: late queries see more keys than early ones.  So every document is cut into
-2 * cp chunks and rank r holds chunk r and its mirror, chunk 2 * cp - 1 - r (zigzag).  A cheap chunk goes with
-an expensive one, and all ranks compute the same number of (query, key) pairs:
+In causal attention, late queries see more keys than early ones.  So every document is cut into 2 * cp chunks, and rank
+r holds chunks r and 2 * cp - 1 - r (zigzag).  All ranks then compute the same number of (query, key) pairs:
 
     one document, cp = 4        chunk     0 1 2 3 4 5 6 7
                                 on rank   0 1 2 3 3 2 1 0
@@ -14,13 +12,12 @@ an expensive one, and all ranks compute the same number of (query, key) pairs:
     rank 0    a0 a1             a6 a7 | b0       b3    -> a0 a1 a6 a7 b0 b3
     rank 1          a2 a3 a4 a5       |    b1 b2       -> a2 a3 a4 a5 b1 b2
 
-A rank's local part keeps the documents in order, and inside a document its early chunk before its late one.
-That is the order Transformer Engine expects of packed (THD) input; the backends in
-sft/mcore/attention rely on it.
-The scheme is the load-balanced one of Megatron-core and of zigzag ring attention (Zhu, 2024).
+A rank holds the documents in order, and of each document first the early chunk, then the late one.  Transformer Engine
+and the backends in sft/mcore/attention expect packed (THD) input in this order.  Megatron-core and zigzag ring
+attention (Zhu, 2024) assign tokens in the same way.
 
-`cu_seqlens` are the padded boundaries of the whole pack (see `batch.Pack`); with cp > 1 every document is a
-multiple of 2 * cp tokens.  Empty documents are allowed.
+`cu_seqlens` are the padded boundaries of the whole pack (see `batch.Pack`).  With cp > 1, the number of tokens of every
+document is a multiple of 2 * cp.  Empty documents are allowed.
 """
 
 from dataclasses import dataclass
@@ -63,7 +60,7 @@ def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
 
 
 def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Start and chunk length of every document, int64; asserts that every document can be cut."""
+    """Start and chunk length of every document, int64.  Asserts that every document can be cut into equal chunks."""
     assert cp_size >= 1, f"cp_size = {cp_size}: there is at least one rank"
     assert cu_seqlens.ndim == 1 and cu_seqlens.size >= 1, f"cu_seqlens has shape {cu_seqlens.shape}"
     assert np.issubdtype(cu_seqlens.dtype, np.integer), f"cu_seqlens are {cu_seqlens.dtype}, not integers"
@@ -80,7 +77,7 @@ def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.nda
 
 
 def _runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Runs of consecutive numbers, one after the other, without a loop.
+    """Concatenated runs of consecutive numbers, computed without a loop.
 
     first = [0, 6], length = [2, 3] -> [0, 1, 6, 7, 8]
     """
@@ -93,14 +90,14 @@ def _runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 class Chunk:
     """Consecutive tokens of one document that one rank holds."""
 
-    local_start: int  # of the rank's tokens
+    local_start: int  # index of its first token among the rank's tokens
     length: int
-    document_start: int  # in the pack
-    position: int  # of the first token, within the document
+    document_start: int  # index of the document's first token in the pack
+    position: int  # position of its first token in the document
 
 
 def local_chunks(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> tuple[Chunk, ...]:
-    """The chunks of `cp_rank` in local order, two per document; for cp_size 1 the documents themselves.
+    """The chunks of `cp_rank` in local order, two per document.  With cp_size 1, each document is one chunk.
 
     cu_seqlens = [0, 8], cp_size = 2, rank 0 -> Chunk(0, 2, 0, 0), Chunk(2, 2, 0, 6)
     """

@@ -1,10 +1,10 @@
 """The size of every parallel dimension.  Arithmetic only: no torch, no process groups.
 
     world_size = tp * cp * pp * dp        num_microbatches = global_batch_size / dp
-    experts have sizes of their own: tp * cp * dp = ep * etp * copies of each expert
+    for experts: tp * cp * dp = ep * etp * copies of each expert
 
-`Layout.resolve` checks everything that depends on more than one section of the recipe or on the number of
-processes, reports all that is wrong at once, and says what would work.
+`Layout.resolve` checks everything that depends on several sections of the recipe or on the number of processes.  One
+error lists all problems, with values that would work.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of every parallel dimension, and what follows from them.  All sizes are counts of ranks."""
+    """The size of every parallel dimension in ranks, and the values derived from these sizes."""
 
     world_size: int
     tp: int
     cp: int
     pp: int
     dp: int
-    ep: int = 1  # ranks that share a stage's experts
-    etp: int = 1  # ranks that share one expert
+    ep: int = 1  # ranks over which the experts of a pipeline stage are split
+    etp: int = 1  # ranks over which each expert is split
     virtual_stages: int
     sequence_parallel: bool
     global_batch_size: int  # packs per optimizer step
     num_microbatches: int  # packs per optimizer step and data-parallel rank
     doc_multiple: int  # documents are padded to a multiple of this
-    pack_multiple: int  # microbatches are filled to a multiple of this, with unsupervised filler documents
-    cp_a2a: int | None = None  # cp ranks that exchange heads, where the ring goes from group to group (a2a+p2p)
-    fp8: str | None = None  # as run.fp8; asks for more of pack_multiple
+    pack_multiple: int  # packs are padded to a multiple of this with filler documents
+    cp_a2a: int | None = None  # cp ranks in each all-to-all group of a2a+p2p; the ring connects the groups
+    fp8: str | None = None  # as run.fp8; may increase pack_multiple
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -44,7 +44,7 @@ class Layout:
     def resolve(config: Config, world_size: int) -> "Layout":
         """The layout of `config` on `world_size` processes.
 
-        Raises ConfigError listing every reason why it does not fit, each with values that would.
+        Raises ConfigError that lists every reason why the layout does not fit, with values that would fit.
 
             world_size = 8, tp = 2, cp = 2, pp = 1, global_batch_size = 16
             -> dp = 2, num_microbatches = 8
@@ -72,7 +72,7 @@ class Layout:
         )
 
     def equations(self, seq_length: int) -> list[str]:
-        """What was resolved, as equations to check by eye.
+        """The layout as equations that a user can check.
 
         world_size 8 = tp 2 x cp 2 x pp 1 x dp 2
         global_batch_size 16 packs = dp 2 x num_microbatches 8
@@ -107,9 +107,9 @@ class Layout:
 
 
 def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
-    """Rows of the embedding that are tokens: `model.vocab_size`, or as many as the tokenizer has.
+    """Rows of the embedding without padding: `model.vocab_size`, or the number of the tokenizer's tokens.
 
-    Raises ConfigError where the model has fewer rows than the tokenizer has tokens.
+    Raises ConfigError if `model.vocab_size` is smaller than the number of the tokenizer's tokens.
     """
     if model.vocab_size is not None and model.vocab_size < tokenizer_size:
         raise ConfigError(
@@ -120,6 +120,6 @@ def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: a multiple of 128, the same for every tp that divides 128, so that layouts can change."""
+    """Rows of the embedding with padding: a multiple of 128 and of tp.  Every tp that divides 128 gives the same."""
     multiple = lcm(128, tp)
     return -(-vocab_size // multiple) * multiple

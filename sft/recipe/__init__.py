@@ -1,1 +1,1 @@
-"""From YAML and overrides to a Config, with the origin of every value."""
+"""Makes a Config from YAML and overrides, and records the origin of every value."""

@@ -1,10 +1,10 @@
 """Makes a Config from a YAML file and dotted overrides.  One error lists every mistake with file and line.
 
-Decides how a recipe is put together and how a mistake in it is reported.  sft/config/yaml.py decides how a value is
-spelled, sft/config/ what a recipe may say, resolved.py what a validated recipe holds.
+sft/config/yaml.py defines the syntax of values, sft/config/ the keys and their allowed values, and resolved.py the
+validated recipe.
 
-Overrides win over the file, later ones over earlier ones; a mapping is merged key by key.  Paths are used as
-typed, relative to the current directory, wherever the recipe lies.
+Overrides replace values of the file, and later overrides replace earlier ones.  Mappings are merged key by key.
+Relative paths are relative to the current directory, not to the folder of the recipe.
 """
 
 import difflib
@@ -24,13 +24,13 @@ from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_MAX_BYTES = 1 << 20  # a recipe is a page; more than this is a data file given by mistake
+_MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
 
 
 def load_recipe(path: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in the file `path` with overrides such as `parallel.cp=4`, `data.train=[a.jsonl, b.jsonl]`.
 
-    Raises ConfigError listing everything that is wrong with the file and the overrides.
+    Raises ConfigError that lists all mistakes in the file and the overrides.
     """
     return parse_recipe(_read(path), path, overrides)
 
@@ -62,7 +62,9 @@ def _read(path: str) -> str:
     file = Path(path)
     try:
         if file.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"recipe {path} is larger than 1 MiB; data goes into data.train=FILE.")
+            raise ConfigError(
+                f"recipe {path} is larger than 1 MiB; if the file holds data, name it with data.train=FILE."
+            )
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         neighbours = sorted(str(f) for f in file.parent.glob("*.yaml"))
@@ -83,8 +85,8 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[tuple[Origin, str]] = field(default_factory=list)
-    meant: set[str] = field(default_factory=set)  # suggested for an unknown key: not "missing" as well
-    names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # of a renamed key: those it is given by
+    meant: set[str] = field(default_factory=set)  # keys suggested for unknown keys; not also "missing"
+    names: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by current key: the names that the user gave
 
     def take(self, prefix: str, pairs: Pairs, origin_of: Callable[[int], Origin]) -> None:
         """Add the keys and values below `prefix`."""
@@ -101,7 +103,7 @@ class _Draft:
                 self._forget_sources()
             if prefix == f"{NAMED}." and not _NAME.fullmatch(name):
                 self.meant.add(NAMED)
-                rule = f"cannot name a source of {NAMED}; use letters, digits, - and _."
+                rule = f"is not a valid name of a source in {NAMED}; use letters, digits, - and _."
                 self._note(origin, f"{show(name)} ({origin}) {rule}")
             elif key in sections() or key == OPEN or is_source or (key == NAMED and isinstance(value, Pairs)):
                 if key == NAMED or is_source:
@@ -136,11 +138,11 @@ class _Draft:
             origins[name] = origin
             if len(origins) > 1:
                 both = " and ".join(f"{name} ({where})" for name, where in origins.items())
-                self._note(origin, f"{both} are one key, now called {key}.  Keep {key} alone.")
+                self._note(origin, f"{both} are names of the same key, which is now called {key}.  Keep only {key}.")
         return key
 
     def warnings(self) -> list[str]:
-        """train.max_bad_steps (a.yaml, line 12) is now called train.max_nonfinite_steps; the old name still works"""
+        """One line for each old name: "train.max_bad_steps (a.yaml, line 12) is now called ..."."""
         return [
             f"{name} ({origin}) is now called {key}; the old name still works"
             for key, origins in self.names.items()
@@ -149,18 +151,18 @@ class _Draft:
         ]
 
     def _forget_sources(self) -> None:
-        """Forget all values of NAMED, in either of its two forms, because it is given again."""
+        """Remove all values of NAMED, a list or named sources, because a later setting replaces them."""
         for known in (self.values, self.origins):
             for key in [key for key in known if key == NAMED or named(key)]:
                 del known[key]
 
     def take_override(self, override: str) -> None:
-        """Add `key=value`: one scalar as it stands, or YAML where the value opens with [, { or a quote."""
+        """Add `key=value`.  A value that begins with [, { or a quote is read as YAML, any other as one scalar."""
         origin = Origin("command line", text=printable(override))
         key, equals, text = override.partition("=")
         group, dot, name = key.rpartition(".")
         if not equals or not text:
-            self._note(origin, f"override {show(override)} has no value; write KEY=VALUE, or KEY=null for none.")
+            self._note(origin, f"override {show(override)} has no value; write KEY=VALUE, or KEY=null to unset KEY.")
         elif group and group not in sections() and group not in (OPEN, NAMED) and not keys.is_source(group):
             self._note(origin, keys.unknown(key, str(origin)))
         else:
@@ -172,7 +174,7 @@ class _Draft:
                 self.take(group + dot, Pairs([(name, 0, value)]), lambda _: origin)
 
     def take_architecture(self) -> None:
-        """Add the values of the config.json of model.hf.  A recipe may differ from it in rotary positions only."""
+        """Add the values of config.json in the folder model.hf.  A recipe may change only its rotary positions."""
         if not isinstance(folder := self.values.get("model.hf"), str):
             return
         try:
@@ -187,15 +189,15 @@ class _Draft:
         for key, (value, where) in architecture.items():
             own, is_position = self.values.get(key), key.startswith("model.rope.")
             if is_position and key != "model.rope.base" and kind != architecture["model.rope.scaling"][0]:
-                continue  # numbers of another scaling
+                continue  # config.json has numbers of a scaling that the recipe replaces
             if own is None and not (is_position and key in self.values):
                 self.values[key], self.origins[key] = value, Origin("derived", text=where)
             elif not is_position and own != value:
-                problem = f"{key} = {show(own)} ({self.origins[key]}), and {show(value)} in {where}.  Leave it out."
+                problem = f"{key} = {show(own)} ({self.origins[key]}), but {where} says {show(value)}.  Remove {key}."
                 self._note(self.origins[key], problem)
 
     def validate(self) -> Config:
-        """The Config.  Raises one ConfigError: problems by line, then of the command line, then missing keys."""
+        """The Config.  Raises one ConfigError: problems of the file, then of the command line, then missing keys."""
         tree: dict[str, Any] = {}
         for key in [*sections(), *self.values]:
             *groups, name = key.split(".")
@@ -215,10 +217,10 @@ class _Draft:
         raise ConfigError(listed(list(dict.fromkeys(text for _, text in ordered))))
 
     def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
-        """Put one error of pydantic into the user's words."""
+        """Adds one pydantic error to `problems`, as a text with the recipe key and the origin of its value."""
         form = "list" if NAMED in self.values else "dict"
         if ".".join(map(str, location[:2])) == NAMED and len(location) > 2 and not str(location[2]).startswith(form):
-            return  # an error about the form that the user did not choose
+            return  # pydantic also reports the form that the user did not choose
         key = ""
         for part in location:
             longer = f"{key}.{part}".lstrip(".")

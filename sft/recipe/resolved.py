@@ -1,4 +1,4 @@
-"""A validated recipe: its config, where each value came from, and how it is written out again."""
+"""A validated recipe: its config, the origin of each value, and its output as YAML."""
 
 import shlex
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from sft.config.keys import values
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from.  As text: `a.yaml, line 12`, `command line: parallel.cp=4`, `default`."""
+    """The origin of a value.  As text: `a.yaml, line 12`, `command line: parallel.cp=4`, `default`."""
 
     kind: Literal["file", "command line", "default", "derived"]
     file: str | None = None
@@ -26,7 +26,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A validated recipe and, for every dotted key, where its value came from."""
+    """A validated recipe, and the origin of the value of every dotted key."""
 
     config: Config
     origins: Mapping[str, Origin]
@@ -35,13 +35,13 @@ class Recipe:
 
     @property
     def arguments(self) -> str:
-        """The arguments that give this recipe again, as for a shell: `a.yaml parallel.cp=4`."""
+        """The command-line arguments that reproduce this recipe, quoted for a shell: `a.yaml parallel.cp=4`."""
         overrides = [origin.text for origin in self.origins.values() if origin.kind == "command line" and origin.text]
         return shlex.join([self.path, *dict.fromkeys(overrides)])
 
 
 def derived(config: Config) -> dict[str, tuple[Any, str]]:
-    """What a null stands for: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
+    """The value that replaces each null: {"model.head_dim": (128, "hidden_size / num_attention_heads"), ...}."""
     values_and_sources: dict[str, tuple[Any, str]] = {}
     if config.model.num_query_groups is None:
         values_and_sources["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
@@ -53,7 +53,7 @@ def derived(config: Config) -> dict[str, tuple[Any, str]]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe, defaults included, as YAML that loads back to an equal Config; comments give the origins.
+    """The whole recipe with defaults as YAML, from which an equal Config can be loaded.  Comments give the origins.
 
     parallel:
       tp: 1  # default
@@ -73,5 +73,5 @@ def dump(recipe: Recipe) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line: characters that cannot be printed, line breaks among them, become question marks."""
+    """`text` with a question mark for each line break and each other character that cannot be printed."""
     return "".join(c if c.isprintable() else "?" for c in text)

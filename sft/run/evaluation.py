@@ -1,4 +1,4 @@
-"""The held-out pass: the loss on every held-out set, computed by the same packed, context-parallel code as training."""
+"""Computes the loss on every held-out set, with the same packed, context-parallel code as in training."""
 
 import math
 import time
@@ -26,9 +26,9 @@ class Evaluator:
         return step in (0, self._num_steps) or (self._every is not None and step % self._every == 0)
 
     def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
-        """The record of each set after `step`, by name; None if the run must stop meanwhile.  Collective.
+        """Evaluate after `step`.  Returns the record of each set by name; None if the run must stop.  Collective.
 
-        A run that must stop leaves its evaluation to the next start, because it needs the remaining time for a save.
+        If the run must stop, the next start repeats the evaluation, because the remaining time is needed for a save.
         """
         results: dict[str, tuple[Totals, float]] = {}
         for name, loader in self._sets.items():
@@ -51,10 +51,9 @@ class Evaluator:
 
 
 def evaluate(engine: Engine, loader: Loader, goes_on: Callable[[], bool] = lambda: True) -> Totals | None:
-    """Sums over every sample of `loader`, each exactly once on every layout.  Collective.
+    """The totals over all samples of `loader`.  Every layout counts each sample exactly once.  Collective.
 
-    `goes_on` is called before each batch and must return the same on all ranks.  If it returns False, this returns
-    None.
+    `goes_on` is called before each batch, with the same result on all ranks.  False ends the evaluation without totals.
     """
     totals = []
     for microbatches in loader.eval_batches():

@@ -1,14 +1,13 @@
-"""One start of a run: it locks the folder, receives signals, and reports how it ended.
+"""One start of a run: locks the folder, receives signals, and records how the start ended.
 
-Combines the lock, the signals, the watchdog and run_state.json over all ranks.  Decides after each step if a save is
-due and whether the run stops: a signal to one rank stops all ranks after the same step.  Does not know what a
-checkpoint holds.
+Combines the lock, the signals, the watchdog and run_state.json over all ranks.  Decides after each step whether a save
+is due and whether the run stops.  A signal to one rank stops all ranks after the same step.
 """
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,12 @@ class Lifecycle:
         self._folder, self._position, self._console, self._next_step = folder, position, console, next_step
         self._lock: RunLock | None = None
         self._start_id: str | None = None
-        self._reported_save: int | None = None
+        self._has_saved = False
         self.step, self.step_s = 0, 0.0
         self.saved_at = time.monotonic()  # checkpoint.save_every_minutes counts from here
 
     def __enter__(self) -> "Lifecycle":
-        """Collective.  After it returns, run_state.json records how this start ends."""
+        """Collective.  After `__enter__` has returned, run_state.json records how this start ends."""
         run, control = self._run, self._position.control
         with ExitStack() as contexts:
             broadcast_from_rank0(lambda: self._lock_folder(contexts), control)
@@ -68,7 +67,7 @@ class Lifecycle:
         self._contexts.__exit__(*error)
 
     def restored(self, step: int, num_steps: int) -> None:
-        """Call it when the state after `step` is in memory.  Reports step and save times of earlier starts."""
+        """Called when the state after `step` is loaded.  Prints whether a step and a save fit into run.grace_s."""
         self.step, self._num_steps = step, num_steps
         if line := _grace_line(*self._earlier, self._run.grace_s):
             self._console.say(line)
@@ -94,24 +93,23 @@ class Lifecycle:
         save |= config.save_last if is_last else stop is not None
         return save, stop
 
-    def report_published(self, step: int | None, save_s: float | None) -> None:
-        """Write into run_state.json that the checkpoint of `step` is published, unless it is already there.
+    def report_published(self, step: int, save_s: float) -> None:
+        """Write into run_state.json that the checkpoint of `step` is published.  Called on rank 0, by any thread.
 
-        save_s: seconds that this save took.  A background save may have ended at any time
+        save_s: seconds that this save took
         """
-        if self._position.rank != 0 or step is None or save_s is None or step == self._reported_save:
-            return
-        if self._reported_save is None and (line := _grace_line(self.step_s, save_s, self._run.grace_s)):
+        if not self._has_saved and (line := _grace_line(self.step_s, save_s, self._run.grace_s)):
             self._console.say(line)
-        self._reported_save = step
-        status.progress(self._folder, self._start_id, step=step, step_s=self.step_s, save_s=save_s)
+        self._has_saved = True
+        with self._warn_if_unwritable():
+            status.progress(self._folder, self._start_id, step=step, step_s=self.step_s, save_s=save_s)
 
     def holds_folder(self) -> bool:
-        """Whether this run still holds the lock of its folder.  Call it on rank 0, which took the lock."""
+        """Whether this run still holds the lock of its folder.  Called on rank 0, which took the lock."""
         return self._lock is None or self._lock.held()
 
     def end(self, kind: status.Kind, step: int, reason: str | None) -> None:
-        """Record the end of the run; the last call.  Collective: no rank returns before run_state.json is written."""
+        """Record the end of the run.  Called last.  Collective: no rank returns before run_state.json is written."""
         self._signals.disarm()
         self._watchdog.idle()
         self._position.control.barrier().wait()
@@ -120,7 +118,7 @@ class Lifecycle:
         broadcast_from_rank0(write, self._position.control)
 
     def _stop_and_late(self, *, is_late: bool) -> tuple[str | None, bool]:
-        """The reason to stop the run, and whether rank 0 finds a save late, by one all-reduce."""
+        """The reason to stop the run, and whether a save is overdue on rank 0, with one all-reduce."""
         stop, late = all_reduce_max([self._signals.reason is not None, is_late], self._position.control)
         return (self._signals.reason or "another rank was asked to stop") if stop else None, bool(late)
 
@@ -132,22 +130,26 @@ class Lifecycle:
             raise ConfigError(f"run.dir = {self._folder} cannot be written: {error}.") from error
 
     def _report_hang(self, message: str) -> None:
-        """Called by the watchdog's thread; this process ends next."""
+        """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""
         where = f"{self._folder}/stacks has the stacks of all ranks; look first at a rank without a file"
         hang = TrainingHangs(f"{message.splitlines()[0]} (run.step_timeout_s).  {where}")
         self._report_error(TrainingHangs, hang, None)
 
     def _report_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            return
+        if error is not None:
+            with self._warn_if_unwritable():
+                status.fail(self._folder, self._start_id, error, rank=self._position.rank, step=self.step)
+
+    @contextmanager
+    def _warn_if_unwritable(self) -> Iterator[None]:
         try:
-            status.fail(self._folder, self._start_id, error, rank=self._position.rank, step=self.step)
-        except OSError as unwritable:
-            self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {unwritable}")
+            yield
+        except OSError as error:
+            self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {error}")
 
 
 def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> str | None:
-    """Reports whether a step and a save fit into the time between a signal and the end; None if a time is unknown."""
+    """A line that says whether a step and a save fit into run.grace_s; None if a duration is unknown."""
     if step_s is None or save_s is None:
         return None
     line = f"stopping takes a step ({step_s:.1f} s) and a save ({save_s:.1f} s); run.grace_s is {grace_s} s"
@@ -155,4 +157,4 @@ def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> s
 
 
 class TrainingHangs(RuntimeError):
-    """A phase that took too long.  This is not a mistake of the user: another start may succeed."""
+    """A phase that took too long.  A hang is not a mistake of the user: another start may succeed."""

@@ -1,11 +1,11 @@
-"""One run in a folder at a time: run.lock names the run that holds the folder.  That run renews it while it lives.
+"""Allows one run at a time in a folder.  run.lock names this run, which renews the file while the run is alive.
 
-Decides whether the holder of a lock is alive, and how a stale lock is replaced.  Does not decide what a run does after
-it has lost its lock: the saver calls `held` before it publishes a checkpoint.
+Decides whether the holder of a lock is alive, and how a stale lock is replaced.  The saver calls `held` before it
+publishes a checkpoint, and does not publish without the lock.
 
-A holder never creates the file again: it writes its heartbeats into the file that it opened.  So if a run
-resumes after another one replaced its lock, it renews a file that no longer has a name.  Before a run replaces a stale
-lock, it links a second name that only one process can own (`_claim`), and then reads the lock once more.
+The holder of a lock writes heartbeats into the file that it opened, and never creates the file again.  So a run that
+hung and lost its lock renews a file without a name.  Before a run replaces a stale lock, it links a second name that
+only one process can own (`_claim`), and then reads the lock again.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ class Holder:
     """The process that holds the lock, as run.lock stores it."""
 
     host: str
-    machine: str  # host, boot and PID namespace: a container may share its host's name, but not its process ids
+    machine: str  # host, boot and PID namespace; a container may have its host's name, but other process ids
     pid: int
-    started: float  # in seconds, see `_start_time`
-    since: str  # for people, UTC
+    started: float  # start time in seconds, see `_start_time`
+    since: str  # start time in UTC, for users
     job: str | None
     restart: int
     id: str
@@ -75,20 +75,21 @@ class RunLock:
                 self._file = os.open(own, os.O_WRONLY)
             finally:
                 own.unlink()
+            self._sweep()
         except OSError as error:
             raise ConfigError(f"run.dir = {self._path.parent} cannot be locked: {error}.") from error
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if os.getpid() != self._me.pid:  # a fork of ours that ends by an exception
+        if os.getpid() != self._me.pid:  # a forked child that ends with an exception
             return
         self._is_over.set()
         self._thread.join()
         os.close(self._file)
         claim = _claim(self._path, self._identity)
-        with suppress(OSError):  # removed by hand, or the disk is gone: the next run finds a stale lock
-            # Under the claim, because another run could replace the lock between reading and removing it.
+        with suppress(OSError):  # a user removed the file, or the disk failed: the next run may find a stale lock
+            # Needs the claim, because another run could replace the lock after the read and before the removal.
             if _link(self._path, claim):
                 if self._is_mine():
                     self._path.unlink()
@@ -97,6 +98,12 @@ class RunLock:
     def held(self) -> bool:
         """Whether this process still holds the lock.  False if another run replaced it, and in a forked child."""
         return os.getpid() == self._me.pid and self._is_mine()
+
+    def _sweep(self) -> None:
+        """Remove the files of processes that were killed while they took or removed the lock."""
+        for path in self._path.parent.glob(f"{LOCK}.*"):
+            if (content := _read(path)) and (holder := _parse(content)) and self._why_gone(holder):
+                path.unlink(missing_ok=True)
 
     def _is_mine(self) -> bool:
         return _has_identity(self._path, self._identity)
@@ -107,13 +114,13 @@ class RunLock:
             count += 1
             with suppress(OSError):  # the saver reports errors of the disk
                 os.pwrite(self._file, _counter(count), len(self._identity + _BEAT))
-                os.fsync(self._file)  # to the file server, from which other hosts read
+                os.fsync(self._file)  # sends the heartbeat to the file server, from which other hosts read
 
     def _replace(self, own: Path, path: Path, stale: bytes) -> None:
-        """Replace the `stale` lock by our file, unless another process does so first."""
+        """Replace the lock with content `stale` by the file `own`, unless another process does so first."""
         claim = _claim(path, stale)
         if not _link(own, claim):
-            # Another process owns the claim for a moment.  If that process was killed, the claim itself is stale.
+            # Another process owns the claim for a moment.  If the other process was killed, the claim itself is stale.
             if (stale_claim := self._stale_content(claim)) is None:
                 return
             self._replace(own, claim, stale_claim)
@@ -125,7 +132,7 @@ class RunLock:
             claim.unlink()
 
     def _stale_content(self, path: Path) -> bytes | None:
-        """The content of a lock whose run has ended; None if the lock changed meanwhile.  Raises if the run lives."""
+        """The content of a lock whose run has ended; None if the lock changed meanwhile.  Raises if that run lives."""
         content = _read(path)
         if content is None:
             return None
@@ -153,7 +160,7 @@ class RunLock:
         return None
 
     def _changes(self, path: Path) -> bool:
-        """Watch the lock file for up to `stale_s`.  Whether its owner renews it, or anyone replaces or removes it."""
+        """Watch the lock file for up to `stale_s`.  Returns whether the file was renewed, replaced or removed."""
         before, end = _stamp(path), time.monotonic() + self._stale_s
         while time.monotonic() < end:
             time.sleep(min(1.0, self._stale_s / 20))
@@ -194,10 +201,9 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process was started, in seconds; None if it has ended.
+    """The start time of a process in seconds; None if the process has ended.
 
-    On Linux these are the kernel's seconds since boot.  psutil converts them to the time of day, which changes when the
-    clock is set.
+    On Linux the time counts from boot.  psutil gives the time of day, which changes when the clock is set.
     """
     if not Path("/proc/self/stat").exists():
         return float(psutil.Process(pid).create_time()) if psutil.pid_exists(pid) else None
@@ -205,7 +211,7 @@ def _start_time(pid: int) -> float | None:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    is_dead = fields[0] in "ZX"  # a zombie: it has ended, but its parent has not waited for it
+    is_dead = fields[0] in "ZX"  # Z: a zombie has ended, but its parent has not waited for it
     return None if is_dead else int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -222,7 +228,7 @@ def _parse(content: bytes) -> Holder | None:
 
 
 def _counter(count: int) -> bytes:
-    """A heartbeat.  Its length is the same for every count, so that one heartbeat can overwrite another."""
+    """A heartbeat, of the same length for every count, so that one heartbeat can overwrite another."""
     return f"{count:>12}".encode()
 
 
@@ -237,10 +243,10 @@ def _claim(path: Path, stale: bytes) -> Path:
 
 
 def _link(file: Path, name: Path) -> bool:
-    """Hard-link the file to a second name, unless another file has it.  Returns whether the file has the name now."""
+    """Hard-link the file to `name`, unless another file has this name.  Returns whether the file has the name now."""
     try:
         os.link(file, name)
-    except FileExistsError:  # NFS also reports this if it made the link, but its first answer was lost
+    except FileExistsError:  # NFS also reports this error if it made the link, but its first answer was lost
         return _stamp(name) is not None and os.path.samefile(file, name)
     return True
 

@@ -1,7 +1,7 @@
 """Records CUDA memory history and Chrome traces of the steps and ranks that a recipe chooses.
 
     RUN/memory_snapshots/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.pickle
-    RUN/memory_snapshots/step_7_oom/...          step 7 ran out of memory; step_7_error: it raised another error
+    RUN/memory_snapshots/step_7_oom/...          step 7 ran out of memory; step_7_error: step 7 raised another error
     RUN/traces/step_3/HOST-rank1-pp0-dp0-cp1-tp0-ep0.json.gz
 
 Every rank makes its own folders, because nodes need not share a file system.  An error of the profiler is reported in
@@ -24,11 +24,11 @@ from sft.parallel.position import Position
 
 
 class Profiler:
-    """A context around the whole run, from before the model is built, so that it sees an error that ends the run."""
+    """A context around the whole run, from before the model is built.  Writes a snapshot if an error ends the run."""
 
     def __init__(self, config: ProfileConfig, folder: Path, position: Position, console: Console) -> None:
         self._config, self._folder, self._position, self._console = config, folder, position, console
-        self._snapshots = _steps(config.memory, position)  # of this rank
+        self._snapshots = _steps(config.memory, position)  # steps that this rank records
         self._traces = _steps(config.torch, position)
         if position.device.type != "cuda":
             self._snapshots = frozenset()
@@ -66,7 +66,7 @@ class Profiler:
     def step(self, number: int) -> Iterator[None]:
         """A context around step `number`, counted from 1 over the whole run, with its evaluation and save."""
         self._step = number
-        if number > self._last:  # a resumed run may begin there
+        if number > self._last:  # a resumed run may begin after the last snapshot
             self._stop()
         with self._trace(number) if number in self._traces else nullcontext():
             yield
@@ -94,7 +94,7 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
-        """Write to a partial file and rename it.  So a file with its final name is complete."""
+        """Write to a partial file and rename it, so that a file with its final name is complete."""
         path = self._folder / kind / step / (name(self._position) + suffix)
         partial = path.with_name("." + path.name)
         with self._best_effort(f"{path} was not written"):
@@ -124,7 +124,7 @@ def name(position: Position) -> str:
 
 
 def _steps(chosen: MemoryProfile | TorchProfile, position: Position) -> frozenset[int]:
-    """The steps that this rank is to record."""
+    """The steps that this rank records."""
     if chosen.ranks == "stage":
         is_chosen = position.dp_rank == position.cp_rank == position.tp_rank == 0
     else:

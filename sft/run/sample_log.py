@@ -1,10 +1,10 @@
-"""seen.jsonl, the sample log: the samples of each optimizer step, so that anyone can check that each is seen once.
+"""The sample log, seen.jsonl, records the samples of each optimizer step, and so how often each sample was used.
 
     {"step": 3, "epoch": 0, "batch": 2, "samples": [4, 17, 23], "chain": "9f2c..."}
 
 `chain` is the SHA-256 of the previous chain and of this line's epoch, batch and samples.  Two runs with the same last
-chain trained on the same samples in the same order.  The run's state holds the chain, and so do checkpoints.  The chain
-does not depend on the layout.
+chain trained on the same samples in the same order.  Checkpoints contain the chain.  The chain does not depend on the
+layout.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ _COPY_BYTES = 1 << 20
 
 
 def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
-    """The chain after a global batch (both counted from 0) of these samples.
+    """The chain after a global batch of these samples.  `epoch` and `batch` count from 0.
 
-    The boundaries of packs do not enter it: the same samples give the same chain on any assignment to ranks.
+    The same samples give the same chain for any division into packs and any assignment to ranks.
     """
     entry = json.dumps([chain, epoch, batch, sorted(samples)], separators=(",", ":"))
     return hashlib.sha256(entry.encode("ascii")).hexdigest()
@@ -33,13 +33,13 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 class SampleLog:
     """The file of one run, for rank 0.  Raises OSError if it cannot be opened, StorageError if it cannot be written.
 
-    `step` and `chain` are those of the last completed step.  Lines of later steps, which a killed run left, are
-    removed.  If the lines do not lead up to `step` (a checkpoint of another folder, a machine that lost its last
-    writes), a line with "gap" is added.
+    `step` and `chain` belong to the last completed step.  Lines of later steps, which a killed run left, are removed.
+    A line with "gap" is added if lines before `step` are missing, for example because the checkpoint comes from another
+    folder, or because the machine lost its last writes.
     """
 
     def __init__(self, path: Path, step: int, chain: str) -> None:
-        # A new file, because a run that lost this folder while it hung may still append to the old file.
+        # Writes a new file, because a run that hung and lost its lock may still append to the old file.
         copy = path.with_name(path.name + ".tmp")
         with path.open("a+b") as old, copy.open("wb") as new:
             end, last = _whole_until(old, step)
@@ -70,7 +70,7 @@ class SampleLog:
             ) from error
 
     def sync(self) -> None:
-        """Flush all lines to disk.  Call it before a checkpoint of the last step."""
+        """Flush all lines to disk.  Called before a checkpoint is saved."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class SampleLog:
 
 
 def _whole_until(file: IO[bytes], step: int) -> tuple[int, str]:
-    """The byte offset at which the lines up to `step` end, and the chain there.  Stops at the first damaged line."""
+    """The byte offset where the lines up to `step` end, and the last chain.  Stops at the first damaged line."""
     file.seek(0)
     end, chain = 0, ""
     for line in file:

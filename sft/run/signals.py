@@ -1,11 +1,10 @@
-"""The reasons to stop a run before its last step: a signal, or the end of its time.
+"""Stops a run before its last step, because of a signal or a time limit.
 
-Decides what a signal means (the first: finish the step and save; the second: exit at once) and when the time is up.
-Does not decide what is saved, nor that all ranks stop after the same step.  The lifecycle decides that; it reads
-`reason`.
+After the first signal, the run finishes the step and saves.  After a second signal, the process exits at once.  The
+lifecycle reads `reason`, and stops all ranks after the same step.
 
-The main thread may wait in a collective for minutes, and no Python handler runs then.  So a thread receives every
-signal through Python's wakeup file descriptor, into which the C handler itself writes.
+The main thread may wait in a collective for minutes, and Python's signal handlers cannot run meanwhile.  So a thread
+receives every signal through Python's wakeup file descriptor, to which the C handler writes.
 """
 
 import ctypes
@@ -24,12 +23,12 @@ from typing import Any
 from sft.errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# SLURM signals every process of a job, and torchrun forwards its signal: a process gets both at almost the same time.
+# SLURM signals every process of a job, and torchrun forwards its own signal.  So a process gets two signals at once.
 SECONDS_OF_ECHO = 1.0
-SECONDS_TO_PRINT = 2.0  # for a line or a flush, because the thread that holds the stream may hang
+SECONDS_TO_PRINT = 2.0  # limit for a line or a flush, because the thread that holds the stream may hang
 
-_END = 0  # not a signal: it makes the thread end
-_PROBE = 255  # a forked child sends it to check whether its parent still listens
+_END = 0  # byte that ends the receiving thread; not a signal
+_PROBE = 255  # byte that a forked child sends to check whether its parent still listens
 _PR_SET_PDEATHSIG = 1
 
 _active: "StopSignals | None" = None
@@ -39,13 +38,14 @@ _forking = threading.local()  # the signal mask of the forking thread before the
 class StopSignals:
     """Receives the signals that stop a run.  A context for the main thread; only one may be active.
 
-    `grace_s`: seconds after the first signal; then the process exits without a save, with exit code 1.
+    `grace_s`: seconds from the first signal until the process exits without a save, with exit code 1.
     `deadline`: the monotonic time at which to stop, and the reason.
 
-    A second signal exits at once, with 128 + its number as the exit code.
+    After a second signal the process exits at once, with exit code 128 + number of the signal.
 
     torchrun sends signals to all processes of a rank, also to children that a library forked.  The children ignore
-    signals while the context lasts and the parent lives.  Afterwards signals end them as usual.
+    signals while the context lasts and the parent lives.  After the context or
+    the parent ends, a signal ends a child as usual.
     """
 
     def __init__(self, *, grace_s: float, deadline: tuple[float, str] | None, report: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class StopSignals:
 
     def __exit__(self, *error: object) -> None:
         global _active
-        if os.getpid() != self._pid:  # a fork that ends by an exception
+        if os.getpid() != self._pid:  # a forked child that ends with an exception
             return
         _active = None
         for number, handler in self._handlers_before.items():
@@ -76,7 +76,7 @@ class StopSignals:
         self._sender.setblocking(True)
         self._sender.send(bytes([_END]))
         self._thread.join()
-        self._receiver.shutdown(socket.SHUT_RDWR)  # a child that was forked just now may still have it open
+        self._receiver.shutdown(socket.SHUT_RDWR)  # a child that was forked just now may still have the socket open
         self._receiver.close()
         self._sender.close()
 
@@ -85,12 +85,12 @@ class StopSignals:
         """The reason to stop, in a few words; None if the run goes on."""
         if self._reason is None and self._deadline is not None and not self._is_disarmed:
             ends_at, why = self._deadline
-            if time.monotonic() >= ends_at:  # otherwise leave it alone: the thread may have set it meanwhile
+            if time.monotonic() >= ends_at:  # assigns to `_reason` only then, because the thread may set it
                 self._reason = self._reason or why
         return self._reason
 
     def disarm(self) -> None:
-        """Call it when the run ends by itself: from now on signals and the time limit have no effect."""
+        """Make signals and the time limit have no effect.  Called when the run ends by itself."""
         self._is_disarmed = True
 
     def _listen(self) -> None:
@@ -137,7 +137,7 @@ class StopSignals:
 
 
 def _before_fork() -> None:
-    """Blocks signals.  A signal that reaches the child before `_in_child` would arrive in the parent's socket."""
+    """Block signals, because a signal that reaches the child before `_in_child` would arrive in the parent's socket."""
     if _active is not None:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -148,7 +148,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """A child's signals do not concern the run, and only the parent keeps the receiving socket."""
+    """Disconnect a child from the parent's socket, because the child's signals do not concern the run."""
     global _active
     if _active is not None:
         signal.set_wakeup_fd(-1)
@@ -182,7 +182,7 @@ def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[
 def leave_with_parent() -> None:
     """Make the kernel end this process when its launcher ends.  Works under torchrun on Linux; elsewhere does nothing.
 
-    Without this, ranks would train on after their launcher was killed, and would lock the folder for the next start.
+    Without a launcher, ranks would otherwise continue to train, and would block the next start.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
@@ -190,7 +190,7 @@ def leave_with_parent() -> None:
     libc: Any = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The launcher may have ended before the call.  Then the parent is init, which in a container may be the launcher.
+    # If the launcher ended before the call, the parent is process 1.  In a container, process 1 may be the launcher.
     if os.getppid() != parent or (parent == 1 and not _is_launcher(1)):
         print("the launcher has ended, so this process exits", file=sys.stderr, flush=True)
         os._exit(1)

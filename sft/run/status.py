@@ -1,10 +1,10 @@
-"""run_state.json: the progress of a run and how its last start ended, for scripts and users.
+"""run_state.json records the progress of a run and how its last start ended, for scripts and users.
 
-Decides the content of the file, that the first failure of a start stays in it, and whether another start makes sense.
-torchrun turns every exit code but 0 into 1, so a script that restarts runs must read this file.  Does not decide when
-the file is written: rank 0 calls `begin`, `progress` and `end`; any rank calls `fail`.
+`verdict` says whether another start makes sense.  torchrun turns every exit code except 0 into 1, so a script that
+restarts runs must read this file.  Rank 0 calls `begin`, `progress` and `end`; any rank may call `fail`.
 
-The first failure is also in run_state.failure.json until the next start, because only one rank can create that name.
+The first failure of a start is also in run_state.failure.json until the next start.  Only one rank can create a file of
+this name, so later failures do not replace the first.
 """
 
 import json
@@ -34,19 +34,19 @@ class Status:
     num_steps: int | None  # None: the run failed before the number was known
     started_at_step: int
     saved_step: int  # step of the newest checkpoint; until this start saves one, `started_at_step`
-    start_id: str  # of this start; calls with the id of an earlier start change nothing
+    start_id: str  # id of this start; calls with the id of an earlier start change nothing
     starts: int  # number of starts in a row from `started_at_step`
     reason: str | None  # one line; for a failure, rank and error
     traceback: str | None
-    step_s: float | None  # duration of the last step and of the last save
-    save_s: float | None
-    time: str  # when this was written: UTC, ISO 8601
+    step_s: float | None  # duration of the last step
+    save_s: float | None  # duration of the last save
+    time: str  # when the file was written: UTC, ISO 8601
     host: str
     job: str | None
 
 
 def read(folder: Path) -> Status | None:
-    """The status of the run in this folder; None if it has no status.  Raises ConfigError if it is unreadable."""
+    """The status of the run in this folder; None if there is none.  Raises ConfigError if the file is unreadable."""
     path = folder / FILE
     try:
         content = path.read_bytes()
@@ -64,7 +64,7 @@ def read(folder: Path) -> Status | None:
 
 
 def begin(folder: Path, *, step: int) -> Status:
-    """Record a start that continues after `step`.  Call it before a rank can fail.  Raises ConfigError like `read`."""
+    """Record a start that continues after `step`.  Called before a rank can fail.  Raises ConfigError like `read`."""
     before = read(folder)
     in_a_row = before is not None and before.started_at_step == step and before.status != "done"
     status = Status(
@@ -81,7 +81,7 @@ def begin(folder: Path, *, step: int) -> Status:
         save_s=before.save_s if before else None,
         **_now(),
     )
-    for leftover in folder.glob(f"{FAILURE}*"):  # of the previous start, or of a rank that was killed while it failed
+    for leftover in folder.glob(f"{FAILURE}*"):  # left by the previous start, or by a rank that was killed in `fail`
         leftover.unlink(missing_ok=True)
     replace_text(folder / FILE, _text(status), sync=True)
     return status
@@ -93,16 +93,15 @@ def progress(folder: Path, start_id: str | None, *, step: int, step_s: float, sa
 
 
 def end(folder: Path, start_id: str | None, status: Kind, *, step: int, num_steps: int, reason: str | None) -> None:
-    """Record that all ranks ended together, done or preempted, after `step`, which is saved."""
-    _change(folder, start_id, step, status=status, num_steps=num_steps, saved_step=step, reason=_line(reason))
+    """Record that all ranks ended together after `step`.  status: done or preempted"""
+    _change(folder, start_id, step, status=status, num_steps=num_steps, reason=_line(reason))
 
 
 def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int, step: int) -> None:
-    """This rank ends by an error in or after `step`.
+    """Record that this rank ends with an error in or after `step`.  All ranks may call `fail` at once.
 
-    The first failure of a start stays: what other ranks report later, such as a reset connection, follows from it.
-    The status of a run that ended without an error does not change either.  All ranks may call this at once.  Raises
-    OSError if the folder cannot be written.
+    Only the first failure of a start is recorded, because later ones, such as a reset connection, follow from it.
+    The status of a run that ended without an error does not change.  Raises OSError if the folder cannot be written.
     """
     before = _known(folder, step)
     if before.status != "running" or _is_of_another(before, start_id):
@@ -132,8 +131,8 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
 def verdict(status: Status | None) -> Literal["done", "go on", "stop"]:
     """Whether a script should start the run again.
 
-    The status "running" means that the run was killed, and None that it never started.  In both cases the script should
-    start it.  It should stop after `MAX_STARTS` starts in a row from the same step, if the last of them saved nothing.
+    A killed run still has the status "running", and a run that never started has None; a script should start both.  The
+    script should stop after `MAX_STARTS` starts in a row from the same step if the last start saved nothing.
     """
     if status is None:
         return "go on"
@@ -173,7 +172,7 @@ def _is_of_another(known: Status, start_id: str | None) -> bool:
 
 
 def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> None:
-    """Change the status, unless another start has begun or another rank has failed meanwhile.  Call it on rank 0."""
+    """Change the status, unless another start has begun or another rank has failed meanwhile.  For rank 0."""
     before = _known(folder, step)
     if _is_of_another(before, start_id):
         return
@@ -184,11 +183,11 @@ def _change(folder: Path, start_id: str | None, step: int, **changes: Any) -> No
 
 
 def _publish_failure(folder: Path) -> None:
-    """Make the failure the status.  All ranks may do this at once, because each renames a copy of the same file."""
+    """Make the failure the status.  All ranks may call this at once: each renames its own copy of the failure."""
     copy = folder / f"{FAILURE}.{uuid.uuid4().hex}"
     os.link(folder / FAILURE, copy)
     os.replace(copy, folder / FILE)
-    copy.unlink(missing_ok=True)  # replacing a file by itself leaves both names
+    copy.unlink(missing_ok=True)  # os.replace leaves both names if they belong to the same file
     flush(folder)
 
 
@@ -209,7 +208,7 @@ def _text(status: Status) -> str:
 
 
 def _parse(values: Any) -> Status:
-    """Raises ValueError with the reason."""
+    """The status in a JSON value.  Raises ValueError if the value is not a status."""
     names = [field.name for field in fields(Status)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise ValueError(f"it must be an object with {', '.join(names)}")
@@ -222,7 +221,7 @@ def _parse(values: Any) -> Status:
 
 
 def _is_valid(value: object, kind: Any) -> bool:
-    """Whether the value is of the type and not negative; an integer passes as a float, as some JSON writers drop .0."""
+    """Whether the value has type `kind` and is not negative.  Integers pass as floats: some JSON writers drop .0."""
     allowed = get_args(kind) or (kind,)
     if isinstance(value, bool):
         return False

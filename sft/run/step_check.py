@@ -1,6 +1,6 @@
-"""Checks the loss and the gradient norm of every step.  Warns of a loss spike, and ends a run that stays non-finite.
+"""Warns of loss spikes, and ends a run after too many steps in a row with a non-finite loss or gradient norm.
 
-Both numbers are the same on all ranks, so all ranks decide the same.  These files help to find the reason:
+Loss and norm are the same on all ranks, so all ranks decide the same.  Before a run ends, these files are written:
 
     run.dir/bad_steps/step_0000012/
         samples.json     the sample numbers of the global batch, with the data file and row of each sample
@@ -29,9 +29,9 @@ class StepCheck:
         self._loss_spikes = LossSpikes()
 
     def check(self, step: int, result: StepResult, bad_in_a_row: int, dump: Callable[[], Path]) -> None:
-        """Warn of a loss spike, and of a skipped step.
+        """Warn of a loss spike, and of a non-finite step.
 
-        dump: writes the files above, and returns their folder
+        dump: writes the files below bad_steps/, and returns their folder
         Raises TrainingError after more than train.max_nonfinite_steps non-finite steps in a row.
         """
         if not result.is_nonfinite:

@@ -1,11 +1,10 @@
-"""A rank that hangs writes its stacks and ends, so that its launcher can end the others.
+"""Ends a rank that hangs, after writing the stacks of its threads.  The launcher then ends the other ranks.
 
-Decides when a phase has lasted too long, and what it writes then: the stacks of all threads, in a file per rank and on
-stderr.  Does not define the phases, and does not mark the run as failed: the lifecycle's `on_hang` does that.
+Decides when a phase has lasted too long, and then writes the stacks of all threads to a file per rank and to stderr.
+The lifecycle calls `phase`, and its `on_hang` marks the run as failed.
 
-There are two watchers.  A Python thread does all of the above.  It cannot run while the main thread holds the
-interpreter lock in C code.  In that case a thread of `faulthandler`, which needs no interpreter, writes the stacks and
-ends the process.
+A Python thread watches the phases.  This thread cannot run while the main thread holds the interpreter lock in C code.
+In that case a thread of `faulthandler`, which does not need the interpreter, writes the stacks and ends the process.
 """
 
 import faulthandler
@@ -24,7 +23,7 @@ from typing import NoReturn, TextIO
 from sft.errors import ConfigError
 
 SECONDS_BETWEEN_CHECKS = 1.0  # or a tenth of the timeout, if that is less
-SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # after the timeout and `linger_s`, because `on_hang` may hang as well
+SECONDS_MORE_FOR_FAULTHANDLER = 10.0  # added to the timeout and `linger_s`, because `on_hang` may hang as well
 
 _active: "Watchdog | None" = None
 
@@ -32,9 +31,9 @@ _active: "Watchdog | None" = None
 class Watchdog:
     """Ends this process with exit code 1 when a phase lasts longer than `timeout_s` (None: never).
 
-    The stacks go to `folder`/stacks/rank_00003.txt, after those of earlier starts, and to stderr.  `on_hang` gets the
-    same text; its first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other
-    ranks, which hang for the same reason, can write their stacks.  Raises ConfigError if the folder cannot be written.
+    The stacks are appended to `folder`/stacks/rank_00003.txt, and printed on stderr.  `on_hang` gets the same text,
+    whose first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other ranks, which
+    hang for the same reason, can write their stacks.  Raises ConfigError if the folder cannot be written.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Watchdog:
         self._path = folder / "stacks" / f"rank_{rank:05d}.txt"
         self._on_hang, self._leave = on_hang, leave
         self._pid = os.getpid()
-        self._phase: tuple[str, float] | None = None  # its name, and when it began
+        self._phase: tuple[str, float] | None = None  # name and start time of the current phase
         self._file: TextIO | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._check, name="watchdog", daemon=True)
@@ -133,7 +132,7 @@ def _stacks() -> str:
 
 
 def _before_fork() -> None:
-    """A forked child has no thread of faulthandler, but would wait for that thread before it exits."""
+    """Cancel faulthandler's timer.  A forked child lacks faulthandler's thread, but would wait for it at exit."""
     if _active is not None:
         faulthandler.cancel_dump_traceback_later()
 

@@ -12,9 +12,8 @@ call   at which call, from 1 (default) on, counted in this process among those t
 step   only during this step of training
 match  only calls whose arguments, printed, contain this regular expression
 every  also at all later calls
-do     kill, kill-all, stop, term, usr1, int, exit-0, sleep, skip, full, memory, error, interrupt, missing, or one of
-       `_TURNS`
-s      for sleep: seconds
+do     kill, kill-all, stop, term, usr1, int, exit-0, sleep (s: seconds), full, memory, error, missing: what happens
+       there; or one of `_TURNS`, instead of the call
 
 Every fault that strikes adds a line to the file SFT_FAULTS_LOG, so that a test knows it did.
 """
@@ -34,12 +33,17 @@ from pathlib import Path
 from typing import Any
 
 FAULTS, LOG = "SFT_FAULTS", "SFT_FAULTS_LOG"
-_SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1, "int": signal.SIGINT}
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "usr1": signal.SIGUSR1,
+    "int": signal.SIGINT,
+}
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "full": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "memory": lambda: MemoryError("injected"),
     "error": lambda: RuntimeError("injected"),
-    "interrupt": lambda: KeyboardInterrupt(),
     "missing": lambda: FileNotFoundError(errno.ENOENT, "not seen yet"),
 }
 _now = {"step": 0}  # of training, as the watchdog is told
@@ -92,12 +96,11 @@ def _disturbed(index: int, fault: dict[str, Any], function: Any) -> Any:
         if due and fault["do"] in _TURNS:
             _tell(index, fault)
             return _TURNS[fault["do"]](function, *args, **kwargs)
-        if due and fault["do"] == "skip":
-            return _tell(index, fault)
-        if due and fault.get("when", "before") == "before":
+        is_after = fault.get("when") == "after"
+        if due and not is_after:
             _strike(index, fault)
         result = function(*args, **kwargs)
-        if due and fault.get("when") == "after":
+        if due and is_after:
             _strike(index, fault)
         return result
 
@@ -107,9 +110,7 @@ def _disturbed(index: int, fault: dict[str, Any], function: Any) -> Any:
 def _strike(index: int, fault: dict[str, Any]) -> None:
     _tell(index, fault)
     do = fault["do"]
-    if do == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif do == "kill-all":
+    if do == "kill-all":
         _kill_all()
     elif do in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[do])
@@ -152,23 +153,8 @@ def _inf_gradient(function: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _nan_weight(function: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        next(engine.chunks[0].parameters()).view(-1)[0] = float("nan")
+    next(engine.chunks[0].parameters()).data.view(-1)[0] = float("nan")
     return function(engine, *args, **kwargs)
-
-
-def _no_room(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)._replace(free=1000)
-
-
-def _much_room(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)._replace(free=1 << 50)
-
-
-def _an_hour_back(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs) - 3600.0
 
 
 def _draw(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,20 +170,16 @@ def _draw(function: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _nothing_there(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The listing of a node that does not see yet what others wrote."""
-    return []
-
-
 _TURNS: dict[str, Callable[..., Any]] = {
     "nan-loss": _nan_loss,
     "inf-gradient": _inf_gradient,
     "nan-weight": _nan_weight,
-    "no-room": _no_room,
-    "much-room": _much_room,
-    "an-hour-back": _an_hour_back,
-    "nothing-there": _nothing_there,
     "draw": _draw,
+    "no-room": lambda function, path: function(path)._replace(free=1000),
+    "much-room": lambda function, path: function(path)._replace(free=1 << 50),
+    "an-hour-back": lambda function: function() - 3600.0,
+    "nothing-there": lambda function, *args: [],  # the listing of a node that does not see yet what others wrote
+    "skip": lambda function, *args, **kwargs: None,
 }
 
 

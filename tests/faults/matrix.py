@@ -4,6 +4,7 @@ A row is proved by the tests here that count their faults for it (`hit`), by tes
 with the reason.  `test_matrix.py` holds this against what there is.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 HERE = "here"
@@ -126,22 +127,21 @@ ROWS = {
 class Matrix:
     """What was done in this session, by row."""
 
-    struck: dict[str, int] = field(default_factory=dict)
-    survived: dict[str, int] = field(default_factory=dict)
+    struck: Counter[str] = field(default_factory=Counter)
+    survived: Counter[str] = field(default_factory=Counter)
     failed: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def table(self, *, whole: bool) -> list[str]:
         """One line a row; of a part of the tests, only the rows that were struck."""
         lines = [f"{'row':4} {'fault':55} {'times':>5} {'survived':>8}  proved by"]
-        for row, (fault, proofs, missing) in ((name, (r.fault, r.proofs, r.missing)) for name, r in ROWS.items()):
-            times = self.struck.get(row, 0)
+        for name, row in ROWS.items():
+            times = self.struck[name]
             if not whole and not times:
                 continue
-            where = [proof for proof in proofs if proof != HERE]
-            told = [f"FAILED: {', '.join(self.failed[row])}"] if row in self.failed else []
-            told += ["not run"] if HERE in proofs and not times and not told else []
-            told += where + ([missing] if missing else [])
-            numbers = f"{times:5} {self.survived.get(row, 0):8}" if HERE in proofs else f"{'':5} {'':8}"
-            lines.append(f"{row:4} {fault:55} {numbers}  {'; '.join(told)}".rstrip())
+            told = [f"FAILED: {', '.join(self.failed[name])}"] if name in self.failed else []
+            told += ["not run"] if HERE in row.proofs and not times and not told else []
+            told += [proof for proof in (*row.proofs, row.missing) if proof not in (HERE, "")]
+            numbers = f"{times:5} {self.survived[name]:8}" if HERE in row.proofs else f"{'':5} {'':8}"
+            lines.append(f"{name:4} {row.fault:55} {numbers}  {'; '.join(told)}".rstrip())
         return lines + self.notes

@@ -2,7 +2,7 @@
 
 A process that has imported what a rank imports, has one thread, and forks a rank for every line on its stdin.  The
 rank is then in the state in which `python -m sft` is once its imports are done: own session, own environment, its
-output in files.  The command line, and how a rank is started by a real launcher, is `runs.py`.
+output in files.
 
     {"argv": [...], "env": {...}, "out": "...", "err": "..."}  ->  pid
     {"of": pid}  ->  its exit code (-9 where it was killed), or null while it runs

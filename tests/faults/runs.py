@@ -1,28 +1,34 @@
-"""Runs to disturb: how one is started, waited for and ended, and what is left of it.
+"""Runs to disturb: how one is started, waited for and ended, and what has to be left of it: as if nothing had happened.
 
 A `Case` is a run's folder and its command.  `start` starts it once, as forks of the nursery or, as a user does, by
-torchrun; the same command again goes on.  What a finished run has to look like is `ends.py`.
+torchrun; the same command again goes on.  The files of a run are read by themselves, without the code that wrote them.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.faults.inject import FAULTS, LOG
+from tests.launching import environments, records
 
 TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one start
 _OPTIONS = "SFT_FAULTS_TORCHRUN"
@@ -36,6 +42,10 @@ optim: {{lr: 1e-3}}
 checkpoint: {{save_every: 1}}
 log: {{tensorboard: false}}
 """
+# What a run that is over may leave in its folder.
+KEPT = {"checkpoints", "data.json", "metrics.jsonl", "recipe.yaml", "run_state.json", "seen.jsonl", "tensorboard"}
+KEPT |= {"bad_steps", "stacks"}
+STEP = "sft.mcore.engine:Engine.train_step"
 Fault = dict[str, Any]
 
 
@@ -62,12 +72,34 @@ class Nursery:
         self._process.wait(timeout=30)
 
 
+@dataclass(frozen=True)
+class End:
+    """Of a run: everything that must not depend on what happened on the way."""
+
+    records: list[dict[str, Any]]
+    seen: bytes
+    tensors: dict[str, str]
+
+    def differences(self, other: "End") -> list[str]:
+        """Nothing where they are bitwise the same."""
+        found = [f"record {a} | {b}" for a, b in zip(self.records, other.records) if a != b][:3]
+        if len(self.records) != len(other.records):
+            found.append(f"{len(self.records)} records | {len(other.records)}")
+        if self.seen != other.seen:
+            found.append(f"seen.jsonl: {self.seen[-400:]!r} | {other.seen[-400:]!r}")
+        keys = sorted(set(self.tensors) | set(other.tensors))
+        return found + [f"tensor {k}" for k in keys if self.tensors.get(k) != other.tensors.get(k)][:5]
+
+
 class Case:
     """One run.  `recipe` is shared by all, with prepared data; `overrides` are this one's."""
+
+    reference: End  # of the run that nobody disturbed
 
     def __init__(self, nursery: Nursery, recipe: Path, folder: Path, overrides: Sequence[str] = ()) -> None:
         self.nursery, self.recipe, self.folder = nursery, recipe, folder
         self.run, self.checkpoints = folder / "run", folder / "run" / "checkpoints"
+        self.pointer = self.checkpoints / "latest_checkpointed_iteration.txt"
         self.overrides = [f"run.dir={self.run}", *overrides]
         self.starts: list[Start] = []
         folder.mkdir(exist_ok=True)
@@ -82,23 +114,71 @@ class Case:
         """As a user starts it, on two processes.  `options` of torchrun itself."""
         return self._started(Launched, faults, more, 2, {_OPTIONS: " ".join(options)})
 
-    def finish(self, *, faults: Sequence[Fault] = (), **how: Any) -> "Start":
+    def finish(self, *faults: Fault, **how: Any) -> "Start":
         """The same command once more; it has to come to the end of the run."""
-        start = self.start(*faults, **how)
-        assert start.wait() == [0] * len(start.codes()), start.told()
+        return self.start(*faults, **how).ends(0)
+
+    def finish_the_same(self, *, beside: str = "$^", **how: Any) -> "Start":
+        """And to the end of the run that nobody disturbed."""
+        start = self.finish(**how)
+        self.assert_same_end(beside=beside)
         return start
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.run / "run_state.json").read_text())
-        return found
+        return json.loads((self.run / "run_state.json").read_text())
 
     def steps(self) -> list[int]:
         """Of the checkpoints with a final name."""
-        found = [re.fullmatch(r"iter_(\d{7})", path.name) for path in self.checkpoints.glob("*")]
-        return sorted(int(match[1]) for match in found if match)
+        names = [re.fullmatch(r"iter_(\d{7})", path.name) for path in self.checkpoints.glob("*")]
+        return sorted(int(name[1]) for name in names if name)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"iter_{step:07d}"
 
     def pointed(self) -> int:
-        return int((self.checkpoints / "latest_checkpointed_iteration.txt").read_text())
+        return int(self.pointer.read_text())
+
+    def records(self) -> list[dict[str, Any]]:
+        """metrics.jsonl in its order, without what the clock says and without the starts."""
+        return records(self.folder, "train", "eval")
+
+    def end(self) -> End:
+        """Of the last checkpoint and what lies beside it."""
+        tensors = _tensors(self.checkpoint(self.pointed()))
+        return End(records=self.records(), seen=(self.run / "seen.jsonl").read_bytes(), tensors=tensors)
+
+    def assert_whole(self, step: int | None = None) -> None:
+        """The pointer names a checkpoint of which every byte is what its manifest says; of that step, if given."""
+        pointed = self.pointed()
+        folder = self.checkpoint(pointed)
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        assert {path.name for path in folder.iterdir()} == {*files, "manifest.json"}
+        for name, told in files.items():
+            content = (folder / name).read_bytes()
+            assert len(content) == told["bytes"] and hashlib.sha256(content).hexdigest() == told["sha256"], name
+        assert step is None or pointed == step, (pointed, step)
+
+    def assert_left_nothing(self, *, beside: str = "$^") -> None:
+        """No process, no file of a save or a write under way; names in checkpoints/ may match `beside`."""
+        for start in self.starts:
+            assert start.alive() == [], start.told()
+        strange = {path.name for path in self.run.iterdir()} - KEPT
+        names = [path.name for path in self.checkpoints.iterdir() if path != self.pointer]
+        strange |= {name for name in names if not re.fullmatch(rf"iter_\d{{7}}|{beside}", name)}
+        assert not strange, strange
+        for step in self.steps():
+            for name in ("manifest.json", "metadata.json"):
+                assert (self.checkpoint(step) / name).exists(), f"half of step {step} is left"
+
+    def assert_same_end(self, *, beside: str = "$^") -> None:
+        """Done, bitwise as the run that nobody disturbed, and nothing left."""
+        self.assert_left_nothing(beside=beside)
+        state = self.status()
+        assert (state["status"], state["reason"]) == ("done", None), state
+        assert state["step"] == state["num_steps"] == state["saved_step"] == self.pointed(), state
+        self.assert_whole()
+        differences = self.end().differences(self.reference)
+        assert not differences, differences
 
     def _started(self, kind: Any, faults: Any, more: Sequence[str], world_size: int, env: Any) -> "Start":
         for before in self.starts:
@@ -107,13 +187,29 @@ class Case:
         log = self.folder / f"faults.{len(self.starts)}"
         env = {**os.environ, "OMP_NUM_THREADS": "1", TOKEN: uuid.uuid4().hex, FAULTS: json.dumps(faults), **(env or {})}
         env[LOG] = str(log)
-        start: Start = kind(self, words, log, env, world_size)
-        self.starts.append(start)
-        return start
+        self.starts.append(kind(self, words, log, env, world_size))
+        return self.starts[-1]
+
+
+MakeCase = Callable[..., Case]
+Hit = Callable[..., None]
+
+
+def _tensors(folder: Path) -> dict[str, str]:
+    """SHA-256 of every tensor of a checkpoint, weights and moments, by key."""
+    reader = FileSystemReader(folder)
+    tensors: dict[str, Any] = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    assert any("exp_avg_sq" in key for key in tensors) and len(tensors) > 20, sorted(tensors)
+    return {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in tensors.items()}
 
 
 class Start:
-    """One start of a run."""
+    """One start of a run; the two kinds below have `_launch`, and `codes` of the ranks or of the launcher alone."""
 
     def __init__(self, case: Case, words: list[str], log: Path, env: dict[str, str], world_size: int) -> None:
         self.case, self.log, self.token, self.world_size = case, log, env[TOKEN], world_size
@@ -121,19 +217,24 @@ class Start:
         self._is_over = False
         self._launch(words, env)
 
-    def _launch(self, words: list[str], env: dict[str, str]) -> None:
-        raise NotImplementedError
-
-    def codes(self) -> list[int | None]:
-        """Exit codes; of the ranks, or of the launcher alone."""
-        raise NotImplementedError
-
     def wait(self, timeout_s: float = 90.0) -> list[int | None]:
         """For all to end by themselves, and to leave nothing."""
         self.until(lambda: None not in self.codes(), timeout_s)
         self.until(lambda: not self.alive(), 10)
         self._is_over = True
         return self.codes()
+
+    def ends(self, code: int, timeout_s: float = 90.0) -> "Start":
+        """By itself, all of it with this exit code."""
+        assert set(self.wait(timeout_s)) == {code}, self.told()
+        return self
+
+    def says(self, *texts: str) -> "Start":
+        """On rank 0, to stdout or stderr."""
+        said = self.out() + self.err()
+        for text in texts:
+            assert text in said, (text, self.told())
+        return self
 
     def until(self, is_so: Any, timeout_s: float = 60.0) -> None:
         """Until `is_so()`; a run that does not get there is ended, and the test fails with what it said."""
@@ -169,15 +270,15 @@ class Start:
         return [pid for pid, session, token in _processes() if session in mine or token == self.token]
 
     def fired(self) -> list[Fault]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return [json.loads(line) for line in text_of(self.log).splitlines()]
 
     def out(self, rank: int = 0) -> str:
         """From where the recipe has been told."""
-        whole = _text(Path(f"{self.log}.out.{rank}"))
+        whole = text_of(Path(f"{self.log}.out.{rank}"))
         return whole[whole.find("\nworld_size ") + 1 :]
 
     def err(self, rank: int = 0) -> str:
-        return _text(Path(f"{self.log}.err.{rank}"))
+        return text_of(Path(f"{self.log}.err.{rank}"))
 
     def told(self) -> str:
         """All that was said, for a failed test."""
@@ -191,15 +292,9 @@ class Forked(Start):
     """By the nursery, which is no launcher: nobody ends the other ranks when one is gone."""
 
     def _launch(self, words: list[str], env: dict[str, str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        for rank in range(self.world_size):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world_size, "MASTER_PORT": port}
-            place |= {"LOCAL_WORLD_SIZE": self.world_size, "MASTER_ADDR": "127.0.0.1"}
+        for rank, place in enumerate(environments(self.world_size)):
             files = {kind: f"{self.log}.{kind}.{rank}" for kind in ("out", "err")}
-            mine = {**env, **{name: str(value) for name, value in place.items()}}
-            pid = self.case.nursery.ask(argv=words, env=mine, **files)
+            pid = self.case.nursery.ask(argv=words, env={**env, **place}, **files)
             self.pids[pid] = _born(pid)
 
     def codes(self) -> list[int | None]:
@@ -227,7 +322,8 @@ def _processes() -> Iterator[tuple[int, int, str | None]]:
     """(pid, session, token) of all that live."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[0] not in "ZX":
-            yield int(entry.name), int(fields[3]), _environ(int(entry.name)).get(TOKEN)
+            token = re.search(rf"\b{TOKEN}=(\w+)", text_of(Path(entry.path) / "environ"))  # as when it was started
+            yield int(entry.name), int(fields[3]), token[1] if token else None
 
 
 def _born(pid: int) -> str | None:
@@ -238,16 +334,10 @@ def _born(pid: int) -> str | None:
 
 def _stat(pid: int) -> list[str]:
     """state, parent, group, session, ..."""
-    return _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
-def _environ(pid: int) -> dict[str, str]:
-    """As it was when the process was started."""
-    pairs = (pair.partition("=") for pair in _text(Path(f"/proc/{pid}/environ")).split("\0"))
-    return {name: value for name, _, value in pairs}
-
-
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:  # gone meanwhile

@@ -5,39 +5,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.ends import POINTER, End, assert_same_end, assert_whole, end_of
 from tests.faults.matrix import Matrix
-from tests.faults.runs import Case
+from tests.faults.runs import STEP, Case, Hit, MakeCase
 
-STEP = "sft.mcore.engine:Engine.train_step"
-END = "sft.run.lifecycle:Lifecycle.report_published"
+END = "sft.run.lifecycle:Lifecycle.after_step"
 UPDATE = "sft.mcore.engine:build.update"
 
 
 @pytest.mark.row("P1", "T1")
-def test_one_rank_killed_between_steps(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_one_rank_killed_between_steps(case: MakeCase, hit: Hit) -> None:
     """The other one leaves by itself, without waiting for a timeout (20 s here)."""
-    one = case("run")
+    one = case()
     for rank, step in ((1, 4), (0, 9)):
         start = one.start({"at": END, "step": step, "when": "after", "rank": rank, "do": "kill"})
         codes = start.wait(15)
-        assert codes[rank] == -9 and codes[1 - rank] not in (0, None), start.told()
-        assert len(start.fired()) == 1
+        assert codes[rank] == -9 and codes[1 - rank] not in (0, None) and len(start.fired()) == 1, start.told()
         hit("P1"), hit("T1")
-    one.finish()
-    assert_same_end(one, reference)
+    one.finish_the_same()
 
 
 @pytest.mark.quick
 @pytest.mark.row("P2", "T1", "T8")
-def test_all_ranks_killed_inside_a_step(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_all_ranks_killed_inside_a_step(case: MakeCase, hit: Hit) -> None:
     """In the forward pass, between backward and update, in the update; the epoch ends with step 7."""
-    one = case("run", "checkpoint.async_save=true")
+    one = case("checkpoint.async_save=true")
     places = [
         ("sft.mcore.engine:lm_loss", 3, "before"),
         ("sft.mcore.engine:finalize_model_grads", 6, "after"),
@@ -46,83 +41,57 @@ def test_all_ranks_killed_inside_a_step(case: Callable[..., Case], reference: En
         (STEP, 10, "after"),
     ]
     for at, step, when in places:
-        start = one.start({"at": at, "step": step, "when": when, "rank": 1, "do": "kill-all"})
-        assert start.wait(15) == [-9, -9], start.told()
-        assert len(start.fired()) == 1
+        one.start({"at": at, "step": step, "when": when, "rank": 1, "do": "kill-all"}).ends(-9, 15)
         hit("P2")
         hit("T8" if step in (6, 7, 8) else "T1")
-    one.finish()
-    assert_same_end(one, reference)
+    one.finish_the_same()
 
 
 @pytest.mark.row("P3", "P4", "P5")
-def test_one_rank_fails(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_one_rank_fails(case: MakeCase, hit: Hit) -> None:
     """By an exception, memory, or leaving as if all were well."""
-    one = case("run")
-    start = one.start({"at": STEP, "step": 3, "rank": 1, "do": "error"})
-    assert start.wait(15) == [1, 1], start.told()
+    one = case()
+    start = one.start({"at": STEP, "step": 3, "rank": 1, "do": "error"}).ends(1, 15)
     state = one.status()
     assert state["status"] == "failed-retryable" and state["reason"] == "rank 1: RuntimeError: injected", state
     assert "RuntimeError: injected" in state["traceback"] and "RuntimeError: injected" in start.err(1)
     hit("P3")
 
-    before = one.steps()
-    start = one.start({"at": UPDATE, "step": 3, "rank": 0, "do": "memory"})
-    assert start.wait(15) == [1, 1], start.told()
+    one.start({"at": UPDATE, "step": 3, "rank": 0, "do": "memory"}).ends(1, 15)
     assert one.status()["reason"].startswith("rank 0: MemoryError"), one.status()
-    assert one.steps() == before == [1, 2] and len(list(one.checkpoints.iterdir())) == 3
+    assert one.steps() == [1, 2] and len(list(one.checkpoints.iterdir())) == 3
     hit("P5")
 
     start = one.start({"at": STEP, "step": 5, "rank": 1, "do": "exit-0"})
-    codes = start.wait(15)
-    assert codes[1] == 0 and codes[0] == 1, start.told()
-    assert one.status()["status"] == "failed-retryable"
-    hit("P4")
-    one.finish()
-    assert_same_end(one, reference)
-
-
-@pytest.mark.row("P4")
-def test_rank_0_leaves_as_if_all_were_well(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
-    one = case("run")
-    start = one.torchrun({"at": STEP, "step": 5, "rank": 0, "do": "exit-0"})
-    assert start.wait() == [1], start.told()
+    assert start.wait(15) == [1, 0] and one.status()["status"] == "failed-retryable", start.told()
+    one.torchrun({"at": STEP, "step": 7, "rank": 0, "do": "exit-0"}).ends(1)
     assert one.status()["status"] == "failed-retryable", one.status()
-    hit("P4")
-    one.finish()
-    assert_same_end(one, reference)
+    hit("P4", 2)
+    one.finish_the_same()
 
 
 @pytest.mark.row("P6")
-def test_the_launcher_is_killed(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_the_launcher_is_killed(case: MakeCase) -> None:
     """Its ranks leave with it: they would meet the next start in their folder."""
-    one = case("run")
+    one = case()
     start = one.torchrun({"at": STEP, "call": 3, "do": "sleep", "s": 4, "every": True})
     start.until(lambda: len(start.fired()) >= 2)
     start.process.kill()
     start.process.wait()
     start.until(lambda: not start.alive(), 10)
     assert one.status()["status"] != "done", start.told()
-    hit("P6")
-    one.finish()
-    assert_same_end(one, reference)
+    one.finish_the_same()
 
 
 @pytest.mark.row("P7")
-def test_three_starts_without_progress_are_enough(case: Callable[..., Case], hit: Callable[..., None]) -> None:
-    def verdict() -> int:
-        command = [sys.executable, "-m", "sft", "status", str(one.recipe), f"run.dir={one.run}"]
-        return subprocess.run(command, capture_output=True).returncode
-
-    one = case("run", "checkpoint.save_every=5")
-    one.start({"at": STEP, "step": 6, "rank": 0, "do": "error"}).wait(15)
-    assert verdict() == 75  # it came from 0 to 5
-    for number in (1, 2, 3):
-        start = one.start({"at": STEP, "step": 6, "rank": 0, "do": "error"})
-        assert start.wait(15) == [1, 1]
-        assert one.status()["starts"] == number
-        assert verdict() == (2 if number == 3 else 75)
-        hit("P7")
+def test_three_starts_without_progress_are_enough(case: MakeCase, hit: Hit) -> None:
+    one = case("checkpoint.save_every=5")
+    command = [sys.executable, "-m", "sft", "status", str(one.recipe), f"run.dir={one.run}"]
+    for number, verdict in ((0, 75), (1, 75), (2, 75), (3, 2)):  # the first one came from step 0 to 5
+        one.start({"at": STEP, "step": 6, "rank": 0, "do": "error"}).ends(1, 15)
+        assert one.status()["starts"] == max(number, 1)
+        assert subprocess.run(command, capture_output=True).returncode == verdict
+        hit("P7", int(number > 0))
 
 
 # (seed, overrides): a run of 60 steps with a save after each, killed 25 times
@@ -133,20 +102,19 @@ LONG = ["train.num_steps=60", "train.eval_every=7"]
 
 @pytest.mark.row("P1", "P2", "S1")
 @pytest.mark.timeout(900)
-def test_kills_at_random_instants(case: Callable[..., Case], hit: Callable[..., None], matrix: Matrix) -> None:
+def test_kills_at_random_instants(case: MakeCase, hit: Hit, matrix: Matrix) -> None:
     """One rank or all; wherever it is.  The writes are slowed down, so that half of the kills meet a save."""
-    straight = case("straight", *LONG, "checkpoint.save_every=60")
+    straight = case(*LONG, "checkpoint.save_every=60")
     straight.finish()
-    reference = end_of(straight)
-    chains = [case(f"chain{seed}", *LONG, *overrides) for seed, overrides in CHAINS]
+    chains = [case(*LONG, *overrides) for _, overrides in CHAINS]
     with ThreadPoolExecutor(len(chains)) as threads:
-        found = list(threads.map(_killed_often, chains, [seed for seed, _ in CHAINS]))
-    for one, instants in zip(chains, found, strict=True):
-        one.finish()
-        assert_same_end(one, reference)
-        for where, victim in instants:
-            hit("S1" if where != "between saves" else "P2" if victim is None else "P1")
-    met = [where for instants in found for where, _ in instants]
+        instants = list(threads.map(_killed_often, chains, [seed for seed, _ in CHAINS]))
+    for one in chains:
+        one.reference = straight.end()
+        one.finish_the_same()
+    for where, victim in sum(instants, []):
+        hit("S1" if where != "between saves" else "P2" if victim is None else "P1")
+    met = [where for where, _ in sum(instants, [])]
     told = ", ".join(f"{met.count(where)} {where}" for where in sorted(set(met)))
     matrix.notes.append(f"random kills (in rows P1, P2 and S1): {told}")
 
@@ -176,10 +144,9 @@ def _killed_often(one: Case, seed: int) -> list[tuple[str, int | None]]:
         start.signal(signal.SIGKILL, victim)
         codes = start.wait(20)
         assert -9 in codes and 0 not in codes, start.told()
-        assert start.alive() == [], start.told()
         met.append((_where(one), victim))
-        if (one.checkpoints / POINTER).exists():
-            assert_whole(one)
+        if one.pointer.exists():
+            one.assert_whole()
     return met
 
 
@@ -187,6 +154,6 @@ def _where(one: Case) -> str:
     names = [path.name for path in one.checkpoints.iterdir()] if one.checkpoints.exists() else []
     if any(".tmp-" in name for name in names):
         return "while writing"
-    if one.steps() and (not (one.checkpoints / POINTER).exists() or one.pointed() != one.steps()[-1]):
+    if one.steps() and (not one.pointer.exists() or one.pointed() != one.steps()[-1]):
         return "between rename and pointer"
     return "between saves"

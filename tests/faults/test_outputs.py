@@ -1,101 +1,79 @@
 """O: what a run tells may fail to be written; and clocks."""
 
+import json
 import os
 import threading
-from collections.abc import Callable
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.faults.ends import End, assert_same_end, assert_whole
-from tests.faults.runs import Case, mounted
-
-STEP = "sft.mcore.engine:Engine.train_step"
+from tests.faults.runs import STEP, Hit, MakeCase, mounted
 
 
 @pytest.mark.row("O1")
-def test_tensorboard_tells_no_step_twice(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_tensorboard_tells_no_step_twice(case: MakeCase, hit: Hit) -> None:
     """Killed after steps that are told and not saved."""
-    one = case("run", "log.tensorboard=true", "checkpoint.save_every=3")
+    one = case("log.tensorboard=true", "checkpoint.save_every=3")
     for step in (6, 9):
-        start = one.start({"at": STEP, "step": step, "rank": 0, "do": "kill-all"})
-        assert start.wait() == [-9, -9], start.told()
+        one.start({"at": STEP, "step": step, "rank": 0, "do": "kill-all"}).ends(-9)
         hit("O1")
-    one.finish()
+    one.finish_the_same()
     events = EventAccumulator(str(one.run / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 13))
     assert [event.step for event in events.Scalars("lm loss validation")] == [0, 4, 8, 12]
-    told = [
-        (record["step"], pytest.approx(record["lm loss"])) for record in reference.records if record["kind"] == "train"
-    ]
+    told = [(record["step"], pytest.approx(record["lm loss"])) for record in one.records() if record["kind"] == "train"]
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == told
-    assert_same_end(one, reference)
 
 
 @pytest.mark.row("O2")
 @pytest.mark.parametrize("at", ["sft.metrics.writers:JsonLines.write", "sft.run.sample_log:SampleLog._put"])
-def test_numbers_that_cannot_be_written_end_the_run(
-    case: Callable[..., Case], reference: End, hit: Callable[..., None], at: str
-) -> None:
+def test_numbers_that_cannot_be_written_end_the_run(case: MakeCase, at: str) -> None:
     """In one paragraph, with the checkpoint before whole; a record with holes is no record."""
-    one = case("run")
+    one = case()
     start = one.start({"at": at, "rank": 0, "call": 6, "do": "full"})
-    codes = start.wait(40)
-    assert codes[0] == 1 and codes[1] != 0, start.told()
-    assert "cannot be written" in start.err() and "No space left" in start.err() and "Traceback" not in start.err()
-    assert_whole(one)
-    hit("O2")
-    one.finish()
-    assert_same_end(one, reference)
+    codes = start.wait()
+    assert codes[0] == 1 and codes[1] != 0 and "Traceback" not in start.err(), start.told()
+    start.says("cannot be written", "No space left")
+    one.assert_whole()
+    one.finish_the_same()
 
 
 @pytest.mark.row("O2")
-def test_a_full_disk_under_tensorboard(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_a_full_disk_under_tensorboard(case: MakeCase) -> None:
     """What is drawn is lost, told once; the record of the run is not."""
-    one = case("run", "log.tensorboard=true")
+    one = case("log.tensorboard=true")
     with mounted(one.run / "tensorboard", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
-        start = one.start()
-        codes = start.wait(60)
-        assert codes == [0, 0] and "TensorBoard gets nothing more of this run" in start.out(), start.told()
-        hit("O2")
-    one.finish()
-    assert_same_end(one, reference)
+        one.finish().says("TensorBoard gets nothing more of this run")
+    one.finish_the_same()
 
 
 @pytest.mark.row("O3")
-def test_a_clock_that_goes_back(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_a_clock_that_goes_back(case: MakeCase, hit: Hit) -> None:
     """An hour, in step 3 and ever after; and the next start in another time zone."""
-    import json
-
-    one = case("run", "checkpoint.save_every_minutes=0.01")
+    one = case("checkpoint.save_every_minutes=0.01")
     back = {"at": "time:time", "call": 30, "every": True, "do": "an-hour-back"}
-    start = one.start(back, {"at": STEP, "step": 8, "rank": 0, "do": "kill-all"})
-    start.wait()
+    start = one.start(back, {"at": STEP, "step": 8, "rank": 0, "do": "kill-all"}).ends(-9)
     assert any(fault["do"] == "an-hour-back" for fault in start.fired()), start.told()
-    one.finish(env={"TZ": "Pacific/Kiritimati"})
+    one.finish_the_same(env={"TZ": "Pacific/Kiritimati"})
     hit("O3", 2)
     for line in (one.run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         assert all(record[name] > 0 for name in ("step-time-s", "tokens-per-second") if record["kind"] == "train")
-    assert_same_end(one, reference)
 
 
 @pytest.mark.row("O5")
-def test_stdout_is_closed_while_it_trains(case: Callable[..., Case], reference: End, hit: Callable[..., None]) -> None:
+def test_stdout_is_closed_while_it_trains(case: MakeCase) -> None:
     """Its reader is gone, as of `sft train ... | head`: the run goes on, or says that it is not done."""
-    one = case("run")
+    one = case()
     pipe = one.folder / "faults.0.out.0"
     os.mkfifo(pipe)
     reader = threading.Thread(target=_read_some, args=(pipe,))
     reader.start()
     start = one.start({"at": STEP, "do": "sleep", "s": 0.1, "every": True})
     reader.join(60)
-    codes = start.wait(60)
-    hit("O5")
-    done = one.status()["status"] == "done"
-    assert codes == [0, 0] and done, (codes, one.status(), start.err(0), start.err(1))
-    assert_same_end(one, reference)
+    codes = start.wait()
+    assert codes == [0, 0], (codes, one.status(), start.err(0), start.err(1))
+    one.assert_same_end()
 
 
 def _read_some(pipe: os.PathLike) -> None:

@@ -4,8 +4,8 @@
     NAME/checkpoints/      what the run left after step 3
     NAME/expected.json     the overrides of the recipe, and what the steps 4 to 6 were when it went on at once
 
-A change of what is stored adds a folder: `python -m tests.golden NAME`, with the settings it is about in SETTINGS
-of __main__.py.  `tests/ranks/test_golden.py` resumes each one.
+A change of what is stored adds a folder: `python -m tests.golden NAME`, with the settings that it is about.
+`tests/ranks/test_golden.py` resumes each one.
 """
 
 import json
@@ -16,10 +16,5 @@ FOLDER = Path(__file__).parent
 CUT, LAST = 3, 6  # steps: the checkpoint's, and the last one
 
 
-def names() -> list[str]:
-    return sorted(path.parent.name for path in FOLDER.glob("*/expected.json"))
-
-
 def expected(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((FOLDER / name / "expected.json").read_text())
-    return content
+    return json.loads((FOLDER / name / "expected.json").read_text())

@@ -1,4 +1,7 @@
-"""`python -m tests.golden NAME`: write a golden checkpoint of the settings NAME, which must not exist yet."""
+"""Write a golden checkpoint of two ranks under a name that must not exist yet, with the settings that it is about:
+
+python -m tests.golden 2-dense-fp32 parallel.cp=2 parallel.distributed_optimizer=true
+"""
 
 import json
 import shutil
@@ -22,31 +25,15 @@ SMALL = [
     "checkpoint.keep_last=9",
     "log.tensorboard=false",
 ]
-SETTINGS = {  # name: (overrides, ranks)
-    "1-dense-fp32": (["parallel.cp=2", "parallel.distributed_optimizer=true"], 2),
-    "1-experts-bf16": (
-        [
-            "run.precision=bf16",
-            "parallel.cp=1",
-            "parallel.ep=2",
-            "model.moe.num_experts=4",
-            "model.moe.top_k=2",
-            "model.moe.ffn_hidden_size=8",
-        ],
-        2,
-    ),
-}
 
 
 def main() -> None:
-    name = sys.argv[1]
-    target = FOLDER / name
-    overrides, world_size = SETTINGS[name]
-    overrides = [*SMALL, *overrides]
+    target = FOLDER / sys.argv[1]
+    overrides = [*SMALL, *sys.argv[2:]]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         chats(folder, 40)
-        for code, out, err in start(folder, overrides, world_size):
+        for code, out, err in start(folder, overrides):
             assert code == 0, out + err
         target.mkdir()
         shutil.copy2(folder / "chat.jsonl", target)
@@ -55,13 +42,8 @@ def main() -> None:
         (target / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(CUT))
         train = [record for record in records(folder, "train") if record["step"] > CUT]
         samples = [json.loads(line) for line in (folder / "run/seen.jsonl").read_text().splitlines()]
-    content = {
-        "overrides": overrides,
-        "lm loss": [record["lm loss"] for record in train],
-        "grad-norm": [record["grad-norm"] for record in train],
-        "learning-rate": [record["learning-rate"] for record in train],
-        "samples": [row["samples"] for row in samples if row["step"] > CUT],
-    }
+    content = {name: [record[name] for record in train] for name in ("lm loss", "grad-norm", "learning-rate")}
+    content |= {"overrides": overrides, "samples": [row["samples"] for row in samples if row["step"] > CUT]}
     (target / "expected.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -4,6 +4,14 @@ import pytest
 import torch
 
 
+@pytest.fixture(params=["portable", "te"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Of attention."""
+    if request.param == "te":
+        pytest.importorskip("transformer_engine.pytorch")
+    return request.param
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" in str(item.path):

@@ -28,10 +28,21 @@ def running(overrides: Sequence[str]) -> Iterator[Engine]:
         process_groups.stop()
 
 
+def train(engine: Engine, steps: range) -> list[float]:
+    loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
+    results = [engine.train_step(loader.microbatches(step)) for step in steps]
+    return [r.objective / r.num_tokens for r in results]
+
+
+def around_a_checkpoint(engine: Engine, folder: Path) -> list[float]:
+    """Losses of steps 2 and 3, after two steps and a checkpoint of them."""
+    train(engine, range(2))
+    scenarios.save(engine, folder, {"iteration": 2})
+    return train(engine, range(2, 4))
+
+
 def losses(overrides: Sequence[str], steps: range = range(STEPS), load: Path | None = None) -> list[float]:
     with running(overrides) as engine:
         if load:
             engine_state.load(engine, load)
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        results = [engine.train_step(loader.microbatches(step)) for step in steps]
-        return [r.objective / r.num_tokens for r in results]
+        return train(engine, steps)

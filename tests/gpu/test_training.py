@@ -1,4 +1,7 @@
-"""The whole trainer on one GPU."""
+"""The whole trainer on one GPU: its curve, its checkpoints, and Adam in host memory.
+
+What CPU runs show of Adam in host memory is in tests/ranks/test_optimizer_offload.py.
+"""
 
 import os
 import subprocess
@@ -11,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.runs import BF16_TOLERANCE, GPU, losses, running
+from sft.mcore.optimizer import offload
+from tests.gpu.runs import BF16_TOLERANCE, GPU, around_a_checkpoint, losses, running, train
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 
@@ -21,24 +25,16 @@ BF16_GRADIENT_TOLERANCE = 3e-2  # of its norm; 8 bits of mantissa, through four 
 
 
 def first_steps(overrides: Sequence[str], folder: str) -> list[float]:
-    """Two steps on the CPU, in a process of a pool, and a checkpoint of them."""
+    """On the CPU, in a process of a pool."""
     with scenarios.running(overrides) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        for step in range(2):
-            engine.train_step(loader.microbatches(step))
-        scenarios.save(engine, Path(folder), {"iteration": 2})
-        rest = [engine.train_step(loader.microbatches(step)) for step in range(2, 4)]
-        return [r.objective / r.num_tokens for r in rest]
+        return around_a_checkpoint(engine, Path(folder))
 
 
 MOE = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=32", "model.init_std=0.2"]
 
 
-@pytest.mark.parametrize("backend", ["portable", "te"])
 @pytest.mark.parametrize("model", [[], MOE], ids=["dense", "experts"])
 def test_bf16_follows_full_precision(model: list[str], backend: str) -> None:
-    if backend == "te":
-        pytest.importorskip("transformer_engine.pytorch")
     wide = losses([*model, "run.precision=fp32", "attention.backend=portable"])
     half = losses([*model, "run.precision=bf16", f"attention.backend={backend}"])
     np.testing.assert_allclose(half, wide, rtol=BF16_TOLERANCE)
@@ -50,11 +46,8 @@ def test_portable_takes_the_flash_kernel() -> None:
         assert engine.backend.has_flash_kernel, str(engine.backend)
 
 
-@pytest.mark.parametrize("backend", ["portable", "te"])
 def test_a_gpu_is_not_waited_for_within_the_passes(backend: str) -> None:
     """Forward and backward are given to it as fast as the host can; torch refuses whatever would wait."""
-    if backend == "te":
-        pytest.importorskip("transformer_engine.pytorch")
     with running(["run.precision=bf16", f"attention.backend={backend}", "train.global_batch_size=4"]) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         microbatches, schedule = loader.microbatches(0), engine._schedule
@@ -119,6 +112,42 @@ def test_a_checkpoint_of_a_cpu_goes_on(tmp_path: Path) -> None:
         pool.close()
     found = losses(["run.precision=fp32"], range(2, 4), tmp_path)
     np.testing.assert_allclose(found, expected, rtol=FP32_TOLERANCE)
+
+
+def share(fraction: float) -> list[str]:
+    """Of Adam's parameters whose state is in host memory."""
+    return ["run.precision=bf16", "parallel.distributed_optimizer=true", f"optim.offload_fraction={fraction}"]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_the_curve_does_not_tell_the_share(fraction: float) -> None:
+    np.testing.assert_allclose(losses(share(fraction)), losses(share(0.0)), rtol=BF16_TOLERANCE)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_the_share_leaves_the_device(fraction: float) -> None:
+    sizes = {"cpu": 0, "cuda": 0}
+    with running(share(fraction)) as engine:
+        train(engine, range(1))
+        (part,) = offload.chained_optimizers(engine.optimizer)
+        for adam in offload.adam_instances(part):
+            for tensor, state in adam.state.items():
+                sizes[tensor.device.type] += tensor.numel()
+                assert tensor.dtype == torch.float32
+                assert state["exp_avg"].device == state["exp_avg_sq"].device == tensor.device
+                assert tensor.grad is not None and tensor.grad.is_pinned() == (tensor.device.type == "cpu")
+        for group in part.optimizer.param_groups:
+            assert all(param.is_cuda and param.dtype == torch.bfloat16 for param in group["params"])
+    total = sum(sizes.values())
+    assert total > 50_000 and fraction * total <= sizes["cpu"] <= total
+    assert (sizes["cuda"] == 0) == (fraction == 1.0)
+
+
+@pytest.mark.parametrize("before,after", [(0.0, 1.0), (1.0, 0.5), (0.5, 0.0)])
+def test_a_checkpoint_goes_on_with_another_share(tmp_path: Path, before: float, after: float) -> None:
+    with running(share(before)) as engine:
+        expected = around_a_checkpoint(engine, tmp_path)
+    np.testing.assert_allclose(losses(share(after), range(2, 4), tmp_path), expected, rtol=BF16_TOLERANCE)
 
 
 def test_bars_of_the_loss_head() -> None:

@@ -9,42 +9,19 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutations.table import REPOSITORY, Fault, read_table
+from tests.mutations.warm_pytest import Outcome, run_pytest
 
 LIMIT_S = 900  # of the tests of one fault
-FAILED, PASSED = 1, 0  # exit codes of pytest
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int | None  # of pytest; None: the tests hung
-    seconds: float
-    output: str
-
-    @property
-    def noticed(self) -> bool:
-        """Tests failed, by a failure and not by an error before they ran; a hang is noticed too, by the time limit."""
-        return self.code in (FAILED, None)
-
-    @property
-    def by(self) -> str:
-        """The test that failed first."""
-        if self.code is None:
-            return f"hung for {LIMIT_S} s"
-        failure = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
-        return failure[1] if failure else f"exit code {self.code} of pytest"
 
 
 def main() -> int:
@@ -62,7 +39,7 @@ def main() -> int:
         escaped = _run_all(faults, copies)
     print(f"{len(faults) - len(escaped)} of {len(faults)} faults noticed")
     for fault, outcome in escaped:
-        print(f"\nNOT NOTICED  {fault.name}\n  {fault.file}: {fault.line!r}\n  {fault.tests}\n{outcome.output[-2000:]}")
+        print(f"\nNOT NOTICED  {fault.name}\n  {fault.file}: {fault.line!r}\n  {fault.tests}\n{outcome.failures}")
     return 1 if escaped or not sound else 0
 
 
@@ -98,11 +75,11 @@ def _copies(jobs: int) -> Iterator[SimpleQueue[Path]]:
 def _passes_without_faults(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> bool:
     """Whether the tests of all faults pass in an unchanged copy: otherwise they would notice anything."""
     copy = copies.get()
-    outcome = _pytest(copy, sorted({argument for fault in faults for argument in fault.tests.split()}), limit_s=7200)
+    outcome = run_pytest(copy, sorted({argument for fault in faults for argument in fault.tests.split()}), limit_s=7200)
     copies.put(copy)
-    if outcome.code != PASSED:
-        print(f"without a fault the tests do not pass:\n{outcome.output[-4000:]}")
-    return outcome.code == PASSED
+    if not outcome.passed:
+        print(f"without a fault the tests do not pass:\n{outcome.failures}")
+    return outcome.passed
 
 
 def _run_all(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> list[tuple[Fault, Outcome]]:
@@ -113,7 +90,7 @@ def _run_all(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> list[tuple[F
         path, sound = copy / fault.file, (copy / fault.file).read_text()
         try:
             path.write_text(fault.apply(copy))
-            return fault, _pytest(copy, fault.tests.split(), limit_s=LIMIT_S)
+            return fault, run_pytest(copy, fault.tests.split(), limit_s=LIMIT_S)
         finally:
             path.write_text(sound)
             copies.put(copy)
@@ -126,33 +103,6 @@ def _run_all(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> list[tuple[F
             if not outcome.noticed:
                 escaped.append((fault, outcome))
     return escaped
-
-
-def _pytest(copy: Path, tests: Sequence[str], *, limit_s: float) -> Outcome:
-    """Run tests in `copy`, whose `sft` goes before an installed one.
-
-    Without bytecode, which Python takes for fresh if a changed file has its size and was written in the same second.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=copy,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        code: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        code = None
-    return Outcome(code, time.monotonic() - started, output)
 
 
 if __name__ == "__main__":

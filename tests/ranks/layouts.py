@@ -32,16 +32,6 @@ MOE = [
 AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
 MODELS = {"dense": [], "tied": ["model.tie_embeddings=true"], "experts": [*MOE, *AUX]}
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
-THREE = [  # sizes that three ranks can share
-    "model.num_layers=3",
-    "model.hidden_size=48",
-    "model.ffn_hidden_size=96",
-    "model.num_attention_heads=6",
-    "model.num_query_groups=3",
-    "data.doc_multiple=48",
-    "data.seq_length=288",
-    "train.global_batch_size=3",
-]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 1e-6
@@ -97,8 +87,3 @@ COVERING = covering_set(DIMENSIONS, fits)
 PLAIN = {key: values[:1] for key, values in DIMENSIONS.items()}
 DIVIDED = ("tp", "sequence_parallel", "cp", "pp", "virtual_stages", "dp", "ep")
 GRID = all_cases({**PLAIN, "model": ["dense", "experts"], **{key: DIMENSIONS[key] for key in DIVIDED}}, fits)
-
-
-def sizes(dimensions: list[str], factor: int = 2) -> list[str]:
-    """["cp", "cp"] -> ["parallel.cp=4"]; dp is what is left over"""
-    return [f"parallel.{d}={factor ** dimensions.count(d)}" for d in sorted(set(dimensions)) if d != "dp"]

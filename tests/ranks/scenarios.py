@@ -6,6 +6,7 @@ builds the whole trainer below the data on the layout that the overrides of RECI
 """
 
 import hashlib
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,16 +25,16 @@ from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
 from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine
 from sft.mcore.loss import Targets, token_statistics
+from sft.mcore.optimizer import offload
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
-from tests.ranks.pool import join
+from tests.ranks.pool import RankPool, join
 
 VOCAB = 301  # prime: a multiple of nothing
-NUM_STEPS = 5
 
 RECIPE = """
 run: {dir: unused, device: cpu, precision: fp32, seed: 7}
@@ -152,6 +153,15 @@ def parameter_hash(engine: Engine) -> str:
     return digest.hexdigest()
 
 
+def optimizer_hash(engine: Engine) -> str:
+    """Of the moments and fp32 weights of this rank, in the order of the optimizer."""
+    digest = hashlib.sha256()
+    for one in optimizer_shards.optimizer_slices(engine.optimizer):
+        for name, flat in sorted(one.tensors.items()):
+            digest.update(name.encode() + flat.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
     """A checkpoint of `engine` in the existing, empty `folder`, without manifest."""
     engine_state.write(engine_state.snapshot(engine, plain), folder)
@@ -160,38 +170,54 @@ def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
 def write_checkpoint(overrides: Sequence[str], folder: str) -> None:
     """Random weights, and nothing learnt yet, into `folder`."""
     with running(overrides) as engine:
-        save(engine, Path(folder), {})
+        save(engine, Path(folder), {"iteration": 0})
 
 
-def curve(overrides: Sequence[str], checkpoint: str | None = None, lengths: Sequence[int] = LENGTHS) -> dict[str, Any]:
-    """Train NUM_STEPS steps from a checkpoint or from random weights."""
+def train(
+    overrides: Sequence[str], steps: Sequence[int] = (0, 1, 2), load: str | None = None, save_to: str | None = None
+) -> dict[str, Any]:
+    """Train the given steps (counted from 0), from random weights or the checkpoint `load`, and save into `save_to`."""
     with running(overrides) as engine:
-        if checkpoint:
-            engine_state.load_weights(engine, Path(checkpoint))
-        loader = loader_of(engine, SkewedCorpus(lengths))
-        results = [engine.train_step(loader.microbatches(step)) for step in range(NUM_STEPS)]
+        if load:
+            plain = engine_state.load(engine, Path(load))
+            assert plain["iteration"] == steps[0]
+        loader = loader_of(engine, SkewedCorpus(LENGTHS))
+        results = [engine.train_step(loader.microbatches(step)) for step in steps]
+        random.random(), np.random.random(), torch.rand(1)  # something to restore
+        if save_to:
+            Path(save_to).mkdir(exist_ok=True)
+            save(engine, Path(save_to), {"iteration": steps[-1] + 1})
+        groups = engine.groups
         return {
             "loss": [r.objective / r.num_tokens for r in results],
             "grad_norm": [r.grad_norm for r in results],
-            "counts": [
-                (
-                    r.num_tokens,
-                    r.num_real_tokens,
-                    r.num_aligned_tokens,
-                    r.num_documents,
-                )
-                for r in results
-            ],
             "learning_rate": [r.learning_rate for r in results],
-            "parameters": count_parameters(engine),
-            "hash": parameter_hash(engine),
-            "place": (
-                engine.groups.dp_rank,
-                engine.groups.cp_rank,
-                engine.groups.tp_rank,
-                engine.groups.pp_rank,
-            ),
+            "counts": [(r.num_tokens, r.num_real_tokens, r.num_aligned_tokens, r.num_documents) for r in results],
+            "experts": [r.experts for r in results],
+            "num_parameters": count_parameters(engine),
+            "parameters": parameter_hash(engine),
+            "optimizer": optimizer_hash(engine),
+            "adam_steps": adam_steps(engine),
+            "place": (groups.dp_rank, groups.cp_rank, groups.tp_rank, groups.pp_rank),
         }
+
+
+def adam_steps(engine: Engine) -> set[float]:
+    states = [s for o in offload.chained_optimizers(engine.optimizer) for s in o.optimizer.state.values()]
+    assert len({s["step"].data_ptr() for s in states}) == len(states), "shared, it would advance once per parameter"
+    return {float(s["step"]) for s in states}
+
+
+def check_bitwise(pool: RankPool, folder: Path, overrides: list[str]) -> None:
+    """Two steps at once, and cut in two, are the same to the last bit."""
+    whole = pool.run(train, overrides, [0, 1])
+    first = pool.run(train, overrides, [0], None, str(folder))
+    second = pool.run(train, overrides, [1], str(folder))
+    for w, f, s in zip(whole, first, second):
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert f[name] + s[name] == w[name]
+        assert s["parameters"] == w["parameters"] and s["optimizer"] == w["optimizer"]
+        assert f["adam_steps"] == {1.0} and s["adam_steps"] == w["adam_steps"] == {2.0}
 
 
 def gradients(

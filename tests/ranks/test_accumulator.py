@@ -18,17 +18,15 @@ from tests.ranks.pool import RankPool
 
 EDGES = [16, 64, 128]
 EDGE_KEYS = ["log.position_edges=[16, 64, 128]", "loss.entropy=true"]
-# The model in fp32: per-token losses are off by 1e-6 between layouts; sums of them less.
-TOLERANCE = 1e-6
 # Fed the same values: float64 sums of hundreds of terms in another order.
-FED_TOLERANCE = 1e-9
+TOLERANCE = 1e-9
 CORRECT_ABOVE = -3.0
+LENGTHS = scenarios.LENGTHS[:12]  # five packs
 
 LAYOUTS = [
     (1, []),
     (2, ["parallel.cp=2"]),
     (2, []),
-    (4, ["parallel.cp=2"]),
     (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     (4, ["parallel.pp=2", "parallel.virtual_stages=2", "parallel.cp=2"]),
 ]
@@ -38,36 +36,6 @@ Ranks = Callable[[int], RankPool]
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------
-
-
-def evaluated(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
-    """Totals of one evaluation over the whole corpus, from random weights, which no layout changes."""
-    with scenarios.running([*EDGE_KEYS, *overrides]) as engine:
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
-        batches = [engine.evaluate(mbs, sources=loader.sources) for mbs in loader.eval_batches()]
-        totals = sum(batches[1:], start=batches[0])
-        return vars(totals)
-
-
-def by_hand(lengths: list[int]) -> dict[str, Any]:
-    """The same from the losses of each sample alone, added up in a loop."""
-    corpus = scenarios.SkewedCorpus(lengths)
-    nll, positions, sources = [], np.zeros((2, len(EDGES) + 1)), np.zeros((2, 2))
-    with scenarios.running(EDGE_KEYS) as engine:
-        for i in range(len(corpus)):
-            sample = corpus.sample(i)
-            losses = scenarios.local_token_losses(engine, scenarios.microbatch_of(engine, [sample]))
-            assert losses is not None
-            own = []
-            for place in range(len(sample.tokens) - 1):
-                if sample.weights[place + 1]:
-                    value = float(losses[place])
-                    bucket = sum(place >= edge for edge in EDGES)
-                    positions[:, bucket] += value, 1
-                    sources[:, i % 2] += value, 1
-                    own.append(value)
-            nll.append(own)
-    return {**summed(nll, lengths), "by_position": positions, "by_source": sources}
 
 
 def summed(nll: list[list[float]], lengths: list[int]) -> dict[str, Any]:
@@ -142,52 +110,27 @@ def fed_by_hand(lengths: list[int]) -> dict[str, Any]:
 # --- put together ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks) -> dict[str, Any]:
-    (found,) = ranks(1).run(by_hand, scenarios.LENGTHS)
-    return found
-
-
-def check(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for name in ("num_tokens", "num_real_tokens", "num_documents", "sum_of_squares"):
         assert found[name] == wanted[name], name
     for name in ("nll", "perplexity_min", "perplexity_max"):
-        assert found[name] == pytest.approx(wanted[name], rel=tolerance), name
-    assert found["objective"] == pytest.approx(wanted["nll"], rel=tolerance)
+        assert found[name] == pytest.approx(wanted[name], rel=TOLERANCE), name
+    assert found["objective"] == pytest.approx(wanted["nll"], rel=TOLERANCE)
     assert found["denominator"] == wanted["num_tokens"]
     assert found["num_sequences"] == wanted["sequences"]
     for name in ("sequence_nll", "perplexity"):
-        assert found[name] == pytest.approx(wanted[name], rel=tolerance), name
+        assert found[name] == pytest.approx(wanted[name], rel=TOLERANCE), name
     for name in ("by_position", "by_source"):
         totals, counts = wanted[name]
         assert list(found[f"num_tokens_{name}"].values()) == counts.tolist(), name
-        np.testing.assert_allclose(list(found[f"nll_{name}"].values()), totals, rtol=tolerance)
-
-
-@layouts
-def test_totals_are_those_of_a_loop_over_samples(
-    ranks: Ranks, reference: dict[str, Any], world_size: int, overrides: list[str]
-) -> None:
-    for found in ranks(world_size).run(evaluated, overrides, scenarios.LENGTHS):
-        check(found, reference)
-        assert reference["perplexity_min"] > 1  # nothing is learnt yet
-        assert 0.9 * math.log(301) < found["entropy"] / found["num_tokens"] <= math.log(301)
-
-
-@pytest.mark.parametrize("world_size, overrides, batch", [(1, [], 12), (4, ["parallel.cp=4"], 4), (4, [], 12)])
-def test_no_sample_is_dropped_or_counted_twice(
-    ranks: Ranks, reference: dict[str, Any], world_size: int, overrides: list[str], batch: int
-) -> None:
-    """Global batches that divide nothing: the last one is filled up with packs of no sample."""
-    size = [f"train.global_batch_size={batch}"]
-    check(ranks(world_size).run(evaluated, [*overrides, *size], scenarios.LENGTHS)[0], reference)
+        np.testing.assert_allclose(list(found[f"nll_{name}"].values()), totals, rtol=TOLERANCE)
 
 
 @layouts
 @pytest.mark.parametrize(
     "lengths",
     [
-        pytest.param(scenarios.LENGTHS[:24], id="many"),
+        pytest.param(LENGTHS, id="many"),
         # Only the first reaches the last bucket; the second file has one sample, on one rank, and a few of its tokens.
         pytest.param([256, 40, 30, 1, 64], id="a bucket and a file on one rank"),
         pytest.param([2, 3, 5, 4], id="most ranks have nothing to say"),
@@ -198,16 +141,6 @@ def test_fed_the_same_values_every_number_is_the_same(
 ) -> None:
     wanted = fed_by_hand(lengths)
     for found in ranks(world_size).run(fed, overrides, lengths):
-        check(found, wanted, FED_TOLERANCE)
-        assert found["num_correct"] == wanted["num_correct"]
-        assert found["entropy"] == pytest.approx(wanted["entropy"], rel=FED_TOLERANCE)
-
-
-@pytest.mark.parametrize("overrides", [[], ["parallel.cp=4"]], ids=["dp 4", "cp 4"])
-def test_one_sample_on_four_ranks(ranks: Ranks, overrides: list[str]) -> None:
-    """An evaluation set smaller than the data-parallel size; a sequence that spans four ranks, with unequal counts."""
-    (wanted,) = ranks(1).run(by_hand, [250])
-    for found in ranks(4).run(evaluated, overrides, [250]):
         check(found, wanted)
-        assert found["num_sequences"] == 1
-        assert found["perplexity_min"] == found["perplexity_max"] == pytest.approx(found["perplexity"])
+        assert found["num_correct"] == wanted["num_correct"]
+        assert found["entropy"] == pytest.approx(wanted["entropy"], rel=TOLERANCE)

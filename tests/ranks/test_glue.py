@@ -6,7 +6,6 @@ averages, and steps by itself.
 """
 
 import hashlib
-import itertools
 import json
 import re
 from collections import Counter
@@ -318,28 +317,6 @@ def test_random_weights_follow_from_the_seed_and_give_the_losses_of_transformers
         del record["sample loss"]
         wanted.append({"kind": "train", "step": step, **record})
     check(logged(by_weights.folder), [*wanted, {**wanted[0], "step": len(BY_WEIGHTS)}])
-
-
-def test_ranks_have_as_even_work_as_documents_allow(by_epochs: Run) -> None:
-    """Of all ways to share a batch over two packs of 128 tokens, that whose FLOPs are the most even."""
-    found = [record["work-imbalance"] for record in logged(by_epochs.folder) if record["kind"] == "train"]
-    for imbalance, (_, _, samples) in zip(found, BY_EPOCHS, strict=True):
-        shared = []
-        for sides in itertools.product((0, 1), repeat=len(samples)):
-            packs = [[TRAINED[i] for i, its in zip(samples, sides, strict=True) if its == side] for side in (0, 1)]
-            if all(sum(map(aligned, pack)) <= 128 for pack in packs):
-                shared.append(imbalance_of(packs))
-        assert imbalance == pytest.approx(min(shared)), samples
-
-
-def imbalance_of(packs: list[list[Document]]) -> float:
-    """By 6 FLOPs per parameter that multiplies a padded token, and 6 x 64 a layer per squared length."""
-    per_token, per_square = 6 * 2 * (32 * (2 * 64 + 2 * 32) + 3 * 32 * 64), 6 * 2 * 64
-    work = [
-        per_token * max(32, sum(map(aligned, pack))) + per_square * sum(len(one.tokens) ** 2 for one in pack)
-        for pack in packs  # an empty one holds a filler document
-    ]
-    return max(work) / (sum(work) / len(work))
 
 
 def test_what_the_log_and_the_folder_say_beside_losses(by_epochs: Run, by_weights: Run) -> None:

@@ -15,7 +15,7 @@ from tests.ranks.pool import RankPool
 Ranks = Callable[[int], RankPool]
 
 VOCAB = 151_936  # of Qwen3
-NUM_STEPS = 4
+NUM_STEPS = 2
 LENGTHS = [350, 250, 450, 150, 500, 32, 400, 175]  # of tokens; two packs of up to 512 a step
 
 # The same gradients in float64: 1e-15 was found.  The norm of torch in fp32 is 1e-4 off here.
@@ -37,12 +37,6 @@ RECIPE = [
 ]
 SHARDED = ["parallel.distributed_optimizer=true"]
 SP = ["parallel.sequence_parallel=true"]
-MOE = [
-    "model.moe.num_experts=4",
-    "model.moe.top_k=2",
-    "model.moe.ffn_hidden_size=24",
-    "model.init_std=0.1",  # decided routers: with 0.02 two scores may be one rounding apart
-]
 # Parts of them lie on each rank of tp; of all other parameters every rank has the whole.
 SPLIT = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight")
 SPLIT += ("linear_fc1.weight", "linear_fc2.weight")
@@ -88,9 +82,7 @@ def squares_of(engine: Engine) -> dict[tuple[str, str], float]:
             gather(buffer)
         for name, param in chunk.module.named_parameters():
             part = f"pp{place.pp_rank}"
-            if ".local_experts." in name:
-                part += f" ep{dist.get_rank(place.collection.ep)}"
-            elif name.endswith(SPLIT):
+            if name.endswith(SPLIT):
                 part += f" tp{place.tp_rank}"
             if name == "output_layer.weight":  # the last stage's copy of the embedding, whose gradient is the same
                 part = f"tied tp{place.tp_rank}"
@@ -136,15 +128,8 @@ def dense(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def sparse(ranks: Ranks) -> dict[str, Any]:
-    (found,) = ranks(1).run(clipped, MOE)
-    return found
-
-
 def test_on_one_rank(ranks: Ranks, dense: dict[str, Any]) -> None:
     check([dense], dense)
-    check(ranks(1).run(clipped, SHARDED), dense)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +137,3 @@ def test_on_one_rank(ranks: Ranks, dense: dict[str, Any]) -> None:
 )
 def test_on_two_ranks(ranks: Ranks, dense: dict[str, Any], layout: list[str]) -> None:
     check(ranks(2).run(clipped, layout), dense)
-
-
-def test_with_experts(ranks: Ranks, sparse: dict[str, Any]) -> None:
-    check([sparse], sparse)
-    for layout in (["parallel.ep=2", "parallel.cp=2"], ["parallel.ep=2", *SHARDED]):
-        check(ranks(2).run(clipped, MOE + layout), sparse)

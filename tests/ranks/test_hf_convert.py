@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from sft.batch import Sample
-from sft.config.keys import values
 from sft.console import Console
 from sft.data.cache.prepare import prepare_recipe
 from sft.data.chat.tokenizer import load_tokenizer
@@ -39,7 +38,6 @@ from tests.ranks.hf_models import (
     VISIBLE,
     Architecture,
     Reference,
-    _losses,
     backward,
     check_losses,
     check_parameters,
@@ -182,8 +180,8 @@ def in_transformers(name: str) -> Architecture:
     return Architecture(hf.FAMILIES[MODELS[name]["family"]], tied=MODELS[name].get("tied", False))
 
 
-# Ten steps: warm-up of two, then constant; weight decay, clipping.
-STEPS, WARM_UP, LR, DECAY, CLIP, BETAS = 10, 2, 3e-3, 0.1, 0.5, (0.9, 0.95)
+# Four steps: warm-up of two, then constant; weight decay, clipping.
+STEPS, WARM_UP, LR, DECAY, CLIP, BETAS = 4, 2, 3e-3, 0.1, 0.5, (0.9, 0.95)
 OPTIM = [
     f"train.num_steps={STEPS}",
     "optim.schedule=constant",
@@ -192,11 +190,11 @@ OPTIM = [
     f"optim.weight_decay={DECAY}",
     f"optim.clip_grad={CLIP}",
 ]
-TEN_STEPS_TOLERANCE = 1e-5  # of losses, norms and parameters; measured at most 2.4e-6
+STEPS_TOLERANCE = 1e-5  # of losses, norms and parameters; measured at most 2.4e-6
 
 
 def trained(overrides: list[str], folder: str) -> dict[str, Any]:
-    """Ten steps of ours: losses, norms before clipping, and the parameters of this rank."""
+    """Steps of ours: losses, norms before clipping, and the parameters of this rank."""
     with scenarios.running(overrides) as engine:
         engine_state.load_weights(engine, Path(folder))
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
@@ -233,15 +231,13 @@ def torch_loop(model: Any, batches: list[list[Sample]]) -> tuple[list[float], li
 @pytest.mark.parametrize(
     "name,world_size,overrides",
     [
-        ("qwen2", 1, []),
         ("llama", 2, [*CP, "parallel.distributed_optimizer=true"]),
-        ("qwen3 moe", 1, []),
         ("qwen3 moe", 2, [*EP, "parallel.distributed_optimizer=true"]),
         ("mixtral", 2, [*EP, *CP, "train.recompute=full"]),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )
-def test_ten_steps_are_those_of_a_plain_loop(
+def test_four_steps_are_those_of_a_plain_loop(
     ranks: Ranks, models: Callable[[str], Model], name: str, world_size: int, overrides: list[str]
 ) -> None:
     model = models(name)
@@ -251,66 +247,14 @@ def test_ten_steps_are_those_of_a_plain_loop(
     theirs = copy.deepcopy(model.model)
     losses, norms = torch_loop(theirs, [[corpus.sample(i) for i in batch] for batch in ids])
     for result in results:
-        np.testing.assert_allclose(result["loss"], losses, rtol=TEN_STEPS_TOLERANCE)
-        np.testing.assert_allclose(result["grad_norm"], norms, rtol=TEN_STEPS_TOLERANCE)
+        np.testing.assert_allclose(result["loss"], losses, rtol=STEPS_TOLERANCE)
+        np.testing.assert_allclose(result["grad_norm"], norms, rtol=STEPS_TOLERANCE)
     everywhere = {key: param for result in results for key, param in result["parameters"].items()}
     found, start = in_hf_names(in_transformers(name), everywhere), dict(model.model.named_parameters())
     expected = {n: param.detach() for n, param in theirs.named_parameters()}
-    check_parameters(found, expected, TEN_STEPS_TOLERANCE)
+    check_parameters(found, expected, STEPS_TOLERANCE)
     moved = [float((param - start[n]).norm() / start[n].norm()) for n, param in expected.items()]
-    assert min(moved) > 100 * TEN_STEPS_TOLERANCE
-
-
-def train_and_save(
-    overrides: list[str], start: str, folder: str, recipe: dict[str, Any], samples: list[list[Sample]]
-) -> list[Any]:
-    """Two steps from the imported weights, saved as a run saves; the token losses of the trained model."""
-    with scenarios.running(overrides) as engine:
-        engine_state.load_weights(engine, Path(start))
-        loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        for step in range(2):
-            engine.train_step(loader.microbatches(step))
-        written = {**values(engine.config), **recipe}
-        scenarios.save(engine, Path(folder), {"iteration": 2, "sft": {"recipe": written}})
-        return [_losses(engine, pack) for pack in samples]
-
-
-@pytest.mark.parametrize(
-    "name,world_size,overrides",
-    [
-        ("qwen3 tied", 2, ["parallel.pp=2"]),
-        ("qwen2", 2, ["parallel.tp=2", "parallel.distributed_optimizer=true"]),
-        ("qwen3 moe", 2, [*EP, "parallel.distributed_optimizer=true"]),
-        ("mixtral", 2, [*TP, *SP]),
-        ("llama", 2, ["parallel.cp=2", "model.rope.base=4e5"]),
-        (
-            "mistral",
-            1,
-            ["model.rope.scaling=yarn", "model.rope.factor=4", f"model.rope.original_max_position={ORIGINAL}"],
-        ),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
-)
-def test_what_was_trained_gives_transformers_the_same_losses(
-    ranks: Ranks,
-    models: Callable[[str], Model],
-    packs: list[list[Sample]],
-    tmp_path: Path,
-    name: str,
-    world_size: int,
-    overrides: list[str],
-) -> None:
-    model, folder = models(name), tmp_path / "run" / "checkpoints" / "iter_0000002"
-    folder.mkdir(parents=True)
-    recipe = {"model.init_from": str(Path(model.folder).parent)}  # which is how a run tells where it came from
-    every = [*model.recipe, "optim.lr=1e-2", *overrides]
-    results = ranks(world_size).run(train_and_save, every, model.folder, str(folder), recipe, packs)
-    export_hf(tmp_path / "run", tmp_path / "exported", QUIET)
-    trained = Reference("", hf.load(tmp_path / "exported"))
-    check_losses(results, trained, packs)
-    with torch.no_grad():
-        before, after = (hf_losses(m, packs[0][0]) for m in (model.model, trained.model))
-    assert float(np.abs((before - after).numpy()).mean()) > VISIBLE
+    assert min(moved) > 100 * STEPS_TOLERANCE
 
 
 @pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")
@@ -361,13 +305,12 @@ def sft(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Path, family: str) -> None:
+def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Path) -> None:
     """As a user does it: import, a recipe that names the model, train at another base, export, load elsewhere."""
     chats(tmp_path, 40)
     chats(tmp_path, 7, "held_out.jsonl")
     (tmp_path / "recipe.yaml").write_text(RUN)
-    import_hf(hf.save(tmp_path / "model", family, vocab_size=512, tied=True), tmp_path / "imported", QUIET)
+    import_hf(hf.save(tmp_path / "model", "mixtral", vocab_size=512, tied=True), tmp_path / "imported", QUIET)
     recipe = ["recipe.yaml", "model.rope.base=20000"]
     sft(tmp_path, "data", "prepare", *recipe)
     sft(tmp_path, "train", *recipe)

@@ -1,6 +1,5 @@
 """Checkpoints of a mixture of experts go to Megatron-LM and back: every weight and moment, and both continue alike."""
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.console import Console
-from sft.hf.convert.import_hf import import_hf
 from tests.ranks import megatron_lm
-from tests.ranks.interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, theirs_loaded, whole
+from tests.ranks.interop import LR, PP2, assert_same, our_load, our_save, their_load, their_save, whole
 from tests.ranks.layouts import MOE, NUM_EXPERTS
 from tests.ranks.megatron_lm import LAYERS
 from tests.ranks.pool import RankPool
-from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]
 # Embedding, output, final norm; per layer four norms, qkv and its bias, proj, router, and fc1 and fc2 of each expert.
@@ -72,26 +68,3 @@ def test_what_megatron_saves_we_load(
 def test_what_we_save_megatron_loads(ranks: Ranks, tmp_path: Path, ours: Any, theirs: Any) -> None:
     before = ranks(ours[0]).run(our_save, [*MOE, *ours[1]], str(tmp_path))
     check(before, ranks(theirs[0]).run(their_load, f"{megatron_lm.EXPERTS} {theirs[1]}", str(tmp_path)))
-
-
-@pytest.mark.skipif(not megatron_lm.HAS_TRAINING, reason="megatron.training comes with core 0.19")
-def test_megatron_loads_what_was_imported(ranks: Ranks, tmp_path: Path) -> None:
-    """Two of the four experts on each rank, in their order."""
-    source = hf.save(tmp_path / "source", "qwen3_moe", num_hidden_layers=LAYERS, head_dim=4)
-    import_hf(source, tmp_path / "imported", Console(0, io.StringIO()))
-    model = hf.load(source).state_dict()
-    model = {name.removeprefix("model.layers.3."): weight.numpy() for name, weight in model.items()}
-    half = NUM_EXPERTS // 2
-    for rank, found in enumerate(
-        ranks(2).run(theirs_loaded, f"{megatron_lm.EXPERTS} {EP2}", str(tmp_path / "imported"))
-    ):
-        layer = {n.removeprefix("decoder.layers.3."): weight for n, weight in found.items()}
-        np.testing.assert_array_equal(layer["mlp.router.weight"], model["mlp.gate.weight"])
-        np.testing.assert_array_equal(layer["pre_mlp_layernorm.weight"], model["post_attention_layernorm.weight"])
-        for number in range(half):
-            experts = f"mlp.experts.local_experts.{number}"
-            gate_up, down = (
-                model[f"mlp.experts.{name}"][rank * half + number] for name in ("gate_up_proj", "down_proj")
-            )
-            np.testing.assert_array_equal(layer[f"{experts}.linear_fc1.weight"], gate_up)
-            np.testing.assert_array_equal(layer[f"{experts}.linear_fc2.weight"], down)

@@ -9,7 +9,6 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import THREE
 from tests.ranks.pool import RankPool
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
@@ -17,11 +16,9 @@ LOSS_TOLERANCE = 1e-6
 
 LAYOUTS = [
     (1, []),
-    (2, ["parallel.cp=2"]),
-    (4, ["parallel.cp=4"]),
     (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
-    (2, ["parallel.pp=2"]),
-    (3, ["parallel.pp=3", *THREE]),  # the middle stage sees neither tokens nor loss
+    (4, ["parallel.cp=4"]),
+    (4, ["parallel.pp=4"]),  # the middle stages see neither tokens nor loss
     (2, ["parallel.cp=2", "train.recompute=full"]),
 ]
 Ranks = Callable[[int], RankPool]
@@ -48,56 +45,17 @@ def test_replacing_one_document_leaves_the_others_bitwise_unchanged(
 ) -> None:
     a, b, c, other = document(50, 1), document(70, 2), document(90, 3), document(70, 4)
     results = ranks(world_size).run(scenarios.token_losses, overrides, [[a, b, c], [a, other, c]])
-    multiple = 48 if "data.doc_multiple=48" in overrides else 32
-    ends = np.cumsum([-(-n // multiple) * multiple for n in (50, 70, 90)])
-    total = int(ends[-1])
-    before, after = whole(results, 0, total), whole(results, 1, total)
-    middle = slice(ends[0], ends[1])
-    assert (before[: ends[0]] == after[: ends[0]]).all()
-    assert (before[ends[1] :] == after[ends[1] :]).all()
-    assert (before[middle][:69] != after[middle][:69]).mean() > 0.9  # the test would see a change
+    before, after = whole(results, 0, 64 + 96 + 96), whole(results, 1, 64 + 96 + 96)
+    assert (before[:64] == after[:64]).all()
+    assert (before[160:] == after[160:]).all()
+    assert (before[64:133] != after[64:133]).mean() > 0.9  # the test would see a change
 
 
 @pytest.mark.parametrize(
-    "world_size,overrides", LAYOUTS[:6:2], ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+    "world_size,overrides", LAYOUTS[:3], ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
 )
 def test_a_document_does_not_know_where_in_the_pack_it_is(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
     a, b = document(50, 1), document(70, 2)
     results = ranks(world_size).run(scenarios.token_losses, overrides, [[b], [a, b]])
-    start = 96 if "data.doc_multiple=48" in overrides else 64
-    length = 96  # both multiples round 70 up to it
-    alone, second = whole(results, 0, length), whole(results, 1, start + length)[start:]
+    alone, second = whole(results, 0, 96), whole(results, 1, 64 + 96)[64:]
     np.testing.assert_allclose(second[:69], alone[:69], rtol=LOSS_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "world_size,overrides",
-    [
-        (1, []),
-        (2, ["parallel.cp=2"]),
-        (2, ["parallel.cp=2", "train.recompute=full"]),
-        (1, ["train.recompute=selective"]),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
-)
-def test_no_gradient_reaches_an_unsupervised_neighbour(ranks: Ranks, world_size: int, overrides: list[str]) -> None:
-    """Tokens 0-99 occur in unsupervised documents only; their embeddings must get a gradient of exactly 0."""
-    for result in ranks(world_size).run(embedding_gradient, overrides):
-        assert (result[:100] == 0).all()
-        assert (np.abs(result[100:]).sum(axis=1) > 0).mean() > 0.2
-
-
-def embedding_gradient(overrides: list[str]) -> np.ndarray:
-    with scenarios.running(overrides) as engine:
-        for chunk in engine.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        pack = [
-            document(60, 1, 0, 100, supervised=False),
-            document(70, 2, 100, 301),
-            document(40, 3, 0, 100, supervised=False),
-        ]
-        engine._run([scenarios.microbatch_of(engine, pack)], forward_only=False)
-        names = dict(engine.chunks[0].named_parameters())
-        gradient: np.ndarray = names["module.embedding.word_embeddings.weight"].main_grad.clone().numpy()
-        return gradient[: scenarios.VOCAB]

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.builders import chats
 from tests.launching import kill, launch, records, start
@@ -59,19 +58,10 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
     assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"
     kept = sorted(p.name for p in (folder / "run/checkpoints").iterdir() if p.is_dir())
     assert kept == ["iter_0000002", "iter_0000004", "iter_0000006"]
-
-
-def test_tensorboard_holds_the_same_numbers(finished: tuple[Path, str]) -> None:
-    folder, _ = finished
-    events = EventAccumulator(str(folder / "run" / "tensorboard"))
-    events.Reload()
-    for tag, kind, key in [("lm loss", "train", "lm loss"), ("lm loss validation", "eval", "lm loss")] + [
-        ("grad-norm", "train", "grad-norm")
-    ]:
-        found = [r for r in records(folder, kind) if r.get("set", "eval") == "eval"]
-        told = [(r["step"], pytest.approx(r[key], rel=1e-6)) for r in found]  # stored as fp32
-        assert [(event.step, event.value) for event in events.Scalars(tag)] == told
-    assert [event.step for event in events.Scalars("lm loss validation/both")] == [0, 4, 6]
+    told = {"metrics.jsonl", "recipe.yaml", "run_state.json", "seen.jsonl", "tensorboard"}
+    assert {path.name for path in (folder / "run").iterdir()} == {"cache", "checkpoints", "data.json"} | told
+    state = json.loads((folder / "run/run_state.json").read_text())
+    assert (state["status"], state["saved_step"]) == ("done", 6) and min(state["step_s"], state["save_s"]) > 0
 
 
 def test_a_finished_run_says_so_and_does_nothing(finished: tuple[Path, str]) -> None:
@@ -107,27 +97,6 @@ def test_another_order_of_the_data_is_refused(finished: tuple[Path, str]) -> Non
     chats(folder, 50, "other.jsonl")
     (code, _, told), _ = start(folder, [*RUN, "train.num_steps=8", f"data.train={folder}/other.jsonl", "run.seed=9"])
     assert code == 2
-    refused = f"{folder}/run/checkpoints/iter_0000006 cannot be continued with this recipe"
+    refused = f"{folder}/run/checkpoints/iter_0000006 cannot be resumed with this recipe"
     assert told.startswith(f"CheckpointError: {refused}")
     assert "data was " in told and "run.seed was 1234, is 9" in told
-
-
-def test_never_does_not_mix_two_runs(finished: tuple[Path, str]) -> None:
-    folder, _ = finished
-    before = (folder / "run" / "recipe.yaml").read_bytes()
-    (code, _, told), _ = start(folder, [*RUN, "checkpoint.resume=never"])
-    assert code == 2 and told.startswith("CheckpointError: checkpoint.resume = never, but ")
-    assert (folder / "run" / "recipe.yaml").read_bytes() == before  # that of the run that trained
-
-
-def test_weights_of_a_run_start_another_and_old_checkpoints_go(finished: tuple[Path, str], tmp_path: Path) -> None:
-    folder, _ = finished
-    chats(tmp_path, 60)
-    source = f"{folder}/run/checkpoints"
-    overrides = RUN + [f"model.init_from={source}", "checkpoint.keep_last=2", "parallel.cp=1", "parallel.tp=2"]
-    (code, out, told), _ = start(tmp_path, overrides)
-    assert code == 0, told
-    assert f"started from the weights of {source}/iter_0000006" in out
-    assert records(tmp_path, "train")[0]["lm loss"] < records(folder, "train")[0]["lm loss"]
-    kept = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir() if p.is_dir())
-    assert kept == ["iter_0000004", "iter_0000006"]

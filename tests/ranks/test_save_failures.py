@@ -23,7 +23,7 @@ Ranks = Callable[[int], RankPool]
 NO_SPACE = "the disk is full (OSError: [Errno 28] No space left on device)"
 WRITTEN = f"was not written: rank 1: {NO_SPACE}"
 GOES_ON = "  Training goes on; the next save tries again."
-WHOLE = "  The one before it is whole."
+WHOLE = "  The previous checkpoint is complete."
 
 
 def full(*_: Any, **__: Any) -> Any:
@@ -63,8 +63,8 @@ def test_a_disk_full_on_one_rank_is_told_and_the_third_time_the_end(
     for step, line in zip((2, 3, 6), told[0]["warnings"], strict=True):
         assert fits(line, f"warning: {begins.format(step)}", WRITTEN, GOES_ON), line
     for one in told:
-        assert fits(one["must"], begins.format(7), WRITTEN, "  2 in a row.", WHOLE), one["must"]
-        assert fits(one["third"], begins.format(4), WRITTEN, "  3 in a row.", WHOLE), one["third"]
+        assert fits(one["must"], begins.format(7), WRITTEN, "  Failed saves in a row: 2.", WHOLE), one["must"]
+        assert fits(one["third"], begins.format(4), WRITTEN, "  Failed saves in a row: 3.", WHOLE), one["third"]
         assert one["is unchanged"]
     assert listing(tmp_path) == ["iter_0000001", "iter_0000005", folders.POINTER]
     assert is_whole(tmp_path / "iter_0000001") and is_whole(tmp_path / "iter_0000005")
@@ -79,7 +79,7 @@ def fail_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
         with full_disk(run):
             for step in (2, 3):
                 save_and_drain(run, step)
-                assert run.saver.published == 1
+                assert run.says_published(1)
             third = refusal(lambda: save_and_drain(run, 4))
         save_and_drain(run, 5)  # ends the row
         with full_disk(run):
@@ -159,7 +159,7 @@ CASES = {
     "the lock": Case(
         0,
         lambda patch, run: patch.setattr(run.saver, "_is_ours", lambda: False),
-        "another run took over {folder} while this one hung, and its checkpoints stay as they are.",
+        "another run took over {folder} while this run hung, so this run saves no more checkpoints there.",
     ),
     "digests": Case(1, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
@@ -177,7 +177,7 @@ def test_whatever_fails_all_ranks_hear_it_and_nothing_is_left(ranks: Ranks, tmp_
     begins = "the checkpoint of step 2 was not saved: " + ("it needs " if name == "too little disk" else said)
     assert fits(line, f"warning: {begins}", said, GOES_ON), line
     for one in told:
-        assert fits(one["must"], begins, said, "  2 in a row.", WHOLE), one
+        assert fits(one["must"], begins, said, "  Failed saves in a row: 2.", WHOLE), one
         assert bool(one["at work"]) == (name not in BEFORE)
     assert told[0]["left"] == ["iter_0000001", folders.POINTER]  # rank 0 has removed it when it goes on
     assert listing(tmp_path) == ["iter_0000001", "iter_0000003", folders.POINTER]
@@ -206,7 +206,7 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
                 must = refusal(lambda: run.save(2, wait=True))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert run.saver.published == 1
+        assert run.says_published(1)
         run.train(2)
         run.save(3, wait=True)
         warnings = [line for line in run.lines() if line.startswith("warning")]

@@ -20,7 +20,7 @@ from tests.ranks.pool import RankPool
 Ranks = Callable[[int], RankPool]
 # Of a norm of a gradient, fp32: a weight's is summed tile by tile, or otherwise where heads are gathered in lots.
 TILE_TOLERANCE = 1e-6
-PACKS = [[1, 2, 3, 5], [0], [11, 10, 6]]
+PACKS = [[1, 2, 3, 5], [0]]
 TOKENS = 256
 WIDE = [
     "model.hidden_size=64",
@@ -131,21 +131,22 @@ def with_host(overrides: Sequence[str], packs: Sequence[Sequence[int]]) -> dict[
         return scenarios.gradients([*overrides, "train.offload_fraction=1"], packs)
 
 
-SAME = [
-    ("selective", []),
-    ("full", []),
-    ("selective", ["model.qk_norm=false", "model.num_query_groups=1"]),
-    ("full", ["train.mlp_tile=4096"]),
-    ("selective", MOE),
-]
+SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"]
 
 
-@pytest.mark.parametrize("way", [scenarios.gradients, with_host])
-@pytest.mark.parametrize("recompute, model", SAME)
-def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, recompute: str, model: list[str]) -> None:
-    recipe = ["train.global_batch_size=3", "model.init_std=0.2", *model]
-    (plain,) = ranks(1).run(scenarios.gradients, [o for o in recipe if "tile" not in o], PACKS)
-    (found,) = ranks(1).run(way, [*recipe, f"train.recompute={recompute}"], PACKS)
+@pytest.mark.parametrize(
+    "way,model,saving",
+    [
+        (scenarios.gradients, [], ["train.recompute=selective"]),
+        (scenarios.gradients, [], ["train.recompute=full", "train.mlp_tile=4096"]),
+        (with_host, [], ["train.recompute=full"]),
+        (with_host, ["model.qk_norm=false", "model.num_query_groups=1"], ["train.recompute=selective"]),
+        (with_host, MOE, ["train.recompute=selective"]),
+    ],
+)
+def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, model: list[str], saving: list[str]) -> None:
+    (plain,) = ranks(1).run(scenarios.gradients, [*SMALL, *model], PACKS)
+    (found,) = ranks(1).run(way, [*SMALL, *model, *saving], PACKS)
     assert found["loss"] == plain["loss"]
     for name, gradient in plain["gradients"].items():
         assert np.array_equal(found["gradients"][name], gradient), name
@@ -154,9 +155,8 @@ def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, recompute: s
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_tiles_change_no_more_than_the_order_of_sums(ranks: Ranks, recompute: str) -> None:
     """A tile of 40 divides no pack."""
-    recipe = ["train.global_batch_size=3", "model.init_std=0.2"]
-    (plain,) = ranks(1).run(scenarios.gradients, recipe, PACKS)
-    tiles = [*recipe, f"train.recompute={recompute}", "train.mlp_tile=40"]
+    (plain,) = ranks(1).run(scenarios.gradients, SMALL, PACKS)
+    tiles = [*SMALL, f"train.recompute={recompute}", "train.mlp_tile=40"]
     (found,) = ranks(1).run(scenarios.gradients, tiles, PACKS)
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     for name, gradient in plain["gradients"].items():
@@ -165,50 +165,45 @@ def test_tiles_change_no_more_than_the_order_of_sums(ranks: Ranks, recompute: st
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ["parallel.cp=2", "train.recompute=selective"],
-        ["parallel.cp=4", "train.recompute=full"],
-        ["parallel.cp=2", "train.recompute=selective", "train.mlp_tile=24"],
-    ],
+    "saving", [["train.recompute=full"], ["train.recompute=selective", "train.mlp_tile=24"]], ids=" ".join
 )
-def test_cut_documents_and_host_memory(ranks: Ranks, layout: list[str]) -> None:
+def test_cut_documents_and_host_memory(ranks: Ranks, saving: list[str]) -> None:
     """Keys are gathered once more in backward, one head group after the other."""
-    recipe = ["train.global_batch_size=3", "model.init_std=0.2", "data.doc_multiple=32"]
-    cp = int(layout[0][-1])
-    expected = ranks(cp).run(scenarios.gradients, [*recipe, layout[0]], PACKS)
-    for plain, found in zip(expected, ranks(cp).run(with_host, [*recipe, *layout], PACKS)):
+    recipe = [*SMALL, "parallel.cp=2"]
+    expected = ranks(2).run(scenarios.gradients, recipe, PACKS)
+    for plain, found in zip(expected, ranks(2).run(with_host, [*recipe, *saving], PACKS)):
         for name, gradient in plain["gradients"].items():
             error = np.linalg.norm(found["gradients"][name] - gradient)
             assert error <= GRADIENT_TOLERANCE * np.linalg.norm(gradient), name
 
 
-def curve_with_host(overrides: Sequence[str]) -> dict[str, Any]:
+def train_with_host(overrides: Sequence[str]) -> dict[str, Any]:
     with (
         mock.patch.object(saved_tensors, "MIN_OFFLOADED_BYTES", 1 << 8),
         mock.patch.object(offload, "SLAB_BYTES", 5000),
     ):
-        return scenarios.curve(overrides)
+        return scenarios.train(overrides, [0, 1])
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "layout,saving",
     [
-        ["parallel.pp=2", "train.recompute=selective", "train.offload_fraction=1"],
-        ["parallel.pp=2", "parallel.virtual_stages=2", "train.recompute=full", "train.offload_fraction=1"],
-        [
-            *["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.distributed_optimizer=true"],
-            *["train.recompute=selective", "train.offload_fraction=0.5"],
-        ],
+        (
+            ["parallel.pp=2", "parallel.virtual_stages=2"],
+            ["train.recompute=full", "train.offload_fraction=1"],
+        ),
+        (
+            ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.distributed_optimizer=true"],
+            ["train.recompute=selective", "train.offload_fraction=0.5"],
+        ),
     ],
-    ids=" ".join,
+    ids=["pp", "tp"],
 )
-def test_curves_are_the_same_bit_for_bit(ranks: Ranks, layout: list[str]) -> None:
+def test_curves_are_the_same_bit_for_bit(ranks: Ranks, layout: list[str], saving: list[str]) -> None:
     """Several passes in flight, and layers cut over ranks."""
-    plain = [part for part in layout if not part.startswith("train.")]
-    expected = ranks(2).run(scenarios.curve, plain)
-    for one, other in zip(expected, ranks(2).run(curve_with_host, layout)):
-        assert (other["loss"], other["hash"]) == (one["loss"], one["hash"])
+    expected = ranks(2).run(scenarios.train, layout, [0, 1])
+    for one, other in zip(expected, ranks(2).run(train_with_host, [*layout, *saving])):
+        assert (other["loss"], other["parameters"]) == (one["loss"], one["parameters"])
 
 
 @pytest.mark.parametrize("recompute, per_layer", [("selective", 972), ("full", 128)])
@@ -259,50 +254,14 @@ def test_a_pipeline_leaves_no_layer_on_the_device(ranks: Ranks) -> None:
     assert stay - leave == 2 * (2 + 1) * 128 * TOKENS
 
 
-def rule_of_the_engine(overrides: Sequence[str]) -> dict[str, Any]:
-    """What the engine's rule was made of, and the layers it is told of for each microbatch."""
-    told: list[int] = []
-    forward_pass = saved_tensors.SavePolicy.forward_pass
-
-    def noted(saving: saved_tensors.SavePolicy, num_layers: int) -> Any:
-        told.append(num_layers)
-        return forward_pass(saving, num_layers)
-
-    with mock.patch.object(saved_tensors.SavePolicy, "forward_pass", noted), scenarios.running(overrides) as engine:
-        corpus = scenarios.SkewedCorpus(scenarios.LENGTHS)
-        engine.train_step([scenarios.microbatch_of(engine, [corpus.sample(i)]) for i in range(2)])
-        rule = engine._save_policy
-        weights = {p.untyped_storage().data_ptr() for chunk in engine.chunks for p in chunk.parameters()}
-        return {
-            "again": rule.recompute,
-            "host": rule.memory is not None,
-            "fraction": rule.offload_fraction,
-            "pipeline": not rule.backward_is_next,
-            "weights stay": weights <= rule.resident,
-            "layers": sorted(set(told)),
-        }
+def backward_is_next(overrides: Sequence[str]) -> bool:
+    with scenarios.running(overrides) as engine:
+        return engine._save_policy.backward_is_next
 
 
-PLAIN = {"again": False, "host": False, "fraction": 0.0, "pipeline": False, "weights stay": True, "layers": [4]}
-
-
-@pytest.mark.parametrize(
-    "num_ranks, overrides, expected",
-    [
-        (1, ["train.recompute=none"], {}),
-        (1, ["train.recompute=full"], {}),
-        (1, ["train.recompute=selective"], {"again": True}),
-        (1, ["train.recompute=full", "train.offload_fraction=0.5"], {"host": True, "fraction": 0.5}),
-        (2, ["parallel.pp=2"], {"pipeline": "first stage", "layers": [2]}),
-        (2, ["parallel.pp=2", "parallel.virtual_stages=2"], {"pipeline": True, "layers": [1]}),
-        (2, ["parallel.tp=2"], {}),
-    ],
-)
-def test_the_rule_is_what_the_recipe_says(
-    ranks: Ranks, num_ranks: int, overrides: list[str], expected: dict[str, Any]
-) -> None:
-    for rank, found in enumerate(ranks(num_ranks).run(rule_of_the_engine, overrides)):
-        wanted = PLAIN | expected
-        if wanted["pipeline"] == "first stage":  # in the last one backward comes at once
-            wanted["pipeline"] = rank == 0
-        assert found == wanted
+def test_backward_comes_at_once_but_in_a_pipeline(ranks: Ranks) -> None:
+    """Without virtual stages it does in the last stage."""
+    pipeline = ["parallel.pp=2", "train.recompute=full", "train.offload_fraction=1"]
+    assert ranks(2).run(backward_is_next, pipeline[1:]) == [True, True]
+    assert ranks(2).run(backward_is_next, pipeline) == [False, True]
+    assert ranks(2).run(backward_is_next, [*pipeline, "parallel.virtual_stages=2"]) == [False, False]

@@ -80,9 +80,3 @@ def test_the_neighbours_come_first() -> None:
 def test_nobody_else_has_two_levels(ranks: Ranks, overrides: list[str]) -> None:
     """p2p; and a recipe that rules Transformer Engine out, by its backend or its device."""
     assert ranks(4).run(groups, overrides) == [([0, 1, 2, 3], None)] * 4
-
-
-@pytest.mark.skipif(importlib.util.find_spec("einops") is not None, reason="einops is installed")
-def test_without_einops_nobody_asks_for_them(ranks: Ranks) -> None:
-    """auto becomes portable then, as Transformer Engine does not import; and portable has no use for them."""
-    assert ranks(4).run(groups, TWO, False) == [([0, 1, 2, 3], None)] * 4

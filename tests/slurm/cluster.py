@@ -59,10 +59,7 @@ def missing() -> list[str]:
 
 
 def until(condition: Callable[[], object], seconds: float, what: str, told: Callable[[], str] = str) -> None:
-    """Wait for `condition`.
-
-    Raises: AssertionError after `seconds`, with `what` was waited for and what `told` knows.
-    """
+    """Raises AssertionError after `seconds`, with `what` was waited for and what `told` knows."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{told()}"
@@ -155,7 +152,7 @@ class Cluster:
 
 
 class Job:
-    """One batch job, submitted on construction: `Job(cluster, folder, "--nodes=2", "launch/slurm.sbatch", ...)`."""
+    """`Job(cluster, folder, "--nodes=2", "launch/slurm.sbatch", ...)`: submitted at once."""
 
     def __init__(self, cluster: Cluster, folder: Path, *command: str, **env: str) -> None:
         self.cluster, self.folder = cluster, folder
@@ -164,21 +161,16 @@ class Job:
         self.id = cluster.call("sbatch", *options, *command, **env).strip()
 
     def field(self, name: str) -> str:
-        """A field of `scontrol show job`, such as JobState, Restarts or ExitCode."""
-        fields = dict(
-            word.partition("=")[::2] for word in self.cluster.call("scontrol", "show", "job", self.id).split()
-        )
-        return fields[name]
+        """Of `scontrol show job`, such as JobState, Restarts or ExitCode."""
+        words = self.cluster.call("scontrol", "show", "job", self.id).split()
+        return dict(word.partition("=")[::2] for word in words)[name]
 
     def told(self) -> str:
         """What the job printed so far, in all its starts."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def wait(self, state: str, *, restarts: int = 0, seconds: float = 150) -> None:
-        """Until the job is in `state` for good: nothing of it still runs.
-
-        Raises: AssertionError with the job's output when another end comes first, or none.
-        """
+        """Until the job is in `state` for good.  Raises AssertionError with its output when another end comes first."""
         others = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"} - {state}
 
         def reached() -> bool:

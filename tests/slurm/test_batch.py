@@ -3,13 +3,14 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.builders import chats
 from tests.launching import RECIPE, records
-from tests.slurm.cluster import Cluster, Job, command_lines, until
+from tests.slurm.cluster import Cluster, Job, command_lines, missing, until
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 200  # long enough that a job is signalled well before its end
@@ -22,19 +23,10 @@ def submit(cluster: Cluster, folder: Path, options: tuple[str, ...] = ONE_NODE, 
     chats(folder, 60)
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     settings = [f"train.num_steps={STEPS}", "train.global_batch_size=2", f"checkpoint.save_every={10 * STEPS}"]
-    return Job(
-        cluster,
-        folder,
-        "--time=10",
-        *options,
-        str(ROOT / "launch/slurm.sbatch"),
-        str(folder / "recipe.yaml"),
-        *settings,
-        *overrides,
-        NPROC="1" if options is TWO_NODES else "2",
-        PATH=f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
-        PYTHONPATH=str(ROOT),
-    )
+    command = [str(ROOT / "launch/slurm.sbatch"), str(folder / "recipe.yaml"), *settings, *overrides]
+    path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
+    env = {"NPROC": "1" if options is TWO_NODES else "2", "PATH": path, "PYTHONPATH": str(ROOT)}
+    return Job(cluster, folder, "--time=10", *options, *command, **env)
 
 
 def trained(job: Job) -> list[int]:
@@ -59,12 +51,33 @@ def ranks(job: Job) -> list[int]:
 
 
 @pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A running SLURM.  Skips where the machine has none and `make test-slurm` could not install it."""
+    if absent := missing():
+        pytest.skip(f"no SLURM on this machine ({', '.join(absent)}): on Debian, as root, apt install slurm-wlm munge")
+    running = Cluster(tmp_path_factory.mktemp("slurm"))
+    yield running
+    left = running.stop()
+    assert not left, f"jobs left processes running: {left}"
+
+
+@pytest.fixture(scope="module")
 def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = submit(cluster, tmp_path_factory.mktemp("uninterrupted"))
     job.wait("COMPLETED")
     assert job.field("ExitCode") == "0:0"
     assert trained(job) == list(range(1, STEPS + 1))
     return job.folder
+
+
+def assert_comes_back(job: Job, uninterrupted: Path) -> int:
+    """Once, having saved, and ends as if nothing had happened; the step of that checkpoint."""
+    job.wait("PENDING", restarts=1)
+    (checkpoint,) = saved(job)
+    job.start_now()
+    job.wait("COMPLETED", restarts=1)
+    assert records(job.folder, "train") == records(uninterrupted, "train")
+    return int(checkpoint.removeprefix("iter_"))
 
 
 @pytest.mark.parametrize("options", [ONE_NODE, TWO_NODES], ids=["one node", "two nodes"])
@@ -74,16 +87,10 @@ def test_a_signalled_run_saves_comes_back_and_ends_as_if_nothing_had_happened(
     job = submit(cluster, tmp_path, options)
     until_it_trains(job)
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@120 does
-    job.wait("PENDING", restarts=1)
-    (checkpoint,) = saved(job)
-    step = int(checkpoint.removeprefix("iter_"))
+    step = assert_comes_back(job, uninterrupted)
     assert 2 < step < STEPS
-    job.start_now()
-    job.wait("COMPLETED", restarts=1)
-    told = job.told()
-    assert "SLURM_RESTART_COUNT 0, rank logs in" in told and "SLURM_RESTART_COUNT 1, rank logs in" in told
-    assert f"resumed step {step}" in told
-    assert records(tmp_path, "train") == records(uninterrupted, "train")
+    for told in ("SLURM_RESTART_COUNT 0, rank logs in", "SLURM_RESTART_COUNT 1, rank logs in", f"resumed step {step}"):
+        assert told in job.told()
     logs = list(tmp_path.glob(f"logs/{job.id}/start-*/node-*/*/attempt_0/*/stdout.log"))
     assert len(logs) == 4  # two ranks, two starts
 
@@ -102,12 +109,8 @@ def test_a_run_that_is_preempted_comes_back(cluster: Cluster, uninterrupted: Pat
     until_it_trains(job)
     (tmp_path / "urgent").mkdir()
     urgent = Job(cluster, tmp_path / "urgent", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true")
-    job.wait("PENDING", restarts=1)
     urgent.wait("COMPLETED")
-    assert len(saved(job)) == 1
-    job.start_now()
-    job.wait("COMPLETED", restarts=1)
-    assert records(tmp_path, "train") == records(uninterrupted, "train")
+    assert_comes_back(job, uninterrupted)
 
 
 def test_a_run_whose_time_is_up_comes_back(cluster: Cluster, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ is installed.  Not: losses, gradients, times, and experts, whose sizes are numbe
 
     cuda.c     runtime            driver.c   driver              build.py     compiles them, and says how to load them
     nccl.c     collectives        blas.c     products            dnn.c        cuDNN's graphs, the runtime compiler
-    answers.py what only a kernel could have told                counts.py    what a process did
-    steps.py   training steps of one rank                        messages.py, hangs.py: what test_standin.py starts
-    calls.py   what is asked of our C alone                      declarations/ instead of CUDA's headers, for that
+    answers.py what only a kernel could have told                steps.py   training steps of one rank
+    calls.py   what is asked of our C, and what a process did    declarations/ instead of CUDA's headers, for C alone
 """

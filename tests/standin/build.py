@@ -157,10 +157,3 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         raise NoStandin(f"{command[0]} could not make the stand-in for CUDA: {done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-if __name__ == "__main__":
-    try:
-        print(library())
-    except NoStandin as error:
-        sys.exit(f"error: {error}")

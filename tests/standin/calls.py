@@ -8,25 +8,36 @@ import json
 import resource
 import sys
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_float, c_int, c_longlong, c_size_t, c_ulonglong, c_void_p
+from ctypes import byref, c_float, c_int, c_longlong, c_size_t, c_void_p
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from tests.standin.counts import counted
-
 Answers = dict[str, Any]
-TO_DEVICE, TO_HOST = 1, 2  # of cudaMemcpyKind
 INT64, BFLOAT16, FLOAT32 = 4, 9, 7  # of ncclDataType_t
 SUM, PROD, MAX, MIN = range(4)  # of ncclRedOp_t
-COMPUTE_CAPABILITY_MAJOR = 75  # of cudaDeviceAttr
 TIMES, SIZES = 3, [1 + message % 3 for message in range(30)]  # of groups, and numbers of the messages in each
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What this process, which runs on the stand-in, did so far.  Names and order as in cuda.c."""
+
+    waits: int = 0  # of the host for the device; waiting again for what is done does not count
+    kernels: int = 0  # a product of matrices and an attention of cuDNN's are one each
+    most_host_bytes: int = 0  # page-locked at a time
+
+    def since(self, before: "Counts") -> "Counts":
+        return Counts(*(now - then for now, then in zip(astuple(self), astuple(before))))
+
+
+def counted() -> Counts:
+    numbers = (ctypes.c_long * len(astuple(Counts())))()
+    ctypes.CDLL(None).standin_counts(numbers)
+    return Counts(*numbers)
 
 
 class Dim3(ctypes.Structure):
     _fields_ = [("x", c_int), ("y", c_int), ("z", c_int)]
-
-
-class Attributes(ctypes.Structure):
-    _fields_ = [("type", c_int), ("device", c_int), ("on_device", c_void_p), ("on_host", c_void_p)]
 
 
 class UniqueId(ctypes.Structure):
@@ -57,20 +68,6 @@ def memory(cuda: Any) -> Answers:
     }  # fmt: skip
 
 
-def mapped(cuda: Any) -> Answers:
-    """By the driver, as for expandable segments."""
-    handle, address = c_ulonglong(), c_ulonglong()
-    cuda.cuMemAddressReserve(byref(address), c_size_t(10**6), c_size_t(0), c_ulonglong(0), c_ulonglong(0))
-    reserved, made = _left(cuda), cuda.cuMemCreate(byref(handle), c_size_t(700), None, c_ulonglong(0))
-    refused = cuda.cuMemCreate(byref(c_ulonglong()), c_size_t(301), None, c_ulonglong(0))
-    taken = _left(cuda)
-    cuda.cuMemRelease(handle)
-    return {
-        "left after reserve": reserved, "700": made, "301 of 300": refused, "left": taken,
-        "left after release": _left(cuda),
-    }  # fmt: skip
-
-
 def pinned(cuda: Any) -> Answers:
     most, memory = [], [c_void_p(), c_void_p(), c_void_p()]
     for pointer, n in zip(memory, (300, 500, 100)):
@@ -79,34 +76,6 @@ def pinned(cuda: Any) -> Answers:
         cuda.cudaHostAlloc(byref(pointer), c_size_t(n), 0)
         most.append(counted().most_host_bytes)
     return {"most": most, "left": _left(cuda)}
-
-
-def pointers(cuda: Any) -> Answers:
-    cuda.cudaSetDevice(2)
-    (_, on_device), locked, pageable = _malloc(cuda, 16), c_void_p(), ctypes.create_string_buffer(16)
-    cuda.cudaHostAlloc(byref(locked), c_size_t(16), 0)
-    inside = c_void_p((on_device.value or 0) + 15)
-    attributes = Attributes(), Attributes(), Attributes()
-    for found, address in zip(attributes, (inside, locked, pageable)):
-        cuda.cudaPointerGetAttributes(byref(found), address)
-    return {"types": [found.type for found in attributes], "device": attributes[0].device}
-
-
-def copies(cuda: Any) -> Answers:
-    (_, memory), back = _malloc(cuda, 8), ctypes.create_string_buffer(b"x" * 8, 8)
-    cuda.cudaMemcpy(memory, c_char_p(b"abcde"), c_size_t(5), TO_DEVICE)
-    cuda.cudaMemcpy(back, memory, c_size_t(8), TO_HOST)
-    return {"back": back.raw.decode()}
-
-
-def devices(cuda: Any) -> Answers:
-    runtime, driver, major, ours = c_int(), c_int(), c_int(), c_int()
-    cuda.cudaGetDeviceCount(byref(runtime))
-    cuda.cuDeviceGetCount(byref(driver))
-    cuda.cudaDeviceGetAttribute(byref(major), COMPUTE_CAPABILITY_MAJOR, 0)
-    cuda.cudaSetDevice(2)
-    cuda.cudaGetDevice(byref(ours))
-    return {"devices": [runtime.value, driver.value], "major": major.value, "ours": ours.value}
 
 
 def _kernel(cuda: Any, stream: c_void_p, blocks: int = 1) -> int:
@@ -153,23 +122,10 @@ def kernels(cuda: Any) -> Answers:
     return {**answers, "four": counted().kernels}
 
 
-def entries(cuda: Any) -> Answers:
-    """Which functions of the driver the runtime hands out: 0 found, 1 not found."""
-    found, result, answers = c_void_p(), c_int(), {}
-    for name in ("cuMemCreate", "cuNothing"):
-        cuda.cudaGetDriverEntryPointByVersion(name.encode(), byref(found), 13000, c_ulonglong(0), byref(result))
-        answers[name] = result.value
-    return answers
-
-
 def _join(cuda: Any, rank: int, file: str, size: int = 2) -> c_void_p:
     comm = c_void_p()
     assert cuda.ncclCommInitRank(byref(comm), size, UniqueId(file.encode()), rank) == 0
     return comm
-
-
-def alone(cuda: Any, rank: int, file: str) -> Answers:
-    return {"joined": bool(_join(cuda, rank, file))}
 
 
 def collectives(cuda: Any, rank: int, file: str) -> Answers:
@@ -220,35 +176,6 @@ def own_messages(cuda: Any, rank: int, file: str) -> Answers:
 def sizes_differ(cuda: Any, rank: int, file: str) -> Answers:
     comm, numbers = _join(cuda, rank, file), (c_float * 4)()
     return {"error": cuda.ncclAllReduce(numbers, numbers, c_size_t(2 + rank), FLOAT32, SUM, comm, None)}
-
-
-def operations_differ(cuda: Any, rank: int, file: str) -> Answers:
-    comm, numbers = _join(cuda, rank, file), (c_float * 4)()
-    if rank == 0:
-        return {"error": cuda.ncclAllReduce(numbers, numbers, c_size_t(2), FLOAT32, SUM, comm, None)}
-    return {"error": cuda.ncclBroadcast(numbers, numbers, c_size_t(2), FLOAT32, 0, comm, None)}
-
-
-def messages_differ(cuda: Any, rank: int, file: str) -> Answers:
-    comm, numbers = _join(cuda, rank, file), (c_float * 4)()
-    call = cuda.ncclRecv if rank else cuda.ncclSend
-    return {"error": call(numbers, c_size_t(2 + rank), FLOAT32, 1 - rank, comm, None)}
-
-
-def wrong_calls(cuda: Any, rank: int, file: str) -> Answers:
-    """Of a communicator of one rank."""
-    comm, number, join = _join(cuda, 0, file, size=1), (c_float * 1)(), cuda.ncclCommInitRank
-    answers = {
-        "9 ranks": join(byref(c_void_p()), 9, UniqueId(file.encode()), 0),
-        "rank 2 of 2": join(byref(c_void_p()), 2, UniqueId(file.encode()), 2),
-        "to rank 1 of 1": cuda.ncclSend(number, c_size_t(1), FLOAT32, 1, comm, None),
-        "of rank -1": cuda.ncclBroadcast(number, number, c_size_t(1), FLOAT32, -1, comm, None),
-        "the end of no group": cuda.ncclGroupEnd(),
-        "split": cuda.ncclCommSplit(comm, 0, 0, byref(c_void_p()), None),
-    }
-    cuda.ncclGroupStart()
-    many = [cuda.ncclSend(number, c_size_t(1), FLOAT32, 0, comm, None) for _ in range(257)]
-    return {**answers, "message 257 of a group": many[255:]}
 
 
 def main(library: str, name: str, words: Sequence[str]) -> None:

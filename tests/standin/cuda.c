@@ -29,7 +29,7 @@
 
 // --- what is counted -------------------------------------------------------------------------------------------------
 
-// Names and order as in counts.py.
+// Names and order as in calls.py.
 static struct {
     atomic_long waits;  // of the host, for work that it had not waited for
     atomic_long kernels;

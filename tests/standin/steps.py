@@ -19,7 +19,7 @@ from sft.mcore import process_groups
 from sft.parallel.layout import Layout
 from sft.run.signals import leave_with_parent
 from tests.standin import answers
-from tests.standin.counts import Counts, counted
+from tests.standin.calls import Counts, counted
 from tools.bench.steps import trainer
 from tools.bench.steps.case import StepCase
 

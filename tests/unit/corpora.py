@@ -2,8 +2,6 @@
 
 import io
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,13 @@ def corpus_of(
     cache: Path | None = None,
     log: list[str] | None = None,
     verify: bool = False,
-    clock: Callable[[], float] = time.monotonic,
     **overrides: Any,
 ) -> Corpus:
     """Prepared; `log` takes what was told."""
     data, said = config(**overrides), io.StringIO()
     cache_dir = cache or Path(paths[0]).parent / "cache"
-    console = Console(0, said, clock=clock)
     try:
-        return prepare(paths, data, load_tokenizer(data), cache_dir, console, verify=verify)
+        return prepare(paths, data, load_tokenizer(data), cache_dir, Console(0, said), verify=verify)
     finally:
         if log is not None:
             log.extend(said.getvalue().splitlines())

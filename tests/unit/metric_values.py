@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def evaluation(*overrides: str, **changes: Any) -> dict[str, Any]:
     return eval_record(3, totals(**changes), run_of(config(*overrides)), set_name="eval", seconds=2.0)
 
 
+@cache
 def validator() -> Any:
     """Of docs/metrics.schema.json; stricter than the standard, where 20.0 is an integer."""
     schema = json.loads((ROOT / "docs" / "metrics.schema.json").read_text())
@@ -74,14 +76,9 @@ def check(record: dict[str, Any]) -> None:
 
 
 START: dict[str, Any] = {
-    "schema": 5,
-    "kind": "start",
-    "step": 0,
-    "time": 1795267288.03,
-    "parameters": 252,
-    "num-steps": 9,
+    "schema": 5, "kind": "start", "step": 0, "time": 1795267288.03, "parameters": 252, "num-steps": 9,
     "layout": {"world_size": 2, "tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "etp": 1},
-}
+}  # fmt: skip
 
 
 def page() -> Iterator[tuple[list[str], list[str]]]:

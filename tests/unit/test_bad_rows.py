@@ -26,23 +26,19 @@ def turn(**message: Any) -> bytes:
 
 
 BAD_LINES: dict[str, tuple[bytes, str]] = {
-    "broken JSON": (b'{"messages": [', "not JSON: Expecting value at column 15 of 14 characters."),
     "more after the object": (b'{"messages": []} x', "not JSON: Extra data at column 18"),
     "last line cut": (CUT_LINE, "not JSON: Unterminated string starting at column 43 of 51 characters."),
     "NaN": (b'{"messages": NaN}', "NaN is not JSON."),
     "number without end": (b'{"messages": 1e999}', "not usable JSON: the number 1e999 is too large."),
     "huge integer": (b"1" * 5000, "not usable JSON: Exceeds the limit"),
-    "duplicate keys": (b'{"messages": [{"role": "user", "role": "user"}]}', "key 'role' is given twice in one object."),
+    "duplicate keys": (b'{"messages": [{"role": "user", "role": "user"}]}', "key 'role' appears twice in one object."),
     "invalid UTF-8": (b'{"messages": "\xff"}', "not UTF-8: byte 0xff at position 15."),
     "UTF-16": (GOOD.decode().encode("utf-16-le"), "not JSON: Expecting property name"),
-    "byte order mark inside": (b"\xef\xbb\xbf{}", "not JSON: "),
-    "NUL byte": (b'{"messages": "\x00"}', "not JSON: Invalid control character"),
     "deep nesting": (b"[" * 100_000, "nested too deeply, beyond 100 levels."),
-    "nesting beyond the limit": (b"[" * 101 + b"]" * 101, "nested too deeply, beyond 100 levels."),
-    "half a surrogate pair": (b'{"messages": "\\ud83d"}', "holds half a surrogate pair (\\ud83d), which is not text."),
-    "a number": (b"7", "a row is an object; got 7."),
-    "a list": (b"[1]", "a row is an object; got a list."),
-    "no known shape": (b'{"text": "a", "messages": null}', "The keys here are: text, messages (null)."),
+    "half a surrogate pair": (b'{"messages": "\\ud83d"}', "contains half a surrogate pair (\\ud83d), which is not "
+                                                          "valid text."),
+    "a number": (b"7", "a row must be an object; got 7."),
+    "no known shape": (b'{"text": "a", "messages": null}', "This row has the keys text, messages (null)."),
     "id beyond the tokenizer": (b'{"tokens": [1, 259], "loss_mask": [0, 1]}', "token 2 is 259, but the"),
 }  # fmt: skip
 
@@ -56,15 +52,12 @@ def test_a_bad_row_is_named_and_alone(tmp_path: Path, name: str) -> None:
         corpus_of(str(path))
     assert str(error.value).startswith(f"{path}:3: ") and complaint in str(error.value)
     assert not list(tmp_path.glob("cache/*"))
-    (first, good), (third, bad), (fourth, last) = read_rows(path)
+    (first, good), (third, _), (fourth, last) = read_rows(path)
     assert (first, third, fourth) == (1, 3, 4) and parse(good) == parse(last) == ROW
-    with pytest.raises(DataError):
-        data = read_row(parse(bad))
-        raise DataError("only its ids are wrong") if name == "id beyond the tokenizer" else AssertionError(data)
 
 
 # Text whose strings and brackets do not close takes the rest of a list with it.
-UNCLOSED = ("broken JSON", "last line cut", "deep nesting", "UTF-16")
+UNCLOSED = ("last line cut", "deep nesting", "UTF-16")
 
 
 @pytest.mark.parametrize("name", [name for name in BAD_LINES if name not in UNCLOSED])
@@ -96,15 +89,18 @@ def test_a_bad_row_of_a_table_is_named_and_alone(tmp_path: Path) -> None:
 def test_a_row_over_the_limit_is_named_and_alone(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 3_000_000)
     long = b'{"messages": "' + b"x" * 4_999_984 + b'"}'
-    lines, listed = GOOD + b"\n" + long + b"\n" + GOOD, b"[" + GOOD + b"," + long + b"," + GOOD + b"]"
-    for name, content in (("a.jsonl", lines), ("a.json", listed)):
+    files = {"a.jsonl": GOOD + b"\n" + long + b"\n" + GOOD, "a.json": b"[" + GOOD + b"," + long + b"," + GOOD + b"]"}
+    for name, content in files.items():
         path = tmp_path / f"{name}{ending}"
         save(path, gzip.compress(content, 1) if ending else content)
         (_, first), (number, bad), (_, last) = read_rows(path)
         assert number == 2 and parse(first) == parse(last) == ROW
         with pytest.raises(DataError) as error:
             parse(bad)
-        assert str(error.value) == "5,000,000 bytes long; a row may have 3,000,000.  Is a line end missing?"
+        assert (
+            str(error.value)
+            == "5,000,000 bytes long; a row may have at most 3,000,000 bytes.  A line end may be missing."
+        )
         assert index_rows(path).num_rows == 3
 
 

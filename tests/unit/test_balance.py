@@ -44,22 +44,14 @@ def test_long_for_short() -> None:
     assert [sorted(i < 2 for i in pack) for rank in slots for pack in rank] == [[False] * 4 + [True]] * 2
 
 
-def test_nothing_to_gain() -> None:
-    """One sequence is more than all others together, and the packs are full."""
-    assert made([(0,), (1, 2)], [8, 4, 4], 2, seq_length=8, crossover=1.0) == [[(0,)], [(1, 2)]]
-
-
 def test_empty_packs_take_sequences() -> None:
     slots = made([(0, 1, 2, 3), (), (), ()], [4, 4, 4, 4], 4, seq_length=16, crossover=1.0)
     assert sorted(ids for rank in slots for ids in rank) == [(0,), (1,), (2,), (3,)]
 
 
-def test_one_rank_and_no_sample() -> None:
+def test_one_rank_no_sample_and_a_sample_that_comes_twice() -> None:
     assert made([(3, 1), (0,)], [1, 2, 3, 4], 1, seq_length=8, crossover=1.0) == [[(3, 1), (0,)]]
     assert made([(), ()], [1], 2, seq_length=8, crossover=1.0) == [[()], [()]]
-
-
-def test_a_sample_may_come_twice() -> None:
     slots = made([(0, 0), (1, 1)], [4, 4], 2, seq_length=8, crossover=1.0)
     assert sorted(i for rank in slots for ids in rank for i in ids) == [0, 0, 1, 1]
 
@@ -87,24 +79,10 @@ def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], cr
         plain = efficiency(np.array([[work[list(ids)].sum() for ids in packs[rank::dp]] for rank in range(dp)]))
         assert after[0] >= plain[0]
         ids = [i for pack in packs for i in pack]
-        limit = bounds(
-            of[ids],
-            dp=dp,
-            num_microbatches=num_microbatches,
-            seq_length=256,
-            doc_multiple=multiple,
-            crossover=crossover,
-        )
+        sizes = dict(dp=dp, num_microbatches=num_microbatches, seq_length=256, doc_multiple=multiple)
+        limit = bounds(of[ids], crossover=crossover, **sizes)
         assert after[0] <= limit.full + 1e-9 <= limit.longest + 2e-9
         assert after[1] <= limit.microbatch + 1e-9
-
-
-def test_the_same_every_time() -> None:
-    of = np.random.default_rng(0).integers(1, 1000, 500)
-    plan = plan_epoch(of, capacity=1024, doc_multiple=32, seed=0, epoch=0, shuffle=True)
-    packs = plan.batch(0, 32)
-    first, second = (assign(packs, of, dp=4, seq_length=1024, doc_multiple=32, crossover=300.0) for _ in range(2))
-    assert first == second
 
 
 def test_bounds_in_numbers() -> None:
@@ -116,9 +94,6 @@ def test_bounds_in_numbers() -> None:
     # Full packs of 10: the rank of the longest must take 2 more tokens, the cheapest of which are one sequence of 2.
     limit = bounds(np.array([8, 2, 2, 4, 2, 2]), dp=2, num_microbatches=1, seq_length=10, doc_multiple=1, crossover=1.0)
     assert limit.longest == 116 / (2 * 72) and limit.full == 116 / (2 * (72 + 2 + 4))
-    # Dealt to one rank, everything is level.
-    limit = bounds(np.array([8, 2]), dp=1, num_microbatches=1, seq_length=10, doc_multiple=1, crossover=1.0)
-    assert (limit.longest, limit.full, limit.microbatch) == (1.0, 1.0, 1.0)
 
 
 def test_the_bound_of_microbatches_in_numbers() -> None:
@@ -136,29 +111,25 @@ def test_the_bound_of_microbatches_in_numbers() -> None:
     assert limit([8, 6, 6]) == pytest.approx(156 / (2 * (72 + 42)))
 
 
-def test_level_on_long_documents() -> None:
-    """Sequences of 16K and more, five to a pack: the mean rank is within 1% of the heaviest."""
-    rng = np.random.default_rng(0)
-    of = np.clip(rng.lognormal(np.log(16384), 0.9, 1000).astype(int), 1, 131072)
-    plan = plan_epoch(of, capacity=131072, doc_multiple=32, seed=0, epoch=0, shuffle=True)
-    work = costs(of, doc_multiple=32, crossover=53248.0)
-    for index in range(5):
-        slots = assign(plan.batch(index, 32), of, dp=8, seq_length=131072, doc_multiple=32, crossover=53248.0)
-        assert efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))[0] >= 0.99
+def random_lengths(count: int, median: int, sigma: float, longest: int) -> np.ndarray:
+    return np.clip(np.random.default_rng(0).lognormal(np.log(median), sigma, count).astype(int), 1, longest)
 
 
-def chats(count: int) -> np.ndarray:
-    return np.clip(np.random.default_rng(0).lognormal(np.log(600), 1.1, count).astype(int), 1, 32768)
-
-
-def test_level_on_chats_over_many_ranks() -> None:
-    """Where exchanges of packs end at 94%, sequences are dealt out: the plan leaves enough room for that."""
-    of = chats(20_000)
-    plan = plan_epoch(of, capacity=32768, doc_multiple=32, seed=0, epoch=0, shuffle=True)
+@pytest.mark.parametrize(
+    "of, seq_length, packs, dp, share",
+    [
+        # Sequences of 16K and more, five to a pack
+        (random_lengths(1000, 16384, 0.9, 131072), 131072, 32, 8, 0.99),
+        # Chats: where exchanges of packs end at 94%, sequences are dealt out, and the plan leaves enough room for that.
+        (random_lengths(20_000, 600, 1.1, 32768), 32768, 128, 32, 0.98),
+    ],
+)
+def test_level_on_chats_over_many_ranks(of: np.ndarray, seq_length: int, packs: int, dp: int, share: float) -> None:
+    plan = plan_epoch(of, capacity=seq_length, doc_multiple=32, seed=0, epoch=0, shuffle=True)
     work = costs(of, doc_multiple=32, crossover=53248.0)
     for index in range(4):
-        slots = assign(plan.batch(index, 128), of, dp=32, seq_length=32768, doc_multiple=32, crossover=53248.0)
-        assert efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))[0] >= 0.98
+        slots = assign(plan.batch(index, packs), of, dp=dp, seq_length=seq_length, doc_multiple=32, crossover=53248.0)
+        assert efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))[0] >= share
 
 
 def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +143,7 @@ def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return split(self, *arguments)
 
     monkeypatch.setattr(balance._Batch, "_split", counted)
-    of = chats(12_000)
+    of = random_lengths(12_000, 600, 1.1, 32768)
     plan = plan_epoch(of, capacity=32768, doc_multiple=32, seed=0, epoch=0, shuffle=True)
     assign(plan.batch(0, 256), of, dp=32, seq_length=32768, doc_multiple=32, crossover=15400.0)
     # The last exchange of each may go through all partners and pairs.

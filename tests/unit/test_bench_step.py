@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tools.bench import __main__ as bench
 from tools.bench import attention, attention_stand_in, attention_ways, trades
 from tools.bench.attention_ways import Pack, Way
+from tools.bench.steps import bars as step_bars
 from tools.bench.steps import case as step_case
 from tools.bench.steps import process, rates, roofline, trainer
 from tools.bench.steps.case import StepCase
@@ -55,11 +55,6 @@ def test_what_follows_from_a_row(small: StepCase) -> None:
     assert "mfu" not in roofline.with_rates(small, row(device="cpu"), peak_tflops=1e-9)
 
 
-def test_flops_of_attention() -> None:
-    """Documents of 2 and 4 tokens, 3 heads of 8."""
-    assert Pack.random(np.array([0, 2, 6]), (3, 1, 8), CPU).flops == 960.0
-
-
 def test_efficiency_is_of_the_slowest_rank() -> None:
     whole = {"fwd_s": 2.0, "both_s": 4.0}
     ranks = [{"fwd_s": 0.5, "both_s": both, "extra": 10 + i} for i, both in enumerate([1.0, 1.25, 1.0, 1.0])]
@@ -70,12 +65,6 @@ def test_efficiency_is_of_the_slowest_rank() -> None:
     assert found["extra"] == 13
 
 
-def test_padded_is_to_the_longest_of_the_same_samples() -> None:
-    seq_length, multiple, lengths = trainer.documents_of(StepCase.read("1.7b:32k:padded"), 3)
-    assert len(lengths) == 48 and lengths.max() <= multiple < lengths.max() + 64
-    assert seq_length % multiple == 0 and 32_768 - multiple < seq_length <= 32_768
-
-
 # --- what can be asked for ---------------------------------------------------------------------------------------
 
 
@@ -83,83 +72,66 @@ def test_a_case_names_its_recipe() -> None:
     case = StepCase.read("4B:64k:one:selective+offload0.8+tile4k+optim0.5")
     assert str(case) == "4b:64k:one:selective+offload0.8+tile4k+optim0.5"
     config = case.config("cuda", also=["parallel.overlap=false"])
-    assert (config.train.recompute, config.train.offload_fraction, config.train.mlp_tile) == (
-        "selective",
-        0.8,
-        4096,
-    )
+    train = config.train
+    assert (train.recompute, train.offload_fraction, train.mlp_tile) == ("selective", 0.8, 4096)
     assert (config.optim.offload_fraction, config.data.seq_length, config.run.precision) == (0.5, 65_536, "bf16")
     assert not config.parallel.overlap
     plain = StepCase.read("4b:64k:one")
     assert str(plain) == "4b:64k:one:selective" and plain.config("cpu").train.mlp_tile is None
-    # Adam on the host needs bf16
-    assert (
-        plain.config("cpu").run.precision == "fp32" and plain.using("full+optim1").config("cpu").run.precision == "bf16"
-    )
+    assert plain.config("cpu").run.precision == "fp32"
+    assert plain.using("full+optim1").config("cpu").run.precision == "bf16"  # Adam on the host needs it
     assert str(StepCase.read("4b:1000:chat:full+optim+tile")) == "4b:1000:chat:full+tile4k+optim1"
-    assert StepCase.read("4b:64k:one:full+offload1") == StepCase.read("4b:64k:one:full+offload")
-    assert str(plain.using("full+offload")) == "4b:64k:one:full+offload"
     assert plain.using("full+offload").config("cpu").train.offload_fraction == 1.0
 
 
-def test_trades_are_pairs_with_the_first() -> None:
-    assert [case.memory_keys for case in trades.read("1.7b:64k")] == [
-        "selective",
-        "full",
-        "selective+offload",
-        "full+offload",
-        "selective+tile4k",
-        "none",
-        "selective+optim1",
-        "selective",
-    ]
-    found = trades.read("8b:32k+optim1")
-    assert {str(case).split(":one:")[0] for case in found} == {"8b:32k"}
-    assert [case.memory_keys for case in found][2] == "selective+offload+optim1" and len(found) == 7
+def test_a_trade_is_a_pair_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps in 4 s, and one in 3 s: half as long again.  What was not measured has no ratio."""
+    cases = trades.read("1.7b:64k")
+    keys = ["selective", "full", "selective+offload", "full+offload", "selective+tile4k", "none", "selective+optim1"]
+    assert [case.memory_keys for case in cases] == [*keys, "selective"]
+    assert trades.read("8b:32k+optim1")[2].memory_keys == "selective+offload+optim1"
+    rows = iter([{"status": "out of memory"}, *({"status": "done", "step_s": seconds} for seconds in (2.0, 3.0))])
+    monkeypatch.setattr(trades, "measured", lambda case, options: next(rows))
+    ways = [(row["way"], row.get("ratio")) for row in trades.measure(cases[:3], argparse.Namespace(keys=0))]
+    assert ways == [("selective", None), ("full", 1.0), ("selective+offload", 1.5)]
 
 
 # --- where the time goes -----------------------------------------------------------------------------------------
 
 
-def event(name: str, start: float, us: float, category: str = "kernel") -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": us}
-
-
 def test_shares_of_a_trace() -> None:
     """Of 1 ms.  A product in the head is the head's; a range of the CPU says nothing about the device."""
-    found = roofline.shares(
-        [
-            event("sft: head", 0, 1000, "user_annotation"),
-            event("sft: head", 300, 100, "gpu_user_annotation"),
-            event("void flash_fwd_kernel<cutlass::bfloat16_t>", 0, 200),
-            event("nvjet_tst_128x256", 200, 100),
-            event("sm90_xmma_gemm_bf16", 300, 50),
-            event("void at::native::vectorized_elementwise_kernel", 400, 150),
-            event("Memcpy DtoD", 600, 25, "gpu_memcpy"),
-            event("aten::mm", 0, 900, "cpu_op"),
-        ],
-        1e-3,
-    )
+    rows = [
+        ("sft: head", 0, 1000, "user_annotation"),
+        ("sft: head", 300, 100, "gpu_user_annotation"),
+        ("void flash_fwd_kernel<cutlass::bfloat16_t>", 0, 200, "kernel"),
+        ("nvjet_tst_128x256", 200, 100, "kernel"),
+        ("sm90_xmma_gemm_bf16", 300, 50, "kernel"),
+        ("void at::native::vectorized_elementwise_kernel", 400, 150, "kernel"),
+        ("Memcpy DtoD", 600, 25, "gpu_memcpy"),
+        ("aten::mm", 0, 900, "cpu_op"),
+    ]
+    events = [{"ph": "X", "name": name, "ts": start, "dur": us, "cat": kind} for name, start, us, kind in rows]
     wanted = {"attention": 0.2, "linear": 0.1, "head": 0.05, "optimizer": 0, "copies": 0.025, "other": 0.15}
-    assert found == pytest.approx({**wanted, "idle": 0.475})
-    assert roofline.shares([event("aten::mm", 0, 900, "cpu_op")], 1e-3) == {}
+    assert roofline.shares(events, 1e-3) == pytest.approx({**wanted, "idle": 0.475})
+    assert roofline.shares(events[-1:], 1e-3) == {}
 
 
 # --- rows that are not numbers -----------------------------------------------------------------------------------
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    return bench.parse(["step", "--tiny", *arguments])
-
-
 def test_a_case_that_cannot_fit_is_a_row() -> None:
-    row = process.measured(StepCase.read("8b:32k:one"), options("--memory", "80", "--host-gib", "128"))
-    # fp32 on a CPU: 16 bytes of 8,190,735,360 parameters; 73,856 of each token in 36 layers
-    assert row["status"] == "skipped: 203 GiB by arithmetic, 80 GiB there; --try-all tries"
-    row = process.measured(StepCase.read("8b:32k:one:full+optim1"), options("--host-gib", "128"))
-    assert row["status"] == "skipped: 122 GiB of host memory by arithmetic, 128 GiB there; --try-all tries"
-    row = process.measured(StepCase.read("tiny:512:one"), options("--minutes", "-1"))
-    assert row["status"] == "not begun: -1 minutes are over"
+    """fp32 on a CPU: 16 bytes of 8,190,735,360 parameters; 73,856 of each token in 36 layers."""
+
+    def status(case: str, arguments: str) -> str:
+        options = bench.parse(["step", "--tiny", *arguments.split()])
+        return str(process.measured(StepCase.read(case), options)["status"])
+
+    device = "203 GiB by arithmetic, 80 GiB there"
+    assert status("8b:32k:one", "--memory 80 --host-gib 128") == f"skipped: {device}; --try-all tries"
+    host = "122 GiB of host memory by arithmetic, 128 GiB there"
+    assert status("8b:32k:one:full+optim1", "--host-gib 128") == f"skipped: {host}; --try-all tries"
+    assert status("tiny:512:one", "--minutes -1") == "not begun: -1 minutes are over"
 
 
 def test_out_of_memory_and_failures_are_rows(
@@ -173,7 +145,7 @@ def test_out_of_memory_and_failures_are_rows(
     with monkeypatch.context() as patch:
         patch.setattr(process, "ROOT", Path("/"))  # a child that finds no tools
         patch.setenv("PYTHONPATH", "")
-        failed = process.measured(StepCase.read("tiny:512:chat:full"), options())
+        failed = process.measured(StepCase.read("tiny:512:chat:full"), bench.parse(["step", "--tiny"]))
     assert failed["status"].startswith("failed: ") and "tools" in failed["error"]
     monkeypatch.setattr(trainer, "measure", too_much)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * GIB)
@@ -181,27 +153,11 @@ def test_out_of_memory_and_failures_are_rows(
     assert row["status"].startswith("out of memory at 3.0 GiB, after ")
 
 
-def test_a_trade_is_told_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps in 4 s, and one in 3 s: half as long again.  What was not measured has no ratio."""
-    rows = iter([{"status": "out of memory"}, *({"status": "done", "step_s": seconds} for seconds in (2.0, 3.0))])
-    monkeypatch.setattr(trades, "measured", lambda case, options: next(rows))
-    found = list(trades.measure(trades.read("1.7b:64k")[:3], argparse.Namespace(keys=0)))
-    assert [(row["way"], row.get("ratio")) for row in found] == [
-        ("selective", None), ("full", 1.0), ("selective+offload", 1.5)
-    ]  # fmt: skip
-
-
 # --- attention ---------------------------------------------------------------------------------------------------
 
 
-def attention_rows(*arguments: str) -> list[dict[str, Any]]:
-    asked = bench.parse(["attention", "--tiny", *arguments])
-    rows = [*attention.prepare(asked)]
-    return rows + [row for case in asked.cases for row in attention.measure(case, asked)]
-
-
 def test_what_a_kernel_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN takes short packs here and no long ones, Transformer Engine none."""
+    """cuDNN takes short packs here and no long ones, Transformer Engine none.  Faults of ours are no refusals."""
     monkeypatch.setattr(attention_ways, "why_not", lambda name, device: None)
 
     def by_cudnn(p: Pack) -> Way:
@@ -214,22 +170,18 @@ def test_what_a_kernel_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(attention_ways, "by_cudnn", by_cudnn)
     monkeypatch.setattr(attention_ways, "by_te", by_te)
-    absent, timed, refused = attention_rows("--cases", "256:one,512:one", "--ways", "te,cudnn")
+    asked = bench.parse("attention --tiny --cases 256:one,512:one --ways te,cudnn".split())
+    (absent,) = attention.prepare(asked)
+    timed, refused = [row for case in asked.cases for row in attention.measure(case, asked)]
     assert absent["status"] == "does not run here: No dot product attention backend is available"
     assert (timed["way"], timed["length"]) == ("cudnn", 256) and timed["both_s"] > 0
     assert (refused["length"], refused["status"]) == (512, "refused: No available kernel. Aborting execution.")
     found, why = rates.attention_rates(StepCase.read("tiny:512:one"), CPU, ["sdpa", "te", "cudnn"])
     assert list(found) == ["sdpa"] and list(why) == ["te", "cudnn"]
-
-
-def test_a_fault_of_ours_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(p: Pack) -> Way:
-        raise RuntimeError("plain")
-
-    monkeypatch.setattr(attention_ways, "by_plain", broken)
-    with pytest.raises(RuntimeError, match="plain"):
-        bench.main(["attention", "--tiny", "--ways", "plain"])
     assert not attention_ways.is_refusal("te", torch.OutOfMemoryError())
+    monkeypatch.setattr(attention_ways, "by_plain", by_cudnn)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        bench.main(["attention", "--tiny", "--ways", "plain", "--cases", "512:one"])
 
 
 def test_a_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,3 +190,54 @@ def test_a_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys:
     assert bench.main(["attention", "--tiny", "--cases", "256:one"]) == 2
     output = capsys.readouterr()
     assert "attention: flash, cp 1, rank 0: the output, of norm " in output.err and "fwd ms" not in output.out
+
+
+# --- which rows meet which bar -------------------------------------------------------------------------------------
+
+
+def step(case: str, **measured: Any) -> dict[str, Any]:
+    row = {"step": case, "status": "done", "device": "cuda", "seconds": 10.0, "steps": 5, "tokens_per_s": 1000.0}
+    return {**row, "of_keep": 0.9, "mfu": 0.45, **measured}
+
+
+def longest(shape: str, ratio: float) -> dict[str, Any]:
+    return {"longest": shape, "ratio": ratio, "status": "done", "device": "cuda"}
+
+
+def test_all_bars_are_met() -> None:
+    shapes = [f"{shape}:{length}:one" for shape in ("1.7b", "4b") for length in ("64k", "128k")]
+    rows = [step(f"{case}:{way}") for case in shapes for way in ("selective", "selective+offload")]
+    rows += [step("1.7b:32k:chat:full", tokens_per_s=2000.0), step("1.7b:32k:padded:full")]
+    rows += [longest(shape, 0.97) for shape in ("0.6b", "1.7b", "4b", "8b")]
+    bars = list(step_bars.bars(rows))
+    assert len(bars) == 13 and not any(bar.is_missed or bar.value is None for bar in bars)
+    elsewhere = [*({**row, "device": "cpu"} for row in rows), {"step": "4b:64k:one:full", "status": "out of memory"}]
+    assert all(bar.value is None for bar in step_bars.bars(elsewhere))
+
+
+ROOFLINE, OFFLOAD = "4b at 64K, of the roofline of keep-attention", "1.7b from 64K on, time with activations offloaded"
+PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
+
+
+@pytest.mark.parametrize(
+    "rows, missed",
+    [
+        ([step("4b:64k:one:full", of_keep=0.8)], [f"{ROOFLINE}: 0.8, at least 0.85"]),
+        ([step("4b:64k:one:full", of_keep=0.8), step("4b:64k:one:selective+offload", of_keep=0.86)], []),  # the best
+        ([step("1.7b:128k:one:full", mfu=0.41)], ["1.7b at 128K, causal MFU: 0.41, at least 0.42"]),
+        ([step("1.7b:64k:one:full", mfu=0.1)], []),
+        ([longest("8b", 0.94)], ["8b, longest context that fits over that of the equations: 0.94, at least 0.95"]),
+        ([longest("8b", 0.95)], []),
+        ([PACKED, step("1.7b:32k:padded:full")], ["chat, packed over padded: 1.99, at least 2"]),
+        ([PACKED, step("1.7b:32k:padded:selective"), step("4b:32k:padded:full")], []),
+        (  # 2.1 s a step over 2 s; the worst pair counts
+            [step(f"1.7b:{length}:one:full") for length in ("64k", "128k")]
+            + [step("1.7b:64k:one:full+offload", seconds=10.1), step("1.7b:128k:one:full+offload0.5", seconds=10.5)],
+            [f"{OFFLOAD} over without: 1.05, at most 1.03"],
+        ),
+        ([step("1.7b:64k:one:full"), step("1.7b:64k:one:selective+offload", seconds=10.5)], []),
+        ([step("1.7b:32k:one:full"), step("1.7b:32k:one:full+offload", seconds=20.0)], []),
+    ],
+)
+def test_bars_that_are_missed(rows: list[dict[str, Any]], missed: list[str]) -> None:
+    assert [str(bar) for bar in step_bars.bars(rows) if bar.is_missed] == [f"MISSED        {text}" for text in missed]

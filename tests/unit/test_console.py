@@ -4,13 +4,12 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sft import console
-from sft.console import QUIET, Console, duration, size
+from sft.console import Console
 
 END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken
 
@@ -53,9 +52,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "SECONDS_BETWEEN_MEASURES", 0.001)
 
 
-def piped(clock: Callable[[], float], rank: int = 0) -> tuple[Console, io.StringIO]:
+def piped(clock: Clock) -> tuple[Console, io.StringIO]:
     stream = io.StringIO()
-    return Console(rank, stream, clock=clock), stream
+    return Console(0, stream, clock=clock), stream
 
 
 # Where there is no terminal
@@ -79,7 +78,6 @@ def test_a_line_every_five_seconds(clock: Clock) -> None:
         (None, "rows", 12_000, "12,000 rows, 1,200 rows/s"),
         (11_999, "rows", 12_000, "12,000 rows, 1,200 rows/s"),  # the total was a guess
         (12_000, "rows", 12_000, "12,000 of 12,000 rows (100%), 1,200 rows/s, left 0:00:00"),
-        (10, "steps", 4, "4 of 10 steps (40%), 0.4 steps/s, left 0:00:15"),
         (100, "rows", 0, "0 of 100 rows (0%), 0 rows/s"),
         (361_758_720, "bytes", 15_728_640, "15 MiB of 345 MiB (4%), 1.5 MiB/s, left 0:03:40"),
         (None, "bytes", 15_728_640, "15 MiB, 1.5 MiB/s"),
@@ -102,18 +100,11 @@ def test_what_was_done_before_is_no_speed(clock: Clock) -> None:
     assert stream.getvalue() == "work: 150 of 200 steps (75%), 5 steps/s, left 0:00:10\n"
 
 
-def test_quick_work_is_not_told(clock: Clock) -> None:
+@pytest.mark.parametrize("seconds, lines", [(4.9, True), (100.0, False)])
+def test_quick_work_and_work_without_lines_are_not_told(clock: Clock, seconds: float, lines: bool) -> None:
     said, stream = piped(clock)
-    with said.track("work", 10, "rows") as progress:
-        clock.now += 4.9
-        progress.advance(10)
-    assert stream.getvalue() == ""
-
-
-def test_without_lines_nothing_is_told(clock: Clock) -> None:
-    said, stream = piped(clock)
-    with said.track("training", 10, "steps", lines=False) as progress:
-        clock.now += 100
+    with said.track("work", 10, "rows", lines=lines) as progress:
+        clock.now += seconds
         progress.advance(10)
     assert stream.getvalue() == ""
 
@@ -128,11 +119,6 @@ def test_other_ranks_are_quiet(clock: Clock, stream: io.StringIO) -> None:
     with said.watch("saving", 10, "bytes", lambda: asked.append(1) or 1):
         said.say("a line")
     assert stream.getvalue() == "" and asked == []
-
-
-def test_the_quiet_one(capsys: pytest.CaptureFixture[str]) -> None:
-    QUIET.say("a line")
-    assert capsys.readouterr().out == ""
 
 
 # On a terminal
@@ -246,16 +232,6 @@ def test_no_process_is_forked_while_the_thread_draws(clock: Clock) -> None:
         if child == 0:
             os._exit(0 if has_drawn.is_set() else 1)
         assert os.waitpid(child, 0)[1] == 0
-
-
-# Words
-
-
-def test_durations_and_sizes() -> None:
-    assert [duration(s) for s in (0, 0.2, 59.1, 3725)] == ["0:00:00", "0:00:01", "0:01:00", "1:02:05"]
-    assert [size(b) for b in (0, 12, 1023, 1024, 1536, 361_758_720, 5 << 40, 5 << 50)] == [
-        "0 B", "12 B", "1023 B", "1.0 KiB", "1.5 KiB", "345 MiB", "5.0 TiB", "5120 TiB",
-    ]  # fmt: skip
 
 
 def test_a_line_that_cannot_be_printed_is_lost_and_the_run_is_not(tmp_path: Path) -> None:

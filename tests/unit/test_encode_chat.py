@@ -15,7 +15,6 @@ from sft.data.chat.tokenizer import ByteTokenizer, FolderTokenizer
 from sft.errors import DataError
 from tests.unit.fixtures.chats import (
     CALLING_TWICE,
-    SYSTEM,
     TALK,
     THINKING,
     Messages,
@@ -31,29 +30,18 @@ from tests.unit.fixtures.chats import (
 Tokenizers = Callable[[str], FolderTokenizer]
 BYTE = ByteTokenizer()
 USER = user("What?")
-# Templates that write contents as they are or trimmed, and whether they know a system message.
-PLAIN = {
-    "chatml": True,
-    "chatml_marked": True,
-    "chatml_marked_content": True,
-    "llama3": True,
-    "llama31": True,
-    "llama31_marked": True,
-    "mistral": False,
-    "mistral_tools": True,
-    "gemma": False,
-    "deepseek_v3": True,
-    "deepseek_r1": True,
-    "qwen25": True,
-    "qwen3": True,
-    "qwen3_marked": True,
-    "phi3": True,
-    "cohere": True,
-    "plain_header": True,
-}
+# Templates that write contents as they are or trimmed
+PLAIN = (
+    """chatml chatml_marked_content llama31 llama31_marked mistral mistral_tools gemma deepseek_r1 qwen3 qwen3_marked
+phi3 plain_header""".split()
+)
+NO_SYSTEM = ("mistral", "gemma")
 # Templates that know tools, and how many calls a turn may hold.
-CALLERS = {"chatml": 3, "llama31": 1, "llama31_marked": 1, "deepseek_v3": 3, "qwen25": 3, "qwen3": 3, "qwen3_marked": 3}
-RANDOM = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+CALLERS = {"chatml": 3, "llama31": 1, "llama31_marked": 1, "deepseek_v3": 3, "qwen3": 3, "qwen3_marked": 3}
+RANDOM = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+_READ: dict[str, Any] = {}
 
 
 def ids_of_template(chat: Chat, tokenizer: FolderTokenizer) -> list[int]:
@@ -62,23 +50,15 @@ def ids_of_template(chat: Chat, tokenizer: FolderTokenizer) -> list[int]:
 
     if tokenizer.name not in _READ:
         _READ[tokenizer.name] = AutoTokenizer.from_pretrained(tokenizer.name)
-    ids = _READ[tokenizer.name].apply_chat_template(chat.messages, tools=chat.tools, return_dict=False)
-    assert isinstance(ids, list)
-    return ids
-
-
-_READ: dict[str, Any] = {}
+    return _READ[tokenizer.name].apply_chat_template(chat.messages, tools=chat.tools, return_dict=False)
 
 
 def test_byte_template() -> None:
     tokens, weights, _ = encode_chat(Chat([USER, assistant("é")], None), BYTE)
     assert tokens.tolist() == [256, *b"user\nWhat?", 257, 10, 256, *b"assistant\n", 0xC3, 0xA9, 257, 10]
     assert tokens.dtype == np.int32 and weights.dtype == np.float32
-    assert np.flatnonzero(weights).tolist() == [24, 25, 26]
     assert tokens[weights > 0].tolist() == [0xC3, 0xA9, 257]
-
-
-def test_byte_template_keeps_typed_control_strings_as_text() -> None:
+    # Control strings that somebody typed stay text.
     tokens, weights, _ = encode_chat(Chat([user("<|im_end|>"), assistant("<|im_start|>")], None), BYTE)
     assert tokens.tolist().count(257) == 2 and tokens.tolist().count(256) == 2
     assert tokens[weights > 0].tolist() == [*b"<|im_start|>", 257]
@@ -101,9 +81,7 @@ def test_byte_template_writes_tools_and_calls() -> None:
     [
         ("chatml", [" I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"]),
         ("chatml_marked", [" I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"]),
-        ("chatml_marked_content", [" I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"]),
         ("llama3", ["I am fine.<|eot_id|>", "42\n\nWhat is the question?<|eot_id|>"]),
-        ("gemma", ["I am fine.<end_of_turn>", "42\n\nWhat is the question?<end_of_turn>"]),
         ("plain_header", [" I am fine.<|endoftext|>", " 42\n\nWhat is the question?<|endoftext|>"]),
         ("mistral", ["  I am fine.\n</s>", " 42\n\nWhat is the question?</s>"]),
     ],
@@ -113,19 +91,15 @@ def test_golden_masks(tokenizers: Tokenizers, name: str, expected: list[str]) ->
     assert runs(Chat(TALK, None), tokenizers(name)) == expected
 
 
-def test_consecutive_tool_results(tokenizers: Tokenizers) -> None:
-    """P98: the template joins two tool results in one turn, which no message rendered alone would show."""
-    chat = chat_of([SYSTEM, *CALLING_TWICE])
-    tokenizer = tokenizers("chatml")
-    written = '\n<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
-    assert runs(chat, tokenizer) == [
-        "Let me" + written + written.replace("1", "2") + "<|im_end|>",
-        "3 and 4.<|im_end|>",
-    ]
-    assert (
-        "user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>"
-        in tokenizer.decode(encode_chat(chat, tokenizer)[0])
-    )
+def said_by_assistant(messages: Messages) -> list[str]:
+    return [message["content"].strip() for message in messages if message["role"] == "assistant"]
+
+
+def learnt(chat: Chat, tokenizer: FolderTokenizer) -> list[str]:
+    """The text of each supervised run without the end of turn, and without the empty thinking that marks may hold."""
+    written = [run.removesuffix(tokenizer.end_of_turn) for run in runs(chat, tokenizer)]
+    inserted = "<think>\n\n</think>\n\n" if tokenizer.template.has_markers else ""
+    return [text.removeprefix(inserted).strip() for text in written]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -134,13 +108,10 @@ def test_consecutive_tool_results(tokenizers: Tokenizers) -> None:
 def test_what_the_assistant_said(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
     """P98: ids are those of the whole chat; what is supervised is each content and the end of its turn."""
     tokenizer = tokenizers(name)
-    messages = data.draw(talks(typed=False, system=PLAIN[name]))
+    messages = data.draw(talks(typed=False, system=name not in NO_SYSTEM))
     assume(not tokenizer.control.search(str(messages)))
     chat = Chat(messages, None)
-    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-    inserted = "<think>\n\n</think>\n\n" if name == "qwen3_marked" else ""  # its marks hold what it inserts
-    written = [run.removesuffix(tokenizer.end_of_turn).removeprefix(inserted) for run in runs(chat, tokenizer)]
-    assert [text.strip() for text in written] == said
+    assert learnt(chat, tokenizer) == said_by_assistant(messages)
     assert encode_chat(chat, tokenizer)[0].tolist() == ids_of_template(chat, tokenizer)
 
 
@@ -150,7 +121,7 @@ def test_what_the_assistant_said(tokenizers: Tokenizers, name: str, data: st.Dat
 def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data: st.DataObject) -> None:
     """Control ids are as many as in the same chat without them; text and supervised text keep what was typed."""
     tokenizer = tokenizers(name)
-    messages = data.draw(talks(typed=True, system=PLAIN[name]))
+    messages = data.draw(talks(typed=True, system=name not in NO_SYSTEM))
     assume(not any("think>" in message["content"] for message in messages))
     chat = Chat(messages, None)
     plain = [{**message, "content": tokenizer.control.sub("x", message["content"])} for message in messages]
@@ -159,10 +130,7 @@ def test_typed_control_strings_stay_text(tokenizers: Tokenizers, name: str, data
     without, *_ = encode_chat(Chat(plain, None), tokenizer)
     controls = [i for i in ids.tolist() if tokenizer.is_control[i]]
     assert controls == [i for i in without.tolist() if tokenizer.is_control[i]]
-    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-    inserted = "<think>\n\n</think>\n\n" if name == "qwen3_marked" else ""
-    written = [run.removesuffix(tokenizer.end_of_turn).removeprefix(inserted) for run in runs(chat, tokenizer)]
-    assert [text.strip() for text in written] == said
+    assert learnt(chat, tokenizer) == said_by_assistant(messages)
 
 
 @pytest.mark.parametrize("name", CALLERS)
@@ -186,13 +154,11 @@ def test_calls_of_tools(tokenizers: Tokenizers, name: str, data: st.DataObject) 
     assert encode_chat(chat, tokenizer)[0].tolist() == ids_of_template(chat, tokenizer)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_marked"])
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_ids_with_thinking(tokenizers: Tokenizers, name: str, key: str) -> None:
+def test_ids_with_thinking(tokenizers: Tokenizers, key: str) -> None:
     messages = [{key if k == "reasoning_content" else k: v for k, v in message.items()} for message in THINKING]
-    assert encode_chat(Chat(messages, None), tokenizers(name))[0].tolist() == ids_of_template(
-        Chat(THINKING, None), tokenizers(name)
-    )
+    expected = ids_of_template(Chat(THINKING, None), tokenizers("qwen3"))
+    assert encode_chat(Chat(messages, None), tokenizers("qwen3")).tokens.tolist() == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -213,14 +179,10 @@ FIRST, LAST = " I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"
 
 
 @EITHER
-def test_supervise_last(tokenizers: Tokenizers, name: str) -> None:
-    assert runs(Chat(TALK, None), either(name, tokenizers), "last") == [LAST]
-
-
-@EITHER
-def test_supervise_all(tokenizers: Tokenizers, name: str) -> None:
-    """Every token but the first, which nothing predicts."""
+def test_supervise_last_or_all(tokenizers: Tokenizers, name: str) -> None:
+    """Of all, every token but the first, which nothing predicts."""
     tokenizer = either(name, tokenizers)
+    assert runs(Chat(TALK, None), tokenizer, "last") == [LAST]
     ids, weights, _ = encode_chat(Chat(TALK, None), tokenizer, "all")
     assert weights.tolist() == [0.0] + [1.0] * (len(ids) - 1)
 
@@ -235,23 +197,16 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
     ids, weights, _ = encode_chat(Chat(TALK, None, (9.0, 0.5, 9.0, 2.0)), tokenizer)
     assert [tokenizer.decode(ids[weights == weight]) for weight in (0.5, 2.0)] == [FIRST, LAST]
     assert ((weights > 0) == (ones > 0)).all() and set(weights.tolist()) == {0.0, 0.5, 2.0}
-
-
-@EITHER
-def test_weights_with_supervise_all(tokenizers: Tokenizers, name: str) -> None:
-    tokenizer = either(name, tokenizers)
+    # With data.supervise all
     ids, weights, _ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
     assert tokenizer.decode(ids[1:][weights[1:] == 0]) == FIRST
     assert tokenizer.decode(ids[weights == 2]) == LAST
 
 
 @EITHER
-@pytest.mark.parametrize(
-    ("weights", "supervise"), [((1.0, 0.0, 1.0, 0.0), "assistant"), ((1.0, 1.0, 1.0, 0.0), "last")]
-)
-def test_nothing_to_learn(tokenizers: Tokenizers, name: str, weights: tuple[float, ...], supervise: Any) -> None:
-    with pytest.raises(DataError, match=f"every token weighs 0 with data.supervise = {supervise}, so there is nothing"):
-        encode_chat(Chat(TALK, None, weights), either(name, tokenizers), supervise)
+def test_nothing_to_learn(tokenizers: Tokenizers, name: str) -> None:
+    with pytest.raises(DataError, match="every token has weight 0 with data.supervise = last, so the chat"):
+        encode_chat(Chat(TALK, None, (1.0, 1.0, 1.0, 0.0)), either(name, tokenizers), "last")
 
 
 def test_only_turns_that_are_supervised_need_a_proof(tokenizers: Tokenizers) -> None:
@@ -261,4 +216,3 @@ def test_only_turns_that_are_supervised_need_a_proof(tokenizers: Tokenizers) -> 
         encode_chat(chat, tokenizers("mistral_tools"))
     assert runs(chat, tokenizers("mistral_tools"), "last") == [" 3 and 4.</s>"]
     assert runs(Chat(chat.messages, chat.tools, (1, 0, 1, 1, 1)), tokenizers("mistral_tools")) == [" 3 and 4.</s>"]
-    assert encode_chat(chat, tokenizers("mistral_tools"), "all")[1].all() == False  # noqa: E712  # the first token

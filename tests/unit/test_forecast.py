@@ -25,6 +25,7 @@ data:
     chat: {files: chat.jsonl, weight: 3}
     code: {files: code.jsonl, weight: 1}
   seq_length: 256
+  num_workers: 1
 train: {num_steps: 20, global_batch_size: 4}
 optim: {lr: 1e-5}
 """
@@ -68,7 +69,7 @@ steps   steps per epoch 5 = 20 packs / global_batch_size 4, rounded up
         supervised tokens per step 709 / 730 / 751 (min / median / max), 3,650 in all
 sources chat 75.00% of tokens (wanted 75.00%), seen 3.00 times
         code 25.00% of tokens (wanted 25.00%), seen 1.00 times
-balance attention takes as long as all else at 832 tokens; 5 batches looked at
+balance attention takes as many FLOPs as all else at 832 tokens; 5 batches checked
         efficiency per step 99.1% / 100.0% (min / median), of at most 99.1% / 100.0% (min / median)
         efficiency per microbatch 99.1% / 100.0% (min / median), of at most 100.0% / 100.0% (min / median)
         longest sequence alone: at most 100.0% / 100.0% (min / median)
@@ -91,10 +92,9 @@ def test_a_larger_cp_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.jsonl").write_text((row(256) + row(32) * 8) * 4)
     arguments = ["data", "plan", "a.yaml", "data.train=chat.jsonl", "--world-size", "8", "train.global_batch_size=8"]
     assert main(arguments) == 0
-    last = capsys.readouterr().out.splitlines()[-1].strip()
-    assert (
-        last == "no assignment can be level, as one rank has the longest sequence; "
-        "parallel.cp=2 would lift the limit to 100.0%"
+    assert capsys.readouterr().out.splitlines()[-1].strip() == (
+        "no assignment is balanced, because one rank must take the longest sequence; parallel.cp=2 would lift the "
+        "limit to 100.0%"
     )
 
 
@@ -114,27 +114,16 @@ def test_a_written_plan_is_followed(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(made.plans.global_batch(step) != other.plans.global_batch(step) for step in range(20))
 
 
-def test_a_plan_that_ends_too_early_is_refused() -> None:
+def test_a_plan_that_ends_too_early_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "plan", "a.yaml", "--write", "p", "train.num_steps=5"]) == 0
     replayed, _ = loader("data.plan=p")
     assert replayed.plans.locate(4) == (0, 4)
     with pytest.raises(
-        ConfigError, match="data.plan = p ends after epoch 1, and the run goes on.  Write a longer plan, or train less."
+        ConfigError, match="data.plan = p ends after epoch 1, but the run needs more epochs.  Write a " "longer pl"
     ):
         replayed.plans.locate(5)
-
-
-def test_a_plan_that_ends_too_early_is_found_by_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "plan", "a.yaml", "--write", "p", "train.num_steps=5"]) == 0
     assert main(["check", "a.yaml", "data.plan=p"]) == 2
     assert "data.plan = p ends after epoch 1" in capsys.readouterr().err
-
-
-def test_changed_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
-    Path("code.jsonl").write_text(row(128) * 11)
-    assert main(["data", "plan", "a.yaml", "data.plan=p"]) == 2
-    assert "DataError: the plan p was made for other data or sizes: data was " in capsys.readouterr().err
 
 
 def test_plans_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,27 +133,23 @@ def test_plans_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "plan", "--diff", "p", "p"]) == 0
     assert capsys.readouterr().out == "the plans are equal\n"
     assert main(["data", "plan", "--diff", "p", "q"]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "first difference: epoch 0, global batch 0, both counted from 0"
-    assert told[2] == "made from run.seed 1234 and 1"
+    assert capsys.readouterr().out.startswith("first difference: epoch 0, global batch 0, both counted from 0\n")
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "plan"]) == 2
     assert "ConfigError: a RECIPE is missing." in capsys.readouterr().err
     assert main(["data", "plan", "a.yaml", "data.train.code.files=none.jsonl"]) == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: data.train.code.files = none.jsonl (command line: data.train.code.files=none.jsonl) does not "
-        f"exist in {Path.cwd()}; give data.train.code.files=PATH.\n"
-    )
+    assert "ConfigError: data.train.code.files = none.jsonl (command line: " in capsys.readouterr().err
     assert main(["data", "plan", "a.yaml", "data.plan=none"]) == 2
     assert "data.plan = none (command line: data.plan=none) does not exist" in capsys.readouterr().err
+    assert main(["data", "plan", "a.yaml", "--write", "p"]) == 0
+    Path("code.jsonl").write_text(row(128) * 11)
+    assert main(["data", "plan", "a.yaml", "data.plan=p"]) == 2
+    assert "DataError: the plan p was made for other data or sizes: data was " in capsys.readouterr().err
 
 
 def test_sources_of_named_files() -> None:
     _, corpus = loader("data.train={b: {files: [chat.jsonl, code.jsonl]}, a: {files: chat.jsonl}}")
     assert corpus.sources == ("b", "a")
-    assert corpus.source_ids.tolist() == [0] * 30 + [1] * 20
     assert [corpus.sample(i).source for i in (0, 29, 30, 49)] == [0, 0, 1, 1]
-    _, unnamed = loader("data.train=[chat.jsonl, code.jsonl]")
-    assert unnamed.sources == ("chat", "code") and unnamed.source_ids.tolist() == [0] * 20 + [1] * 10

@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.console import QUIET
-from sft.data.cache.corpus import Corpus
-from sft.data.cache.prepare import prepare
 from sft.data.chat.encode_chat import encode_row
 from sft.data.chat.formats import Chat, Tokenized, read_row
-from sft.data.chat.tokenizer import ByteTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import ByteTokenizer
 from sft.errors import DataError
-from tests.unit.fixtures.folder import config
+from tests.unit.corpora import corpus_of, write
 
 Message = dict[str, Any]
 
@@ -26,19 +23,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"x": None}}
 CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": 1}}}
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "7", "tool_call_id": "c1"}
-
-
-def chat(row: object) -> Chat:
-    read = read_row(row)
-    assert isinstance(read, Chat)
-    return read
-
-
-def prepared(folder: Path, *rows: object) -> Corpus:
-    path = folder / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = config(train=[str(path)])
-    return prepare(data.train, data, load_tokenizer(data), folder / "cache", QUIET)
 
 
 # Every shape, and the chat it gives
@@ -64,16 +48,12 @@ def said(*texts: str) -> list[Message]:
 
 
 SHAPES: dict[str, tuple[object, Chat]] = {
-    "other keys of a ShareGPT message": (
-        {"conversations": [{"from": "user", "value": "q"}, {"from": "gpt", "value": "a", "thinking": "so"}]},
-        Chat([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "so"}], None),
-    ),
-    "messages as JSON text": (
-        {"messages": json.dumps([USER, ANSWER]), "tools": ""},
-        Chat([USER, ANSWER], None),
+    "other keys of a ShareGPT message, beside one in OpenAI's words": (
+        {"conversations": [USER, {"from": "gpt", "value": "a", "thinking": "so"}]},
+        Chat([USER, {"role": "assistant", "content": "a", "thinking": "so"}], None),
     ),
     "nulls are keys that are not there": (
-        {"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER], "tools": None, "tokens": None},
+        {"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER], "tools": "", "tokens": None},
         Chat([USER, ANSWER], None),
     ),
     "a developer is a system": (
@@ -88,9 +68,9 @@ SHAPES: dict[str, tuple[object, Chat]] = {
         {"messages": [USER, {**CALLS, "content": None}, RESULT, ANSWER], "tools": [TOOL]},
         Chat([USER, CALLS, RESULT, ANSWER], [TOOL]),
     ),
-    "tools and calls as JSON text": (
+    "messages, tools and calls as JSON text": (
         {
-            "messages": [USER, {"role": "assistant", "tool_calls": json.dumps([CALL])}, RESULT, ANSWER],
+            "messages": json.dumps([USER, {"role": "assistant", "tool_calls": json.dumps([CALL])}, RESULT, ANSWER]),
             "tools": json.dumps([TOOL]),
         },
         Chat([USER, CALLS, RESULT, ANSWER], [TOOL]),
@@ -109,25 +89,10 @@ SHAPES: dict[str, tuple[object, Chat]] = {
         Chat([{**CALLS, "tool_calls": [{"function": {"name": "f", "arguments": passed}}]}
               for passed in ("print(1)", {}, {})], None),
     ),
-    "reasoning, and keys of a message that a template may know": (
-        {"messages": [{**USER, "name": "Ann"}, {**ANSWER, "reasoning_content": "Easy.", "plan": ["a"]}]},
-        Chat([{**USER, "name": "Ann"}, {**ANSWER, "reasoning_content": "Easy.", "plan": ["a"]}], None),
-    ),
-    "weights": (
-        {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 0.5}, USER, {**ANSWER, "train": True}]},
-        Chat([USER, ANSWER, USER, ANSWER, USER, ANSWER], None, (1.0, 0.0, 1.0, 0.5, 1.0, 1.0)),
-    ),
-    "weights by other names, on any message": (
-        talk({**USER, "train": False}, {**ANSWER, "training": False}, {**USER, "weight": 2}, {**ANSWER, "loss": True}),
-        Chat([USER, ANSWER, USER, ANSWER], None, (0.0, 0.0, 2.0, 1.0)),
-    ),
-    "two assistants in a row, the user last, an empty user, the assistant first": (
-        {"messages": [ANSWER, ANSWER, {"role": "user", "content": ""}]},
-        Chat([ANSWER, ANSWER, {"role": "user", "content": ""}], None),
-    ),
-    "a system text beside the messages": (
-        {"system": "Be brief.", "messages": [USER, ANSWER]},
-        Chat([SYSTEM, USER, ANSWER], None),
+    "weights by their names, on any message": (
+        talk({**USER, "train": False}, {**ANSWER, "training": False}, USER, {**ANSWER, "weight": 0.5},
+             {**USER, "weight": 2}, {**ANSWER, "loss": True}),
+        Chat([USER, ANSWER, USER, ANSWER, USER, ANSWER], None, (0.0, 0.0, 1.0, 0.5, 2.0, 1.0)),
     ),
     "the same system text twice": (
         {"system": "Be brief.", "messages": [SYSTEM, USER, ANSWER]},
@@ -167,10 +132,6 @@ SHAPES: dict[str, tuple[object, Chat]] = {
             (1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0),
         ),
     ),
-    "conversations in OpenAI's words, messages in ShareGPT's": (
-        {"conversations": [USER, {"from": "gpt", "value": "6"}]},
-        Chat([USER, ANSWER], None),
-    ),
     "prompt and completion as messages: only the completion is learnt": (
         {"prompt": [SYSTEM, USER, ANSWER, USER], "completion": [ANSWER], "tools": [TOOL]},
         Chat([SYSTEM, USER, ANSWER, USER, ANSWER], [TOOL], (0.0, 0.0, 0.0, 0.0, 1.0)),
@@ -183,10 +144,6 @@ SHAPES: dict[str, tuple[object, Chat]] = {
         {"prompt": [USER, {**ANSWER, "weight": 2}, USER], "completion": "6"},
         Chat([USER, ANSWER, USER, ANSWER], None, (0.0, 2.0, 0.0, 1.0)),
     ),
-    "Alpaca": (
-        {"instruction": "Six?", "input": "", "output": "6", "text": "### ..."},
-        Chat([USER, ANSWER], None),
-    ),
     "Alpaca with everything": (
         {"instruction": "+", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["a", "b"], ["c", "d"]]},
         Chat([SYSTEM, *said("a", "b", "c", "d", "+\n1 2", "3")], None),
@@ -198,7 +155,7 @@ SHAPES: dict[str, tuple[object, Chat]] = {
 def test_shapes(name: str) -> None:
     row, expected = SHAPES[name]
     before = json.dumps(row)
-    assert chat(row) == expected
+    assert read_row(row) == expected
     assert json.dumps(row) == before, "the row itself is left as it was"
 
 
@@ -208,8 +165,7 @@ def test_shapes(name: str) -> None:
         ({"tokens": [5, 6, 7], "loss_mask": [0, 1, 0]}, [5, 6, 7], [0.0, 1.0, 0.0]),
         ({"input_ids": [5, 6, 7], "assistant_masks": [False, True, True]}, [5, 6, 7], [0.0, 1.0, 1.0]),
         ({"input_ids": [5, 6, 6], "labels": [-100, -100, 6], "attention_mask": [1, 1, 1]}, [5, 6, 6], [0.0, 0.0, 1.0]),
-        ({"tokens": [0, 2**31 - 1], "loss_mask": [0, 0.25]}, [0, 2**31 - 1], [0.0, 0.25]),
-        ({"tokens": [5, 6], "loss_mask": [0, 1], "labels": None, "input_ids": None}, [5, 6], [0.0, 1.0]),
+        ({"tokens": [0, 2**31 - 1], "loss_mask": [0, 0.25], "labels": None}, [0, 2**31 - 1], [0.0, 0.25]),
     ],
 )
 def test_tokens(row: object, tokens: list[int], weights: list[float]) -> None:
@@ -224,12 +180,13 @@ def test_ids_are_those_of_the_tokenizer() -> None:
     assert encode_row(row, ByteTokenizer(vocab_size=301), "assistant").tokens is row.tokens
     with pytest.raises(DataError) as error:
         encode_row(row, ByteTokenizer(), "assistant")
-    assert str(error.value) == "token 2 is 259, but the tokenizer has the ids 0 to 258."
+    assert str(error.value) == "token 2 is 259, but the tokenizer has only ids 0 to 258."
 
 
 def test_tokens_become_samples(tmp_path: Path) -> None:
     """As they are: no template, no control tokens added.  The first one is no label, whatever it weighs."""
-    corpus = prepared(tmp_path, {"tokens": [256, 65, 257], "loss_mask": [1, 0, 1]}, {"prompt": "a", "completion": "b"})
+    rows = {"tokens": [256, 65, 257], "loss_mask": [1, 0, 1]}, {"prompt": "a", "completion": "b"}
+    corpus = corpus_of(write(tmp_path / "a.jsonl", *rows))
     assert corpus.sample(0).tokens.tolist() == [256, 65, 257] and corpus.sample(0).weights.tolist() == [1, 0, 1]
     assert corpus.num_supervised.tolist() == [1, 2]
 
@@ -242,119 +199,93 @@ def calling(**call: object) -> dict[str, object]:
 
 
 KNOWN = (
-    "of no known shape: a row has messages, or conversations, or prompt and completion, or instruction and output, or "
-    "tokens, or input_ids.  The keys here are: "
+    "unknown format: a row must have messages, or conversations, or prompt and completion, or instruction and "
+    "output, or tokens, or input_ids.  This row has the keys "
 )
-TWICE = " so it is not clear which is meant.  Keep one of them."
+TWICE = " but a row must have one format.  Keep one of them."
 
 BAD_ROWS: list[tuple[object, str]] = [
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "content": "b"}]},
-     "message 2 has a value and content, which say the same.  Keep one of them."),
+     "message 2 has a value and content, which have the same meaning.  Keep one of them."),
     ({"system": "A", "messages": [USER, {"role": "system", "content": "B"}, ANSWER]},
-     "the row has a system text and another system message.  Keep one of them."),
-    ([], "a row is an object; got an empty list."),
-    ("hi", "a row is an object; got a string."),
+     "the row has a system text and also a system message.  Keep one of them."),
+    ("hi", "a row must be an object; got a string."),
     # Shapes
     ({"message": []}, KNOWN + "message."),
-    ({}, KNOWN + "none."),
     ({"messages": None, "text": "a"}, KNOWN + "messages (null), text."),
-    ({"prompt": "a", "response": "b"}, KNOWN + "prompt, response."),
-    (talk(USER, ANSWER, tokens=[1]), "the row has messages as well as tokens," + TWICE),
     (talk(USER, ANSWER, prompt="a", completion="b"), "the row has messages as well as prompt and completion," + TWICE),
-    ({"tokens": [1], "input_ids": [1]}, "the row has tokens as well as input_ids," + TWICE),
     # Messages
     (talk(), "messages must be a list of at least one message; got an empty list."),
     ({"messages": "hi"}, "messages: not JSON: Expecting value at column 1 of 2 characters."),
-    ({"messages": '"hi"'}, "messages must be a list of at least one message; got a string."),
     (talk("hi"), "message 1 must be an object with role and content; got a string."),
     (talk(USER, USER, {"role": "assitant", "content": "x"}),
      'message 3 has role "assitant"; expected one of system, user, assistant, tool.'),
     (talk({"content": "x"}), "message 1 has no role; expected one of system, user, assistant, tool."),
     (talk({"role": ["user"], "content": "x"}), 'message 1 has role ["user"]; expected one of system, user,'),
-    (talk({"role": "x" * 99}), f'message 1 has role "{"x" * 56}...; expected one of'),
     # Contents
     (talk({"role": "user"}), "message 1 (user) must have a string as content; got null."),
-    (talk({"role": "user", "content": 7}), "message 1 (user) must have a string as content; got 7."),
-    (talk({"role": "tool", "content": {}}), "message 1 (tool) must have a string as content; got an object."),
     (talk({"role": "user", "content": ["x"]}),
      "message 1 (user) must have a string, or parts of type text, as content; got a string."),
     (talk({"role": "user", "content": [{"type": "image"}]}),
-     'message 1 (user) has a part of type "image"; only text is learnt.'),
-    (talk({"role": "user", "content": [{"text": "a"}]}), "message 1 (user) has a part of type null; only text is"),
-    (talk({"role": "user", "content": [{"type": "text"}]}), "message 1 (user) has a part of type text without a"),
-    (talk(USER, {"role": "assistant"}), "message 2 (assistant) must have a string as content; got null."),
-    (talk(USER, {"role": "assistant", "content": " \n"}), "message 2 (assistant) is empty: it would teach to end a"),
-    (talk(USER, {"role": "assistant", "content": "", "tool_calls": []}), "message 2 (assistant) is empty: it would"),
-    (talk({**USER, "reasoning": "a"}), "message 1 has reasoning, which is of the user; it is a string of"),
-    (talk({**ANSWER, "thinking": 7}), "message 1 has thinking, which is 7; it is a string of an assistant."),
-    (talk({**ANSWER, "thinking": "a", "reasoning": "b"}), "message 1 has reasoning and thinking, which differ."),
+     'message 1 (user) has a part of type "image"; only parts of type text are supported.'),
+    (talk({"role": "user", "content": [{"type": "text"}]}), "message 1 (user) has a part of type text without the"),
+    (talk(USER, {"role": "assistant", "content": " \n"}), "message 2 (assistant) is empty: the model would learn to "
+                                                          "end a"),
+    (talk(USER, {"role": "assistant", "content": "", "tool_calls": []}), "message 2 (assistant) is empty: the model "
+                                                                         "would"),
+    (talk({**USER, "reasoning": "a"}), "message 1 has reasoning, which is of the user; expected a string in"),
+    (talk({**ANSWER, "thinking": 7}), "message 1 has thinking, which is 7; expected a string in an assistant message."),
+    (talk({**ANSWER, "thinking": "a", "reasoning": "b"}), "message 1 has reasoning and thinking, whose values differ."),
     # Nothing to learn
-    (talk(USER, SYSTEM), "no assistant turn, so there is nothing to learn from."),
-    (talk(USER, {**ANSWER, "train": False}), "every assistant turn has weight 0, so there is nothing to learn from."),
-    ({"prompt": [ANSWER], "completion": [USER]}, "the completion has no assistant message, so there is nothing to"),
+    (talk(USER, SYSTEM), "no assistant turn, so no token is supervised."),
+    (talk(USER, {**ANSWER, "train": False}), "every assistant turn has weight 0, so no token is supervised."),
+    ({"prompt": [ANSWER], "completion": [USER]}, "the completion has no assistant message, so no token is"),
     # Weights
     (talk(USER, {**ANSWER, "weight": -1}), "the weight of message 2 is -1; expected 0, or 1e-06 to 1e+06."),
-    (talk(USER, {**ANSWER, "weight": 10**400}), "the weight of message 2 is 1000000000"),
     (talk(USER, {**ANSWER, "weight": float("nan")}), "the weight of message 2 is nan; expected 0, or 1e-06 to 1e+06."),
     (talk(USER, {**ANSWER, "weight": "1"}), "the weight of message 2 is a string; expected a number of at least 0."),
     (talk(USER, {**ANSWER, "loss": 2.31}), "message 2 has loss 2.31; expected true or false (weight takes a number)."),
-    (talk(USER, {**ANSWER, "train": True, "weight": 1}), "message 2 has weight and train, which say the same."),
+    (talk(USER, {**ANSWER, "train": True, "weight": 1}), "message 2 has weight and train, which have the same "
+                                                         "meaning."),
     # Tools
     (talk(USER, ANSWER, tools=7), "tools must be a list of objects; got 7."),
-    (talk(USER, ANSWER, tools="f"), "tools: not JSON: Expecting value at column 1 of 1 characters."),
     (talk(USER, ANSWER, tools=["f"]), "tool 1: not JSON: Expecting value at column 1 of 1 characters."),
     (talk(USER, ANSWER, tools=[7]), "tools must be a list of objects; tool 1 is 7."),
     (talk(USER, ANSWER, tools=[TOOL, {"function": {"parameters": {}}}]), "tool 2 has no name."),
-    (talk(USER, ANSWER, tools=[{"name": ""}]), "tool 1 has no name."),
     # Calls and results
-    (talk({**USER, "tool_calls": [CALL]}), "message 1 is of the user and has tool_calls; only an assistant calls"),
-    (talk({**CALLS, "tool_calls": ["f"]}), "message 1 has tool_calls that are not a list of objects."),
+    (talk({**USER, "tool_calls": [CALL]}), "message 1 (user) has tool_calls; only an assistant message"),
+    (talk({**CALLS, "tool_calls": ["f"]}), "message 1 has tool_calls, but their value is not a list of objects."),
     (talk({**CALLS, "tool_calls": "["}), "message 1: tool_calls: not JSON: Expecting value at column 2"),
     (calling(function="f"), "message 2 has a tool call without the name of a function."),
-    (calling(arguments={}), "message 2 has a tool call without the name of a function."),
-    (calling(name="f", parameters={}), "message 2 has a tool call with parameters; what a call passes"),
+    (calling(name="f", parameters={}), "message 2 has a tool call with the key parameters; the key must"),
     (calling(function={**FUNCTION, "arguments": [1]}), "message 2 has a tool call with a list as arguments; expected"),
     (calling(function={**FUNCTION, "arguments": '{"x": '}), "message 2: arguments of f: not JSON: Expecting value"),
-    (calling(function=FUNCTION, id=7), "message 2 has a tool call with id 7; an id is a string."),
-    (talk({**ANSWER, "function_call": FUNCTION}), "message 1 has function_call, the older form of tool_calls."),
+    (calling(function=FUNCTION, id=7), "message 2 has a tool call with id 7; an id must be a string."),
+    (talk({**ANSWER, "function_call": FUNCTION}), "message 1 has function_call, an older form of tool_calls."),
     (talk(USER, CALLS, RESULT, CALLS), 'message 4 has a second tool call with id "c1".'),
-    (talk(USER, RESULT, CALLS), 'message 2 answers tool call "c1", which no earlier message makes.'),
-    (talk(USER, CALLS, {**RESULT, "tool_call_id": 7}), "message 3 answers tool call 7, which no earlier message"),
+    (talk(USER, RESULT, CALLS), 'message 2 answers tool call "c1", but no earlier message has this call.'),
     # ShareGPT
     ({"conversations": sent(robot="a")}, 'message 1 is from "robot"; expected one of human, user, gpt, assistant,'),
     ({"conversations": [{"from": "human"}]}, "message 1 (from human) must have a string as value; got null."),
     ({"conversations": [{"from": "function_call", "value": "f"}]}, "message 1 (from function_call): not JSON: "),
-    ({"conversations": [{"from": "function_call", "value": "7"}]}, "message 1 has tool_calls that are not a list of"),
-    ({"conversations": [{"from": "gpt", "value": ""}]}, "message 1 (assistant) is empty: it would teach to end a turn"),
     # Prompts and instructions
-    ({"prompt": 7, "completion": "a"}, "prompt must be a list of at least one message; got 7."),
-    ({"prompt": "a", "completion": " "}, "completion is empty: it would teach to end a turn without a word."),
-    ({"prompt": [USER], "completion": [{"role": "x"}]}, 'completion message 1 has role "x"; expected one of system,'),
-    ({"instruction": 7, "output": "a"}, "instruction must be a string; got 7."),
-    ({"instruction": "a", "output": ""}, "output is empty: it would teach to end a turn without a word."),
-    ({"instruction": "a", "output": ["b"]}, "output must be a string; got a list."),
+    ({"prompt": "a", "completion": " "}, "completion is empty: the model would learn to end a turn without any text."),
     ({"instruction": "a", "input": 7, "output": "b"}, "input must be a string; got 7."),
     ({"instruction": "a", "output": "b", "history": [["a"]]}, "history must be a list of pairs [instruction, output]."),
-    ({"instruction": "a", "output": "b", "history": [["a", ""]]}, "history 1 is empty: it would teach to end a turn"),
-    (talk(SYSTEM, ANSWER, system="Be long."), "the row has a system text and another system message.  Keep one of"),
     (talk(USER, ANSWER, system=["Be long."]), "system must be a string; got a list."),
     # Tokens
-    ({"tokens": []}, "tokens must be a list of at least one number; got an empty list."),
     ({"tokens": "1 2"}, "tokens must be a list of at least one number; got a string."),
-    ({"tokens": [1, 1.5]}, "tokens has 1.5 at 2; ids are integers."),
-    ({"tokens": [1, True]}, "tokens has true at 2; ids are integers."),
-    ({"tokens": [1, -2]}, "tokens has -2 at 2; ids are integers from 0 to 2,147,483,647."),
-    ({"input_ids": [1, 10**99]}, "input_ids has 1000000000"),
-    ({"tokens": [1, 2]}, "tokens needs one of loss_mask, assistant_masks and labels, which say what is supervised;"),
-    ({"tokens": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "what is supervised; got loss_mask and labels."),
-    ({"tokens": [1, 2], "loss_mask": [1]}, "tokens has 2 numbers and loss_mask 1."),
-    ({"input_ids": [1, 2], "labels": [1, 2, -100]}, "input_ids has 2 numbers and labels 3."),
+    ({"tokens": [1, True]}, "tokens has true at position 2; ids are integers."),
+    ({"tokens": [1, -2]}, "tokens has -2 at position 2; ids are integers from 0 to 2,147,483,647."),
+    ({"tokens": [1, 2]}, "tokens needs one of loss_mask, assistant_masks or labels, to say which tokens are "
+                         "supervised;"),
+    ({"input_ids": [1, 2], "labels": [1, 2, -100]}, "input_ids has 2 numbers, but labels has 3."),
     ({"tokens": [1, 2], "loss_mask": [0, -1]}, "loss_mask is -1; expected 0, or 1e-06 to 1e+06."),
-    ({"tokens": [1, 2], "loss_mask": [0, "1"]}, "loss_mask has a string at 2; it holds numbers."),
-    ({"tokens": [1, 2], "loss_mask": [1, 0]}, "loss_mask supervises no token after the first, so there is nothing to"),
+    ({"tokens": [1, 2], "loss_mask": [0, "1"]}, "loss_mask has a string at position 2; it holds numbers."),
+    ({"tokens": [1, 2], "loss_mask": [1, 0]}, "loss_mask supervises no token after the first token, so the row"),
     ({"tokens": [1, 2, 3], "labels": [-100, 3, -100]},
-     "label 2 is 3, but token 2 is 2: a label is its own token, not shifted, or -100."),
-    ({"tokens": [1, 2], "labels": [-100, 2.0]}, "labels has 2.0 at 2; labels are integers."),
+     "label 2 is 3, but token 2 is 2: a label must be the token at the same position (not shifted), or -100."),
+    ({"tokens": [1, 2], "labels": [-100, 2.0]}, "labels has 2.0 at position 2; labels are integers."),
 ]  # fmt: skip
 
 
@@ -363,7 +294,7 @@ def test_values_that_only_a_table_can_hold() -> None:
     calls = [{"name": "f", "arguments": {"at": date(2024, 1, 2)}}]
     for row, what in (
         ({"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": calls}]}, "message 2 holds a date"),
-        ({"messages": [USER, {**ANSWER, "logprob": float("nan")}]}, "message 2 holds a number that is none"),
+        ({"messages": [USER, {**ANSWER, "logprob": float("nan")}]}, "message 2 holds NaN or infinity"),
         ({"messages": [USER, ANSWER], "tools": [{"name": "f", "default": b"x"}]}, "tools holds a bytes"),
     ):
         with pytest.raises(DataError, match=f"{what}, which JSON does not have.  Store the column as text."):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.console import QUIET
-from sft.errors import CheckpointError, ConfigError, SftError
+from sft.errors import CheckpointError
 from sft.hf.architecture import architecture, read
 from sft.hf.convert.export_hf import _model, export_hf
 from sft.hf.convert.import_hf import import_hf
@@ -24,17 +24,17 @@ from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
 
 
-def refused(work: Callable[[], object], target: Path, kind: type[SftError] = CheckpointError) -> str:
+def refused(work: Callable[[], object], target: Path) -> str:
     before = sorted(target.parent.rglob("*"))
-    with pytest.raises(kind) as error:
+    with pytest.raises(CheckpointError) as error:
         work()
     assert sorted(target.parent.rglob("*")) == before
     return str(error.value)
 
 
-def import_refused(source: Path, kind: type[SftError] = CheckpointError) -> str:
+def import_refused(source: Path) -> str:
     target = source.parent / "there"
-    return refused(lambda: import_hf(source, target, QUIET), target, kind)
+    return refused(lambda: import_hf(source, target, QUIET), target)
 
 
 def test_missing_surplus_and_misshapen_tensors_are_told_at_once(made: Make) -> None:
@@ -50,52 +50,18 @@ def test_missing_surplus_and_misshapen_tensors_are_told_at_once(made: Make) -> N
         },
     )
     assert import_refused(source) == (
-        f"{source} does not hold this model:\n"
-        "  missing: model.layers.*.mlp.up_proj.weight (layers 0-1)\n"
-        "  missing: model.layers.*.self_attn.k_proj.bias (layer 1)\n"
-        "  surplus: model.layers.*.mlp.experts.weight (layer 0)\n"
-        "  another shape: model.norm.weight is 33, expected 32\n"
-        "  of type F64, only F32, F16, BF16 are supported: lm_head.weight"
+        f"{source} does not hold the expected tensors:\n  missing: model.layers.*.mlp.up_proj.weight (layers 0-1)\n"
+        "  missing: model.layers.*.self_attn.k_proj.bias (layer 1)\n  surplus: model.layers.*.mlp.experts.weight "
+        "(layer 0)\n  different shape: model.norm.weight is 33, expected 32\n"
+        "  type F64 is not supported, only F32, F16, BF16: lm_head.weight"
     )
 
 
-def test_experts_that_are_missing_surplus_or_misshapen(made: Make) -> None:
-    expert = "model/layers/{}/block_sparse_moe/experts/{}/{}/weight".format
-    source = hf.rewrite(
-        made("mixtral"),
-        **{expert(0, 3, "w3"): None, expert(1, 0, "w1"): None, expert(1, 1, "w1"): None},
-        **{expert(layer, 4, "w2"): torch.zeros(32, 24) for layer in (0, 1)},
-        **{expert(layer, i, "w2"): torch.zeros(32, 23) for layer in (0, 1) for i in range(4)},
-        **{"model/layers/0/block_sparse_moe/gate/weight": torch.zeros(5, 32)},
-    )
-    block = "model.layers.*.block_sparse_moe"
-    assert import_refused(source) == (
-        f"{source} does not hold this model:\n"
-        f"  missing: {block}.experts.*.w1.weight (layer 1; experts 0-1)\n"
-        f"  missing: {block}.experts.*.w3.weight (layer 0; expert 3)\n"
-        f"  surplus: {block}.experts.*.w2.weight (layers 0-1; expert 4)\n"
-        f"  another shape: {block}.gate.weight is 5 x 32, expected 4 x 32 (layer 0)\n"
-        f"  another shape: {block}.experts.*.w2.weight is 32 x 23, expected 32 x 24 (layers 0-1; experts 0-3)"
-    )
-
-
-@pytest.mark.parametrize(
-    "family, name, first, shape",
-    [
-        ("qwen2", "model/layers/1/mlp/up_proj/weight", "model.layers.0.mlp.gate_proj.weight", (64, 32)),
-        (
-            "qwen3_moe",
-            "model/layers/1/mlp/experts/2/down_proj/weight",
-            "model.layers.0.mlp.experts.0.down_proj.weight",
-            (32, 24),
-        ),
-    ],
-)
-def test_one_tensor_of_ours_cannot_have_two_types(
-    made: Make, family: str, name: str, first: str, shape: tuple[int, int]
-) -> None:
-    told = import_refused(hf.rewrite(made(family), **{name: torch.zeros(shape, dtype=torch.bfloat16)}))
-    assert f"of several types, which become one tensor: F32 ({first}), BF16 (" in told
+def test_one_tensor_of_ours_cannot_have_two_types(made: Make) -> None:
+    narrow = torch.zeros((64, 32), dtype=torch.bfloat16)
+    told = import_refused(hf.rewrite(made(), **{"model/layers/1/mlp/up_proj/weight": narrow}))
+    first = "model.layers.0.mlp.gate_proj.weight"
+    assert f"tensors that become one tensor have different types: F32 ({first}), BF16 (" in told
 
 
 @pytest.mark.parametrize("what", ["one number", "another type", "another shape"])
@@ -107,11 +73,7 @@ def test_an_output_that_is_tied_and_another_is_refused(made: Make, what: str) ->
     head = head.half() if what == "another type" else head[:-1] if what == "another shape" else head
     told = import_refused(hf.rewrite(source, **{"lm_head/weight": head}))
     assert "surplus: lm_head.weight" in told
-    assert "lm_head.weight is another tensor than model.embed_tokens.weight: one is wrong" in told
-
-
-def test_an_unknown_model_type(made: Make) -> None:
-    assert 'model_type = "mamba" is not known' in import_refused(hf.change(made(), model_type="mamba"), ConfigError)
+    assert "lm_head.weight and model.embed_tokens.weight differ" in told
 
 
 def header(content: Any, data: bytes = b"") -> bytes:
@@ -128,21 +90,13 @@ def place(*offsets: int, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> d
     [
         (header({"a": place(0, 4)}, b"12345"), "file not fully covered (the file has "),
         (header({"a": place(0, 4), "b": place(0, 4)}, b"1234"), "invalid offset for tensor `"),  # either of them
-        (header({"a": place(4, 8)}, b"12345678"), "invalid offset for tensor `a`"),
         (header({"a": place(0, 4, shape=(2,))}, b"1234"), "invalid shape, data type, or offset for tensor"),
-        (header({"a": place(4, 0)}, b"1234"), "invalid offset for tensor `a`"),
         (header({"a": place(-4, 0)}, b"1234"), "integer `-4`, expected usize"),
-        (header({"a": {"dtype": "F32", "shape": [1]}}, b"1234"), "missing field `data_offsets`"),
-        (header({"a": place(0, 4, shape=(-1,))}, b"1234"), "integer `-1`, expected usize"),
-        (header(b'{"a": {}, "a": {}}'), "missing field `dtype`"),
         *(
-            (content[:left], "not a whole safetensors file")
-            for content in [header({"a": place(0, 4)}, b"1234")]
+            (header({"a": place(0, 4)}, b"1234")[:left], "not a complete safetensors file")
             for left in (0, 7, 8, 20, -1)
         ),
-        (header(b"[1]"), "invalid JSON in header"),
-        (header(b"{"), "not a whole safetensors file"),
-        (header(b"[" * 100_000), "not a whole safetensors file"),
+        (header(b"[" * 100_000), "not a complete safetensors file"),
         (struct.pack("<Q", 1 << 60) + b"{}", "header too large"),
     ],
 )
@@ -167,13 +121,16 @@ def test_a_pipe_is_not_waited_for(made: Make) -> None:
     source = made()
     (source / "model.safetensors").unlink()
     os.mkfifo(source / "model.safetensors")
-    assert "model.safetensors is not a whole safetensors file: it is no file" in import_refused(source)
+    assert "model.safetensors is not a complete safetensors file: it is not a file" in import_refused(source)
 
 
 def test_pickles_are_not_opened(made: Make) -> None:
     source = made()
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    assert "pytorch_model.bin, a pickle, which can run any code and is not opened" in import_refused(source)
+    assert (
+        "pytorch_model.bin, a pickle file.  Pickle files can run code, so this trainer does not open them"
+        in import_refused(source)
+    )
     (source / "pytorch_model.bin").unlink()
     assert "has no weights" in import_refused(source)
 
@@ -194,15 +151,17 @@ def test_an_index_and_files_that_disagree(made: Make) -> None:
     assert f"not in it: {fold_by_layer([first])[0]} ({file})" in told(rest)
     experts = {f"model.layers.1.mlp.experts.{i}.up_proj.weight": file for i in range(100)}
     assert (
-        f"not in the file it names: model.layers.*.mlp.experts.*.up_proj.weight (layer 1; experts 0-99) ({file})."
-        in told({**good["weight_map"], **experts})
+        "missing from the file that the index names: model.layers.*.mlp.experts.*.up_proj.weight (layer 1; experts "
+        f"0-99) ({file})." in told({**good["weight_map"], **experts})
     )
-    assert "names '../secret.safetensors', which is no safetensors file" in told(
+    assert "names '../secret.safetensors', which is not a safetensors file" in told(
         {**rest, first: "../secret.safetensors"}
     )
     other = next(name for name in files if name != file)
-    assert f"not in the file it names: {fold_by_layer([first])[0]} ({other})" in told({**rest, first: other})
-    assert "gone.safetensors is not a whole safetensors file: No such file" in told({**rest, first: "gone.safetensors"})
+    assert f"missing from the file that the index names: {fold_by_layer([first])[0]} ({other})" in told(
+        {**rest, first: other}
+    )
+    assert "gone.safetensors is not a complete safetensors file: No such" in told({**rest, first: "gone.safetensors"})
     assert "is damaged" in told([1])
     path.write_text(json.dumps(good))
     (source / "model.safetensors").write_bytes(b"")
@@ -232,27 +191,21 @@ def test_a_target_that_exists(made: Make, tmp_path: Path) -> None:
             assert told == f"{target} exists; nothing was written.  Remove it, or name another folder."
 
 
-def test_a_disk_too_small(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = made()
-    import_hf(source, tmp_path / "imported", QUIET)
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, (1 << 30) - 4096, 4096))
-    assert "has 4.0 KiB left; nothing was written" in import_refused(source)
-    target = tmp_path / "back"
-    assert "has 4.0 KiB left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
-
-
-def test_a_disk_that_fills_up(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = made()
+def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = made(), tmp_path / "back"
     import_hf(source, tmp_path / "imported", QUIET)
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sft.checkpoint.manifest.HashingFile._put", full)
-    assert "was not written: [Errno 28] No space left on device" in import_refused(source)
-    target = tmp_path / "back"
-    assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
+    with monkeypatch.context() as patch:
+        patch.setattr("sft.checkpoint.manifest.HashingFile._put", full)
+        assert "was not written: [Errno 28] No space left on device" in import_refused(source)
+        assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 30, (1 << 30) - 4096, 4096))
+    assert "has 4.0 KiB free; nothing was written" in import_refused(source)
+    assert "has 4.0 KiB free" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
 
 
 def test_an_interrupt_leaves_nothing(made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,14 +225,14 @@ def imported(made: Make, tmp_path: Path) -> Path:
     return tmp_path / "imported"
 
 
-def export_refused(source: Path, kind: type[SftError] = CheckpointError, **options: Any) -> str:
+def export_refused(source: Path, **options: Any) -> str:
     target = source.parent / "back"
-    return refused(lambda: export_hf(source, target, QUIET, **options), target, kind)
+    return refused(lambda: export_hf(source, target, QUIET, **options), target)
 
 
 def test_a_checkpoint_that_cannot_tell_its_model(imported: Path, tmp_path: Path) -> None:
     (imported / "hf").rename(tmp_path / "elsewhere")
-    assert f"no config.json in {imported / 'hf'}" in export_refused(imported)
+    assert f"{imported / 'hf'} has no config.json" in export_refused(imported)
     assert "has no config.json" in export_refused(imported, like=tmp_path)
     export_hf(imported, tmp_path / "back", QUIET, like=tmp_path / "elsewhere")
     assert same(tensors(tmp_path / "source"), tensors(tmp_path / "back"))
@@ -287,13 +240,15 @@ def test_a_checkpoint_that_cannot_tell_its_model(imported: Path, tmp_path: Path)
 
 def test_a_checkpoint_of_another_model(imported: Path) -> None:
     hf.change(imported / "hf", num_hidden_layers=3, intermediate_size=48, layer_types=..., rms_norm_eps=1e-5)
-    assert "norm_epsilon is 1e-06 in the checkpoint, and 1e-05 in config.json" in export_refused(imported)
+    assert "norm_epsilon is 1e-06 in the checkpoint, but 1e-05 in config.json" in export_refused(imported)
     hf.change(imported / "hf", rms_norm_eps=1e-6, tie_word_embeddings=True)
     told = export_refused(imported)
     assert "surplus: output_layer.weight" in told
-    assert "another shape: decoder.layers.mlp.linear_fc1.weight is 2 x 128 x 32, expected 3 x 96 x 32" in told
+    assert "different shape: decoder.layers.mlp.linear_fc1.weight is 2 x 128 x 32, expected 3 x 96 x 32" in told
     hf.change(imported / "hf", vocab_size=385)
-    assert "another shape: embedding.word_embeddings.weight is 384 x 32, expected 385 x 32" in export_refused(imported)
+    assert "different shape: embedding.word_embeddings.weight is 384 x 32, expected 385 x 32" in export_refused(
+        imported
+    )
 
 
 def test_a_flipped_bit_is_found(imported: Path) -> None:
@@ -305,7 +260,7 @@ def test_a_flipped_bit_is_found(imported: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert "no checkpoint there" in export_refused(tmp_path / "nowhere")
+    assert "the path has no checkpoint" in export_refused(tmp_path / "nowhere")
 
 
 def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:
@@ -316,5 +271,5 @@ def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) ->
     assert _model({"args": Namespace(**right)}, before, source, QUIET)[0] == before.model
     with pytest.raises(CheckpointError) as error:
         _model({"args": Namespace(moe_router_topk=1, moe_router_pre_softmax=True)}, before, source, QUIET)
-    assert "moe_router_topk is 1 in the checkpoint, and 2 in config.json" in str(error.value)
-    assert "moe_router_pre_softmax is True in the checkpoint, and False in config.json" in str(error.value)
+    assert "moe_router_topk is 1 in the checkpoint, but 2 in config.json" in str(error.value)
+    assert "moe_router_pre_softmax is True in the checkpoint, but False in config.json" in str(error.value)

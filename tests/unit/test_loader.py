@@ -1,4 +1,4 @@
-"""Which samples a step trains on: every one once per epoch, the same ones on every layout."""
+"""Packs and microbatches: labels never cross a document, every sample once per epoch, the same on every layout."""
 
 from collections import Counter
 from functools import partial
@@ -11,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.batch import Microbatch
+from sft.batch import Microbatch, Pack
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.row_report import LINE, count_rows
 from sft.data.cache.store import Store
 from sft.data.loader import Loader
-from sft.data.packing.pack import Collator
+from sft.data.packing.pack import Collator, local_part, make_pack
 from sft.data.packing.plan import EpochPlans
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout
+from tests.builders import sample
 from tests.unit.fixtures.folder import config
 
 PAD = 258
@@ -56,6 +57,10 @@ def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0,
     return Loader(corpus, plans, collator, sizes, seq_length=data.seq_length, dp_rank=dp_rank, crossover=16.0)
 
 
+def counts(part: Microbatch) -> tuple[int, ...]:
+    return part.num_documents, part.num_real_tokens, part.num_aligned_tokens, part.num_tokens
+
+
 def test_microbatch_in_numbers() -> None:
     """Samples of 3 and 5 tokens, multiple of 8, cp 2: rank 0 holds chunks 0 and 3 of each document."""
     corpus, sizes = corpus_of([3, 5]), layout(cp=2, global_batch_size=1, pack_multiple=24)
@@ -72,13 +77,7 @@ def test_microbatch_in_numbers() -> None:
         assert part.tokens.dtype == part.labels.dtype == part.position_ids.dtype == torch.int64
         assert part.loss_mask.dtype == torch.bool and part.cu_seqlens.dtype == torch.int32
         assert part.cu_seqlens.tolist() == [0, 8, 16, 24] and part.max_seqlen == 8
-        assert (part.num_documents, part.num_real_tokens, part.num_aligned_tokens, part.num_tokens) == (
-            2,
-            8,
-            16,
-            5,
-        )
-        assert part.sample_ids == (0, 1)
+        assert counts(part) == (2, 8, 16, 5) and part.sample_ids == (0, 1)
 
 
 def test_a_short_last_batch_is_filled_up() -> None:
@@ -89,12 +88,7 @@ def test_a_short_last_batch_is_filled_up() -> None:
     ids = [[[m.sample_ids for m in rank.microbatches(step)] for rank in ranks] for step in (0, 1)]
     assert ids == [[[(0,), (2,)], [(1,), (3,)]], [[(4,), ()], [(), ()]]]
     [_, filler] = ranks[0].microbatches(1)
-    assert (filler.num_documents, filler.num_real_tokens, filler.num_aligned_tokens, filler.num_tokens) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    assert counts(filler) == (0, 0, 0, 0)
     assert filler.tokens.tolist() == [[PAD] * 8] and not filler.loss_mask.any()
 
 
@@ -113,29 +107,21 @@ def test_a_step_is_found_without_the_steps_before_it() -> None:
     used, fresh = loader(corpus, layout()), loader(corpus, layout())
     for step in range(7):
         used.microbatches(step)
-    assert_equal(used.microbatches(7), fresh.microbatches(7))
-    assert_equal(fresh.microbatches(0), used.microbatches(0))
-
-
-def assert_equal(first: list[Microbatch], second: list[Microbatch]) -> None:
-    assert [m.sample_ids for m in first] == [m.sample_ids for m in second]
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
-        assert torch.equal(a.loss_mask, b.loss_mask) and torch.equal(a.cu_seqlens, b.cu_seqlens)
+    for step in (7, 0):
+        for first, second in zip(used.microbatches(step), fresh.microbatches(step), strict=True):
+            assert first.sample_ids == second.sample_ids
+            assert torch.equal(first.tokens, second.tokens) and torch.equal(first.labels, second.labels)
 
 
 def test_pad_to_seq_length_gives_one_shape() -> None:
-    made = loader(corpus_of([20, 64, 5, 5, 5]), layout(), pad_to_seq_length=True)
+    corpus = corpus_of([20, 64, 5, 5, 1])
+    made = loader(corpus, layout(), pad_to_seq_length=True)
     parts = [part for step in range(made.plans.steps_per_epoch(0)) for part in made.microbatches(step)]
     assert {part.tokens.shape for part in parts} == {(1, 64)}
     assert sum(part.num_documents for part in parts) == 5
+    assert sum(part.num_tokens for part in parts) == corpus.num_supervised.sum()
+    assert sum(part.num_real_tokens for part in parts) == corpus.lengths.sum() == 95
     assert [part.max_seqlen for part in parts if not part.sample_ids] == [8] * (len(parts) - len(made.plans.plan(0)))
-
-
-def test_max_seqlen_is_the_longest_document_not_the_pack() -> None:
-    """P12"""
-    [part] = loader(corpus_of([30, 20]), layout(global_batch_size=1), shuffle=False).microbatches(0)
-    assert part.cu_seqlens.tolist() == [0, 32, 56] and part.max_seqlen == 32
 
 
 COLUMNS = ("documents", "tokens", "labels", "loss_weights", "position_ids")
@@ -147,13 +133,12 @@ LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 def test_every_sample_once_and_the_same_steps_on_every_layout(
     lengths: list[int], epoch: int, pack_multiple: int
 ) -> None:
-    """Per epoch and layout: every sample once; global batches, tokens and counts equal over (dp, cp), however they
-    lie in packs; nothing above seq_length."""
+    """However they lie in packs; nothing above seq_length."""
     corpus = corpus_of(lengths)
     first = sum(loader(corpus, layout()).plans.steps_per_epoch(e) for e in range(epoch))
     steps = range(first, first + loader(corpus, layout()).plans.steps_per_epoch(epoch))
     seen = {}
-    for dp, cp in [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]:
+    for dp, cp in [(1, 1), (4, 1), (1, 4), (2, 2)]:
         sizes = layout(dp=dp, cp=cp, pack_multiple=pack_multiple)
         batches = []
         for step in steps:
@@ -185,7 +170,7 @@ def batch_facts(parts: list[list[list[Microbatch]]], pack_multiple: int) -> list
     return sorted(facts)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2])
 def test_evaluation_sees_every_pack_once_in_order(dp: int) -> None:
     corpus = corpus_of([64] * 6)
     ranks = [list(loader(corpus, layout(dp=dp), dp_rank=rank).eval_batches()) for rank in range(dp)]
@@ -194,10 +179,65 @@ def test_evaluation_sees_every_pack_once_in_order(dp: int) -> None:
     assert order == [(0,), (1,), (2,), (3,), (4,), (5,), (), ()]
 
 
-def test_counts_are_the_corpus_own() -> None:
-    corpus = corpus_of([20, 40, 64, 8, 1, 33])
-    made = loader(corpus, layout())
-    parts = [part for step in range(made.plans.steps_per_epoch(0)) for part in made.microbatches(step)]
-    assert sum(part.num_tokens for part in parts) == corpus.num_supervised.sum()
-    assert sum(part.num_real_tokens for part in parts) == corpus.lengths.sum() == 166
-    assert sum(part.num_documents for part in parts) == 6
+def check(pack: Pack, **expected: list[int]) -> None:
+    for name, values in expected.items():
+        assert getattr(pack, name).tolist() == values, name
+
+
+def test_what_is_padding() -> None:
+    """The example of `sft.batch.Pack`, and a filler document."""
+    samples = [sample([5, 6, 7], [0, 1, 1], sample_id=4, source=2), sample([8, 9], [0, 0], sample_id=2, source=1)]
+    pack = make_pack(samples, doc_multiple=4, pad_id=0, pack_multiple=12)
+    check(
+        pack,
+        tokens=[5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0],
+        labels=[6, 7, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0],
+        loss_mask=[1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        position_ids=[0, 1, 2, 3] * 3,
+        cu_seqlens=[0, 4, 8, 12],
+        lengths=[3, 2, 0],
+    )
+    assert pack.sample_ids == (4, 2) and pack.max_seqlen == 4 and pack.loss_mask.dtype == np.bool_
+    for array in (pack.tokens, pack.labels, pack.position_ids, pack.cu_seqlens, pack.lengths):
+        assert array.dtype == np.int32
+    part = local_part(pack, np.arange(12), doc_multiple=4)
+    assert part.is_padding.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 1]]
+    assert part.sources.tolist() == [2, 1, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=8),
+    st.sampled_from([2, 4, 32]),
+)
+def test_supervised_labels_are_all_but_first_tokens(masks: list[list[bool]], doc_multiple: int) -> None:
+    """P01, P02, P05, P09, P10: any lengths, 1 token included, any masks, pad id without influence."""
+    samples = [sample([100 * i + k for k in range(len(m))], m, sample_id=i) for i, m in enumerate(masks)]
+    zero, one = (make_pack(samples, doc_multiple=doc_multiple, pad_id=pad_id) for pad_id in (7000, 7001))
+    assert zero.loss_mask.sum() == sum(sum(mask[1:]) for mask in masks) == sum(s.num_supervised for s in samples)
+    assert (zero.labels[zero.loss_mask] == one.labels[one.loss_mask]).all()
+    assert (zero.labels[zero.loss_mask] == zero.tokens[np.flatnonzero(zero.loss_mask) + 1]).all()
+    assert not (zero.labels[zero.loss_mask] >= 7000).any()
+    assert (np.diff(zero.cu_seqlens) > 0).all() and not (zero.cu_seqlens % doc_multiple).any()
+    starts = zero.cu_seqlens[:-1]
+    assert (zero.position_ids[starts] == 0).all() and zero.position_ids.max() == zero.max_seqlen - 1
+
+
+@pytest.mark.parametrize(("length", "multiple", "expected"), [(32, 1, 32), (64, 64, 64), (96, 64, 128), (32, 48, 96)])
+def test_filler_is_added_only_where_needed(length: int, multiple: int, expected: int) -> None:
+    """P10: an exact multiple gets no filler and no empty document."""
+    made = make_pack([sample([1] * length)], doc_multiple=32, pad_id=0, pack_multiple=multiple)
+    assert len(made.tokens) == expected == made.cu_seqlens[-1]
+    assert (np.diff(made.cu_seqlens) > 0).all()
+    assert np.diff(made.cu_seqlens)[1:].tolist() == [32] * ((expected - length) // 32)
+
+
+def test_filler_up_to_a_length() -> None:
+    pack = make_pack([sample([1] * 33)], doc_multiple=32, pad_id=0, pad_to_length=160)
+    check(pack, cu_seqlens=[0, 64, 96, 128, 160], lengths=[33, 0, 0, 0], sources=[0, 0, 0, 0])
+
+
+def test_a_pack_without_samples_is_filler() -> None:
+    made = make_pack([], doc_multiple=4, pad_id=3, pack_multiple=8)
+    check(made, tokens=[3] * 8, labels=[3] * 8, loss_mask=[0] * 8, cu_seqlens=[0, 4, 8], lengths=[0, 0])
+    assert made.sample_ids == () and made.max_seqlen == 4

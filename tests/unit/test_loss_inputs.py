@@ -28,14 +28,6 @@ def test_weights_of_a_pack_in_numbers(reduction: str, four: float, one: float) -
     assert pack.loss_mask.tolist() == [w > 0 for w in first + second + [0] * 8]
 
 
-@pytest.mark.parametrize("reduction, total", [("token", 7.0), ("sample", 1.0), ("sqrt", 7.0**0.5)])
-def test_weights_of_a_sample_add_up(reduction: str, total: float) -> None:
-    """All n supervised tokens together: n, 1 and the square root of n."""
-    pack = make_pack([sample(range(10, 19), [0, *[1] * 7, 0])], doc_multiple=1, pad_id=0, reduction=reduction)
-    assert pack.loss_weights.sum() == pytest.approx(total, rel=1e-6)
-    assert len(set(pack.loss_weights[pack.loss_mask].tolist())) == 1
-
-
 def test_packs_weigh_tokens_alike_by_default() -> None:
     assert make_pack([sample(range(10, 13), [1, 1, 1])], doc_multiple=4, pad_id=0).loss_weights.tolist() == [1, 1, 0, 0]
     assert token_weight(0, "sample") == 1.0  # no token has it

@@ -24,18 +24,8 @@ def test_the_line_names_the_loss_and_what_is_usual() -> None:
     assert spikes.check(4.0) == "4.0000, usual is 2.0500 +- 0.0383"
 
 
-def test_noise_is_not_told() -> None:
-    """Within six standard deviations, as measured, lie all but two in a billion."""
-    assert told(noise(500)) == []
-
-
-def test_one_spike_is_told_once() -> None:
-    losses = noise(100)
-    losses[50] = 3.0
-    assert told(losses) == [50]
-
-
 def test_a_spike_does_not_hide_the_next() -> None:
+    """Nor is noise told: within six standard deviations, as measured, lie all but two in a billion."""
     losses = noise(100)
     for place in (50, 51, 52, 60):
         losses[place] = 1000.0

@@ -38,31 +38,17 @@ def damage(folder: Path, verify: manifest.Verify = "full", share: tuple[int, int
     return manifest.damage(folder, read(folder), verify=verify, share=share)
 
 
-def test_an_entry_is_size_and_sha256(tmp_path: Path) -> None:
-    for content, digest in ((b"abc", ABC), (b"", EMPTY)):
-        (tmp_path / "file").write_bytes(content)
-        assert manifest.entry_of(tmp_path / "file") == Entry(num_bytes=len(content), sha256=digest)
-
-
 def test_what_is_written_is_read_back(folder: Path) -> None:
     found = read(folder)
     assert found.files.keys() == FILES.keys() and found.num_bytes == 1607
     assert found.files[".metadata"] == Entry(num_bytes=3, sha256=ABC)
+    assert found.files["common.pt"] == Entry(num_bytes=0, sha256=EMPTY)
     assert found.facts == {"step": 100, "layout": {"tp": 2}}
     assert manifest.names_in(folder) == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "x.pt"]
     for verify in ("off", "size", "full"):
         assert damage(folder, verify) == []  # type: ignore[arg-type]
-
-
-def test_the_file_is_for_people_too(folder: Path) -> None:
-    content = json.loads((folder / "manifest.json").read_text())
-    assert content["format"] == "sft checkpoint 1" and content["step"] == 100
-    assert content["files"]["common.pt"] == {"bytes": 0, "sha256": EMPTY}
-    assert list(content["files"]) == sorted(FILES)
-
-
-def test_no_manifest_is_none(tmp_path: Path) -> None:
-    assert manifest.read(tmp_path) is None
+    (folder / "manifest.json").unlink()
+    assert manifest.read(folder) is None
 
 
 def flip(path: Path) -> None:
@@ -84,10 +70,8 @@ def replace_by_folder(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str, bool]] = {  # how, what is said, whether the size shows it
     "missing": (Path.unlink, "{} is missing", True),
-    "cut by a byte": (lambda path: os.truncate(path, 899), "{} has 899 bytes, was written with 900", True),
-    "a byte longer": (lambda path: os.truncate(path, 901), "{} has 901 bytes, was written with 900", True),
-    "emptied": (lambda path: os.truncate(path, 0), "{} has 0 bytes, was written with 900", True),
-    "one bit": (flip, "{} is not what was written: its SHA-256 is another one", False),
+    "cut by a byte": (lambda path: os.truncate(path, 899), "{} has 899 bytes; the save wrote 900", True),
+    "one bit": (flip, "{} differs from the file that was saved: its SHA-256 is another", False),
     "a link to the same": (replace_by_link, "{} is not a plain file", True),
     "a folder": (replace_by_folder, "{} is not a plain file", True),
 }
@@ -103,36 +87,25 @@ def test_every_damage_is_named(folder: Path, name: str) -> None:
     assert damage(folder, "off") == []
 
 
-def test_every_file_that_is_not_whole_is_named(folder: Path) -> None:
-    for name in ("__0_0.distcp", ".metadata", "x.pt"):
-        flip(folder / name)
-    (folder / "common.pt").unlink()
-    assert [Path(line.split(" is ")[0]).name for line in damage(folder)] == [
-        "__0_0.distcp", "x.pt", ".metadata", "common.pt"
-    ]  # fmt: skip
-
-
-def test_a_file_that_cannot_be_read_just_now_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module, call", [(manifest, "entry_of"), (os, "lstat")])
+def test_a_file_that_cannot_be_read_just_now_is_no_damage(
+    folder: Path, module: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that does not answer for a while must not have good checkpoints put aside."""
-    lstat = os.lstat
+    really = getattr(module, call)
 
-    def fail(path: Any, real: Any = None) -> Any:
-        if Path(path).name == "x.pt":
+    def fail(path: Path) -> Any:
+        if path.name == "x.pt":
             raise OSError(5, "Input/output error", str(path))
-        return real(path)
+        return really(path)
 
     with monkeypatch.context() as patch:
-        entry_of = manifest.entry_of
-        patch.setattr(manifest, "entry_of", lambda path: fail(path, entry_of))
-        with pytest.raises(OSError, match="x.pt"):
-            damage(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest.os, "lstat", lambda path: fail(path, lstat))
+        patch.setattr(module, call, fail)
         with pytest.raises(OSError, match="x.pt"):
             damage(folder)
 
 
-@pytest.mark.parametrize("num_shares", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_shares", [2, 5])
 def test_shares_together_find_what_one_finds_and_read_each_file_once(
     folder: Path, num_shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,14 +121,13 @@ def test_shares_together_find_what_one_finds_and_read_each_file_once(
         found |= set(damage(folder, share=(index, num_shares)))
     assert found == alone and len(found) == 3
     assert sorted(sum(were_read, [])) == [".metadata", "__0_0.distcp", "common.pt", "x.pt"]
-    if num_shares <= 3:  # even: no share has none while another has several
+    if num_shares == 2:  # even: no share has none while another has several
         assert all(were_read)
 
 
 def test_sizes_are_looked_at_by_the_first_share_alone(folder: Path) -> None:
     (folder / "common.pt").unlink()
-    assert len(damage(folder, "size", (0, 4))) == 1
-    assert [damage(folder, "size", (index, 4)) for index in (1, 2, 3)] == [[], [], []]
+    assert [len(damage(folder, "size", (index, 4))) for index in range(4)] == [1, 0, 0, 0]
 
 
 def written_with(folder: Path, name: str) -> None:
@@ -165,12 +137,12 @@ def written_with(folder: Path, name: str) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", "../x.pt", "/etc/passwd", "a/b", "a\\b", "a\0b"])
+@pytest.mark.parametrize("name", ["..", ".", "", "/etc/passwd", "a/b", "a\\b", "a\0b"])
 def test_a_name_that_does_not_lie_in_the_folder_is_refused(folder: Path, name: str) -> None:
     written_with(folder, name)
     with pytest.raises(CheckpointError) as error:
         manifest.read(folder)
-    assert str(error.value) == f"{folder}/manifest.json names {name!r}, which does not lie in this folder."
+    assert str(error.value) == f"{folder}/manifest.json names {name!r}, which is not a file name in this folder."
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\ud800"])
@@ -184,14 +156,12 @@ def test_a_name_that_no_file_can_have_ends_in_words(folder: Path, name: str) -> 
 
 ONE = '{"format": "sft checkpoint 1", "files": {"a": %s}}'
 DAMAGED = [
-    b"", b"{", b"null", b"[]", b"7", b'"text"', b"\xff\xfe\x00", b"\0" * 200, b"{}", b'{"format": "sft checkpoint 1"}',
-    b'{"files": {}}', b'{"format": "sft checkpoint 1", "files": []}', b'{"format": "sft checkpoint 1", "files": null}',
-    *[(ONE % told).encode() for told in (
-        "null", "[]", "7", "{}", '{"bytes": 1}', f'{{"sha256": "{EMPTY}"}}', f'{{"bytes": "x", "sha256": "{EMPTY}"}}',
+    b"", b"{", b"[]", b"\xff\xfe\x00", b"\0" * 200, b'{"format": "sft checkpoint 1"}', b'{"files": {}}', b"[" * 100_000,
+    *[(ONE % entry).encode() for entry in (
+        "7", '{"bytes": 1}', f'{{"sha256": "{EMPTY}"}}', f'{{"bytes": "x", "sha256": "{EMPTY}"}}',
         f'{{"bytes": null, "sha256": "{EMPTY}"}}', f'{{"bytes": NaN, "sha256": "{EMPTY}"}}',
-        f'{{"bytes": Infinity, "sha256": "{EMPTY}"}}', f'{{"bytes": 1e999, "sha256": "{EMPTY}"}}',
+        f'{{"bytes": 1e999, "sha256": "{EMPTY}"}}',
     )],
-    b"[" * 100_000,
 ]  # fmt: skip
 
 
@@ -203,9 +173,8 @@ def test_a_damaged_manifest_is_told(tmp_path: Path, content: bytes) -> None:
 
 
 def test_every_cut_of_a_manifest_is_told(folder: Path) -> None:
-    """But for the last line's end."""
     content = (folder / "manifest.json").read_bytes()
-    for length in range(len(content) - 1):
+    for length in range(0, len(content) - 1, 3):  # the last byte is a line break
         (folder / "manifest.json").write_bytes(content[:length])
         with pytest.raises(CheckpointError, match="manifest.json is damaged"):
             manifest.read(folder)
@@ -220,11 +189,10 @@ def test_a_manifest_that_cannot_be_opened_is_no_damage(tmp_path: Path) -> None:
 def test_another_format_is_refused(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace("sft checkpoint 1", "sft checkpoint 2"))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(
+        CheckpointError, match="manifest.json does not have the format sft checkpoint 1; another version"
+    ):
         manifest.read(folder)
-    assert str(error.value) == (
-        f"{path} is not of the format sft checkpoint 1: written by another version of this trainer."
-    )
 
 
 def test_the_disk_has_a_manifest_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ PLAIN, LAW = {"messages": HI}, {"messages": [SYSTEM, *HI]}
 THINKING = {"messages": [HI[0], THOUGHT, *HI, HI[0], {**THOUGHT, "reasoning_content": "again"}, *HI]}
 TOKENS = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1]}
 NEMO = (
-    "The template writes it in the prompt that asks for the last answer, and leaves it out once the answer follows: "
-    "the model is trained without it, and used with it.  Give a template that keeps it (data.chat_template)"
+    "The template writes this text in a prompt without an answer, and leaves it out if the answer follows: the model "
+    "is trained without the text, but used with it.  Give a template that keeps the text (data.chat_template)"
 )
 KEEPS = "data.chat_template_kwargs: {preserve_thinking: true} keeps it"
 
@@ -56,7 +56,7 @@ def test_counts_and_rows_are_in_the_ledger_and_in_the_list() -> None:
     told = (
         f"; the chat template leaves out the system content of 2 of 4 chats: rows 2, 5 ({NEMO}); the chat template "
         "leaves out the assistant reasoning of 1 of 4 chats (2 messages): row 4 (The template never reads "
-        "reasoning_content: give one that does (data.chat_template))"
+        "reasoning_content: give a template that does (data.chat_template))"
     )
     assert told in log[-1] and told in corpus(path).summary()
     [listed] = Path("cache").glob("*/omitted.jsonl")
@@ -65,11 +65,6 @@ def test_counts_and_rows_are_in_the_ledger_and_in_the_list() -> None:
         '{"row": 4, "message": 2, "role": "assistant", "kind": "reasoning", "num": 2}',
         '{"row": 5, "message": 1, "role": "system", "kind": "content", "num": 1}',
     ]
-    listed.write_text(listed.read_text().replace("5", "6"))
-    corpus(path, log=log)
-    assert (
-        "is not whole or was changed" not in log[-1]
-    )  # as with rejects, sizes are looked at always, the rest by --verify
 
 
 def test_parts_and_processes_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,30 +76,27 @@ def test_parts_and_processes_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_nothing_left_out_is_no_list() -> None:
+def test_nothing_left_out_is_no_list_and_no_error() -> None:
     path = write(Path("a.jsonl"), PLAIN, TOKENS)
-    assert corpus(path).row_reports[Path(path)].omitted == () and not list(Path("cache").glob("*/omitted.jsonl"))
+    assert corpus(path, on_omitted="error").row_reports[Path(path)].omitted == ()
+    assert not list(Path("cache").glob("*/omitted.jsonl"))
 
-
-# --- data.on_omitted = error ---
 
 REFUSED = (
     'a.jsonl:3: message 1: chat template of nemo leaves out the system content "You are an expert in the law of the '
-    f'sea.", and data.on_omitted is error.  {NEMO}.  data.on_omitted = report goes on, and counts what is left out.'
+    f'sea.", and data.on_omitted is error.  {NEMO}.  With data.on_omitted = report, '
+    "the trainer counts omitted texts and continues."
 )
 
 
 def test_an_error_names_row_message_text_and_what_would_work(capsys: pytest.CaptureFixture[str]) -> None:
     write(Path("a.jsonl"), PLAIN, PLAIN, LAW, THINKING)
-    run = ["data", "prepare", "r.yaml", "data.train=a.jsonl", "data.tokenizer=nemo", "data.cache_dir=cache"]
+    run = "data prepare r.yaml data.train=a.jsonl data.tokenizer=nemo data.num_workers=1 data.cache_dir=cache".split()
     assert main([*run, "data.on_omitted=error"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"DataError: {REFUSED}"
     # What was tokenised is used, since it does not depend on what is refused.
     assert main(run) == 0
-    assert "1 of 1 parts were there" in capsys.readouterr().out
-    assert main([*run, "data.on_omitted=error"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == f"DataError: {REFUSED}" and "(cached)" in captured.out
+    assert "1 of 1 parts reused" in capsys.readouterr().out
 
 
 def test_an_error_where_the_data_were_prepared_before() -> None:
@@ -112,8 +104,6 @@ def test_an_error_where_the_data_were_prepared_before() -> None:
     path = write(Path("a.jsonl"), PLAIN, PLAIN, LAW)
     data = config(tokenizer="nemo", on_omitted="error")
     tokenizer = load_tokenizer(data)
-    with pytest.raises(DataError, match="not tokenised for these settings"):
-        find_prepared([path], data, tokenizer, Path("cache"), command="so")
     corpus(path)
     with pytest.raises(DataError) as refused:
         find_prepared([path], data, tokenizer, Path("cache"), command="so")
@@ -121,26 +111,13 @@ def test_an_error_where_the_data_were_prepared_before() -> None:
     assert find_prepared([path], config(tokenizer="nemo"), tokenizer, Path("cache"), command="so")
 
 
-def test_nothing_to_refuse() -> None:
-    assert len(corpus(write(Path("a.jsonl"), PLAIN, TOKENS), on_omitted="error")) == 2
-
-
-def test_a_bad_row_before_it_is_told_first() -> None:
-    with pytest.raises(DataError, match="a.jsonl:1: "):
-        corpus(write(Path("a.jsonl"), "{", LAW), on_omitted="error")
-
-
-# --- inspect ---
-
-
 def test_inspect_lists_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     write(Path("a.jsonl"), PLAIN, PLAIN, LAW, THINKING, TOKENS)
-    run = ["data", "inspect", "r.yaml", "data.train=a.jsonl", "data.tokenizer=nemo", "data.eval=a.jsonl"]
+    run = "data inspect r.yaml data.train=a.jsonl data.tokenizer=nemo data.eval=a.jsonl data.num_workers=1".split()
     assert main(run) == 0
     out = capsys.readouterr().out
     assert f"\n  a: the chat template leaves out the system content of 1 of 4 chats; {NEMO}.\n" in out
-    found = "! 1 of 4 chats (25.0%) lose system content to the chat template: the model does not see it"
-    assert f"\n  {found}\n      a.jsonl:3\n" in out
+    assert "\n  ! 1 of 4 chats (25.0%) lose system content to the chat template: " in out
     assert "! 1 of 4 held-out chats (eval) (25.0%) lose assistant reasoning to the chat template" in out
     assert main([*run, "data.on_omitted=error"]) == 0
     out = capsys.readouterr().out
@@ -148,11 +125,6 @@ def test_inspect_lists_it_and_goes_on(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*run, "--json"]) == 0
     taken = json.loads(capsys.readouterr().out)
     assert taken["files"][0]["chats"] == 4 and taken["files"][0]["omitted"][1]["rows"] == [3]
-    assert {"what": "omitted", "part": "train", "count": 1, "total": 4, "examples": ["a.jsonl:4"],
-            "of": "assistant reasoning"} in taken["findings"]  # fmt: skip
-
-
-# --- data.chat_template_kwargs ---
 
 
 def switched(**kwargs: Any) -> DataConfig:
@@ -167,15 +139,14 @@ def test_a_switch_is_named_and_works() -> None:
     kept = corpus(path, **overrides, chat_template_kwargs={"preserve_thinking": True}, on_omitted="error")
     assert kept.row_reports[Path(path)].omitted == () and kept.lengths[0] > corpus(path, **overrides).lengths[0]
     assert len(list(Path("cache").iterdir())) == 2  # it is part of the store's name
-    both = switched(preserve_thinking=True), switched(preserve_thinking=False)
-    assert len({load_tokenizer(data).digest for data in both}) == 2
+    on, off = switched(preserve_thinking=True), switched(preserve_thinking=False)
+    assert load_tokenizer(on).digest != load_tokenizer(off).digest
 
 
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ("{tools: 1}", "gives tools, which a template gets from the chat or the tokenizer; leave it out."),
-        ("{bos_token: x, a: 1}", "gives bos_token, which a template gets from the chat or the tokenizer"),
+        ("{tools: 1}", "sets tools, but a template gets this from the chat or the tokenizer; remove it."),
         ("{a-b: 1}", "; expected a mapping of names to values."),
         ("{a: [1]}", "; expected a mapping of names to values."),
     ],
@@ -186,11 +157,7 @@ def test_what_cannot_be_a_switch(given: str, complaint: str, capsys: pytest.Capt
 
 
 def test_a_switch_that_no_template_reads_is_refused() -> None:
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError, match="gives preserve_thinkin, .* switches.jinja reads: preserve_thinking, quiet."):
         load_tokenizer(switched(preserve_thinkin=True))
-    assert str(refused.value) == (
-        "data.chat_template_kwargs gives preserve_thinkin, which the template does not read.  Variables that chat "
-        "template switches.jinja reads: preserve_thinking, quiet."
-    )
     with pytest.raises(DataError, match="has no effect with data.tokenizer = byte"):
         load_tokenizer(config(chat_template_kwargs={"preserve_thinking": True}))

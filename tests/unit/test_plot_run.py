@@ -24,36 +24,20 @@ def held_out(step: int, loss: float, **more: str) -> dict:
 
 def by_position(**losses: float | None) -> dict:
     """near=2.0, far=None -> the record of 100 tokens in bucket near, none in bucket far"""
-    return {
-        "loss by position": {k: {"loss": v, "tokens": 0 if v is None else 100} for k, v in losses.items()},
-    }
+    return {"loss by position": {k: {"loss": v, "tokens": 0 if v is None else 100} for k, v in losses.items()}}
 
 
-def write(folder: Path, *records: dict, tail: str = "") -> Path:
+def write(folder: Path, *records: dict) -> Path:
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
-def is_picture(path: Path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-
-
 def test_a_run_becomes_a_png_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(
-        tmp_path / "demo", START | {"schema": 1}, held_out(0, 5.6), train(1, 5.5), train(2, 5.1), held_out(2, 5.2)
-    )
+    folder = write(tmp_path / "demo", START | {"schema": 1}, train(1, 5.5), train(2, 5.1), held_out(2, 5.2))
     assert plot_run.main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}/plot.png\n"
-    assert is_picture(folder / "plot.png")
-
-
-def test_several_runs_go_into_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [write(tmp_path / name, START, train(1, 5.5), train(2, 5.1)) for name in ("a", "b", "c")]
-    out = tmp_path / "pictures" / "compare.png"
-    assert plot_run.main([*map(str, folders), "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
-    assert is_picture(out)
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_smoothing() -> None:
@@ -66,14 +50,13 @@ def test_smoothing() -> None:
 
 
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict]) -> list[Axes]:
-    """All panels of the picture of these runs, named a, b, ..."""
+    """All panels of the picture of these runs, named a, b, ...; the picture is not painted."""
     figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     folders = [write(tmp_path / name, START, *records) for name, records in zip("abc", runs, strict=False)]
-    out = tmp_path / "plot.png"
+    out = tmp_path / "pictures" / "plot.png"
     assert plot_run.main([*map(str, folders), "--out", str(out)]) == 0
-    assert is_picture(out)
+    assert out.parent.is_dir()
     return figures[0].get_axes()
 
 
@@ -148,35 +131,17 @@ def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.Mon
     assert position_panels(panels, "held out") == {"": {"near": [(0, 4), (1, 3)]}}
 
 
-@pytest.mark.parametrize("more", [{}, by_position(), by_position(near=None), {"loss by position": None}])
+@pytest.mark.parametrize("more", [{}, by_position(near=None)])
 def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict) -> None:
     panels = draw(tmp_path, monkeypatch, [train(1, 5.5) | more, held_out(1, 5.2) | more, held_out(2, 5.2) | more])
     titles = [axes.get_title("left") for axes in panels]
     assert titles == ["loss", "gradient norm", "learning rate", "throughput"]
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "metrics.jsonl does not exist. Give the folder of a run"),
-        ("", "has no step and no evaluation"),
-        ('{"schema": 0, "kind": "start", "step": 0}\n', "has schema 0; this tool reads 1 to 5"),
-        ('{"kind": "train", "step": 1}\n', "has schema None; this tool reads 1 to 5"),
-        ('{"schema": 1, "kind": "start", "step": 0}\n', "has no step and no evaluation"),
-        ('{"schema": 1, "kind": "start", "step": 0}\nnonsense\n{}\n', "metrics.jsonl:2 is not JSON"),
-        ('{"schema": 1, "kind": "start", "step": 0}\n{"loss": 3}\n', "metrics.jsonl:2 is not a record"),
-        ("[1, 2]\n", "metrics.jsonl:1 is not a record"),
-    ],
-)
-def test_a_run_that_cannot_be_drawn_gets_one_paragraph(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, message: str
-) -> None:
-    folder = tmp_path / "demo"
-    folder.mkdir()
-    if text is not None:
-        (folder / "metrics.jsonl").write_text(text)
-    assert plot_run.main([str(folder)]) == 2
+def test_a_run_that_cannot_be_drawn_gets_one_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What else is wrong with a run: test_compare_runs.py, whose tool reads it by the same code."""
+    assert plot_run.main([str(write(tmp_path / "demo", START))]) == 2
     output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("RunError: ") and message in output.err and output.err.count("\n") == 1
-    assert not (folder / "plot.png").exists()
+    assert output.out == "" and not (tmp_path / "demo" / "plot.png").exists()
+    assert output.err.startswith("RunError: ") and "has no step and no evaluation" in output.err
+    assert output.err.count("\n") == 1

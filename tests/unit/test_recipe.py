@@ -1,4 +1,4 @@
-"""Text to Config: what values mean, where they came from, and what every kind of mistake is refusal_lines as."""
+"""Text to Config: what values mean, where they came from."""
 
 from pathlib import Path
 
@@ -12,55 +12,28 @@ from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Origin, Recipe, derived, dump
 from tests.builders import RECIPE, parsed, refusal_lines
 
-
-def with_line(line: str, under: str | None = None) -> str:
-    """RECIPE with `line` put under the group `under`, or at the end."""
-    return RECIPE.replace(f"{under}:\n", f"{under}:\n  {line}\n") if under else RECIPE + line + "\n"
-
-
 # What values mean
-
-
-def test_a_recipe_is_read() -> None:
-    config = parsed().config
-    assert config.run.dir == "runs/a"
-    assert config.data.train == ["a.jsonl"]
-    assert config.data.eval == []
-    assert config.optim.lr == 1e-5
-    assert config.parallel.cp == 1
-    assert config.model.rope.base == 10000.0
 
 
 @pytest.mark.parametrize(
     "text, value",
     [
         ("1e-5", 1e-5),
-        ("5e4", 50000.0),
         ("1.5E+3", 1500.0),
         (".5", 0.5),
-        ("3.", 3.0),
         ("-0.25", -0.25),
-        ("7", 7),
-        ("-7", -7),
         ("0", 0),
         ("true", True),
-        ("FALSE", False),
         ("~", None),
         ("Null", None),
         ("", None),
-        ("no", "no"),
         ("on", "on"),
-        ("Yes", "Yes"),
         ("off", "off"),
         ("010", "010"),
         ("0x1F", "0x1F"),
-        ("0o17", "0o17"),
         ("1_000", "1_000"),
-        ("1:30:00", "1:30:00"),
         ("2024-01-01", "2024-01-01"),
         ("1e", "1e"),
-        (".", "."),
-        ("None", "None"),
     ],
 )
 def test_unquoted_scalars(text: str, value: object) -> None:
@@ -80,16 +53,10 @@ def test_whole_numbers_serve_as_numbers() -> None:
     assert type(lr.optim.lr) is float
 
 
-def test_one_path_is_a_list_of_one() -> None:
-    assert parsed("data.eval=b.jsonl").config.data.eval == ["b.jsonl"]
-    assert parsed("data.eval=[b.jsonl, 'c d.jsonl']").config.data.eval == ["b.jsonl", "c d.jsonl"]
-
-
 def test_held_out_sets_have_names() -> None:
     for override, sets in {
         "data.eval=[]": {},
         "data.eval=b.jsonl": {"eval": ["b.jsonl"]},
-        "data.eval=[b.jsonl, c.jsonl]": {"eval": ["b.jsonl", "c.jsonl"]},
         "data.eval={chat: b.jsonl, code-2: [c.jsonl, d.jsonl]}": {
             "chat": ["b.jsonl"],
             "code-2": ["c.jsonl", "d.jsonl"],
@@ -101,17 +68,13 @@ def test_held_out_sets_have_names() -> None:
 @pytest.mark.parametrize(
     "value, why",
     [
-        (
-            "{chat: []}",
-            '= {"chat": []} (command line: data.eval={chat: []}) names chat without a file; give it one, or ',
-        ),
+        ("{chat: []}", "(command line: data.eval={chat: []}) has no file for chat; give a file, or "),
         ("{chat: b, code: c, chat: d}", ".chat is given twice (command line: data.eval={chat: b, code: c, chat: d})."),
+        ("{a/b: c}", "(command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping"),
         (
-            "{a/b: c}",
-            '= {"a/b": "c"} (command line: data.eval={a/b: c}); expected a path or a list of paths or a mapping',
+            "{train: b}",
+            "has a set named train, which is the name of the training data; choose another " "name.",
         ),
-        ("{train: b}", "names a set train, which is what the training data are called; choose another name."),
-        ("{chat: {files: b}}", "; expected a path or a list of paths or a mapping of names to such."),
         ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such."),
     ],
 )
@@ -120,7 +83,6 @@ def test_held_out_sets_that_are_none(value: str, why: str) -> None:
         parsed(f"data.eval={value}")
     message = str(caught.value)
     assert message.startswith("data.eval") and why in message and "\n" not in message
-    assert parsed("data.train=on").config.data.train == ["on"]
 
 
 MIXED = RECIPE.replace(
@@ -155,7 +117,6 @@ def test_sources_have_names() -> None:
     [
         (["data.train.chat.weight=2"], {"chat": (["a.jsonl", "b.jsonl"], 2.0), "code": (["c.jsonl"], 0.3)}),
         (["data.train.code={files: d, weight: 1}"], {"chat": (["a.jsonl", "b.jsonl"], 0.7), "code": (["d"], 1.0)}),
-        (["data.train={x: {files: d}}"], {"x": (["d"], None)}),
         (["data.train=d", "data.train={x: {files: [d, e]}}"], {"x": (["d", "e"], None)}),
         (["data.train=d"], {}),
     ],
@@ -169,16 +130,12 @@ def test_overrides_of_sources(overrides: list[str], sources: dict[str, tuple[lis
 
 WRONG_SOURCES = {
     "chat.wieght=2": "unknown key data.train.chat.wieght (@).  Did you mean data.train.chat.weight?",
-    "chat.share=2": "unknown key data.train.chat.share (@).  Keys of data.train.chat: files, weight, epochs.",
-    "chat.weight=x": 'data.train.chat.weight = "x" (@); expected a number above 0.0 or null.',
-    "chat.weight=0": "data.train.chat.weight = 0 (@); expected a number above 0.0 or null.",
-    "chat.files=[]": "data.train.chat.files = [] (@); expected a path or a list of paths, not empty.",
     "chat=null": "data.train.chat = null (@); expected a group of keys.  Keys of data.train.chat: files, weight, "
     "epochs.",
-    "chat.epochs=2": "data.train.chat.epochs = 2 (@) cannot be with the weight of chat; give weights to all "
-    "sources, or epochs to all.",
-    "chat.weight=null": "data.train.chat.weight = null (@) stands beside the weight of code; give weights to all "
-    "sources, or to none.",
+    "chat.epochs=2": "data.train.chat.epochs = 2 (@) clashes with the weight of chat; give weights to all sources, "
+    "or epochs to all sources.",
+    "chat.weight=null": "data.train.chat.weight = null (@) is missing, but code has weight; give weights to "
+    "all sources, or to none.",
     "new.weight=1": "data.train.new.files is missing from a.yaml; expected a path or a list of paths, not empty.  "
     "Files of this source.  A single path means a list of one path.",
 }
@@ -194,18 +151,16 @@ def test_wrong_sources(end: str, message: str) -> None:
     "value, message",
     [
         ("{a: b}", 'data.train.a = "b" (@); expected a group of keys.  Keys of data.train.a: files, weight, epochs.'),
-        ("{a: {}}", "data.train.a = {} (@); expected a group of keys.  Keys of data.train.a: files, weight, epochs."),
-        ("{a/b: {files: c}}", '"a/b" (@) cannot name a source of data.train; use letters, digits, - and _.'),
+        ("{a/b: {files: c}}", '"a/b" (@) is not a valid name of a source in data.train; use letters, digits, - and _.'),
         ("{a: {files: b}, a: {files: c}}", "data.train.a is given twice (@; first in line 1).  Keep one."),
-        ("{a: {files: b, files: c}}", "data.train.a.files is given twice (@; first in line 1).  Keep one."),
         (
             "{a: {files: b, weight: 1}, c: {files: d, epochs: 2}}",
-            "data.train.c.epochs = 2 (@) cannot be with the weight of a; give weights to all sources, or "
-            "epochs to all.",
+            "data.train.c.epochs = 2 (@) clashes with the weight of a; give weights to all sources, or epochs to all "
+            "sources.",
         ),
         (
             "{a: {files: b, epochs: 1}, c: {files: d}}",
-            "data.train.c.epochs = null (@) stands beside the epochs of a; give epochs to all sources, or to none.",
+            "data.train.c.epochs = null (@) is missing, but a has epochs; give epochs to all sources, or to none.",
         ),
     ],
 )
@@ -215,8 +170,8 @@ def test_mappings_that_are_no_sources(value: str, message: str) -> None:
 
 def test_wrong_sources_of_a_file() -> None:
     assert refusal_lines(MIXED.replace("weight: 0.3", "wait: 0.3")) == [
-        "1 of 2: data.train.code.weight = null (a.yaml, line 10) stands beside the weight of chat; give weights to all "
-        "sources, or to none.",
+        "1 of 2: data.train.code.weight = null (a.yaml, line 10) is missing, but chat has weight; give weights to "
+        "all sources, or to none.",
         "  2 of 2: unknown key data.train.code.wait (a.yaml, line 12).  Did you mean data.train.code.weight?",
     ]
     assert refusal_lines(RECIPE, "data.train.chat.weight=2") == [
@@ -230,9 +185,8 @@ def test_an_empty_group_is_a_group_of_defaults() -> None:
 
 
 def test_megatron_fields_pass_through() -> None:
-    recipe = parse_recipe(
-        with_line("megatron: {a: 1, b: [x, y], c: null}", "model"), "a.yaml", ["model.megatron.d=1e-3"]
-    )
+    text = RECIPE.replace("model:\n", "model:\n  megatron: {a: 1, b: [x, y], c: null}\n")
+    recipe = parse_recipe(text, "a.yaml", ["model.megatron.d=1e-3"])
     assert recipe.config.model.megatron == {"a": 1, "b": ["x", "y"], "c": None, "d": 1e-3}
     assert str(recipe.origins["model.megatron.a"]) == "a.yaml, line 3"
     assert str(recipe.origins["model.megatron.d"]) == "command line: model.megatron.d=1e-3"
@@ -241,35 +195,13 @@ def test_megatron_fields_pass_through() -> None:
 # Overrides
 
 
-@pytest.mark.parametrize(
-    "override, key, value",
-    [
-        ("parallel.cp=4", "cp", 4),
-        ("parallel={cp: 4, tp: 2}", "cp", 4),
-        ("parallel.cp_comm=a2a", "cp_comm", "a2a"),
-        ('parallel.cp_comm="a2a"', "cp_comm", "a2a"),
-        ("parallel.overlap=false", "overlap", False),
-    ],
-)
-def test_overrides(override: str, key: str, value: object) -> None:
-    assert parsed(override).config.parallel.model_dump()[key] == value
-
-
 def test_an_override_wins_and_the_last_one_most() -> None:
-    assert parsed("optim.lr=1", "optim.lr=2").config.optim.lr == 2.0
-
-
-def test_null_takes_a_value_back() -> None:
-    config = parsed("train.num_steps=null", "train.num_epochs=3").config
-    assert (config.train.num_steps, config.train.num_epochs) == (None, 3)
-
-
-def test_a_group_given_by_an_override_is_merged() -> None:
-    assert parsed("optim={beta1: 0.8}").config.optim.lr == 1e-5
-
-
-def test_an_override_is_taken_as_it_stands() -> None:
-    assert parsed("run.dir=runs/a #1: b=c").config.run.dir == "runs/a #1: b=c"
+    config = parsed(
+        "optim.lr=1", "optim.lr=2", "optim={beta1: 0.8}", 'parallel.cp_comm="a2a"', "run.dir=a #1: b=c"
+    ).config
+    assert (config.optim.lr, config.optim.beta1) == (2.0, 0.8)
+    assert (config.parallel.cp_comm, config.run.dir) == ("a2a", "a #1: b=c")
+    assert parsed("train.num_steps=null", "train.num_epochs=3").config.train.num_steps is None
 
 
 # Origins
@@ -278,14 +210,9 @@ def test_an_override_is_taken_as_it_stands() -> None:
 def test_origins() -> None:
     origins = parsed("parallel.cp=4").origins
     assert origins["optim.lr"] == Origin("file", file="a.yaml", line=12)
-    assert origins["train.num_steps"] == Origin("file", file="a.yaml", line=10)
     assert origins["parallel.cp"] == Origin("command line", text="parallel.cp=4")
     assert origins["parallel.tp"] == Origin("default")
     assert origins["model.head_dim"] == Origin("derived", text="hidden_size / num_attention_heads")
-    assert str(origins["optim.lr"]) == "a.yaml, line 12"
-    assert str(origins["parallel.cp"]) == "command line: parallel.cp=4"
-    assert str(origins["parallel.tp"]) == "default"
-    assert str(origins["model.head_dim"]) == "derived: hidden_size / num_attention_heads"
 
 
 def test_derived_values() -> None:
@@ -311,7 +238,6 @@ def test_a_recipe_from_a_file(tmp_path: Path) -> None:
     path.write_text("\ufeff" + RECIPE.replace("\n", "\r\n"), encoding="utf-8")
     recipe = load_recipe(str(path), ["parallel.cp=2"])
     assert recipe.config == parsed("parallel.cp=2").config
-    assert recipe.path == str(path)
     assert recipe.origins["optim.lr"] == Origin("file", file=str(path), line=12)
 
 
@@ -326,7 +252,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "no/a.yaml": "recipe no/a.yaml does not exist.  Recipes beside it: none.",
         ".": "recipe . cannot be read: Is a directory.",
         "latin.yaml": "recipe latin.yaml is not UTF-8 from byte 14 on.  Save it as UTF-8.",
-        "data.jsonl": "recipe data.jsonl is larger than 1 MiB; data goes into data.train=FILE.",
+        "data.jsonl": "recipe data.jsonl is larger than 1 MiB; if the file holds data, name it with data.train=FILE.",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_recipe(path)
@@ -340,20 +266,14 @@ def test_dump_says_whence() -> None:
     lines = dump(parsed("parallel.cp=4", "model.megatron.a=1")).split("\n")
     assert lines[0] == "# Resolved from a.yaml."
     assert "  cp: 4  # command line: parallel.cp=4" in lines
-    assert "  lr: 1e-05  # a.yaml, line 12" in lines
     assert "  train: [a.jsonl]  # a.yaml, line 8" in lines
     assert "  head_dim: null  # derived: hidden_size / num_attention_heads" in lines
-    assert "    base: 10000.0  # default" in lines
     assert "    a: 1  # command line: model.megatron.a=1" in lines
 
 
-def test_dump_loads_back(tmp_path: Path) -> None:
-    first = parsed(
-        "data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "train.eval_every=5", "optim.lr=5e4"
-    )
-    again = parse_recipe(dump(first), "b.yaml")
-    assert again.config == first.config
-    assert parse_recipe(dump(again), "c.yaml").config == first.config
+def test_dump_loads_back() -> None:
+    first = parsed("data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "optim.lr=5e4")
+    assert parse_recipe(dump(first), "b.yaml").config == first.config
 
 
 def test_an_override_of_several_lines_survives_the_dump() -> None:
@@ -365,13 +285,10 @@ def test_an_override_of_several_lines_survives_the_dump() -> None:
 @given(st.text(min_size=1), st.floats(min_value=1e-300, allow_infinity=False), st.lists(st.text(min_size=1)))
 def test_any_value_survives_the_dump(text: str, number: float, paths: list[str]) -> None:
     config = parsed().config
-    config = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": text}),
-            "optim": config.optim.model_copy(update={"lr": number}),
-            "data": config.data.model_copy(update={"eval": paths}),
-        }
-    )
+    run = config.run.model_copy(update={"dir": text})
+    optim = config.optim.model_copy(update={"lr": number})
+    data = config.data.model_copy(update={"eval": paths})
+    config = config.model_copy(update={"run": run, "optim": optim, "data": data})
     changed = Recipe(config=config, origins=parsed().origins, path=text)
     assert parse_recipe(dump(changed), "b.yaml").config == config
 

@@ -4,17 +4,9 @@ import pytest
 
 from tests.builders import RECIPE, refusal_lines
 
-
-def with_line(line: str, under: str) -> str:
-    """RECIPE with `line` put under the group `under`."""
-    return RECIPE.replace(f"{under}:\n", f"{under}:\n  {line}\n")
-
-
 # @ stands for `command line: OVERRIDE`.
 MISTAKES = {
     "data.seq_lenght=2048": "unknown key data.seq_lenght (@).  Did you mean data.seq_length?",
-    "paralel.cp=2": "unknown key paralel.cp (@).  Did you mean parallel.cp?",
-    "train.seq_length=2048": "unknown key train.seq_length (@).  Did you mean data.seq_length?",
     "parallel.context_parallel_size=2": "unknown key parallel.context_parallel_size (@).  Did you mean parallel.cp?",
     "attention.zzz=2": "unknown key attention.zzz (@).  Keys of attention: backend.",
     "zzz=2": "unknown key zzz (@).  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
@@ -24,42 +16,28 @@ MISTAKES = {
     "TransformerConfig.",
     "parallel.cp=x": 'parallel.cp = "x" (@); expected a whole number of at least 1.',
     'parallel.cp="4"': 'parallel.cp = "4" (@); expected a whole number of at least 1.  Write 4, without quotes.',
-    "parallel.cp=010": 'parallel.cp = "010" (@); expected a whole number of at least 1.  Write 10, without quotes.',
     "data.seq_length=1_024": 'data.seq_length = "1_024" (@); expected a whole number of at least 1.  Write 1024, '
     "without quotes.",
-    "run.timeout_s=1:30:00": 'run.timeout_s = "1:30:00" (@); expected a whole number of at least 1.',
-    "parallel.cp=true": "parallel.cp = true (@); expected a whole number of at least 1.",
     "parallel.cp=4.0": "parallel.cp = 4.0 (@); expected a whole number of at least 1.  Write 4.",
-    "parallel.cp=0": "parallel.cp = 0 (@); expected a whole number of at least 1.",
     "optim.lr=fast": 'optim.lr = "fast" (@); expected a number above 0.0.',
     "optim.lr=1e999": "optim.lr = Infinity (@); expected a number above 0.0.",
-    "optim.wsd_decay_fraction=1.5": "optim.wsd_decay_fraction = 1.5 (@); expected a number above 0.0 and of at most "
-    "1.0.",
-    "optim.beta1=1": "optim.beta1 = 1 (@); expected a number of at least 0.0 and below 1.0.",
     "data.shuffle=no": 'data.shuffle = "no" (@); expected true or false.  Write true or false, without quotes.',
     "parallel.cp_comm=p2pp": 'parallel.cp_comm = "p2pp" (@); expected one of p2p, all_gather, a2a, a2a+p2p.  Did you '
     "mean p2p?",
     "run.device=gpu": 'run.device = "gpu" (@); expected one of auto, cuda, cpu.  Did you mean cuda?',
     "train.eval_every=None": 'train.eval_every = "None" (@); expected a whole number of at least 1 or null.  Write '
     "null, without quotes.",
-    "run.dir=null": "run.dir = null (@); expected non-empty text.",
-    "run.dir=3": "run.dir = 3 (@); expected non-empty text.",
     'run.dir=""': 'run.dir = "" (@); expected non-empty text.',
-    "run.dir={a: 1}": 'run.dir = {"a": 1} (@); expected non-empty text.',
-    "data.train=[a.jsonl, 3]": 'data.train = ["a.jsonl", 3] (@); expected a path or a list of paths, not empty, or a '
-    "mapping of names to groups of keys.",
-    "data.train=[]": "data.train = [] (@); expected a path or a list of paths, not empty, or a mapping of names to "
-    "groups of keys.",
     "parallel=4": "parallel = 4 (@); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, virtual_stages, "
     "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a.",
     "model.megatron.a={b: 1}": 'model.megatron.a = {"b": 1} (@); expected true, false, a number, text, null or a list '
     "of texts.",
     "model.megatron.a=off": 'model.megatron.a = "off" (@) is read as text; write true, false, null or a plain decimal '
     "number.",
-    "parallel.cp": 'override "parallel.cp" has no value; write KEY=VALUE, or KEY=null for none.',
-    "parallel.cp=": 'override "parallel.cp=" has no value; write KEY=VALUE, or KEY=null for none.',
-    "data.train=[a": "@, line 1: expected ',' or ']', but got '<stream end>'.  Quote text that is not plain.",
-    "data.train=[*a]": "@, line 1: anchors and aliases (& and *) are not read.  Write the value out, or quote it.",
+    "parallel.cp": 'override "parallel.cp" has no value; write KEY=VALUE, or KEY=null to unset KEY.',
+    "data.train=[a": "@, line 1: expected ',' or ']', but got '<stream end>'.  Quote texts with special characters.",
+    "data.train=[*a]": "@, line 1: YAML anchors and aliases (& and *) are not supported.  Write the value out, or "
+    "quote it.",
     f"parallel.cp={'9' * 50}": f"parallel.cp = 1e+50 (@); expected a whole number of at least 1.  Write {int(1e50)}.",
 }
 
@@ -73,45 +51,48 @@ def test_mistakes(override: str, message: str) -> None:
 CLASHES = {
     ("model.num_attention_heads=5",): "model.num_attention_heads = 5 (@) does not divide hidden_size 64; set head_dim.",
     ("model.num_query_groups=3",): "model.num_query_groups = 3 (@) does not divide 4 heads; use one of 1, 2, 4.",
-    ("model.head_dim=15",): "model.head_dim = 15 (@) makes heads of width 15, which cannot be rotated; make it even.",
+    ("model.head_dim=15",): "model.head_dim = 15 (@) makes heads of width 15, but rotary positions need an even width.",
     ("model.rope.factor=4",): "model.rope.factor = 4 (@) has no effect with scaling = none; use linear, llama3 or "
     "yarn.",
     ("model.rope.scaling=linear",): "model.rope.factor = 1.0 (default) must be above 1 for linear scaling.",
-    ("model.rope.scaling=yarn", "model.rope.factor=4"): "model.rope.original_max_position = null (default) is the "
-    "context before scaling; yarn needs it.",
+    ("model.rope.scaling=yarn", "model.rope.factor=4"): "model.rope.original_max_position = null (default) is "
+    "required with scaling = yarn (context length before "
+    "scaling).",
     ("model.rope={scaling: llama3, factor: 8, original_max_position: 8192, low_freq_factor: 4}",): ""
     "model.rope.high_freq_factor = 4.0 (default) must be above low_freq_factor = 4.0.",
     ("model.rope={scaling: yarn, factor: 8, original_max_position: 8192, beta_slow: 32}",): "model.rope.beta_fast = "
     "32.0 (default) must be above beta_slow = 32.0.",
     ("parallel.virtual_stages=2",): "parallel.virtual_stages = 2 (@) needs pp > 1; got pp = 1.  Raise pp, or leave "
     "virtual_stages at 1.",
-    ("train.num_steps=null",): "train.num_steps = null (@) and num_epochs is null too; give one of them.",
+    ("train.num_steps=null",): "train.num_steps = null (@) and num_epochs = null; give one of them.",
     ("train.num_epochs=2",): "train.num_epochs = 2 (@) clashes with num_steps = 10; set one of them to null.",
     ("optim.warmup_steps=2", "optim.warmup_fraction=0.1"): "optim.warmup_fraction = 0.1 (@) clashes with warmup_steps "
     "= 2; give one of them.",
-    ("optim.min_lr=1",): "optim.min_lr = 1 (@) is above the peak, lr = 1e-05.",
+    ("optim.min_lr=1",): "optim.min_lr = 1 (@) is above the peak learning rate, lr = 1e-05.",
     ("optim.schedule=constant", "optim.min_lr=1e-6"): "optim.min_lr = 1e-06 (@) has no effect with schedule = "
-    "constant; use another, or min_lr = 0.",
+    "constant; use another schedule, or min_lr = 0.",
     ("optim.schedule=wsd", "optim.warmup_fraction=0.95"): "optim.wsd_decay_fraction = 0.1 (default) and "
     "warmup_fraction = 0.95 together exceed the run.",
-    ("optim.warmup_steps=10",): "optim.warmup_steps = 10 (@) must be below train.num_steps = 10; lower one, raise the "
-    "other.",
+    ("optim.warmup_steps=10",): "optim.warmup_steps = 10 (@) must be below train.num_steps = 10; lower it, or raise "
+    "num_steps.",
     ("run.device=cpu", "attention.backend=te"): 'attention.backend = "te" (@) needs CUDA, and run.device is cpu; use '
     "portable or auto.",
     ("run.device=cpu", "run.fp8=delayed"): 'run.fp8 = "delayed" (@) needs CUDA, and run.device is cpu; use null.',
-    ("run.precision=fp32", "run.fp8=mxfp8"): 'run.fp8 = "mxfp8" (@) needs run.precision = bf16, and it is fp32; use '
+    (
+        "run.precision=fp32",
+        "run.fp8=mxfp8",
+    ): 'run.fp8 = "mxfp8" (@) needs run.precision = bf16, but run.precision is fp32; use '
     "bf16.",
-    ("attention.backend=portable", "run.fp8=blockwise"): 'run.fp8 = "blockwise" (@) is Transformer Engine\'s, and '
-    "attention.backend is portable; use te or auto, or null.",
-    ("parallel.cp_comm=a2a+p2p", "parallel.cp=12"): "parallel.cp_a2a = null (default) is needed with cp_comm = "
+    ("attention.backend=portable", "run.fp8=blockwise"): 'run.fp8 = "blockwise" (@) needs Transformer Engine, '
+    "but attention.backend is portable; use te or auto, or run.fp8 = null.",
+    ("parallel.cp_comm=a2a+p2p", "parallel.cp=12"): "parallel.cp_a2a = null (default) is required with cp_comm = "
     "a2a+p2p; for cp = 12, sizes that fit: 2, 3, 4, 6.",
-    ("parallel.cp=4", "parallel.cp_a2a=2"): "parallel.cp_a2a = 2 (@) is for cp_comm = a2a+p2p; got p2p.  Use null.",
+    ("parallel.cp=4", "parallel.cp_a2a=2"): "parallel.cp_a2a = 2 (@) has an effect only with cp_comm = a2a+p2p; got "
+    "p2p.  Use null.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=4"): "parallel.cp_a2a = 4 (@) must divide cp = 4 "
     "into two factors above 1, and 4 does not; sizes that fit: 2.",
-    ("parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=1"): "parallel.cp_a2a = 1 (@) must divide cp = 4 "
-    "into two factors above 1, and 1 does not; sizes that fit: 2.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=2", "parallel.cp_a2a=2"): "parallel.cp_a2a = 2 (@) must divide cp = 2 "
-    "into two factors above 1, and 2 does not; none fits; use p2p or a2a.",
+    "into two factors above 1, and 2 does not; no size fits; use p2p or a2a.",
 }
 
 
@@ -121,18 +102,11 @@ def test_impossible_combinations(overrides: tuple[str, ...], message: str) -> No
 
 
 def test_a_mistake_in_the_file_names_its_line() -> None:
-    assert refusal_lines(with_line("shufle: true", "data")) == [
-        "unknown key data.shufle (a.yaml, line 8).  Did you mean data.shuffle?"
-    ]
-    assert refusal_lines(RECIPE.replace("lr: 1e-5", "lr: -1")) == [
-        "optim.lr = -1 (a.yaml, line 12); expected a number above 0.0."
-    ]
+    text = RECIPE.replace("lr: 1e-5", "lr: -1")
+    assert refusal_lines(text) == ["optim.lr = -1 (a.yaml, line 12); expected a number above 0.0."]
 
 
 def test_what_is_missing() -> None:
-    assert refusal_lines(RECIPE.replace("  lr: 1e-5\n", "")) == [
-        "optim.lr is missing from a.yaml; expected a number above 0.0.  Peak learning rate."
-    ]
     assert refusal_lines(RECIPE.replace("run: {dir: runs/a}\n", "")) == [
         "run.dir is missing from a.yaml; expected non-empty text.  Folder of recipe.yaml, data.json, "
         "metrics.jsonl, tensorboard/, checkpoints/.  Each run needs its own folder."
@@ -174,27 +148,23 @@ def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_the
 
 
 BROKEN = {
-    "run: {dir: !!python/object/apply:os.system [echo]}": "line 1: the tag "
-    "tag:yaml.org,2002:python/object/apply:os.system is not read.  Write the bare value; quotes make text.",
-    "run:\n  seed: !!int 3": "line 2: the tag tag:yaml.org,2002:int is not read.  Write the bare value; quotes make "
-    "text.",
-    "run:\n  dir: &here runs/a": "line 2: anchors and aliases (& and *) are not read.  Write the value out, or quote "
-    "it.",
-    "run:\n\n  dir: *here": "line 3: anchors and aliases (& and *) are not read.  Write the value out, or quote it.",
-    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]": "line 1: anchors and aliases (& and *) are not read.  Write the value "
+    "run: {dir: !!python/object/apply:os.system [echo]}": (
+        "line 1: the tag tag:yaml.org,2002:python/object/apply:os.system is not supported.  Remove it; a value in "
+        "quotes is text."
+    ),
+    "run:\n  dir: &here runs/a": "line 2: YAML anchors and aliases (& and *) are not supported.  Write the value "
     "out, or quote it.",
-    "run: {<<: *base}": "line 1: anchors and aliases (& and *) are not read.  Write the value out, or quote it.",
-    "run:\n  [a, b]: 3": "line 2: a list or mapping as a key.  A key is a name.",
-    "run: {dir: a}\n---\nrun: {dir: b}": "line 1: 2 documents.  A recipe is exactly one; remove the ---.",
-    "": "line 1: 0 documents.  A recipe is exactly one; remove the ---.",
+    "run:\n\n  dir: *here": "line 3: YAML anchors and aliases (& and *) are not supported.  Write the value out, or "
+    "quote it.",
+    "run:\n  [a, b]: 3": "line 2: the key is a list or a mapping.  A key must be a name.",
+    "run: {dir: a}\n---\nrun: {dir: b}": "line 1: 2 YAML documents.  A recipe is exactly one, without lines ---.",
+    "": "line 1: 0 YAML documents.  A recipe is exactly one, without lines ---.",
     "run:\n\tdir: a": "line 2: found character '\\t' that cannot start any token.  Indent with spaces.",
-    "run:\n  dir: a: b": "line 2: mapping values are not allowed here.  Quote text that is not plain.",
+    "run:\n  dir: a: b": "line 2: mapping values are not allowed here.  Quote texts with special characters.",
     "run:\n  dir: \x07": "line 2: control character 0x7.  Remove it.",
     "- run": "line 1: not a recipe.  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
     "checkpoint, log, profile.",
-    "recipes/qwen.yaml": "line 1: not a recipe.  Keys of a recipe: run, model, data, parallel, attention, loss, train, "
-    "optim, checkpoint, log, profile.",
-    "run: " + "[" * 5000 + "]" * 5000: "line 1: nested more than 20 deep.  No key of a recipe is.",
+    "run: " + "[" * 5000 + "]" * 5000: "line 1: more than 20 levels of nesting.  A recipe has fewer levels.",
 }
 
 

@@ -28,11 +28,6 @@ def launched_world_size(name: str) -> int:
     return int(per_node[1]) * (int(nodes[1]) if nodes else 1)
 
 
-def test_the_recipes() -> None:
-    expected = {"qwen3_0p6b_32k.yaml", "qwen3_8b_64k.yaml", "qwen3_8b_128k.yaml", "llama31_8b_128k.yaml"}
-    assert expected <= set(RECIPES)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_headers(name: str) -> None:
     lines = header(name)
@@ -72,33 +67,19 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
 
 
 @pytest.mark.parametrize(
-    "name, parameters",  # as published with the weights
+    "name, parameters, rope",  # as published with the weights
     [
-        ("qwen3_0p6b_32k.yaml", 596_049_920),
-        ("qwen3_8b_64k.yaml", 8_190_735_360),
-        ("qwen3_8b_128k.yaml", 8_190_735_360),
-        ("qwen3_30b_a3b_64k.yaml", 30_532_122_624),
-        ("llama31_8b_128k.yaml", 8_030_261_248),
+        ("qwen3_0p6b_32k.yaml", 596_049_920, (1e6, "none", 1.0, None)),
+        ("qwen3_8b_64k.yaml", 8_190_735_360, (1e6, "yarn", 2.0, 32768)),
+        ("qwen3_8b_128k.yaml", 8_190_735_360, (1e6, "yarn", 4.0, 32768)),
+        ("qwen3_30b_a3b_64k.yaml", 30_532_122_624, (1e6, "yarn", 2.0, 32768)),
+        ("llama31_8b_128k.yaml", 8_030_261_248, (5e5, "llama3", 8.0, 8192)),
     ],
 )
-def test_parameters(name: str, parameters: int) -> None:
-    model = load_recipe(str(FOLDER / name)).config.model
-    assert model.vocab_size is not None
-    assert num_parameters(model, model.vocab_size) == parameters
-
-
-@pytest.mark.parametrize(
-    "name, rope",
-    [
-        ("qwen3_0p6b_32k.yaml", (1e6, "none", 1.0, None)),
-        ("qwen3_8b_64k.yaml", (1e6, "yarn", 2.0, 32768)),
-        ("qwen3_8b_128k.yaml", (1e6, "yarn", 4.0, 32768)),
-        ("qwen3_30b_a3b_64k.yaml", (1e6, "yarn", 2.0, 32768)),
-        ("llama31_8b_128k.yaml", (5e5, "llama3", 8.0, 8192)),
-    ],
-)
-def test_positions(name: str, rope: tuple[float, str, float, int | None]) -> None:
+def test_parameters_and_positions(name: str, parameters: int, rope: tuple[float, str, float, int | None]) -> None:
     config = load_recipe(str(FOLDER / name)).config
+    assert config.model.vocab_size is not None
+    assert num_parameters(config.model, config.model.vocab_size) == parameters
     found = config.model.rope
     assert (found.base, found.scaling, found.factor, found.original_max_position) == rope
     if found.scaling == "yarn" and found.original_max_position:

@@ -21,7 +21,6 @@ LLAMA3 = dict(scaling="llama3", factor=8.0, original_max_position=8192)
 CASES: list[dict[str, Any]] = [
     dict(),
     dict(base=1e6),
-    dict(scaling="linear", factor=2.5),
     dict(scaling="linear", factor=8.0, base=5e5),
     LLAMA3,
     {**LLAMA3, "base": 5e5, "factor": 32.0},
@@ -56,7 +55,7 @@ def hf(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     return frequencies, float(attention_factor)
 
 
-@pytest.mark.parametrize("head_dim", [4, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [4, 96])
 @pytest.mark.parametrize("fields", CASES, ids=lambda f: " ".join(f"{k}={v}" for k, v in f.items()) or "plain")
 def test_frequencies_and_scale_are_those_of_transformers(fields: dict[str, Any], head_dim: int) -> None:
     config = RopeConfig(**fields)
@@ -70,32 +69,6 @@ def test_frequencies_and_scale_are_those_of_transformers(fields: dict[str, Any],
     assert rope.softmax_scale(config, head_dim) == pytest.approx(scale, rel=FLOAT64_TOLERANCE)
 
 
-def test_plain_frequencies_written_out() -> None:
-    config = RopeConfig(base=10000.0)
-    assert rope.frequencies(config, 8).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=FREQUENCY_TOLERANCE)
-    assert rope.softmax_scale(config, 64) == 0.125
-
-
-def test_linear_divides_every_frequency() -> None:
-    config = RopeConfig(base=10000.0, scaling="linear", factor=4.0)
-    assert rope.frequencies(config, 8).tolist() == pytest.approx(
-        [0.25, 0.025, 0.0025, 0.00025], rel=FREQUENCY_TOLERANCE
-    )
-    assert rope.softmax_scale(config, 64) == 0.125
-
-
-def test_llama3_written_out() -> None:
-    """Wavelengths 6.283, 62.83, 628.3, 6283, original context 64: below 64 / 4 kept, above 64 / 1 divided.
-
-    62.83 turns 64 / 62.83 = 1.01859 times: (1.01859 - 1) / (4 - 1) = 0.0061972 of it kept, the rest divided.
-    """
-    config = RopeConfig(base=10000.0, scaling="llama3", factor=8.0, original_max_position=64)
-    between = 0.0061972 * 0.1 + (1 - 0.0061972) * 0.0125
-    assert between == pytest.approx(0.0130423, abs=1e-7)
-    assert rope.frequencies(config, 8).tolist() == pytest.approx([1.0, 0.0130423, 0.00125, 0.000125], rel=1e-5)
-    assert rope.softmax_scale(config, 64) == 0.125
-
-
 def test_yarn_written_out() -> None:
     """Original context 64: never 32 turns (ramp from 0), one turn at dimension 1.008, rounded up to 2.
 
@@ -105,13 +78,6 @@ def test_yarn_written_out() -> None:
     expected = [1.0, 0.1 * 0.5 + 0.025 * 0.5, 0.0025, 0.00025]
     assert rope.frequencies(config, 8).tolist() == pytest.approx(expected, rel=FREQUENCY_TOLERANCE)
     assert rope.softmax_scale(config, 64) == pytest.approx(0.125 * 1.2964770, abs=1e-7)
-
-
-def test_yarn_temperature_may_be_given() -> None:
-    fields: dict[str, Any] = {**YARN, "attention_factor": 1.5}
-    assert rope.softmax_scale(RopeConfig(**fields), 16) == 2.25 / 4
-    fields["attention_factor"] = 1.0  # switched off
-    assert rope.softmax_scale(RopeConfig(**fields), 16) == 0.25
 
 
 # --- the table ---------------------------------------------------------------------------------------------
@@ -131,26 +97,11 @@ def test_table_written_out() -> None:
 
 def test_table_grows_to_the_longest_and_is_sliced_for_the_rest() -> None:
     table = rope.RotaryTable(torch.tensor([1.0, 0.25]))
-    assert table.table.shape[0] == 0
     first = table(3).clone()
-    assert table.table.shape[0] == 3
     longer = table(10)
-    assert table.table.shape[0] == 10
-    assert torch.equal(longer[:3], first)
-    kept = table.table
+    assert table.table.shape[0] == 10 and torch.equal(longer[:3], first)
     assert torch.equal(table(3), first)
-    assert table(3).data_ptr() == kept.data_ptr()  # a view of the one table, not a new one
-    assert table.table is kept
-    assert table(3).shape[0] == 3
-
-
-def test_table_asks_for_the_longest_document() -> None:
-    """As megatron-core calls it: five positional arguments, the packed documents last."""
-
-    class Packed:
-        max_seqlen_q = 96
-
-    assert rope.RotaryTable(torch.ones(2)).get_rotary_seq_len(None, None, None, None, Packed()) == 96
+    assert table(3).data_ptr() == longer.data_ptr()  # a view of the one table, not a new one
 
 
 def test_table_stays_fp32_and_out_of_checkpoints() -> None:
@@ -159,13 +110,6 @@ def test_table_stays_fp32_and_out_of_checkpoints() -> None:
     assert table(1 << 12)[-1, 0, 0, 0].item() == 4095.0  # bfloat16 would round it to 4096
     assert table.state_dict() == {}
     assert list(table.parameters()) == []
-
-
-def test_angles_of_a_million_positions_are_exact_to_fp32() -> None:
-    position = 1_000_003
-    frequencies = rope.frequencies(RopeConfig(base=1e6), 128)
-    row = rope.RotaryTable(frequencies)(position + 1)[position, 0, 0, :64]
-    torch.testing.assert_close(row.double(), position * frequencies.double(), rtol=FREQUENCY_TOLERANCE, atol=0.0)
 
 
 # --- the rotation of a microbatch --------------------------------------------------------------------------

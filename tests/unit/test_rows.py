@@ -4,19 +4,24 @@ import bz2
 import gzip
 import json
 import lzma
+import pickle
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sft.data.chat.formats import read_row
-from sft.data.chat.tokenizer import load_tokenizer
+from sft.data.read import json_rows
+from sft.data.read.json_rows import read_blocks
 from sft.data.read.rows import check_file, index_rows, read_rows, row_name
 from sft.data.read.strict_json import parse
 from sft.errors import DataError
 from tests.unit.corpora import corpus_of, save
-from tests.unit.fixtures.folder import config
 
 USER, ANSWER = {"role": "user", "content": "Hello, friend!"}, {"role": "assistant", "content": "Fine"}
 ROW = {"messages": [USER, ANSWER]}
@@ -85,24 +90,6 @@ TOOL_ROWS: list[dict[str, Any]] = [
         ],
         "tools": [schema("look", place={"type": "object"}), schema("add", x={"type": "integer"})],
     },
-    {"messages": [USER, ANSWER]},
-]
-TOOL_TEXTS = [
-    '{"type": "function", "function": {"name": "add", "parameters": {"properties": '
-    '{"x": {"type": "integer"}, "y": {"type": "integer", "minimum": 0}}}}}',
-    '{"type": "function", "function": {"name": "look", "parameters": {"properties": {"place": {"type": "object"}}}}}',
-    '{"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {"type": "integer"}}}}}',
-]
-EXPECTED_TEXTS = [
-    f"<|im_start|>system\n# Tools\n{TOOL_TEXTS[0]}<|im_end|>\n<|im_start|>user\nHello, friend!<|im_end|>\n"
-    '<|im_start|>assistant\n<tool_call>\n{"type": "function", "id": "call-add", "function": '
-    '{"name": "add", "arguments": {"x": 1, "y": 2}}}\n</tool_call><|im_end|>\n'
-    "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\nThree.<|im_end|>\n",
-    f"<|im_start|>system\n# Tools\n{TOOL_TEXTS[1]}\n{TOOL_TEXTS[2]}<|im_end|>\n"
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello, friend!<|im_end|>\n"
-    '<|im_start|>assistant\n<tool_call>\n{"type": "function", "id": "call-look", "function": '
-    '{"name": "look", "arguments": {"place": {"city": "Rome"}}}}\n</tool_call><|im_end|>\n',
-    "<|im_start|>user\nHello, friend!<|im_end|>\n<|im_start|>assistant\nFine<|im_end|>\n",
 ]
 
 
@@ -142,9 +129,8 @@ def test_every_kind_of_file_gives_the_same_samples(tmp_path: Path) -> None:
         *(COMPRESS[ending](tmp_path / f"a.jsonl{ending}", lines) for ending in COMPRESS),
         *(COMPRESS[ending](tmp_path / f"list.json{ending}", listed) for ending in COMPRESS),
     ]
+    assert values(paths[0]) == [(1, TOOL_ROWS[0]), (2, TOOL_ROWS[1])]
     expected = samples(paths[0])
-    byte = load_tokenizer(config())
-    assert [byte.decode(tokens) for tokens, _ in expected] == EXPECTED_TEXTS
     for path in paths[1:]:
         check_file(path)
         assert samples(path) == expected, path.name
@@ -188,7 +174,7 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
     with ipc.new_file(str(tmp_path / "t.arrow"), table.schema) as file:
         file.write_table(table)
-    with pytest.raises(DataError, match="two columns of one name among a, a"):
+    with pytest.raises(DataError, match="two columns with the same name among a, a"):
         list(read_rows(tmp_path / "t.arrow"))
 
 
@@ -206,45 +192,32 @@ def test_a_split_is_named_by_its_folder(tmp_path: Path) -> None:
     import datasets
 
     datasets.DatasetDict(train=datasets.Dataset.from_list([ROW])).save_to_disk(tmp_path / "chats")
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match="chats holds several splits.  Name the folder of one split: .*/chats/train."):
         check_file(tmp_path / "chats")
-    assert str(error.value) == (
-        f"{tmp_path}/chats holds several splits.  Name the folder of one: {tmp_path}/chats/train."
-    )
-    check_file(tmp_path / "chats" / "train")
     assert values(tmp_path / "chats" / "train") == [(1, ROW)]
     assert row_name(tmp_path / "chats" / "train", 1) == f"{tmp_path}/chats/train row 1"
-
-
-EXPECTED_KINDS = (
-    ".jsonl, .json, .parquet, .arrow, .jsonl or .json followed by .gz, .bz2, .xz or .zst, or a folder written by "
-    "save_to_disk of datasets"
-)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.jsonl", b"", "data file DIR/a.jsonl is empty."),
         ("a.jsonl", b"\n \n", "data file DIR/a.jsonl has no rows."),
         ("a.json", b"[]", "data file DIR/a.json has no rows."),
         ("a.json", b' [\n{"messages": 1}, x]', "DIR/a.json row 1: messages must be a list of at least one"),
-        ("a.json", b"[x, 1]", "DIR/a.json row 1: not JSON: Expecting value at column 1 of 1 characters."),
         ("a.json", b"[" + GOOD + b",]", "DIR/a.json row 2: not JSON: Expecting value at column 1 of 0"),
         ("a.json", b"[" + GOOD + b" {}]", "DIR/a.json row 1: not JSON: Extra data at column"),
-        ("a.json", b"[" + GOOD + b"] x", "DIR/a.json is not JSON: there is more after the list of rows."),
+        ("a.json", b"[" + GOOD + b"] x", "DIR/a.json is not JSON: there is text after the list of rows."),
         ("a.json", b"[" + GOOD + b', {"a": "]', "DIR/a.json is not JSON: the file ends in row 2, and the list of"),
-        ("a.json", b"[" + GOOD + b"]]", "DIR/a.json is not JSON: there is more after"),
-        ("a.csv", b"messages", f"data file DIR/a.csv is of unknown kind; expected {EXPECTED_KINDS}."),
-        ("a.gz", b"messages", "data file DIR/a.gz is of unknown kind"),
-        ("a.parquet.gz", b"messages", "data file DIR/a.parquet.gz is a compressed table.  Decompress it"),
+        (
+            "a.csv",
+            b"messages",
+            "data file DIR/a.csv has an unknown file type; expected .jsonl, .json, .parquet, " ".arrow",
+        ),
+        ("a.parquet.gz", b"messages", "data file DIR/a.parquet.gz is a compressed table.  Decompress the file"),
         ("a.parquet", b"PAR1", "DIR/a.parquet cannot be read as parquet: "),
         ("a.arrow", b"x", "DIR/a.arrow cannot be read as arrow: "),
-        ("a.arrow", b"ARROW1xxxxxxxxx", "DIR/a.arrow cannot be read as arrow: "),
         ("a.jsonl.gz", b"x", "data file DIR/a.jsonl.gz cannot be decompressed: Not a gzipped file (b'x')."),
         ("a.jsonl.gz", gzip.compress(GOOD)[:-9], "cannot be decompressed: Compressed file ended before the end-of"),
-        ("a.jsonl.gz", gzip.compress(GOOD) + b"x", "cannot be decompressed: Not a gzipped file"),
-        ("a.jsonl.bz2", bz2.compress(GOOD)[:-9], "cannot be decompressed: compressed file ended before the end-of"),
         ("a.jsonl.bz2", bz2.compress(GOOD) + b"junk", "cannot be decompressed: Invalid data stream."),
         ("a.jsonl.xz", lzma.compress(GOOD)[:-9], "cannot be decompressed: compressed file ended before the end-of"),
         ("a.jsonl.xz", lzma.compress(GOOD) + b"junk" * 4, "cannot be decompressed: Input format not supported"),
@@ -258,29 +231,23 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes, complaint: str) ->
     assert complaint.replace("DIR", str(tmp_path)) in str(error.value)
 
 
-def test_truncated_zst(tmp_path: Path) -> None:
+def test_bad_folders_and_files_that_end_too_early(tmp_path: Path) -> None:
     path = save_zst(tmp_path / "a.jsonl.zst", (GOOD + b"\n") * 1000)
     save(path, path.read_bytes()[:-5])
     with pytest.raises(DataError, match="a.jsonl.zst cannot be decompressed: Truncated compressed stream"):
         index_rows(path)
-
-
-def test_bad_folders(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is a folder without state.json, so not a dataset written by save_to_disk"):
+    with pytest.raises(DataError, match="is a folder without state.json, so save_to_disk did not write it"):
         check_file(tmp_path)
     saved = save_datasets(tmp_path / "saved", [ROW])
     state = saved / "state.json"
     for text, complaint in (
-        ("{", "state.json is not that of a saved dataset: DataError"),
-        ('{"_data_files": [{"filename": "../a.arrow"}]}', "was saved in a way that is not understood"),
-        ('{"_data_files": [{"filename": "b.arrow"}]}', "lacks its file b.arrow"),
+        ("{", "state.json does not describe a saved dataset: DataError"),
+        ('{"_data_files": [{"filename": "../a.arrow"}]}', "was saved in an unknown format"),
+        ('{"_data_files": [{"filename": "b.arrow"}]}', "the file b.arrow of saved dataset"),
     ):
         state.write_text(text)
         with pytest.raises(DataError, match=complaint):
             check_file(saved)
-
-
-def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data file .*b\.jsonl does not exist \(folder "):
         check_file(tmp_path / "b.jsonl")
 
@@ -288,10 +255,131 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_names(tmp_path: Path) -> None:
     for name, content, expected in (
         ("chat.jsonl", b"{}", "chat.jsonl:7"),
-        ("chat.jsonl.gz", gzip.compress(b"{}"), "chat.jsonl.gz:7"),
         ("lines.json", b"{}", "lines.json:7"),
         ("list.json", b"\xef\xbb\xbf [{}]", "list.json row 7"),
         ("list.json.gz", gzip.compress(b"[{}]"), "list.json.gz row 7"),
         ("chat.parquet", b"", "chat.parquet row 7"),
     ):
         assert row_name(save(tmp_path / name, content), 7) == f"{tmp_path}/{expected}"
+
+
+def test_index_of_lines(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jsonl", b"\xef\xbb\xbf{}\r\n\r\n \t\n {}\n\n[]")
+    index = index_rows(path)
+    assert index.num_rows == 3 and index.size == 19
+    assert index.offsets is not None and index.offsets.tolist() == [3, 12, 17] and index.offsets.dtype == np.int64
+    assert index.numbers is not None and index.numbers.tolist() == [1, 4, 6] and index.numbers.dtype == np.int64
+    assert list(read_rows(path, index, 1)) == [(4, b"{}"), (6, b"[]")]
+    index = index_rows(save(path, b"{}\n{}\n\n"))  # without blank ones in between: no numbers
+    assert (index.num_rows, index.numbers) == (2, None)
+    assert len(pickle.dumps(index)) < 1000
+
+
+def test_index_of_a_list(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.json", b' [{"a": "],[\\"\\\\"}, [1, 2] ,7\n]\n')
+    index = index_rows(path)
+    assert index.offsets is not None and index.offsets.tolist() == [2, 19, 28]
+    assert list(read_rows(path)) == [(1, b'{"a": "],[\\"\\\\"}'), (2, b"[1, 2]"), (3, b"7")]
+    assert list(read_rows(path, index, 1, 2)) == [(2, b"[1, 2]")]
+
+
+ANY_LINES = st.lists(
+    st.sampled_from([b"{}", b"", b" ", b"\t\r", b"[1, 2]", b' {"a": "b"} ', b"x" * 7, b"\r", b'"\\\\\\" ] [ , "']),
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ANY_LINES, st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.booleans(), st.integers(4, 9))
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_ranges_give_the_rows_of_the_whole(
+    tmp_path: Path, name: str, lines: list[bytes], end: bytes, closed: bool, mark: bool, block: int
+) -> None:
+    """Wherever a block ends: inside a line, between its end's two bytes, in blank lines."""
+    content = (b"\xef\xbb\xbf" if mark else b"") + end.join(lines) + (end if closed else b"")
+    path = tmp_path / name
+    save(path, gzip.compress(content) if path.suffix == ".gz" else content)
+    expected = [(i, line.strip()) for i, line in enumerate(lines, start=1) if line.strip()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_blocks, "__defaults__", (block,))
+        index = index_rows(path)
+        assert index.num_rows == len(expected)
+        assert list(read_rows(path)) == expected
+        for start in range(len(expected) + 1):
+            assert list(read_rows(path, index, start, start + 2)) == expected[start : start + 2]
+            assert list(read_rows(path, None, start, start + 2)) == expected[start : start + 2]
+
+
+ANY_VALUES = st.recursive(
+    st.none() | st.integers() | st.text('a "\\[]{},é', max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('a "\\[]{},', max_size=3), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(ANY_VALUES, max_size=6), indent=st.sampled_from([None, 1]), block=st.integers(1, 9))
+def test_elements_of_a_list_are_those_of_json(rows: list[Any], indent: int | None, block: int) -> None:
+    text = json.dumps(rows, indent=indent).encode()[1:] + b" \n"
+    blocks = (text[i : i + block] for i in range(0, len(text), block))
+    elements = list(json_rows.read_elements(blocks, Path("a.json"), 1))
+    assert [json.loads(content) for _, content in elements] == rows
+    assert all(text[at:].strip().startswith(content) for at, content in elements)
+
+
+def test_ranges_of_tables(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"n": i} for i in range(500)]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=150)
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+    with pyarrow.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=3)
+    numbered = [(i + 1, row) for i, row in enumerate(rows)]
+    for name in ("a.parquet", "a.arrow", "file.arrow", "saved"):
+        path = tmp_path / name
+        index = index_rows(path)
+        assert (index.num_rows, index.offsets, index.numbers) == (500, None, None)
+        for start, stop in ((0, None), (149, 151), (150, 150), (210, 500), (499, 900), (500, None), (166, 335)):
+            assert list(read_rows(path, index, start, stop)) == numbered[start:stop], (name, start, stop)
+            assert list(read_rows(path, None, start, stop)) == numbered[start:stop], (name, start, stop)
+
+
+def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jsonl", GOOD + b"\n" + GOOD + b"\n")
+    index = index_rows(path)
+    save(path, GOOD + b"\n")
+    with pytest.raises(DataError, match=r"a.jsonl was changed while it was read: it had 208 bytes, now 104\."):
+        list(read_rows(path, index))
+    save(path, (GOOD + b"\n") * 3)
+    with pytest.raises(DataError, match="it had 208 bytes, now 312"):
+        list(read_rows(path, index))
+    save(path, GOOD + b"\n" + b" " * 104)
+    with pytest.raises(DataError, match=r"a.jsonl was changed while it was read: it no longer has 2 rows\."):
+        list(read_rows(path, index))
+
+
+MEMORY = 12 * 2**20  # a block of 1 MiB several times over: as numpy's masks, as lines, and what gzip holds
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    """30 MB in rows of 20,000 bytes."""
+    line = b'{"text": "' + b"x" * 19_986 + b'"}'
+    content = b"[" + b",\n".join([line] * 1500) + b"]" if name == "a.json" else b"\n".join([line] * 1500)
+    path = save(tmp_path / name, gzip.compress(content, 1) if name.endswith(".gz") else content)
+    del content
+    tracemalloc.start()
+    try:
+        index = index_rows(path)
+        count = sum(1 for _ in read_rows(path, index))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == index.num_rows == 1500
+    assert peak < MEMORY, f"{peak / 2**20:.1f} MiB"

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.metadata as md
 
 from sft.errors import CheckpointError
@@ -72,25 +71,11 @@ def zipped(canary: str) -> bytes:
 
 TORCH_OS = b"ctorch.serialization\nos\n"  # the module os, under a module that is known well
 TRICKS: dict[str, tuple[Callable[[str], bytes], str]] = {  # name: (its bytes, what the index unpickler says it names)
-    "reduce": (lambda c: pickle.dumps(Reduces(c), protocol=4), "posix.system"),
     "global": (lambda c: call(b"cposix\nmkdir\n", text(c)) + b".", "posix.mkdir"),
-    "python 2 name": (lambda c: call(b"c__builtin__\neval\n", text(f"__import__('os').mkdir({c!r})")) + b".", "eval"),
     "inst": (lambda c: b"(" + text(c) + b"iposix\nmkdir\n.", "posix.mkdir"),
     "module of a known module": (
         lambda c: call(call(b"cbuiltins\ngetattr\n", TORCH_OS, text("mkdir")), text(c)) + b".",
         "builtins.getattr",
-    ),
-    "attrgetter": (
-        lambda c: call(call(call(b"coperator\nattrgetter\n", text("mkdir")), TORCH_OS), text(c)) + b".",
-        "operator.attrgetter",
-    ),
-    "dotted name under torch": (
-        lambda c: b"\x80\x04" + call(stack_global("torch", "serialization.os.mkdir"), text(c)) + b".",
-        "torch.serialization.os.mkdir",
-    ),
-    "dotted name under a permitted module": (
-        lambda c: b"\x80\x04" + call(stack_global("torch.distributed.checkpoint.metadata", "os.mkdir"), text(c)) + b".",
-        "torch.distributed.checkpoint.metadata.os.mkdir",
     ),
     "dotted name under a permitted class": (
         lambda c: b"\x80\x04"
@@ -114,7 +99,6 @@ TRICKS: dict[str, tuple[Callable[[str], bytes], str]] = {  # name: (its bytes, w
     ),
     "in torch.save's container": (zipped, ""),
 }
-RAW = [name for name in TRICKS if name != "in torch.save's container"]
 
 
 @pytest.fixture
@@ -137,40 +121,11 @@ def read_all(folder: Path) -> None:
     safe_reader.load(wanted(), folder)
 
 
-# --- the hostile files are hostile -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("trick", RAW)
+@pytest.mark.parametrize("trick", [name for name in TRICKS if name != "in torch.save's container"])
 def test_each_trick_runs_in_a_plain_unpickler(trick: str, canary: Path) -> None:
     with contextlib.suppress(RuntimeError):  # torch, afterwards, of what it has run
         pickle.loads(TRICKS[trick][0](str(canary)))
     assert canary.exists()
-
-
-def test_the_container_runs_without_weights_only(canary: Path) -> None:
-    torch.load(io.BytesIO(zipped(str(canary))), weights_only=False)
-    assert canary.exists()
-
-
-@pytest.mark.parametrize("trick", ["global", "in torch.save's container"])
-@pytest.mark.parametrize("key", [RNG, EXTRA, COMMON])
-def test_torchs_planner_runs_objects(folder: Path, canary: Path, key: str, trick: str) -> None:
-    put(folder, key, TRICKS[trick][0](str(canary)))
-    with pytest.raises(dcp.CheckpointException) if trick == "global" else pytest.warns(UserWarning):
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load({key: io.BytesIO()}, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True)
-    assert canary.exists()
-
-
-@pytest.mark.parametrize("trick", RAW)
-def test_torchs_reader_runs_the_index(folder: Path, canary: Path, trick: str) -> None:
-    (folder / ".metadata").write_bytes(TRICKS[trick][0](str(canary)))
-    with pytest.raises((AttributeError, RuntimeError)):
-        dcp.FileSystemReader(folder).read_metadata()
-    assert canary.exists()
-
-
-# --- and refused -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trick", TRICKS)
@@ -184,14 +139,9 @@ def test_nothing_runs(folder: Path, canary: Path, place: str, trick: str) -> Non
     assert place in str(caught.value)
     if place == ".metadata":
         assert named in str(caught.value)
+    elif place != "weight" and trick == "in torch.save's container":
+        assert "names posix.system, which is not an allowed class" in str(caught.value)
     assert "weights_only" not in str(caught.value) and "\x1b" not in str(caught.value)
-
-
-@pytest.mark.parametrize("place", [p for p in PLACES if p not in (".metadata", "weight")])
-def test_the_refused_class_is_named(folder: Path, canary: Path, place: str) -> None:
-    PLACES[place](folder, zipped(str(canary)))
-    with pytest.raises(CheckpointError, match="names posix.system, which is not on the list"):
-        read_all(folder)
 
 
 def test_a_class_cannot_be_changed(folder: Path) -> None:
@@ -207,11 +157,8 @@ def test_a_class_cannot_be_changed(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="__setstate__"):
         safe_reader.tensors(folder)
     assert not hasattr(md.StorageMeta, "poison")
-    assert (
-        metadata_index._INDEX_NAMES["torch.distributed.checkpoint.metadata", "StorageMeta"]
-        .__dict__.keys()
-        .isdisjoint({"poison"})
-    )
+    ours = metadata_index._INDEX_NAMES["torch.distributed.checkpoint.metadata", "StorageMeta"]
+    assert "poison" not in vars(ours)
 
 
 def test_the_pickle_inside_an_extra_state_is_not_handed_on(folder: Path, canary: Path) -> None:
@@ -240,7 +187,7 @@ def test_only_listed_classes_are_read_whatever_else_is_registered(folder: Path) 
     put(folder, COMMON, packed({"where": fractions.Fraction(1, 2)}).getvalue())
     with (
         torch.serialization.safe_globals([fractions.Fraction]),
-        pytest.raises(CheckpointError, match="names fractions.Fraction, which is not on the list"),
+        pytest.raises(CheckpointError, match="names fractions.Fraction, which is not an allowed class"),
     ):
         safe_reader.common_state(folder)
 
@@ -297,17 +244,20 @@ def test_a_pipe_is_not_waited_for(folder: Path) -> None:
         os.close(pipe)
 
 
-@pytest.mark.parametrize("field,value", [("offset", -1), ("length", -1), ("offset", "0"), ("length", 1.5)])
-def test_numbers_that_no_place_has(folder: Path, field: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    "field, value, told",
+    [
+        ("offset", -1, r"\.metadata is not the index"),
+        ("length", -1, r"\.metadata is not the index"),
+        ("offset", "0", r"\.metadata is not the index"),
+        ("length", 1.5, r"\.metadata is not the index"),
+        ("offset", 10**9, r"__0_0\.distcp is cut short"),
+        ("length", 10**9, r"__0_0\.distcp is cut short"),
+    ],
+)
+def test_a_place_is_within_its_shard(folder: Path, field: str, value: Any, told: str) -> None:
     change_index(folder, lambda index: setattr(place_of(index, "weight"), field, value))
-    with pytest.raises(CheckpointError, match=r"\.metadata is not the index"):
-        safe_reader.objects(folder)
-
-
-@pytest.mark.parametrize("field", ["offset", "length"])
-def test_a_place_beyond_the_end(folder: Path, field: str) -> None:
-    change_index(folder, lambda index: setattr(place_of(index, "weight"), field, 10**9))
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is cut short"):
+    with pytest.raises(CheckpointError, match=told):
         safe_reader.objects(folder)
 
 

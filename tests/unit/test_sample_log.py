@@ -37,12 +37,7 @@ def test_the_chain_written_out() -> None:
     for batch, expected in zip(BATCHES, CHAIN):
         chain = link(chain, *batch)
         assert chain == expected
-
-
-def test_the_order_within_a_batch_does_not_matter_that_of_batches_does() -> None:
     assert link("", 0, 0, [1, 2, 3]) == link("", 0, 0, (3, 1, 2))
-    forth = link(link("", 0, 0, [1]), 0, 1, [2])
-    assert forth != link(link("", 0, 0, [2]), 0, 1, [1]) and forth != link(link("", 0, 1, [2]), 0, 0, [1])
 
 
 @pytest.mark.parametrize("other", [("x", 0, 0, [1, 2]), ("", 1, 0, [1, 2]), ("", 0, 1, [1, 2]), ("", 0, 0, [12]),
@@ -58,19 +53,12 @@ def test_a_line_a_step(path: Path) -> None:
     assert [row["step"] for row in rows(path)] == [1, 2, 3]
 
 
-def test_a_line_is_in_the_file_when_its_step_is_done(tmp_path: Path) -> None:
-    ledger = SampleLog(tmp_path / "seen.jsonl", 0, "")
-    ledger.write(1, *BATCHES[0], CHAIN[0])
-    assert len(rows(tmp_path / "seen.jsonl")) == 1
-    ledger.close()
-
-
 def test_going_on_adds_lines(path: Path) -> None:
     before = path.read_text()
     ledger = SampleLog(path, 3, CHAIN[2])
     ledger.write(4, 1, 1, [9], "next")
-    ledger.close()
     assert path.read_text().startswith(before) and [row["step"] for row in rows(path)] == [1, 2, 3, 4]
+    ledger.close()
 
 
 def test_lines_of_later_steps_are_dropped(path: Path) -> None:
@@ -80,13 +68,13 @@ def test_lines_of_later_steps_are_dropped(path: Path) -> None:
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "epoch": 1, "ba', "{", "7", '"text"', "null", '{"step": 4}', "\0\0\0\0",
-                                  '{"step": "4", "chain": ""}'])  # fmt: skip
-def test_a_torn_last_line_is_dropped(path: Path, torn: str) -> None:
-    before = path.read_text()
-    path.write_text(before + torn)
+@pytest.mark.parametrize("torn", [b'{"step": 4, "epoch": 1, "ba', b"7", b"null", b'{"step": 4}', b"\0\0\0\0",
+                                  b'{"step": 4, "chain": "\xff\xfe'])  # fmt: skip
+def test_a_torn_last_line_is_dropped(path: Path, torn: bytes) -> None:
+    before = path.read_bytes()
+    path.write_bytes(before + torn)
     SampleLog(path, 3, CHAIN[2]).close()
-    assert path.read_text() == before
+    assert path.read_bytes() == before
 
 
 def test_a_line_that_lacks_its_end_is_not_written_into(path: Path) -> None:
@@ -95,13 +83,6 @@ def test_a_line_that_lacks_its_end_is_not_written_into(path: Path) -> None:
     ledger.write(4, 1, 1, [9], "next")
     ledger.close()
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4] and "gap" in rows(path)[2]
-
-
-def test_bytes_that_are_no_text_are_dropped(path: Path) -> None:
-    before = path.read_bytes()
-    path.write_bytes(before + b'{"step": 4, "chain": "\xff\xfe')
-    SampleLog(path, 3, CHAIN[2]).close()
-    assert path.read_bytes() == before
 
 
 def test_from_a_damaged_line_on_nothing_is_kept_and_the_gap_is_told(path: Path) -> None:

@@ -5,7 +5,6 @@ import time
 import pytest
 
 from sft.data.chat.render import prepared
-from sft.data.chat.sandbox import Sandbox
 from sft.data.chat.template import ChatTemplate, Refused
 from sft.errors import DataError
 
@@ -28,9 +27,7 @@ def render(source: str) -> str:
     "source",
     [
         "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__.__base__.__subclasses__() }}",
         "{{ messages.append({}) }}",
-        "{{ messages[0].update({'role': 'x'}) }}",
         "{{ self.__init__.__globals__ }}",
         "{% include '/etc/passwd' %}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
@@ -42,9 +39,6 @@ def test_no_way_out(source: str) -> None:
     """Refused by Jinja's immutable sandbox or by what transformers and we put in it."""
     with pytest.raises(Refused, match=r"chat template chat\.jinja refused the chat: "):
         render(source)
-
-
-def test_what_leads_out_is_nothing() -> None:
     assert render("{{ '{0.__class__}'.format(messages) }}{{ raise_exception.__globals__ }}") == ""
 
 
@@ -52,12 +46,10 @@ def test_what_leads_out_is_nothing() -> None:
     "source",
     [
         LOOP * 2 + "{% endfor %}" * 2,  # writes nothing, so nothing is ever handed out
-        LOOP * 2 + "{{ '' }}" + "{% endfor %}" * 2,
         LOOP + "{% for m in messages if range(100000) | sum %}{% endfor %}{% endfor %}",
         "{% set a = range(100000) | list %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
         LOOP + "{% set x = range(100000) | list %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
-        "{% set x %}" + LOOP * 2 + "{% endfor %}" * 2 + "{% endset %}",
     ],
 )  # fmt: skip
 def test_endless(source: str) -> None:
@@ -69,26 +61,19 @@ def test_endless(source: str) -> None:
     "source",
     [
         LOOP + "{{ messages[0].content * 1000 }}{% endfor %}",
-        LOOP + "x" * 100 + "{% endfor %}",
         "{% set x %}" + LOOP + "x" * 100 + "{% endfor %}{% endset %}",
-        "{% set x %}" + LOOP + "{{ 'x' * 1000 }}{% endfor %}{% endset %}",
         "{{ 'x' * 10**9 }}",
         "{{ ([0] * 10**9) | length }}",
         "{% set ns = namespace(x='xy') %}" + LOOP + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x='xy') %}" + LOOP + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% macro f(x) %}{{ f(x + x) }}{% endmacro %}{{ f('xy') }}",
         "{{ 'x'.center(10**9) }}",
-        "{{ 'x' | center(10**9) }}",
-        "{{ 'x'.ljust(10**9) }}",
         "{{ '\t'.expandtabs(10**9) }}",
         "{{ ('x' * 10000).replace('x', 'y' * 10000) }}",
-        "{{ ('x' * 10000) | replace('x', 'y' * 10000) }}",
         "{{ ('x' * 10000).join(['a'] * 10000) }}",
-        "{{ (['a'] * 10000) | join('x' * 10000) }}",
         "{{ 'x\ny' | indent(10**9) }}",
         "{{ '%(a)s%(a)s' | format(a='x' * 900000) }}",
         "{% set ns = namespace(x=['xy']) %}" + LOOP + "{% set ns.x = [ns.x[0] ~ ns.x[0]] %}{% endfor %}",
-        "{% set ns = namespace(x={'a': 'xy'}) %}" + LOOP + "{% set ns.x = {'a': ns.x.a ~ ns.x.a} %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}" + LOOP + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
         "{% macro f(x) %}{{ f(x=x + x) }}{% endmacro %}{{ f(x='xy') }}",
         "{% set t = '{0:99999}' * 1000 %}{{ t.format(1) }}",
@@ -104,8 +89,6 @@ def test_too_much_text(source: str) -> None:
     ("source", "complaint"),
     [
         ("{{ '%999999999d' % 1 }}", "formats text to a width"),
-        ("{{ '%999999999d' | format(1) }}", "formats text to a width"),
-        ("{{ '{:>999999999}'.format(1) }}", "formats text to a width"),
         ("{{ '{:>{}}'.format(1, 999999999) }}", "formats text to a width"),
         ("{{ 9 ** 99999999 }}", "computes a number of too many digits"),
         ("{{ messages | tojson(indent=10**9) }}", "indents JSON by more than 100 columns"),
@@ -117,8 +100,9 @@ def test_too_wide(source: str, complaint: str) -> None:
 
 
 def test_a_budget_is_for_one_rendering() -> None:
-    template = ChatTemplate("{{ 'x' * 600000 }}", "chat.jinja", {})
-    assert [len(template.render([], None)) for _ in range(3)] == [600_000] * 3
+    """And may be used up."""
+    template = ChatTemplate("{{ 'x' * 1000000 }}", "chat.jinja", {})
+    assert [len(template.render([], None)) for _ in range(3)] == [CHARACTERS] * 3
 
 
 def test_what_templates_do() -> None:
@@ -136,18 +120,16 @@ def test_what_templates_do() -> None:
     assert _compile_jinja_template(source).render(messages=CHAT, bos_token="<s>") == expected
 
 
-def test_marks_stand_where_the_block_is_written() -> None:
-    source = "{{ bos_token }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    assert ChatTemplate(source, "chat.jinja", {"bos_token": "<s>"}).marked(CHAT, None) == (
-        "<s>Hi;Hello;",
-        [(3, 5), (6, 11)],
-    )
-
-
 def test_marks_inside_a_variable_are_refused() -> None:
-    source = "a{% set x %}b{% generation %}c{% endgeneration %}{% endset %}{{ x }}"
-    with pytest.raises(DataError, match="inside a macro or a {% set %} block, where it is not known"):
-        ChatTemplate(source, "chat.jinja", {}).marked(CHAT, None)
+    """They stand where the block is written."""
+    plain = "{{ bos_token }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    template = ChatTemplate(plain, "chat.jinja", {"bos_token": "<s>"})
+    assert template.marked(CHAT, None) == ("<s>Hi;Hello;", [(3, 5), (6, 11)])
+    inside = "a{% set x %}b{% generation %}c{% endgeneration %}{% endset %}{{ x }}"
+    with pytest.raises(
+        DataError, match="inside a macro or a {% set %} block, where the position of its text is " "unknown"
+    ):
+        ChatTemplate(inside, "chat.jinja", {}).marked(CHAT, None)
 
 
 def test_messages_as_transformers_hands_them_over() -> None:
@@ -158,9 +140,3 @@ def test_messages_as_transformers_hands_them_over() -> None:
     assert prepared([{"role": "user", "content": "x", "when": time.gmtime}]) == [
         {"role": "user", "content": "x", "when": "<builtin_function_or_method>"}
     ]
-
-
-def test_the_budget_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.data.chat.sandbox.MAX_CHARACTERS", 10)
-    sandbox = Sandbox()
-    assert sandbox.bounded("{{ 'x' * 10 }}").render() == "x" * 10

@@ -132,17 +132,6 @@ def test_parts_of_a_storage(noted: Noted) -> None:
     assert [flat.numel() for (flat,), _ in stored] == [8]
 
 
-def test_one_storage_as_two_dtypes() -> None:
-    """2.0 is 2**30 as an integer: y = 2 x + 2**30 x / 2**30."""
-    saving = SavePolicy(recompute=False, memory=PinnedMemory(CPU))
-    x, table = torch.ones(8, requires_grad=True), torch.full((8,), 2.0)
-    with saving.forward_pass(1):
-        saving.start_layer()
-        out = x * table + x * table.view(torch.int32) * 2.0**-30
-    out.sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [3.0] * 8
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_nobody_wants_any_more_is_freed(recompute: bool) -> None:
     """After a pass, an output that its own operation keeps; that which is held is there."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,15 +50,8 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(program: str, **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HEAD + program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": ""} | env,
-        )
+        command, env = [sys.executable, "-c", HEAD + program], os.environ | {"PYTHONUNBUFFERED": ""} | env
+        process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True, cwd=ROOT, env=env)
         started.append(process)
         assert line(process) == "ready"
         return process
@@ -90,13 +84,11 @@ def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return process.returncode, out.splitlines()
 
 
-@pytest.mark.parametrize(
-    "second, code, name", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
-)  # fmt: skip
+@pytest.mark.parametrize("second, code, name", [(signal.SIGINT, 130, "SIGINT"), (signal.SIGUSR1, 138, "SIGUSR1")])
 def test_the_first_is_told_at_once_and_the_second_leaves(
     start: Start, second: signal.Signals, code: int, name: str
 ) -> None:
-    process = start(STUCK)
+    process = start("signals.SECONDS_OF_ECHO = 0.0\n" + STUCK)
     process.send_signal(signal.SIGUSR1)
     assert line(process) == "not flushed" + FIRST
     process.send_signal(second)
@@ -123,14 +115,6 @@ def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
     assert end(process)[0] == 143
 
 
-def test_the_same_signal_again_is_a_second_one(start: Start) -> None:
-    process = start("signals.SECONDS_OF_ECHO = 0.0\n" + STUCK)
-    process.send_signal(signal.SIGUSR1)
-    assert line(process) == "not flushed" + FIRST
-    process.send_signal(signal.SIGUSR1)
-    assert end(process) == (138, ["SIGUSR1: leaving at once"])
-
-
 def test_the_grace_ends(start: Start) -> None:
     process = start(STUCK.replace("1000", "0.2"))
     process.send_signal(signal.SIGUSR1)
@@ -144,19 +128,6 @@ def test_it_leaves_where_no_line_can_be_said(start: Start, tell: str) -> None:
     process.send_signal(signal.SIGTERM)
     process.wait(END_OF_TEST)
     assert process.returncode == 1
-
-
-def test_no_keyboard_interrupt_and_a_reason(start: Start) -> None:
-    process = start("""
-with StopSignals(grace_s=1000, deadline=None, report=tell) as stop:
-    print("ready", stop.reason or "", flush=True, sep="")
-    while stop.reason is None:
-        time.sleep(0.01)
-    print(stop.reason)
-""")
-    process.send_signal(signal.SIGINT)
-    code, out = end(process)
-    assert code == 0 and sorted(out) == ["SIGINT", FIRST.replace("SIGUSR1", "SIGINT")]
 
 
 def test_disarmed(start: Start) -> None:
@@ -242,22 +213,27 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     assert end(process) == (0, ["7"])
 
 
-def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Start) -> None:
-    process = start("""
+@pytest.mark.parametrize("last", ["pass", "os._exit(0)"])  # the run is through, or was killed
+def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Start, last: str) -> None:
+    process = start(f"""
 with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     children = []
     for _ in range(2):  # the second must not keep the first from seeing it
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            time.sleep(40)
             os._exit(0)
         children.append(child)
-    print("ready", flush=True)
-for child in children:
-    os.kill(child, signal.SIGTERM)
-    print(os.waitpid(child, 0)[1])
+    print("ready", *children, sep="\\n", flush=True)
+    {last}
 """)
-    assert end(process) == (0, ["15", "15"])
+    children = [int(line(process)), int(line(process))]
+    process.wait()
+    began = time.monotonic()
+    for child in children:
+        os.kill(child, signal.SIGTERM)
+    assert end(process) == (0, [])  # when nobody holds its stdout any more
+    assert time.monotonic() - began < END_OF_TEST
 
 
 def test_a_child_that_leaves_the_context_changes_nothing(start: Start) -> None:
@@ -274,18 +250,6 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     assert line(process) == FIRST
 
 
-def test_programs_started_from_it_end_by_signals(start: Start) -> None:
-    process = start("""
-import subprocess
-with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
-    other = subprocess.Popen(["sleep", "60"])
-    print("ready", flush=True)
-    other.terminate()
-    print(other.wait())
-""")
-    assert end(process) == (0, ["-15"])
-
-
 # The end of the time
 
 
@@ -293,7 +257,6 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     "minutes, job_end, expected",
     [
         (None, None, None),
-        (2.0, None, (220.0, "run.exit_after_minutes")),
         (None, "5300", (370.0, "end of the job")),  # 300 s from now, less 30
         (2.0, "5300", (220.0, "run.exit_after_minutes")),
         (10.0, "5300", (370.0, "end of the job")),
@@ -308,7 +271,7 @@ def test_deadlines(
     assert deadline(minutes, 30.0, environ) == expected
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-5", "1e9", "4999", "Unknown", "2026-01-01T00:00:00", "5000"])
+@pytest.mark.parametrize("text", ["", "-5", "1e9", "2026-01-01T00:00:00", "5000"])
 def test_a_job_end_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0))
     with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME = '{text}' is not the end of .* .now it is 5000"):
@@ -317,45 +280,21 @@ def test_a_job_end_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 # The launcher
 
-LAUNCHER = """
-child = os.fork()
-if child == 0:
-    leave_with_parent()
-    print("ready", flush=True)
-    stuck()
-stuck()
-"""
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
 
 def test_a_worker_does_not_outlive_a_killed_launcher(start: Start) -> None:
-    process = start(LAUNCHER, TORCHELASTIC_RUN_ID="none")
-    (worker,) = children(process.pid)
-    assert is_running(worker)
+    program = """
+if os.fork() == 0:
+    leave_with_parent()
+    print("ready", flush=True)
+stuck()
+"""
+    process = start(program, TORCHELASTIC_RUN_ID="none")
+    worker = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
     process.kill()
     until = time.monotonic() + END_OF_TEST
-    while is_running(worker):
-        assert time.monotonic() < until
-
-
-def test_without_torchrun_nothing_is_asked_of_the_kernel(start: Start) -> None:
-    process = start("os.environ.pop('TORCHELASTIC_RUN_ID', None)\n" + LAUNCHER)
-    (child,) = children(process.pid)
-    process.kill()
-    process.wait()
-    time.sleep(0.2)
-    assert is_running(child)
-    os.kill(child, signal.SIGKILL)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while "(zombie)" not in Path(f"/proc/{worker}/status").read_text():
+            assert time.monotonic() < until
 
 
 @pytest.mark.parametrize(
@@ -371,12 +310,6 @@ def test_without_torchrun_nothing_is_asked_of_the_kernel(start: Start) -> None:
 def test_a_launcher_that_was_gone_before(
     monkeypatch: pytest.MonkeyPatch, parents: list[int], command: bytes, leaves: bool
 ) -> None:
-    class Left(Exception):
-        pass
-
-    def leave(code: int) -> None:
-        raise Left
-
     class Libc:
         def prctl(self, *arguments: int) -> int:
             assert arguments == (1, 9, 0, 0, 0)
@@ -386,11 +319,16 @@ def test_a_launcher_that_was_gone_before(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(signals.ctypes, "CDLL", lambda name, use_errno: Libc())
     monkeypatch.setattr(signals.os, "getppid", lambda: answers.pop(0))
-    monkeypatch.setattr(signals.os, "_exit", leave)
+    monkeypatch.setattr(signals.os, "_exit", sys.exit)
     monkeypatch.setattr(signals.Path, "read_bytes", lambda path: command)
-    has_left = False
-    try:
+    if leaves:
+        with pytest.raises(SystemExit):
+            signals.leave_with_parent()
+    else:
         signals.leave_with_parent()
-    except Left:
-        has_left = True
-    assert has_left is leaves
+
+
+def test_without_torchrun_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(signals.ctypes, "CDLL", lambda *_, **__: pytest.fail("no launcher started this process"))
+    signals.leave_with_parent()

@@ -88,6 +88,8 @@ RECIPES = """
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
 for name in ("delayed", "tensorwise", "blockwise", "mxfp8"):
     config, core, chunk = built("te", ["run.fp8=" + name])
+    attention = chunk.decoder.layers[0].self_attention.core_attention
+    assert type(attention).__mro__[1].__module__.startswith("transformer_engine"), type(attention)
     recipe = get_fp8_recipe(core)
     get_fp8_context(core, 0)
     print(">", name, type(recipe).__name__, recipe.fp8_format.name, recipe.fp8_dpa, recipe.fp8_mha)
@@ -183,14 +185,3 @@ def test_scales_go_through_a_checkpoint_into_its_layers() -> None:
     ]
     if tuple(int(part) for part in importlib.metadata.version("transformer-engine").split(".")[:2]) >= (2, 18):
         assert refused.startswith("refused: Refusing to load pickled Transformer Engine extra state")
-
-
-ATTENTION = """
-config, core, chunk = built("te", sys.argv[1:])
-attention = chunk.decoder.layers[0].self_attention.core_attention
-print(">", type(attention).__mro__[1].__module__.split(".")[0], attention.cp_comm_type, attention.softmax_scale)
-"""
-
-
-def test_attention_is_its_own() -> None:
-    assert out_of(ATTENTION) == ["transformer_engine p2p 0.25"]

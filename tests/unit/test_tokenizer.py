@@ -1,5 +1,6 @@
 """Tokenizers: the built-in one, a folder, and what is said of folders and templates that cannot be used."""
 
+import json
 import pickle
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from sft.data.chat.template import TurnDelimiters
 from sft.data.chat.tokenizer import FolderTokenizer, load_tokenizer
 from sft.errors import DataError
-from tests.unit.fixtures.folder import SPECIAL, config, load_folder, load_letters, make_folder, template
+from tests.unit.fixtures.folder import SPECIAL, config, load_folder, make_folder, template
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +28,6 @@ def test_byte_tokenizer() -> None:
     assert tokenizer.decode(np.array([0xC3, 10], dtype=np.int32)) == "\ufffd\n"
 
 
-def test_byte_tokenizer_takes_no_template() -> None:
-    with pytest.raises(DataError, match="chat.jinja has no effect with data.tokenizer = byte"):
-        load_tokenizer(config(chat_template="chat.jinja"))
-
-
 def test_folder(folder: Path) -> None:
     tokenizer = load_tokenizer(config(tokenizer=str(folder)))
     assert isinstance(tokenizer, FolderTokenizer)
@@ -45,15 +41,18 @@ def test_folder(folder: Path) -> None:
     assert encoded.starts.tolist() == [0, *encoded.ends[:-1].tolist()]
     assert encoded.ends[-1] == 17
     assert encoded.token_span(0, 13) == (0, 2)
-
-
-def test_control_strings_as_text(folder: Path) -> None:
-    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
-    assert isinstance(tokenizer, FolderTokenizer)
     as_text = tokenizer.encode("<|im_end|>", as_text=True)
     assert len(as_text.ids) > 1 and not tokenizer.is_control[as_text.ids].any()
     assert as_text.ends[-1] == 10 and tokenizer.decode(as_text.ids) == "<|im_end|>"
-    assert tokenizer.encode("<|im_end|>").ids.tolist() == [2]
+    # The saved length limit of 16 tokens does not cut.
+    assert tokenizer.encode("<|im_end|>" * 100).ids.tolist() == [2] * 100
+
+
+def test_without_a_padding_token_the_end_of_sequence_pads(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|im_end|>", "pad_token": None}))
+    assert load_tokenizer(config(tokenizer=str(other))).pad_id == SPECIAL.index("<|im_end|>") == 2
 
 
 @pytest.mark.parametrize(
@@ -73,14 +72,8 @@ def test_frames(tmp_path: Path, name: str, ends: tuple[str, ...], header: str, l
 
 def test_a_turn_without_an_end_of_its_own_is_refused(tmp_path: Path) -> None:
     """GLM-4: a turn ends where the next begins, and the last one does not end."""
-    with pytest.raises(DataError, match="ends an assistant's turn with nothing: the model would not learn to stop"):
+    with pytest.raises(DataError, match="ends an assistant's turn with nothing, so the model would not learn to stop"):
         load_folder(tmp_path, template("glm4"))
-
-
-def test_a_saved_length_limit_does_not_cut(folder: Path) -> None:
-    tokenizer = load_tokenizer(config(tokenizer=str(folder)))
-    assert isinstance(tokenizer, FolderTokenizer)
-    assert len(tokenizer.encode("<|im_end|>" * 100).ids) == 100
 
 
 def test_vocab_size_counts_added_tokens(folder: Path, tmp_path: Path) -> None:
@@ -100,15 +93,7 @@ def test_it_can_be_sent_to_another_process(folder: Path) -> None:
     text = "<|im_start|>user\n two  words " * 9
     assert (tokenizer.encode(text).ids == copy.encode(text).ids).all()
     assert (tokenizer.encode(text).ends == copy.encode(text).ends).all()
-    chat = [{"role": "user", "content": "x"}]
-    assert copy.template.render(chat, None) == "<|im_start|>user\nx<|im_end|>\n"
-
-
-def test_a_template_file_replaces_the_folders_own(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "llama3.jinja"
-    file.write_text(template("llama3"))
-    tokenizer = load_tokenizer(config(tokenizer=str(folder), chat_template=str(file)))
-    assert tokenizer.end_of_turn == "<|eot_id|>"
+    assert copy.template.render([{"role": "user", "content": "x"}], None) == "<|im_start|>user\nx<|im_end|>\n"
 
 
 def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> None:
@@ -134,41 +119,30 @@ def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> 
 
 def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     """Names of the hub are not looked up."""
-    for name, damage in (("other", "config.json"), ("damaged", "tokenizer.json")):
-        shutil.copytree(folder, tmp_path / name) if name == "damaged" else (tmp_path / name).mkdir()
-        (tmp_path / name / damage).write_text("{")
-    for name, complaint in (
-        ("org/model", "tokenizer folder org/model does not exist.  data.tokenizer is byte .* nothing is downloaded"),
-        (str(tmp_path / "other"), r"is not a tokenizer folder that can be used \(it holds config.json\)"),
-        (str(tmp_path / "damaged"), "is not a tokenizer folder that can be used"),
+    other, damaged = tmp_path / "other", tmp_path / "damaged"
+    other.mkdir()
+    shutil.copytree(folder, damaged)
+    for path in (other / "config.json", damaged / "tokenizer.json"):
+        path.write_text("{")
+    make_folder(tmp_path / "bare", None)
+    for settings, complaint in (
+        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte .* nothing is downl"),
+        ({"tokenizer": str(other)}, r"is not a usable tokenizer folder \(it holds config.json\)"),
+        ({"tokenizer": str(damaged)}, "is not a usable tokenizer folder"),
+        ({"tokenizer": str(tmp_path / "bare")}, "has no chat template.*Give one with data.chat_template"),
+        ({"tokenizer": str(folder), "chat_template": "nowhere.jinja"}, "nowhere.jinja cannot be read: .*No such file"),
+        ({"chat_template": "chat.jinja"}, "chat.jinja has no effect with data.tokenizer = byte"),
     ):
         with pytest.raises(DataError, match=complaint):
-            load_tokenizer(config(tokenizer=name))
-
-
-def test_without_a_token_for_padding_the_end_of_text_serves(tmp_path: Path) -> None:
-    assert load_letters(tmp_path).pad_id == 1
-
-
-def test_no_chat_template(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no chat template.*Give one with data.chat_template"):
-        load_folder(tmp_path, None)
-
-
-def test_unreadable_template_file(folder: Path) -> None:
-    with pytest.raises(DataError, match="data.chat_template = nowhere.jinja cannot be read: .*No such file"):
-        load_tokenizer(config(tokenizer=str(folder), chat_template="nowhere.jinja"))
+            load_tokenizer(config(**settings))
 
 
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out what the assistant wrote"),
-        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", "with nothing: the model"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the assistant's text"),
         ("{% for m in messages %}{{ m.content }} ### End\n{% endfor %}", "with '### End', which is not"),
-        ("{% for m in messages %}{{ m.content }}{% endif %}", "refused the chat: .*endif"),
         ("{{ raise_exception('no') }}", "refused the chat: no"),
-        ("{{ messages[0].content + 1 }}", "refused the chat: can only concatenate str"),
     ],
 )  # fmt: skip
 def test_templates_that_cannot_be_used(folder: Path, tmp_path: Path, jinja: str, complaint: str) -> None:

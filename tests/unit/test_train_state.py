@@ -5,8 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes, installed
 from sft.config.keys import values
@@ -44,38 +42,19 @@ def after_changing(allowed: tuple[str, ...] = (), **recipe: Any) -> Changes:
     return changes(BEFORE, conditions(recipe={**RECIPE, **changed}), allowed)
 
 
-def test_nothing_changed() -> None:
-    assert changes(BEFORE, conditions(), []) == Changes(reported=[], refused={})
-
-
-def test_what_a_checkpoint_holds_is_plain() -> None:
-    assert BEFORE == {"plan": PLAN, "recipe": RECIPE, "layout": LAYOUT, "versions": VERSIONS}
-
-
 def test_a_change_of_how_it_trains_is_told() -> None:
     assert after_changing(optim__lr=2e-3) == Changes(reported=["optim.lr was 0.001, is 0.002"], refused={})
     assert after_changing(optim__betas=[0.9, 0.99]).reported == ["optim.betas was [0.9, 0.95], is [0.9, 0.99]"]
+    assert after_changing(run__precision="fp32").reported == ["run.precision was bf16, is fp32"]
 
 
 @pytest.mark.parametrize(
-    "key,value",
-    [
-        ("run__dir", "runs/b"),
-        ("log__every", 5),
-        ("checkpoint__save_every", 7),
-        ("profile__memory.ranks", [1]),
-        ("data__num_workers", 9),
-        ("data__cache_dir", "x"),
-    ],
-)
-def test_what_changes_no_number_is_silent(key: str, value: Any) -> None:
-    assert after_changing(**{key: value}) == Changes(reported=[], refused={})
-
-
-@pytest.mark.parametrize("key", ["device", "timeout_s", "grace_s", "step_timeout_s", "exit_after_minutes"])
-def test_how_a_start_is_run_is_silent_and_its_precision_is_not(key: str) -> None:
-    assert after_changing(**{f"run__{key}": 7}) == Changes(reported=[], refused={})
-    assert after_changing(run__precision="fp32").reported == ["run.precision was bf16, is fp32"]
+    "key",
+    ["run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes",
+     "log.every", "checkpoint.save_every", "profile.memory.ranks", "data.num_workers", "data.cache_dir"],
+)  # fmt: skip
+def test_what_changes_no_number_is_silent(key: str) -> None:
+    assert changes(BEFORE, conditions(recipe={**RECIPE, key: 7}), []) == Changes(reported=[], refused={})
 
 
 def test_another_model_is_refused() -> None:
@@ -90,7 +69,7 @@ def test_what_only_a_new_run_reads_of_the_model_is_told() -> None:
 
 @pytest.mark.parametrize(
     "key,was",
-    [("data", "9f2c"), ("run.seed", "1"), ("data.seq_length", "128"), ("data.train", "null"), ("planner", "2")],
+    [("data", "9f2c"), ("run.seed", "1"), ("data.train", "null")],
 )
 def test_another_order_of_the_data_is_refused(key: str, was: str) -> None:
     now = conditions(plan={**PLAN, key: "other"})
@@ -131,18 +110,14 @@ def test_one_is_allowed_the_other_still_refused() -> None:
     assert found.refused == {"data": "was 9f2c, is 77aa"}
 
 
-@pytest.mark.parametrize("key", ["optim.lr", "rope.base", "run.dir", "cp", "model.init_from", "model.init_std"])
+@pytest.mark.parametrize("key", ["optim.lr", "rope.base", "run.dir", "model.init_std"])
 def test_allowing_what_is_never_refused_is_a_mistake(key: str) -> None:
     with pytest.raises(ConfigError) as error:
         changes(BEFORE, conditions(), ["run.seed", key])
-    assert str(error.value).startswith(f"checkpoint.allow_changes names {key}, which is never refused.  ")
-
-
-def test_what_may_be_allowed_is_listed() -> None:
-    with pytest.raises(ConfigError) as error:
-        changes(BEFORE, conditions(), ["optim.lr"])
-    listed = "It may name: data, data.seq_length, data.train, model.rope.base, planner, run.seed."
-    assert str(error.value).endswith(listed)
+    assert str(error.value) == (
+        f"checkpoint.allow_changes names {key}, which is never refused.  It may name: data, data.seq_length, "
+        "data.train, model.rope.base, planner, run.seed."
+    )
 
 
 def test_allowing_what_did_not_change_is_nothing() -> None:
@@ -166,21 +141,6 @@ def test_a_real_recipe_through_json_has_not_changed() -> None:
     assert changes(before, conditions(recipe=recipe), []) == Changes(reported=[], refused={})
 
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from(["data", "model.a", "optim.b"]), PLAIN))
-def test_lists_and_tuples_are_the_same(given_values: dict[str, Any]) -> None:
-    now = conditions(plan=given_values, recipe=given_values)
-    before = json.loads(json.dumps(asdict(now)))
-    assert changes(before, now, []) == Changes(reported=[], refused={})
-
-
 def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
     """model.moe.* came later; a dense run of before goes on."""
     key = "model.moe.normalize_top_k"
@@ -188,12 +148,8 @@ def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
     assert changes(BEFORE, conditions(recipe={**RECIPE, key: True}), []) == Changes(reported=[], refused={})
     refused = changes(BEFORE, conditions(recipe={**RECIPE, key: False}), []).refused
     assert refused == {key: "was True, is False"}
-
-
-def test_a_key_that_is_new_and_unset_has_not_changed() -> None:
-    """Another version of the trainer wrote the checkpoint."""
-    now = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})
-    assert changes(BEFORE, now, []) == Changes(reported=[], refused={})
+    unset = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})  # another version wrote the checkpoint
+    assert changes(BEFORE, unset, []) == Changes(reported=[], refused={})
 
 
 def test_versions_are_of_what_is_installed() -> None:

@@ -40,15 +40,13 @@ def test_turns() -> None:
 
 def test_what_fits_is_left_alone() -> None:
     for over_long in ("error", "drop", "cut_turns", "windows"):
-        [piece] = fitted([(4, 0), (3, 1), (1, 0)], 8, over_long, doc_multiple=4)
-        assert piece.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-        assert piece.weights.tolist() == [0, 0, 0, 0, 1, 1, 1, 0]
+        assert shown(fitted([(4, 0), (3, 1), (1, 0)], 8, over_long, doc_multiple=4)) == [("0-7", "4-6")]
 
 
 def test_the_padded_length_must_fit() -> None:
     """5 tokens are 8 when padded to a multiple of 4, and 7 hold one document of 4."""
     with pytest.raises(
-        DataError, match=r"5 tokens \(8 when padded to a multiple of 4\) do not fit .* = 7\.  Raise it to 8"
+        DataError, match=r"5 tokens \(8 when padded to a multiple of 4\) do not fit .*  Raise data.seq_length to 8"
     ):
         fitted([(4, 0), (1, 1)], 7, "error", doc_multiple=4)
     assert fitted([(4, 0), (1, 1)], 7, "drop", doc_multiple=4) == []
@@ -76,10 +74,7 @@ def test_the_prompts_end_is_kept() -> None:
     """All of it that fits beside the first turn; half a window of it later."""
     runs = [(30, 0), (4, 1), (3, 0), (5, 1)]
     assert shown(fitted(runs, 16, "windows")) == [("18-33", "30-33"), ("22-29 34-41", "37-41")]
-
-
-def test_the_end_of_a_long_message_is_kept() -> None:
-    """11 tokens before the turn: 5 of the prompt's end and 6 of the message's."""
+    # 11 tokens before the turn: 5 of the prompt's end and 6 of the message's
     runs = [(10, 0), (4, 1), (90, 0), (5, 1)]
     assert shown(fitted(runs, 16, "windows")) == [("0-13", "10-13"), ("5-9 98-108", "104-108")]
 

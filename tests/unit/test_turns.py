@@ -20,7 +20,6 @@ from tests.unit.fixtures.chats import (
     THINKING_INSIDE,
     Messages,
     assistant,
-    call,
     chat_of,
     proofs,
     runs,
@@ -84,43 +83,21 @@ DEEP = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"x":
     [
         ("llama31", CALLING, ['<|python_tag|>{"name": "add", "parameters": {"x": 1}}<|eom_id|>', "3.<|eot_id|>"]),
         ("mistral_tools", CALLING, ['[TOOL_CALLS] [{"name": "add", "arguments": {"x": 1}}]</s>', " 3.</s>"]),
-        ("qwen25", CALLING, [f"{ADD}<|im_end|>", "3.<|im_end|>"]),
         ("qwen25", CALLING_TWICE, [f"Let me\n{ADD}\n{ADD.replace('1', '2')}<|im_end|>", "3 and 4.<|im_end|>"]),
-        (
-            "deepseek_v3",
-            CALLING,
-            [f"<｜tool▁calls▁begin｜>{DEEP}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>", "3.<｜end▁of▁sentence｜>"],
-        ),
+        ("deepseek_v3", CALLING[:2], [f"<｜tool▁calls▁begin｜>{DEEP}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"]),
         # Thinking is left out of the first turn by the template, and learned where it is written.
         ("qwen3", THINKING, ["Hello.<|im_end|>", "<think>\nsix\ntimes seven\n</think>\n\n42<|im_end|>"]),
         ("qwen3", THINKING_INSIDE, ["Hello.<|im_end|>", "<think>\nsix\n</think>\n\n42<|im_end|>"]),
         # The empty thinking that the template inserts is nobody's, unless marks say that it is the assistant's.
-        ("qwen3", TALK, [" I am fine.\n<|im_end|>", "42\n\nWhat is the question?<|im_end|>"]),
-        (
-            "qwen3_marked",
-            TALK,
-            [" I am fine.\n<|im_end|>", "<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"],
-        ),
-        ("qwen3", CALLING[:2], [f"{ADD}<|im_end|>"]),
-        ("qwen3", CALLING, [f"{ADD}<|im_end|>", "3.<|im_end|>"]),
-        (
-            "qwen3",
-            THINKING_CALLING,
-            [f"<think>\nadd\n</think>\n\nLet me\n{ADD}<|im_end|>", "<think>\nso\n</think>\n\n3.<|im_end|>"],
-        ),
+        ("qwen3", TALK[2:], ["42\n\nWhat is the question?<|im_end|>"]),
+        ("qwen3_marked", TALK[2:], ["<think>\n\n</think>\n\n42\n\nWhat is the question?<|im_end|>"]),
+        ("qwen3", THINKING_CALLING[:2], [f"<think>\nadd\n</think>\n\nLet me\n{ADD}<|im_end|>"]),
         ("deepseek_r1", THINKING_INSIDE, ["\n\nHello.<｜end▁of▁sentence｜>", "\n\n42<｜end▁of▁sentence｜>"]),
         ("phi3", TALK, ["I am fine.\n<|end|>", "42\n\nWhat is the question?<|end|>"]),  # its header swallows the space
     ],
 )
 def test_what_is_supervised(tokenizers: Tokenizers, name: str, messages: Messages, expected: list[str]) -> None:
     assert runs(chat_of(messages), tokenizers(name)) == expected
-
-
-def test_a_prompt_that_is_not_how_the_chat_begins(tokenizers: Tokenizers) -> None:
-    """Mistral moves the tools to the last question, so the prompt for the first call is not how the chat begins."""
-    with pytest.raises(DataError) as error:
-        proofs(chat_of(CALLING_AGAIN), tokenizers("mistral_tools"))
-    assert "what the assistant wrote in message 2 cannot be located" in str(error.value)
 
 
 def test_an_unproven_turn_shows_both_renderings(tmp_path: Path) -> None:
@@ -132,14 +109,18 @@ def test_an_unproven_turn_shows_both_renderings(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         runs(Chat([user("Hi"), assistant("Hello")], None), load_folder(tmp_path, jinja))
     assert str(error.value) == (
-        f"chat template of {tmp_path}: what the assistant wrote in message 2 cannot be located.  "
+        f"chat template of {tmp_path}: the assistant's text of message 2 cannot be located.  "
         'The template writes "<|im_start|>Hi<|im_end|><|im_start|>olleH<|im_end|>".  '
-        'With ... in place of what the assistant wrote it writes "<|im_start|>Hi<|im_end|><|im_start|>...<|im_end|>".  '
+        "If ... replaces the assistant's text, the template writes "
+        '"<|im_start|>Hi<|im_end|><|im_start|>...<|im_end|>".  '
         'The content is "Hello" and a turn ends with <|im_end|>.  '
         "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
     )
 
 
+CONTENT = "{{ m.content }}"
+TURN = "<|im_start|>{{ m.content }}<|im_end|>"
+PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}"
 LAST = "{{ 'x' if loop.last else 'y' }}"  # in every message: no prompt is how the whole chat begins
 HEADER = "<|im_start|>{{ m.role }}\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -175,74 +156,52 @@ def test_thinking_between_two_insertions(tmp_path: Path) -> None:
         # Only the chat ends, not its turns.
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|>", "message 2 cannot be located"),
         # Later text depends on what the assistant said.
-        (
-            "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-            "{{ messages[1].content | length }}",
-            "message 2 cannot be located",
-        ),
+        (PLAIN + "{{ messages[1].content | length }}", "message 2 cannot be located"),
         # The assistant is quoted.
-        (
-            "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}",
-            "ends an assistant's turn with nothing",
-        ),
+        (PLAIN + "{{ messages[1].content }}", "ends an assistant's turn with nothing"),
         # The last turn comes first.
-        (
-            "{% for m in messages[::-1] %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-            "writes it before an earlier",
-        ),
-        # Tool calls are left out.
-        ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", None),
+        (PLAIN.replace("messages", "messages[::-1]"), "writes it before an earlier"),
     ],
 )
-def test_templates_that_cannot_be_proven(tmp_path: Path, jinja: str, complaint: str | None) -> None:
-    messages = TALK if complaint else [user("x"), assistant("y", tool_calls=[call()])]
-    with pytest.raises(DataError, match=complaint or "cannot be located"):
-        runs(Chat(messages, None), load_folder(tmp_path, jinja))
+def test_templates_that_cannot_be_proven(tmp_path: Path, jinja: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        runs(Chat(TALK, None), load_folder(tmp_path, jinja))
+
+
+def block(text: str) -> str:
+    return "{% generation %}" + text + "{% endgeneration %}"
+
+
+def by_role(asked: str, answered: str) -> str:
+    body = "{% if m.role == 'user' %}" + asked + "{% else %}" + answered + "{% endif %}"
+    return "{% for m in messages %}" + body + "{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("jinja", "complaint"),
     [
         # One block around everything: it would supervise the user.
-        (
-            "{% generation %}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-            "{% endgeneration %}",
-            "marks 1 generation blocks for 2 assistant turns",
-        ),
+        (block(PLAIN), "marks 1 generation blocks for 2 assistant turns"),
         # The header is in the block: it would be supervised.
-        (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}"
-            "<|im_start|>{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}",
-            "The template marks as the assistant's \"<|im_start|> I am fine",
-        ),
+        (by_role(CONTENT, block(TURN)), "The template marks as the assistant's \"<|im_start|> I am fine"),
         # The plain words of a header are.
         (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}"
-            "assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}assistant\n{% endif %}",
-            'The template marks as the assistant\'s "assistant\\n I am fine',
+            by_role(CONTENT, block("assistant\n{{ m.content }}<|im_end|>"))
+            + "{% if add_generation_prompt %}assistant\n{% endif %}",
+            "The template marks as the assistant's \"assistant\\n I am fine",
         ),
         # Blocks around the wrong turns.
         (
-            "{% for m in messages %}<|im_start|>{% if m.role == 'user' %}{% generation %}{{ m.content }}"
-            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
+            by_role("<|im_start|>" + block(CONTENT) + "<|im_end|>", TURN),
             'The template marks as the assistant\'s "Hello there".  The content is " I am fine',
         ),
         # No end of turn after the block: text follows instead.
         (
-            "{% for m in messages %}<|im_start|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
-            "{% generation %}{{ m.content }}{% endgeneration %}{{ '' if loop.last else '...' }}{% endif %}"
-            "<|im_end|>{% endfor %}",
+            by_role(TURN, "<|im_start|>" + block(CONTENT) + "{{ '' if loop.last else '...' }}<|im_end|>"),
             "and a turn ends with <|im_end|>",
         ),
-        # A block that is not where it was written.
-        (
-            "{% for m in messages %}{% set x %}<|im_start|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
-            "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}<|im_end|>{% endset %}{{ x }}{% endfor %}",
-            "inside a macro or a {% set %} block",
-        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_markers_are_refused(tmp_path: Path, jinja: str, complaint: str) -> None:
     with pytest.raises(DataError) as error:
         runs(Chat(TALK, None), load_folder(tmp_path, jinja))
@@ -253,7 +212,7 @@ SEARCH = {"type": "function", "function": {"name": "search", "arguments": {"q": 
 NAMED = [user("q"), {**assistant("I will search for it."), "tool_calls": [SEARCH]}, user("r"), assistant("ok")]
 
 
-@pytest.mark.parametrize("name", ["gemma", "phi3", "cohere", "mistral", "chatml_marked"])
+@pytest.mark.parametrize("name", ["gemma", "phi3", "mistral", "chatml_marked"])
 def test_a_call_that_is_left_out_is_missed_though_the_content_names_it(tokenizers: Tokenizers, name: str) -> None:
     with pytest.raises(DataError, match="message 2"):
         runs(chat_of(NAMED), tokenizers(name))
@@ -286,18 +245,7 @@ def test_marks_in_a_comment_are_none(tmp_path: Path) -> None:
 
 def test_a_block_that_ends_at_token_0(tmp_path: Path) -> None:
     """transformers#47325: its own mask then covers the rest of the chat, the user's words too."""
-    jinja = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
-    )
-    tokenizer = load_folder(tmp_path, jinja)
+    jinja = by_role(CONTENT + "<|im_end|>", block(CONTENT) + "<|im_end|>")
     messages = [assistant("a"), user("Hello there"), assistant("b")]
-    theirs = tokenizer.hf.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-    assert sum(theirs["assistant_masks"]) == len(theirs["input_ids"])
     # Nothing stands before token 0 to predict it from, so it weighs nothing.
-    assert runs(Chat(messages, None), tokenizer) == ["<|im_end|>", "b<|im_end|>"]
-
-
-def test_a_template_may_refuse_a_chat(tokenizers: Tokenizers) -> None:
-    with pytest.raises(DataError, match="refused the chat: System role not supported"):
-        runs(Chat([{"role": "system", "content": "x"}, *TALK], None), tokenizers("gemma"))
+    assert runs(Chat(messages, None), load_folder(tmp_path, jinja)) == ["<|im_end|>", "b<|im_end|>"]

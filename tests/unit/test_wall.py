@@ -19,7 +19,7 @@ from sft.mcore.device import CPU_TRANSFORMER_FIELDS
 MCORE = Path(__file__).resolve().parents[2] / "sft" / "mcore"
 CORE = "megatron.core"
 
-# Imported name -> parameters it must have (of a class: of its constructor).
+# Name -> parameters it must have (of a class: of its constructor).
 NAMES: dict[str, str] = {
     "dist_checkpointing.core.CheckpointingConfig": "sharded_backend",
     "dist_checkpointing.dict_utils.nested_values": "x",
@@ -28,12 +28,9 @@ NAMES: dict[str, str] = {
         "key data dtype local_shape global_shape global_offset axis_fragmentations replica_id "
         "prepend_axis_num allow_shape_mismatch"
     ),
-    "dist_checkpointing.mapping.ShardedTensorFactory": "",
     "dist_checkpointing.mapping.ShardedTensorFactory.build": "self",
     "dist_checkpointing.mapping.is_main_replica": "replica_id",
-    "dist_checkpointing.strategies.checkpointable.CheckpointableShardedTensor": "",
     "dist_checkpointing.strategies.checkpointable.CheckpointableShardedTensor.from_sh_ten": "sh_ten",
-    "dist_checkpointing.strategies.checkpointable.LocalShardsContainer": "",
     "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper": "strategy parallelization_group",
     "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.load": (
         "sharded_state_dict checkpoint_dir"
@@ -47,8 +44,6 @@ NAMES: dict[str, str] = {
     "dist_checkpointing.strategies.torch.MCoreLoadPlanner": (
         "shapes_validation_sharded_tensors allow_shape_mismatch_sharded_tensors"
     ),
-    "dist_checkpointing.strategies.torch.MCoreSavePlanner": "",
-    "dist_checkpointing.strategies.torch.TorchDistLoadShardedStrategy": "",
     "distributed.DistributedDataParallel": "config ddp_config module disable_bucketing pg_collection",
     "distributed.DistributedDataParallel.no_sync": "self",
     "distributed.DistributedDataParallel.scale_gradients": "self scaling_factor",
@@ -72,9 +67,6 @@ NAMES: dict[str, str] = {
     "models.gpt.GPTModel._postprocess": "self hidden_states",
     "models.gpt.GPTModel.shared_embedding_or_output_weight": "self",
     "models.gpt.GPTModel.sharded_state_dict": "self metadata",
-    "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "",
-    "models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec": "",
-    "optimizer.MegatronOptimizer": "",
     "optimizer.MegatronOptimizer.get_grad_stats_parallel_group": "self",
     "optimizer.MegatronOptimizer.get_parameters": "self",
     "optimizer.MegatronOptimizer.prepare_grads": "self",
@@ -90,7 +82,6 @@ NAMES: dict[str, str] = {
     "optimizer.clip_grads.clip_grad_by_total_norm_fp32": "parameters max_norm total_norm use_decoupled_grad",
     "optimizer.cpu_offloading.HybridDeviceOptimizer": "offload_fraction cpu_optimizer_cls param_update_in_fp32",
     "optimizer.cpu_offloading.HybridDeviceOptimizer._get_sub_optimizer_param_groups": "self offload_fraction",
-    "optimizer.distrib_optimizer.DistributedOptimizer": "",
     "optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map": "param",
     "optimizer.get_megatron_optimizer": "config model_chunks config_overrides use_gloo_process_groups",
     "optimizer.get_standard_config_overrides": "config",
@@ -103,38 +94,20 @@ NAMES: dict[str, str] = {
     "packed_seq_params.PackedSeqParams": (
         "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q " "max_seqlen_kv"
     ),
-    "parallel_state": "",
-    "parallel_state.destroy_model_parallel": "",
-    "parallel_state.get_context_parallel_rank": "",
-    "parallel_state.get_data_parallel_rank": "",
-    "parallel_state.get_expert_model_parallel_rank": "",
-    "parallel_state.get_pipeline_model_parallel_rank": "",
-    "parallel_state.get_tensor_model_parallel_rank": "",
-    "parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "",
     "parallel_state.initialize_model_parallel": (
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
         "context_parallel_size hierarchical_context_parallel_sizes expert_model_parallel_size "
         "expert_tensor_parallel_size create_gloo_process_groups distributed_timeout_minutes"
     ),
-    "pipeline_parallel.get_forward_backward_func": "",
-    "process_groups_config.ProcessGroupCollection": "",
-    "process_groups_config.ProcessGroupCollection.use_mpu_process_groups": "",
-    "safe_globals.SAFE_GLOBALS": "",
-    "tensor_parallel": "",
     "tensor_parallel.checkpoint": "function distribute_saved_activations",
     "tensor_parallel.copy_to_tensor_model_parallel_region": "input_ group",
-    "tensor_parallel.get_cuda_rng_tracker": "",
     "tensor_parallel.gather_from_sequence_parallel_region": "input_ group",
-    "tensor_parallel.mappings": "",
     "tensor_parallel.mappings.all_to_all": "group input_ output_split_sizes_ input_split_sizes",
     "tensor_parallel.model_parallel_cuda_manual_seed": "seed",
-    "tensor_parallel.random": "",
-    "tensor_parallel.random._get_cuda_rng_state": "",
     "tensor_parallel.random._set_cuda_rng_state": "new_state",
     "tensor_parallel.reduce_from_tensor_model_parallel_region": "input_ group",
     "tensor_parallel.vocab_parallel_cross_entropy": "vocab_parallel_logits target",
     "transformer.ModuleSpec": "module submodules",
-    "transformer.TransformerConfig": "",
     "transformer.moe.moe_layer.MoELayer": "config submodules layer_number pg_collection",
     "transformer.moe.moe_layer.MoELayer.forward": "self hidden_states intermediate_tensors padding_mask",
     "transformer.moe.moe_layer.MoELayer.preprocess": "self hidden_states probs routing_map",
@@ -145,7 +118,6 @@ NAMES: dict[str, str] = {
     "transformer.moe.moe_utils.apply_router_token_dropping": "routing_probs routing_map router_topk capacity_factor",
     "transformer.moe.moe_utils.topk_routing_with_score_function": "logits topk use_pre_softmax",
     "transformer.moe.router.TopKRouter": "config pg_collection",
-    "transformer.moe.token_dispatcher": "",
     "transformer.moe.token_dispatcher.all_to_all": "group input_ output_split_sizes_ input_split_sizes",
     "transformer.transformer_block.TransformerBlockSubmodules": "layer_specs layer_norm",
     "transformer.transformer_block.get_num_layers_to_build": "config vp_stage pp_rank",
@@ -188,44 +160,20 @@ def imported() -> dict[str, str]:
     return names
 
 
-def test_the_list_is_complete() -> None:
-    found = imported()
-    assert len(found) > 20
-    assert found.keys() <= NAMES.keys()
-
-
-def test_every_attribute_of_an_imported_module_is_listed() -> None:
-    """`parallel_state.x` and the like."""
+def test_every_imported_name_is_there() -> None:
+    """And every `parallel_state.x` of an imported module."""
     modules = {local: name for name, local in imported().items() if inspect.ismodule(find(name))}
     assert {"parallel_state", "tensor_parallel", "core_random"} <= modules.keys()
     for path in MCORE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-                assert f"{modules[node.value.id]}.{node.attr}" in NAMES, path
+                find(f"{modules[node.value.id]}.{node.attr}")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_name_and_parameters(name: str) -> None:
-    found, wanted = find(name), NAMES[name].split()
-    if not wanted:
-        return
-    parameters = inspect.signature(found).parameters
-    assert not (missing := [n for n in wanted if n not in parameters]), (missing, list(parameters))
-
-
-@pytest.mark.parametrize("name", ["get_gpt_layer_local", "get_gpt_layer_with_transformer_engine"])
-def test_layer_specs_take_qk_layernorm(name: str) -> None:
-    """Some releases hand all arguments of `..._spec` on to `..._submodules`."""
-    specs = importlib.import_module(f"{CORE}.models.gpt.gpt_layer_specs")
-    taker = getattr(specs, f"{name}_submodules", None) or getattr(specs, f"{name}_spec")
-    assert "qk_layernorm" in inspect.signature(taker).parameters
-
-
-def test_local_layer_spec_has_the_slots_we_fill() -> None:
-    submodules = find("models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")(qk_layernorm=True).submodules
-    assert {"input_layernorm", "pre_mlp_layernorm", "self_attention"} <= vars(submodules).keys()
-    attention = submodules.self_attention.submodules
-    assert {"core_attention", "q_layernorm", "k_layernorm"} <= vars(attention).keys()
+    parameters = inspect.signature(find(name)).parameters
+    assert set(NAMES[name].split()) <= parameters.keys()
 
 
 def test_transformer_config_has_every_field_that_is_set() -> None:
@@ -242,11 +190,6 @@ def test_the_second_half_of_a_layer_is_a_method_of_hidden_states() -> None:
     layer = find("transformer.transformer_layer.TransformerLayer")
     assert list(inspect.signature(layer._forward_mlp).parameters)[:2] == ["self", "hidden_states"]
     assert "output=self._forward_mlp(hidden_states," in text("transformer.transformer_layer.TransformerLayer.forward")
-
-
-def test_groups_of_the_collection() -> None:
-    collection = find("process_groups_config.ProcessGroupCollection")
-    assert {"tp", "cp", "pp", "mp", "dp_cp"} <= {f.name for f in dataclasses.fields(collection)}
 
 
 def test_optimizers_keep_their_parameters_where_we_look() -> None:
@@ -300,13 +243,6 @@ def test_rotary_embedding_is_asked_as_our_table_answers() -> None:
     assert re.search(r"self\.rotary_pos_emb\(rotary_seq_len,packed_seq=.{1,80},cp_group=", preprocess)
 
 
-def test_output_weight_is_where_we_look() -> None:
-    assert "self.output_layer=" in text("models.gpt.GPTModel.__init__")
-    shared = text("models.common.language_module.language_module.LanguageModule.shared_embedding_or_output_weight")
-    assert "self.embedding.word_embeddings.weight" in shared
-    assert "self.output_layer.weight" in shared
-
-
 def test_core_attention_is_built_and_called_as_portable_attention_is_written() -> None:
     source = text("transformer.attention.Attention")
     for name in ("config", "layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "softmax_scale"):
@@ -317,18 +253,10 @@ def test_core_attention_is_built_and_called_as_portable_attention_is_written() -
 
 
 def test_norms_are_built_as_ours_is_written() -> None:
-    layer, attention = text("transformer.transformer_layer.TransformerLayer"), text(
-        "transformer.attention.SelfAttention"
-    )
-    for slot in ("input_layernorm", "pre_mlp_layernorm"):
-        built = re.search(
-            rf"self\.{slot}=.{{0,60}}?submodules\.{slot}.{{1,120}}?eps=self\.config\.layernorm_epsilon", layer
-        )
-        assert built and "config=" in built[0] and "hidden_size=" in built[0], slot
-    for slot in ("q_layernorm", "k_layernorm"):
-        assert f"submodules.{slot}" in attention
-        built = re.search(rf"self\.{slot}=.{{1,160}}?eps=self\.config\.layernorm_epsilon", attention)
-        assert built and "hidden_size=self.hidden_size_per_attention_head" in built[0], slot
+    layer = text("transformer.transformer_layer.TransformerLayer")
+    attention = text("transformer.attention.SelfAttention")
+    for slot, source in (("input_layernorm", layer), ("pre_mlp_layernorm", layer), ("q_layernorm", attention)):
+        assert re.search(rf"self\.{slot}=.{{1,200}}?eps=self\.config\.layernorm_epsilon", source), slot
 
 
 @pytest.mark.parametrize("kind", ["no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving"])
@@ -360,33 +288,6 @@ def test_a_gradient_may_be_added_to_main_grad_beforehand() -> None:
     assert "param.grad_added_to_main_grad=False" in text("distributed.DistributedDataParallel.zero_grad_buffer")
     module = text("models.common.language_module.language_module.LanguageModule")
     assert "self.shared_embedding_or_output_weight().zero_out_wgrad=True" in module
-
-
-def test_norms_are_reduced_over_tp_by_the_mark_ours_carries() -> None:
-    module = inspect.getsource(inspect.getmodule(find("distributed.finalize_model_grads")) or object)
-    assert 'getattr(param,"sequence_parallel",False)' in re.sub(r"\s+", "", module)
-
-
-def test_marks_by_which_parameters_are_counted() -> None:
-    assert "notparam.shared" in text("transformer.module.param_is_not_shared")
-    assert "tensor_model_parallel" in text("tensor_parallel.layers.set_tensor_model_parallel_attributes")
-
-
-def test_gradients_of_which_a_norm_is_taken_have_one_of_two_names() -> None:
-    norm = text("optimizer.optimizer.MegatronOptimizer.get_grad_norm")
-    assert re.search(r"grads_for_norm=self\.get_(main_)?grads_for_grad_norm\(\)total_norm=", norm)
-    assert "grad_stats_parallel_group=self.get_grad_stats_parallel_group()" in norm
-
-
-def test_a_chain_of_optimizers_names_its_members() -> None:
-    assert "self.chained_optimizers=" in text("optimizer.optimizer.ChainedOptimizer.__init__")
-
-
-def test_scheduler_counts_its_steps() -> None:
-    scheduler = text("optimizer_param_scheduler.OptimizerParamScheduler")
-    assert "self.num_steps+=increment" in scheduler
-    assert "'num_steps':self.num_steps" in scheduler
-    assert "wsd_decay_steps" in scheduler and "'WSD'" in scheduler
 
 
 def test_rotation_restarts_at_every_document_unless_the_table_is_as_long_as_the_pack() -> None:

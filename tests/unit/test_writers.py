@@ -146,22 +146,9 @@ def test_numbers_that_cannot_be_written_end_the_run() -> None:
         def close(self, exit_code: int = 0) -> None:
             pass
 
-    with pytest.raises(
-        StorageError,
-        match=r"the numbers of step 3 cannot be written: the disk is full .*No space left on device\).  The",
-    ):
+    with pytest.raises(StorageError, match="the numbers of step 3 cannot be written: the disk is full"):
         with log_of([Full()], console()[0]) as metrics:
             metrics.train(3, result(), seconds=2.0)
-
-
-@pytest.mark.parametrize(
-    "overrides, kinds", [([], [JsonLines, BestEffortWriter]), (["log.tensorboard=false"], [JsonLines])]
-)
-def test_only_what_was_asked_for_is_opened(tmp_path: Path, overrides: list[str], kinds: list[type]) -> None:
-    writers = open_writers(tmp_path, config(*overrides), 0, console()[0])
-    assert [type(writer) for writer in writers] == kinds
-    for writer in writers:
-        writer.close()
 
 
 def test_numbers_that_are_drawn() -> None:
@@ -196,10 +183,8 @@ def test_wandb_gets_the_run_and_goes_on_with_it(tmp_path: Path, wandb: FakeWandb
         assert run.settings == expected
         assert (values["optim.lr"], values["model.rope.base"], values["log.wandb"]) == (1e-3, 10000.0, "chats")
         assert run.axes == [("step", None), ("*", "step")]
-        assert [(told["step"], told.get("lm loss"), told.get("lm loss validation")) for told in run.logged] == [
-            (3, 1.5, None),
-            (3, None, 1.5),
-        ]
+        losses = [(told["step"], told.get("lm loss"), told.get("lm loss validation")) for told in run.logged]
+        assert losses == [(3, 1.5, None), (3, None, 1.5)]
         assert run.exit_codes == [0]
     assert sorted(file.name for file in folder.iterdir()) == ["metrics.jsonl", "wandb_id"]
 
@@ -237,16 +222,15 @@ def test_wandb_that_fails_later_is_told_once_and_ends_nothing(
     assert len(wandb.runs[0].logged) == num_told and wandb.runs[0].exit_codes == []
 
 
-@pytest.mark.parametrize("call", ["add_scalar", "flush", "close"])
 def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     def full(*arguments: object, **named: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SummaryWriter, call, full)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     said, stream = console()
     with log_of(open_writers(tmp_path, config(), 0, said), said) as metrics:
         metrics.train(3, result(), seconds=2.0)
@@ -255,38 +239,23 @@ def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(
     assert [line["kind"] for line in lines(tmp_path)] == ["train", "eval"]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "a.yaml").write_text(RECIPE.replace("unused", "here"))
-    return "a.yaml"
-
-
-@pytest.mark.parametrize("verb", ["train", "check"])
-@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("verb, is_folder", [("train", False), ("check", True)])
 def test_a_missing_wandb_is_refused_before_the_data_are_looked_at(
-    recipe: str, verb: str, is_folder: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, verb: str, is_folder: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where earlier runs of other programs left a folder of that name, which Python takes for a package."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(RECIPE)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "wandb").is_dir()])
     if is_folder:
         Path("wandb").mkdir()
-        monkeypatch.syspath_prepend(str(Path.cwd()))
-    assert main([verb, recipe, "log.wandb=chats"]) == 2
+        monkeypatch.syspath_prepend(str(tmp_path))
+    assert main([verb, "a.yaml", "log.wandb=chats"]) == 2
     assert capsys.readouterr() == (
         "",
         "ConfigError: log.wandb = chats (command line: log.wandb=chats) needs the package wandb, which is not "
         "installed here: pip install wandb; or train without it: log.wandb=null.\n",
     )
-
-
-def test_a_wandb_that_is_there_is_not_refused(
-    recipe: str, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", recipe, "--no-data", "log.wandb=chats"]) == 0
-    assert capsys.readouterr().err == "" and wandb.runs == []
 
 
 # The console

@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.judge:
         lines = [line for path in options.judge for line in path.read_text(encoding="utf-8").splitlines()]
-        return harness.judge(options.subject, [row for line in lines if "header" not in (row := json.loads(line))])
+        rows = [row for line in lines if "header" not in (row := json.loads(line))]
+        return harness.judge(options.subject.bars(rows))
     facts = machine.header(options.device)
     print(machine.text(facts), flush=True)
     try:

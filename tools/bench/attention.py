@@ -24,8 +24,9 @@ from tools.bench import attention_ways as ways
 from tools.bench.attention_check import backward, check, forward, in_memory_group
 from tools.bench.attention_ways import BACKWARD, Pack
 from tools.bench.clock import medians, peak_beyond, time_on
-from tools.bench.harness import Column, Option, Row, Subject
+from tools.bench.harness import Option, Subject
 from tools.bench.mixes import MIXES, boundaries_of, read_length
+from tools.bench.results import Column, Row
 
 MULTIPLE = 64  # of a document, enough for cp 16 and 32
 PLAIN_UP_TO = 8192  # tokens; plain torch has millions of small steps beyond

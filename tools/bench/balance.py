@@ -19,9 +19,10 @@ from sft.data.inspect.forecast import bounds
 from sft.data.packing.balance import assign, costs, efficiency
 from sft.data.packing.plan import Plan
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Bar, Column, Option, Row, Subject
+from tools.bench.harness import Option, Subject
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 from tools.bench.packing import MULTIPLE, WAYS
+from tools.bench.results import Bar, Column, Row
 
 CROSSOVERS = {"llama-8b": 57_000.0, "qwen3-30b-a3b": 15_400.0}
 SHAPES = ("8x4", "8x16", "32x1", "32x4")  # dp x microbatches of a rank

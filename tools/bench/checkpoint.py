@@ -19,7 +19,8 @@ from sft.config import Config
 from sft.recipe.load import parse_recipe
 from tools.bench import ranks
 from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took, turns_of
-from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
+from tools.bench.harness import Option, Subject, one_of
+from tools.bench.results import Bar, Column, Row
 
 STALL_BAR = 0.15  # of a sync save
 VOCAB, HEAD = 4096, 64

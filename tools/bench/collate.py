@@ -20,8 +20,9 @@ from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
 from sft.parallel.layout import Layout
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
+from tools.bench.harness import Option, Subject, one_of
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
+from tools.bench.results import Bar, Column, Row
 
 MULTIPLE = 32
 RATE_BAR = 5e6  # tokens per second and core

@@ -30,7 +30,8 @@ from sft.hf.architecture import CONFIG, architecture
 from sft.hf.convert.safetensors_files import write_tensors
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
-from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject, one_of
+from tools.bench.harness import Option, Refused, Subject, one_of
+from tools.bench.results import Bar, Column, Row
 
 BEYOND = 2 << 30  # bytes above the largest tensor that a conversion may take
 COPIES = 3.1  # of the model, that the disk holds at a time: it, its import, the way back, a little more

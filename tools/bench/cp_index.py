@@ -12,7 +12,8 @@ import numpy as np
 
 from sft.parallel import context_parallel
 from tools.bench.clock import medians, wall
-from tools.bench.harness import Bar, Column, Option, Row, Subject
+from tools.bench.harness import Option, Subject
+from tools.bench.results import Bar, Column, Row
 
 TOKENS = 1 << 20
 BAR_MS = 10.0  # indices and inverse of 1M tokens in 1,000 documents

@@ -15,11 +15,12 @@ from torch import Tensor
 from sft.config import LossConfig
 from sft.mcore.loss import Targets, VocabShard, chunked
 from tools.bench import ranks
-from tools.bench.harness import Column, Option, Row, Subject
+from tools.bench.harness import Option, Subject
 from tools.bench.loss_bars import CONCATENATE
 from tools.bench.loss_ways import concatenated_logprobs
 from tools.bench.mixes import read_length
 from tools.bench.problem import OUT_OF_MEMORY, Problem, catch_out_of_memory, measure
+from tools.bench.results import Column, Row
 
 
 def read(name: str) -> tuple[int, int]:

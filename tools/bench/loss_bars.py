@@ -7,7 +7,7 @@ CUDA_SIZES; where neither was measured they are not judged.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from tools.bench.harness import DONE, Bar, Row
+from tools.bench.results import DONE, Bar, Row
 
 BASELINE = "F.linear + F.cross_entropy"
 CONCATENATE = "chunk list + concatenate"

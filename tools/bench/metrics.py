@@ -20,7 +20,8 @@ from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools.bench.clock import medians, wall
 from tools.bench.counter import Counter
-from tools.bench.harness import Bar, Column, Option, Row, Subject
+from tools.bench.harness import Option, Subject
+from tools.bench.results import Bar, Column, Row
 
 SHARE_BAR = 0.01  # of the step's time
 BYTES_BAR = 64 << 10

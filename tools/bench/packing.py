@@ -12,8 +12,9 @@ from sft.data.packing.plan import Plan, plan_epoch, plan_of
 from sft.data.packing.shuffle import shuffled
 from sft.parallel.alignment import aligned
 from tools.bench.clock import cpu_time
-from tools.bench.harness import Bar, Column, Option, Row, Subject, one_of
+from tools.bench.harness import Option, Subject, one_of
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
+from tools.bench.results import Bar, Column, Row
 
 MULTIPLE = 32
 FILL_BAR, PLAN_BAR_S = 0.994, 1.0  # of a million lengths

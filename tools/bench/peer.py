@@ -10,8 +10,9 @@ tools/bench/steps/transformers_peer.py.
 import argparse
 from collections.abc import Iterator
 
-from tools.bench.harness import Row, Subject
+from tools.bench.harness import Subject
 from tools.bench.longest import read
+from tools.bench.results import Row
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate
 from tools.bench.steps.process import measured

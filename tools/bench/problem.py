@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tools.bench.clock import check_close, medians, wall_on
 from tools.bench.counter import Counter
-from tools.bench.harness import DONE, Row
+from tools.bench.results import DONE, Row
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a gradient's norm
 OUT_OF_MEMORY = "out of memory"

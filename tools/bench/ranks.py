@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sft.mcore.process_groups import parallel_state
-from tools.bench.harness import Refused, Row
+from tools.bench.harness import Refused
+from tools.bench.results import Row
 
 
 def rows_of_rank0(size: int, measure: Callable[..., Sequence[Row]], *arguments: Any) -> list[Row]:

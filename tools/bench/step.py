@@ -19,7 +19,8 @@ of keep-attention and of full recomputation, of rates that the case itself measu
 import argparse
 from collections.abc import Iterator
 
-from tools.bench.harness import Row, Subject
+from tools.bench.harness import Subject
+from tools.bench.results import Row
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate

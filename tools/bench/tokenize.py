@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.bench.clock import cpu_time, medians
-from tools.bench.harness import Bar, Column, Option, Refused, Row, Subject
+from tools.bench.harness import Option, Refused, Subject
+from tools.bench.results import Bar, Column, Row
 
 TEMPLATES = ("chatml", "qwen25", "qwen3", "chatml_marked")
 WORDS = """the answer is what you get if six and seven are multiplied by hand on paper: forty-two, as everyone knows.

@@ -10,7 +10,8 @@ row.  The first is measured once more at the end: how far apart the two are is h
 import argparse
 from collections.abc import Iterator
 
-from tools.bench.harness import DONE, Column, Option, Row, Subject
+from tools.bench.harness import Option, Subject
+from tools.bench.results import DONE, Column, Row
 from tools.bench.steps.bars import bars
 from tools.bench.steps.case import TILE, StepCase
 from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate

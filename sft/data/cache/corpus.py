@@ -1,6 +1,6 @@
-"""Gives every process the samples of stores, memory-mapped: `find_prepared`, `map_prepared`, then `Corpus.sample`.
+"""Gives every process the memory-mapped samples of stores: call `find_prepared`, `map_prepared`, then `Corpus.sample`.
 
-Decides how samples are numbered and what they are called.  Does not tokenise (`prepare.py`) or know packs or layouts.
+Decides the numbers and names of samples.  `prepare.py` tokenises.  This module does not know packs or layouts.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from sft.errors import DataError
 class Corpus:
     """Samples of one or more files, memory-mapped, in the order of the files and their rows.
 
-    names           which source each file belongs to; None: every file is one
-    lengths         int64 [n], tokens of each sample
-    num_supervised  int64 [n], supervised labels of each sample
-    digest          changes when any token, weight or order changes; not with file names or the cache's place
+    names           the source of each file; None: every file is a source
+    lengths         int64 [n], number of tokens of each sample
+    num_supervised  int64 [n], number of supervised labels of each sample
+    digest          depends on tokens, weights and order of samples, not on file names or the cache folder
     """
 
     def __init__(self, paths: Sequence[Path], stores: Sequence[Store], names: Sequence[str] | None = None) -> None:
-        self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # those that are samples
+        self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # lines of samples
         lengths = [store.rows["tokens"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
         self.num_supervised: np.ndarray = np.concatenate(
@@ -44,14 +44,14 @@ class Corpus:
         self.sources: tuple[str, ...] = tuple(dict.fromkeys(names))
         self._source_of = [self.sources.index(name) for name in names]
         self._stores = list(stores)
-        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # tokens, per file
+        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # of samples, per file
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def sample(self, sample_id: int) -> Sample:
-        """Sample `sample_id`; its tokens are a view of the mapped file and read-only."""
+        """Sample `sample_id`; its tokens are a read-only view of the mapped file."""
         file, index = self._find(sample_id)
         start, stop = self._starts[file][index], self._starts[file][index + 1]
         store = self._stores[file]
@@ -60,7 +60,7 @@ class Corpus:
         return Sample(sample_id=sample_id, tokens=tokens, weights=weights, source=source)
 
     def name(self, sample_id: int) -> str:
-        """File and line of a sample, for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
+        """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
         file, index = self._find(sample_id)
         line = self._stores[file].rows[self._lines[file][index]]
         name = row_name(self._paths[file], int(line["row"]))
@@ -68,28 +68,28 @@ class Corpus:
 
     @property
     def tables(self) -> list[np.ndarray]:
-        """LINE [lines] of each file: its samples in the order of their numbers, and its rows without a sample."""
+        """LINE [lines] of each file: one line per sample, in order, and one per dropped row."""
         return [store.rows for store in self._stores]
 
     @property
     def source_ids(self) -> np.ndarray:
-        """int64 [n]: index in `sources` of each sample's."""
+        """int64 [n]: for each sample, the index of its source in `sources`."""
         return np.repeat(self._source_of, [len(lines) for lines in self._lines])
 
     def summary(self) -> str:
-        """One line per file."""
+        """Text with one line per file."""
         return "\n".join(f"{path}: {row_report}" for path, row_report in self.row_reports.items())
 
     def report(self) -> dict[str, Any]:
-        """The row reports as JSON holds them: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
+        """The row reports in JSON's types: {"digest": "3f...", "files": {"chat.jsonl": {"rows": 60000, ...}}}"""
         return {
             "digest": self.digest,
             "files": {str(path): asdict(row_report) for path, row_report in self.row_reports.items()},
         }
 
     def check_omitted(self, data: DataConfig, tokenizer: ChatTokenizer) -> None:
-        """Raises DataError, naming the first row, where the chat template left something out, and data.on_omitted is
-        error."""
+        """Raises DataError with the name of the first row from which the chat template left text out, if
+        data.on_omitted = error."""
         for path, row_report in self.row_reports.items() if data.on_omitted == "error" else ():
             if row_report.omitted:
                 first = min(row_report.omitted, key=lambda omission: (omission.rows[0], omission.message))
@@ -102,7 +102,7 @@ class Corpus:
 
 
 def file_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each file: its name without the ending, or its path where two share that."""
+    """A name for each file: its file name without the ending, or its path if two files share this name."""
     stems = [path.name.split(".")[0] for path in paths]
     return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
 
@@ -110,10 +110,10 @@ def file_names(paths: Sequence[Path]) -> list[str]:
 def find_prepared(
     paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
 ) -> list[Path]:
-    """The store of each file.  Tokenises and writes nothing; errors name `command`, which does that.
+    """The folder of each file's store.  Does not tokenise or write; errors name `command`, which prepares the files.
 
-    Reads all bytes of the files, so one rank calls it and broadcasts the folders.  Raises DataError where a file
-    cannot be read or is not prepared, when no sample is left, and for what data.on_omitted refuses.
+    Reads all bytes of the files, so only one rank calls this function and broadcasts the folders.  Raises DataError if
+    a file cannot be read or is not prepared, if no sample is left, or if data.on_omitted refuses a chat.
     """
     for path in paths:
         check_file(Path(path))
@@ -125,13 +125,13 @@ def find_prepared(
 def map_prepared(
     paths: Sequence[str], folders: Sequence[Path], data: DataConfig, names: Sequence[str] | None = None, *, command: str
 ) -> Corpus:
-    """The corpus of the stores that `find_prepared` found; `names` are those of each file's source."""
+    """The corpus of the stores that `find_prepared` found; `names` holds the source of each file."""
     stores = [open_store(folder) for folder in folders]
     missing = [path for path, store in zip(paths, stores, strict=True) if store is None]
     if missing:
         raise DataError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised for these settings in "
-            f"{folders[0].parent}.  Run this first, on any machine that sees the same folders: {command}"
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised with these settings in "
+            f"{folders[0].parent}.  First run this command on a machine that sees these folders: {command}"
         )
     return make_corpus([Path(path) for path in paths], [store for store in stores if store is not None], data, names)
 
@@ -139,11 +139,11 @@ def map_prepared(
 def make_corpus(
     files: Sequence[Path], stores: Sequence[Store], data: DataConfig, names: Sequence[str] | None = None
 ) -> Corpus:
-    """The corpus of these stores.  Raises DataError when it holds no sample."""
+    """The corpus of these stores.  Raises DataError if the stores hold no sample."""
     corpus = Corpus(files, stores, names)
     if len(corpus) == 0:
         raise DataError(
-            f"no sample is left of {', '.join(map(str, files))} with data.over_long = {data.over_long} and "
+            f"no samples remain from {', '.join(map(str, files))} with data.over_long = {data.over_long} and "
             f"data.seq_length = {data.seq_length}.\n{corpus.summary()}"
         )
     return corpus

@@ -1,8 +1,8 @@
 """Converts rows to arrays of tokens and weights, in one process.
 
-Decides whether an unusable row ends the preparation with an error that names it, or is left out and listed.
-`truncation.py` handles samples that are too long, and `workers.py` assigns rows to processes.  Does not read files
-(`read/rows.py`) or write them.  Importable without torch, since every tokenising process imports it.
+Decides whether an unusable row ends the preparation with an error that names the row, or is left out and listed.
+`truncation.py` handles samples that are too long, `workers.py` assigns rows to processes, and `read/rows.py` reads
+files.  Every tokenising process imports this module, so it does not import torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,13 +22,13 @@ from sft.data.read.rows import Row, row_name
 from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
-MAX_WEIGHTS = 256  # the number of values of a byte; the first weight is 0
+MAX_WEIGHTS = 256  # distinct weights that one byte per token can index; the first weight is 0
 
 
 class EncodedRows(NamedTuple):
     """Some consecutive rows, tokenised."""
 
-    tokens: np.ndarray  # int32 [n], all samples end to end
+    tokens: np.ndarray  # int32 [n], all samples concatenated
     mask: np.ndarray  # uint8 [n], the index in `weights` of each token's weight
     weights: np.ndarray  # float32 [at most 256], the distinct weights: 0, then rising
     lines: np.ndarray  # LINE [samples and dropped rows]
@@ -81,7 +81,7 @@ def _fit(number: int, full: np.ndarray, data: DataConfig) -> Iterator[tuple[tupl
     A row without a sample yields a line of 0 tokens.  Raises DataError if the row is too long and over_long = error.
     """
     parts = excerpts(full, seq_length=data.seq_length, doc_multiple=data.doc_multiple, over_long=data.over_long)
-    is_held = np.zeros(len(full), dtype=bool)  # by an earlier sample of the row
+    is_held = np.zeros(len(full), dtype=bool)  # tokens that an earlier sample of the row contains
     for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
         num_new = int(np.count_nonzero(~is_held[positions]))
         is_held[positions] = True
@@ -99,7 +99,7 @@ def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     0 0 1 0.5 0.5  ->  palette 0 0.5 1, mask 0 0 2 1 1
 
-    Raises DataError for more than 255 besides 0.
+    Raises DataError for more than 255 distinct weights above 0.
     """
     starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])[: len(weights)]
     palette = np.union1d(0, weights[starts]).astype(np.float32)
@@ -109,9 +109,9 @@ def to_palette(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_palette(palette: np.ndarray) -> None:
-    """Raises DataError if there are more distinct weights than values of a byte."""
+    """Raises DataError if there are more than 256 distinct weights: a byte is the index of a token's weight."""
     if len(palette) > MAX_WEIGHTS:
         raise DataError(
-            f"more than {MAX_WEIGHTS - 1} distinct weights above 0, among them {palette[1]:g}, {palette[2]:g} and "
+            f"more than {MAX_WEIGHTS - 1} different weights above 0, such as {palette[1]:g}, {palette[2]:g} and "
             f"{palette[3]:g}; a data file can have {MAX_WEIGHTS - 1}.  Round them."
         )

@@ -1,7 +1,7 @@
-"""The cache folders of data files, and which of the folders are still of use.
+"""Names the cache folder of each data file, and removes folders that are no longer used.
 
-Decides what samples depend on: the bytes of the file, the tokenizer and template, the settings named here, and the code
-that makes samples of rows (`ENCODING`).  They do not depend on the parallel layout, so a new layout reuses them.
+The name of a folder depends on the bytes of the file, the tokenizer and template, the settings named here, and the code
+that makes samples of rows (`ENCODING`).  Samples do not depend on the parallel layout, so any layout reuses the cache.
 
     cache_dir/3f9a...      the complete store of one file (`store.py`)
     cache_dir/3f9a....work  parts of an unfinished store, also after its process was killed (`workers.py`)
@@ -22,7 +22,7 @@ from sft.errors import DataError
 
 # Version of the code that makes samples of rows.  A change that gives any row other tokens or weights must change this
 # text; older stores are then no longer used.  `tests/unit/test_encoding_version.py` fails if the text was not changed.
-# The value is the digest that older releases took of their source files, so their stores are still used.
+# The text is a digest of the source files of older releases, so stores of these releases are still used.
 ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
@@ -49,7 +49,7 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
 
 
 def work_folder(folder: Path) -> Path:
-    """The folder in which the store `folder` is made.  Its name follows the store's, so parts are found again."""
+    """The folder in which the store `folder` is made.  A later preparation finds its parts by this name."""
     return folder.with_name(f"{folder.name}.work")
 
 
@@ -63,19 +63,21 @@ def content_digest(path: Path) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """Sizes and times of the last change.  They stay equal until somebody writes to the file or folder."""
+    """Sizes and modification times of a file or folder; they change whenever a program writes to it."""
     stats = [part.stat() for part in (_files(path) if path.is_dir() else [path])]
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
 def check_unchanged(path: Path, before: Stamp) -> None:
-    """Raises DataError where somebody wrote to the file or folder since its stamp was taken."""
+    """Raises DataError if the file or folder was modified after its stamp `before` was taken."""
     try:
         changed = stamp(path) != before
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error}.") from error
     if changed:
-        raise DataError(f"data file {path} changed while it was tokenised.  Start again once it is complete.")
+        raise DataError(
+            f"data file {path} changed while it was tokenised.  Start the command again when the file is complete."
+        )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -92,8 +94,8 @@ class Stale(NamedTuple):
 def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
     """Removes stores that are not in `used`, and all work folders.
 
-    Folders whose names do not have our form stay.  On a local disk, a run that has mapped a removed store continues.  A
-    running preparation starts again.
+    Folders with names of another form stay.  On a local disk, a run that has mapped a removed store continues.  A
+    preparation that is running starts again.
     """
     stale = []
     try:
@@ -103,5 +105,5 @@ def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
                 stale.append(Stale(folder, sum(part.stat().st_size for part in _files(folder))))
                 shutil.rmtree(folder)
     except OSError as error:
-        raise DataError(f"data.cache_dir {cache_dir} cannot be swept: {error}.") from error
+        raise DataError(f"unused data in data.cache_dir {cache_dir} cannot be removed: {error}.") from error
     return stale

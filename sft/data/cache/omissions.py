@@ -22,20 +22,20 @@ from sft.errors import DataError
 
 _ROWS_LISTED = 100
 _SHOWN = 60
-_NUM_CHARACTERS = 200  # stored of a text that the template left out
+_NUM_CHARACTERS = 200  # number of characters that are stored of an omitted text
 
 
 class RowOmission(NamedTuple):
     """Texts of one role and kind that the template left out of a row.
 
-    said, why  the beginning of the first text, and why it is left out; "" except in the first such row of a part
+    said, why  the beginning of the first text, and the reason of the omission; "" except in a part's first such row
     """
 
     row: int
     message: int  # number of the first message, or of the first tool for a tool schema, from 1
     role: str
     kind: str
-    num: int  # number of messages that lost such a text
+    num: int  # number of messages from which such a text was left out
     said: str = ""
     why: str = ""
 
@@ -44,7 +44,7 @@ class RowOmission(NamedTuple):
         return json.dumps(dict(zip(self._fields[:5], self[:5], strict=True))) + "\n"
 
     def of_file(self) -> "FileOmission":
-        """The omission of a file that has only this one."""
+        """The same omission as a FileOmission with one row."""
         row, message, role, kind, num, said, why = self
         return FileOmission(role=role, kind=kind, count=num, chats=1, rows=(row,), message=message, said=said, why=why)
 
@@ -53,12 +53,12 @@ class RowOmission(NamedTuple):
 class FileOmission:
     """Texts of one role and kind that the template left out of a file.
 
-    said, why  the beginning of the first text; why it is left out, and what would keep it
+    said, why  the beginning of the first text; the reason of its omission, and a setting that would keep the text
     """
 
     role: str
     kind: str
-    count: int  # number of messages that lost such a text
+    count: int  # number of messages from which such a text was left out
     chats: int  # number of chats with such messages
     rows: tuple[int, ...]  # rows of the first 100 of these chats
     message: int  # number of the first message, from 1, in the first of the rows
@@ -85,7 +85,7 @@ def named(role: str, kind: str) -> str:
 def row_omissions(row: int, chat: RenderedChat, explained: set[tuple[str, str]]) -> Iterator[RowOmission]:
     """The texts left out of a chat, by role and kind.
 
-    explained  kinds whose reason an earlier row of the part has; finding it takes renderings.  New kinds are added
+    explained  (role, kind) of omissions whose reason is known from an earlier row of the part; new ones are added
     """
     texts = find_omitted(chat)
     for kind, num in Counter((text.role, text.kind) for text in texts).items():
@@ -97,9 +97,9 @@ def row_omissions(row: int, chat: RenderedChat, explained: set[tuple[str, str]])
 
 
 def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED) -> tuple[FileOmission, ...]:
-    """The sums for each role and kind; those with most chats come first.
+    """The sums for each role and kind of text, in order of falling numbers of chats.
 
-    rows_listed  0 for several files, since a list cannot mix rows of different files
+    rows_listed  maximum number of rows to list; 0 for several files, because row numbers belong to one file
     """
     by_kind: dict[tuple[str, str], list[FileOmission]] = {}
     for omission in omissions:
@@ -117,11 +117,11 @@ def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED
 
 
 def refusal(file: Path, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:
-    """The error for the first text that is left out, which is in this row."""
+    """The error for the first text that is left out; `row` holds this text."""
     source = "tool" if first.role == "tools" else "message"
     text = json.dumps(first.said if len(first.said) < _SHOWN else first.said[: _SHOWN - 3] + "...", ensure_ascii=False)
     return DataError(
         f"{row_name(file, row)}: {source} {first.message}: chat template {template_name(tokenizer)} leaves out the "
-        f"{named(first.role, first.kind)} {text}, and data.on_omitted is error.  {first.why}  "
-        "data.on_omitted = report goes on, and counts what is left out."
+        f"{named(first.role, first.kind)} {text}, and data.on_omitted is error.  {first.why}  With data.on_omitted = "
+        "report, the trainer counts omitted texts and continues."
     )

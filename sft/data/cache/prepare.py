@@ -1,9 +1,9 @@
-"""Makes stores of data files: `prepare`, which continues where a killed preparation stopped.
+"""Makes stores of data files.  `prepare` continues where a killed preparation stopped.
 
-Decides the order of writes, so that no store is ever visible incomplete, and how many bad rows are too many.  Any
-number of processes may prepare the same files at once.  Parts and stores get their names by renaming, and have the same
-content whichever process makes them.  A process that loses its work folder to a faster one starts that file again, and
-then finds the store.  Does not decide what a sample is (`encoder.py`) or on what a store depends (`folders.py`).
+Decides the order of writes, so no incomplete store is ever visible, and the share of bad rows that is refused.  Any
+number of processes may prepare the same files at once.  Parts and stores get their names by renaming, and their content
+does not depend on the process that makes them.  If a faster process removes the work folder of a file, the slower one
+starts this file again and then finds the store.  `encoder.py` makes samples, and `folders.py` names stores.
 """
 
 import os
@@ -31,10 +31,10 @@ from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import check_file, index_rows, row_name
 from sft.errors import DataError
 
-# With on_bad_row = skip: a wrong template or a file of another shape must not end as a small corpus.
+# With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.
 LARGEST_SKIPPED_SHARE = 0.1
 _ATTEMPTS = 5
-_MOST_AUTO_WORKERS = 32  # each holds a tokenizer and a part: some hundred megabytes
+_MOST_AUTO_WORKERS = 32  # each process holds a tokenizer and a part: some hundred megabytes
 
 
 def prepare(
@@ -50,19 +50,19 @@ def prepare(
     """The corpus of `paths`, tokenised now or mapped from `cache_dir`.  `verify` first checks all bytes of existing
     stores; `names` are the source names of the files.
 
-    Raises DataError for files, rows and chats that cannot be used, beginning with `file:line` for a row; for a
-    cache_dir that cannot be written; and when no sample is left.
+    Raises DataError if a file, row or chat cannot be used, if cache_dir cannot be written, or if no sample is left.  An
+    error of a row begins with `file:line`.
     """
     files = [Path(path) for path in paths]
     for file in files:
         check_file(file)
-    stamps = [stamp(file) for file in files]  # before the digest, so that no later change goes unseen
+    stamps = [stamp(file) for file in files]  # taken before the digest, to notice every later change
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
     stores: dict[Path, Store] = {}
     jobs: dict[Path, FileJob] = {}
     try:
         for file, folder, stamp_before in zip(files, folders, stamps, strict=True):
-            if folder in stores or folder in jobs:  # a file of the same content
+            if folder in stores or folder in jobs:  # an earlier file has the same content
                 continue
             store = _existing(file, folder, console, verify=verify)
             if store is None:
@@ -78,7 +78,7 @@ def prepare(
 
 
 def num_processes(data: DataConfig) -> int:
-    """data.num_workers; auto is what this process may use, 32 at most."""
+    """The number of processes: data.num_workers, or for auto the CPU cores that this process may use, at most 32."""
     if data.num_workers != "auto":
         return data.num_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -115,9 +115,9 @@ def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> St
     store = open_store(folder, verify=verify)
     if store is not None:
         console.say(f"{file}: {store.row_report} ({'verified' if verify else 'cached'})")
-        shutil.rmtree(work_folder(folder), ignore_errors=True)  # of one that was killed after its last step
+        shutil.rmtree(work_folder(folder), ignore_errors=True)  # left by a preparation that was killed
     elif folder.exists():
-        console.say(f"{folder} is not whole or was changed: tokenising {file} again")
+        console.say(f"{folder} is incomplete or was changed: tokenising {file} again")
         put_aside(folder, work_folder(folder))
     return store
 
@@ -141,7 +141,7 @@ def _plan_job(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, t
 
 
 class _UnusableRows(Exception):
-    """Rows for which a file cannot be used, in words."""
+    """A file cannot be used because of its rows; the message says why."""
 
     def __init__(self, job: FileJob, message: str) -> None:
         super().__init__(message)
@@ -149,9 +149,9 @@ class _UnusableRows(Exception):
 
 
 def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, refuse: bool) -> dict[Path, Store]:
-    """The stores of the files: their parts by all processes, each put together as soon as its last part is there.
+    """The stores of the files.  Processes make parts; a store is written as soon as its last part is complete.
 
-    refuse: whether what a chat template leaves out is an error
+    refuse: whether texts that a chat template leaves out are an error
     """
     stores = {}
     started = time.monotonic()
@@ -162,8 +162,8 @@ def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, re
                     job, (result for _, result in parts), console, started, refuse=refuse
                 )
                 started = time.monotonic()
-    except _UnusableRows as unusable:  # by now nobody writes to the folder any more
-        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # another file or setting will have another one
+    except _UnusableRows as unusable:  # all tokenising processes have ended
+        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # a corrected file or setting has another folder
         raise DataError(str(unusable)) from None
     return stores
 
@@ -179,13 +179,13 @@ def _tokenise_file(
             results.append(result)
             rejects += result.rejects
             _check_rows(job, result, rejects)
-            if refuse and result.omitted is not None:  # the parts stay: they are right where it is only reported
+            if refuse and result.omitted is not None:  # keeps the parts: they are valid for on_omitted = report
                 raise refusal(job.file, result.omitted.row, result.omitted, job.tokenizer)
             num_tokens += result.num_tokens
             progress.advance(result.num_rows, f"{num_tokens:,} tokens")
     store = _assemble(job, results)
     num_kept = sum(result.was_there for result in results)
-    continued = f", {num_kept:,} of {len(results):,} parts were there" if num_kept else ""
+    continued = f", {num_kept:,} of {len(results):,} parts reused" if num_kept else ""
     console.say(f"{job.file}: {store.row_report} (tokenised in {time.monotonic() - started:.1f} s{continued})")
     return store
 
@@ -197,8 +197,8 @@ def _check_rows(job: FileJob, result: PartResult, rejects: Sequence[Reject]) -> 
         listed = "".join(f"\n  {row_name(job.file, reject.row)}: {reject.reason}" for reject in rejects[:5])
         raise _UnusableRows(
             job,
-            f"{len(rejects):,} rows or more of the {job.index.num_rows:,} of {job.file} cannot be used.  "
-            f"data.on_bad_row = skip leaves out a tenth at most.  The first of them:{listed}",
+            f"{len(rejects):,} or more of the {job.index.num_rows:,} rows of {job.file} cannot be used.  "
+            f"data.on_bad_row = skip skips at most a tenth of a file.  The first bad rows:{listed}",
         )
 
 
@@ -213,7 +213,7 @@ def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
         try:
             write_store(temp, _parts(job), weights)
             publish(temp, job.store)
-        except FileNotFoundError:  # another process was faster, and cleared up
+        except FileNotFoundError:  # a faster process published the store and removed the work folder
             pass
         finally:
             shutil.rmtree(temp, ignore_errors=True)
@@ -224,8 +224,8 @@ def _assemble(job: FileJob, results: Sequence[PartResult]) -> Store:
         for number in range(len(job.ranges)):
             make_part(job, number)
     raise DataError(
-        f"{job.folder} was removed {_ATTEMPTS} times while its parts were put together.  Is something clearing "
-        "data.cache_dir?"
+        f"{job.folder} was removed {_ATTEMPTS} times while its parts were merged.  Find the process that clears "
+        "data.cache_dir."
     )
 
 

@@ -1,6 +1,7 @@
 """Counts the rows of a file that were kept whole, cut, windowed, dropped or skipped, and their samples and tokens.
 
-Does not decide which rows these are (`truncation.py`, `encoder.py`); counts them, so that no loss is silent.
+The report shows every lost row and token.  `truncation.py` and `encoder.py` decide which rows are cut, windowed,
+dropped or skipped.
 """
 
 import re
@@ -14,16 +15,16 @@ import numpy as np
 from sft.data.cache.omissions import FileOmission
 from sft.data.chat.messages import shortened
 
-# One line per sample, in order, and one of 0 tokens, window 0 of 0, for a row of which no sample was made.
+# One line per sample, in order, and one line with 0 tokens, window 0 of 0, for each row without a sample.
 LINE = np.dtype(
     [
         ("row", np.int64),  # number in the file
         ("window", np.int64),  # from 1
-        ("windows", np.int64),  # samples of the same row
+        ("windows", np.int64),  # number of samples of the same row
         ("tokens", np.int64),
-        ("supervised", np.int64),  # labels
-        ("new", np.int64),  # tokens that no earlier window of the row holds
-        ("full_tokens", np.int64),  # of the whole row
+        ("supervised", np.int64),  # number of supervised labels
+        ("new", np.int64),  # number of tokens that no earlier window of the row contains
+        ("full_tokens", np.int64),  # number of tokens of the uncut row
         ("full_supervised", np.int64),
     ]
 )
@@ -33,7 +34,7 @@ _PARTICULARS = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|\d[\d,.]*')
 
 
 class Reject(NamedTuple):
-    """A row that cannot be used, and why."""
+    """A row that cannot be used, and the reason."""
 
     row: int
     reason: str
@@ -41,17 +42,18 @@ class Reject(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """Counts of a file.
+    """The counts of the rows of one file.
 
     rows = rows_whole + rows_cut + rows_windowed + rows_dropped + rows_skipped
     tokens of all rows but the skipped = tokens_kept - tokens_repeated + tokens_cut + tokens_dropped
     supervised labels of them          = supervised_kept + supervised_cut + supervised_dropped
 
-    cut: by over_long = cut_turns.  windowed: made into several samples by over_long = windows, which repeat some
-    tokens as context; of a prompt or message that no window holds whole, the rest is counted as cut.
-    dropped: too long, and nothing of it fits.  skipped: unusable, by on_bad_row = skip.
-    chats: rows but the skipped that are no ready tokens.  omitted: what the chat template left out of them.
-    The lists name at most the first 100 rows.
+    cut       by over_long = cut_turns
+    windowed  made into several samples by over_long = windows.  Windows repeat tokens as context.  Tokens that no
+              window contains count as cut.
+    dropped   too long, without a sample.  skipped: unusable, left out by on_bad_row = skip
+    chats     rows that are chats and were not skipped.  omitted: texts of these chats that the template left out
+    Lists name at most the first 100 rows.
     """
 
     rows: int
@@ -61,9 +63,9 @@ class RowReport:
     rows_dropped: int
     rows_skipped: int
     samples: int
-    samples_windowed: int  # among them
+    samples_windowed: int  # number of samples that are windows
     tokens_kept: int
-    tokens_repeated: int  # among the kept
+    tokens_repeated: int  # included in tokens_kept
     tokens_cut: int
     tokens_dropped: int
     supervised_kept: int
@@ -74,7 +76,7 @@ class RowReport:
     windowed: tuple[int, ...]
     dropped: tuple[int, ...]
     skipped: tuple[int, ...]
-    reasons: tuple[tuple[str, int], ...]  # of the skipped, most frequent first, numbers and texts left out
+    reasons: tuple[tuple[str, int], ...]  # of skipped rows, most frequent first, without numbers and texts
     chats: int = 0
     omitted: tuple[FileOmission, ...] = ()
 
@@ -88,11 +90,11 @@ class RowReport:
             text += f"; cut {self.rows_cut:,} samples: {_rows(self.cut, self.rows_cut)}"
         if self.rows_windowed:
             text += (
-                f"; made {self.samples_windowed:,} windows of {self.rows_windowed:,} rows, which repeat "
+                f"; made {self.samples_windowed:,} windows of {self.rows_windowed:,} rows, and windows repeat "
                 f"{self.tokens_repeated:,} tokens: {_rows(self.windowed, self.rows_windowed)}"
             )
         if self.tokens_cut:
-            text += f"; left out {self.tokens_cut:,} tokens of them ({self.supervised_cut:,} supervised)"
+            text += f"; left out {self.tokens_cut:,} tokens of these rows ({self.supervised_cut:,} supervised)"
         if self.rows_dropped:
             text += (
                 f"; dropped {self.rows_dropped:,} samples of {self.tokens_dropped:,} tokens "
@@ -110,7 +112,7 @@ class RowReport:
 
     @classmethod
     def of_json(cls, counts: dict[str, Any]) -> "RowReport":
-        """The inverse of `dataclasses.asdict` and JSON.  Raises TypeError for other fields."""
+        """The report whose `dataclasses.asdict` went through JSON as `counts`.  Raises TypeError for other fields."""
         reasons = tuple((reason, count) for reason, count in counts["reasons"])
         listed = {name: tuple(value) for name, value in counts.items() if isinstance(value, list)}
         omitted = tuple(FileOmission(**{**fields, "rows": tuple(fields["rows"])}) for fields in counts["omitted"])
@@ -129,7 +131,7 @@ def count_rows(
           4  1 of 2      10           4   10           17                9     in 2 windows that repeat 3 tokens
           4  2 of 2      10           5    7           17                9
 
-    A row that one window holds but for some of its prompt counts as cut.
+    A row counts as cut if it has one window, which lacks a part of the prompt.
     """
     first = lines["window"] <= 1
     dropped = lines["windows"] == 0

@@ -1,15 +1,15 @@
-"""Tokenised samples of one file on disk: written once, atomically, and memory-mapped afterwards.
+"""Stores the tokenised samples of one file on disk: writes them once, atomically, and memory-maps them afterwards.
 
-    tokens.npy     int32 [total]   all samples end to end
+    tokens.npy     int32 [total]   all samples concatenated
     mask.npy       uint8 [total]   the index of each token's weight
     rows.npy       LINE [lines]    one line per sample, and one per row that was dropped (`row_report.LINE`)
-    rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; only where there are any
-    omitted.jsonl  what the chat template left out, by row, role and kind (`omissions.py`); only where it did
+    rejects.jsonl  rows that were skipped: {"row": 1841, "reason": "..."}; missing if no row was skipped
+    omitted.jsonl  texts that the chat template left out, by row, role and kind (`omissions.py`); missing if none
     ledger.json    the row report, the weights that mask.npy indexes, sizes and digests of the other files, and a
                    digest of itself; written last
 
-The content of a store does not depend on the file's name, or on the time, place or number of processes of its making.
-Does not decide when a store is out of date: its name is a hash of everything that it depends on (`folders.py`).
+The content of a store does not depend on the file's name, on the machine, on the time, or on the number of processes.
+A store is never out of date: its name is a hash of everything that it depends on (`folders.py`).
 """
 
 import hashlib
@@ -43,16 +43,16 @@ class Store:
     rows: np.ndarray
     weights: np.ndarray  # float32 [at most 256]: token i weighs weights[mask[i]]
     row_report: RowReport
-    digest: str  # changes when any token, weight or line does
+    digest: str  # depends on all tokens, weights and lines
 
 
 def open_store(folder: Path, *, verify: bool = False) -> Store | None:
     """The store in `folder`, or None if it is missing, incomplete or changed.
 
-    Always checks sizes and the digest of ledger.json; checks everything else only with `verify`.  Otherwise every rank
-    would read the whole corpus before its first step (100 GB at 1 GB/s: 2 minutes; a thousand ranks on one file system:
-    much longer).  A store gets its final name only after it is complete and flushed.  Damage that `verify` finds comes
-    from a failing disk or from somebody who edited the files.
+    Always checks sizes and the digest of ledger.json.  Only `verify` checks all bytes, because a rank would read the
+    whole corpus before its first step (100 GB at 1 GB/s: 2 minutes; a thousand ranks on one file system: much longer).
+    A store gets its final name only after it is complete and flushed, so damage that `verify` finds comes from a
+    failing disk or from edited files.
     """
     try:
         content = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
@@ -76,8 +76,8 @@ def open_store(folder: Path, *, verify: bool = False) -> Store | None:
 def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -> None:
     """Writes the parts of a file as a store into the new folder `temp`, for `publish`.  Raises OSError.
 
-    weights: all that the parts have, 0 and rising.  Memory stays at one part, whatever the size of the file, but
-    for the rejects.
+    weights: the distinct weights of all parts, 0 and then rising.  The function holds one part and all rejects in
+    memory, whatever the size of the file.
     """
     temp.mkdir(parents=True)
     rejects, omitted, num_chats = _write_parts(temp, parts, weights)
@@ -92,13 +92,13 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
     text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)
     (temp / "ledger.json").write_text(text + "\n", encoding="utf-8")
     for path in temp.iterdir():
-        flush(path)  # a rename may reach the disk before the bytes do, and leave an empty store after a power cut
+        flush(path)  # otherwise a power cut could leave a renamed store without its bytes
 
 
 def _write_parts(
     temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray
 ) -> tuple[list[Reject], tuple[FileOmission, ...], int]:
-    """Writes the arrays, and the list of what the chat template left out; returns the number of chats too."""
+    """Writes the arrays and the list of omitted texts.  Returns rejects, omissions and the number of chats."""
     rejects: list[Reject] = []
     totals: tuple[FileOmission, ...] = ()
     num_chats = 0
@@ -125,15 +125,15 @@ def _write_parts(
 
 
 def publish(temp: Path, folder: Path) -> None:
-    """Gives a written store its final name.  If another process was first, its copy and `temp` stay; a damaged copy
-    is moved next to `temp`.  Raises OSError if somebody removed `temp`."""
+    """Gives a written store its final name.  If another process was first, its store and `temp` stay; a damaged store
+    is moved next to `temp`.  Raises OSError if another process removed `temp`."""
     for _ in range(3):
         try:
             os.rename(temp, folder)
             return
         except FileNotFoundError:
             raise
-        except OSError:  # something lies there
+        except OSError:  # the name exists
             if open_store(folder, verify=True) is not None:
                 return
         put_aside(folder, temp.parent)
@@ -141,14 +141,14 @@ def publish(temp: Path, folder: Path) -> None:
 
 
 def put_aside(folder: Path, work: Path) -> None:
-    """Moves a damaged store into the work folder, which is removed at the end."""
+    """Moves a damaged store into the work folder, which the preparation removes at its end."""
     work.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):  # another process is mending the same store
+    with suppress(FileNotFoundError):  # another process is replacing the same store
         os.rename(folder, work / f"damaged-{uuid.uuid4().hex[:12]}")
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
-    """The .npy header at the file's start; numpy pads it so that the first dimension may grow in place."""
+    """Writes the .npy header at the start of the file; numpy pads headers, so a larger length fits in place."""
     file.seek(0)
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
     np.lib.format.write_array_header_1_0(file, description)
@@ -159,7 +159,7 @@ def _map(path: Path) -> np.ndarray:
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and digest of every file but ledger.json."""
+    """Size and digest of every file except ledger.json."""
     described = {f"{name}.npy": _digest(_map(folder / f"{name}.npy")) for name in _ARRAYS}
     for name in (_REJECTS, _OMITTED):
         if (folder / name).exists():

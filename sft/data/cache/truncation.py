@@ -1,11 +1,11 @@
 """Turns a sample that is too long into an error, no sample, a sample of its first turns, or several windows.
 
-Decides which tokens of the sample each excerpt holds, and which of them are supervised there.  It reads weights only.
-A turn is a run of tokens of weight above 0, so chats and rows of ready tokens are treated alike.  Does not know chats,
-templates or files.  Does not count lost tokens (`row_report.py`).
+Decides which tokens of the sample each excerpt contains, and which tokens of an excerpt are supervised.  Reads only
+weights.  A turn is a run of tokens with weights above 0, so chats and rows of token ids are treated alike.
+`row_report.py` counts lost tokens.
 
-An excerpt ends where a turn ends.  Only a turn longer than a window is cut inside.  The windows that follow supervise
-its rest with the end-of-turn token, so no policy separates a turn from its end.
+An excerpt ends where a turn ends.  Only a turn longer than a window is split.  The following windows supervise the rest
+of the turn and its end-of-turn token, so no policy removes the end of a turn.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _CONTEXT = 8
 
 
 class Excerpt(NamedTuple):
-    """A sample made of some tokens of a longer one: the positions of these tokens, and their weights here.
+    """A sample made of some tokens of a longer sample: positions of the tokens in the longer sample, and new weights.
 
     positions int64 [m], rising · weights float32 [m], 0 or what the token weighs in the whole sample
     """
@@ -43,7 +43,7 @@ def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_lo
     12 tokens, 4 to 5 and 8 to 11 supervised, seq_length 8, doc_multiple 1
         drop       nothing
         cut_turns  0 1 2 3 [4 5]
-        windows    0 1 2 3 [4 5]      2 3 6 7 [8 9 10 11]     [learnt]; of the prompt 0 to 3, the end is replayed
+        windows    0 1 2 3 [4 5]      2 3 6 7 [8 9 10 11]     [supervised]; 2 3, the end of the prompt, is repeated
 
     Raises DataError with the sizes for over_long = error.
     """
@@ -56,8 +56,8 @@ def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_lo
             need = aligned(len(weights), doc_multiple)
             raise DataError(
                 f"{len(weights):,} tokens ({need:,} when padded to a multiple of {doc_multiple}) do not fit "
-                f"data.seq_length = {seq_length}.  Raise it to {need}, or set data.over_long to drop, cut_turns or "
-                "windows (what is lost is counted)."
+                f"data.seq_length = {seq_length}.  Raise data.seq_length to {need}, or set data.over_long to drop, "
+                "cut_turns or windows (lost tokens are counted)."
             )
         case "drop":
             return []
@@ -80,7 +80,7 @@ def turns(weights: np.ndarray) -> list[tuple[int, int]]:
 
 
 class _Window(NamedTuple):
-    """The last `head` tokens of the prompt, then tokens start to stop, which are supervised from `new` on."""
+    """A window: the last `head` tokens of the prompt, then tokens start to stop, which are supervised from `new` on."""
 
     head: int
     start: int
@@ -101,9 +101,9 @@ def _excerpt(window: _Window, weights: np.ndarray, prompt: int) -> Excerpt:
 def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterator[_Window]:
     """Windows of at most `capacity` tokens.  Exactly one of them supervises each supervised label.
 
-    A window takes turns while they fit, each with all tokens since the turn before.  The next window begins with the
-    end of the prompt and continues where the last one stopped.  The first token after the jump is not supervised, so no
-    label is predicted across it.
+    A window takes turns while they fit, each with all tokens since the previous turn.  The next window begins with the
+    end of the prompt and continues where the previous window stopped.  The first token after this gap is not
+    supervised, so no label is predicted across the gap.
     """
     if not spans or capacity < 2:  # a label needs the token before it
         return
@@ -119,21 +119,19 @@ def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterat
             yield from full
         previous = stop
     assert last is not None
-    tail = length - last.stop  # not supervised, but without it every row would lack a newline in the row report
+    tail = length - last.stop  # unsupervised; without it, the row report would count a cut newline for every row
     yield last._replace(stop=last.stop + tail) if last.size + tail <= capacity else last
 
 
 def _turn(first: int, stop: int, capacity: int, *, prompt: int, between: int) -> list[_Window]:
     """Windows of a turn that begins a new window: one window, or as many as the turn fills.
 
-    A turn that leaves an eighth of the window for context stays whole.  If the prompt and the messages before it do not
-    fit into the rest, their beginnings are left out.  A longer turn is cut.  Each part after the first repeats an
-    eighth of a window before it.
+    A turn that leaves an eighth of the window for context stays whole.  If the prompt and the messages before the turn
+    do not fit into the rest of the window, their beginnings are left out.  A longer turn is split, and every part but
+    the first begins with the eighth of a window before it, as context.
     """
     overlap = max(1, capacity // _CONTEXT)
-    replayed = (
-        min(prompt, capacity // _PROMPT) if first > prompt else 0
-    )  # the first turn has the prompt right before it
+    replayed = min(prompt, capacity // _PROMPT) if first > prompt else 0  # the first turn directly follows the prompt
     fits = stop - first + overlap <= capacity
     context = capacity - (stop - first) if fits else min(capacity - 1, capacity // _PROMPT + overlap)
     before = min(between, max(context - replayed, (context + 1) // 2))

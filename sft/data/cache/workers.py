@@ -1,8 +1,8 @@
 """Tokenises a file in parts.  Any process can make a part; parts stay on disk until all of them are complete.
 
-Decides where parts begin (by rows and bytes, never by the number of processes), that a part is used only if its
-digest matches, and that the first bad row in file order ends the work.  Each process reads its rows itself.  It
-receives only the number of a part, and returns a few counts.  Does not put parts together (`prepare.py`).
+Parts are cut by rows and bytes, whatever the number of processes.  A part is used only if its digest matches.  The
+first bad row in file order ends the work.  Each process reads rows from the file; it receives only the number of a part
+and returns a few counts.  `prepare.py` concatenates parts.
 
 Processes are spawned, not forked, because a process started by torchrun may hold threads and CUDA contexts.
 """
@@ -32,8 +32,8 @@ from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import RowIndex, read_rows
 from sft.errors import DataError
 
-# Parts are so small that a killed preparation loses seconds, and that all processes end at about the same time.  A part
-# takes a few times its bytes in memory.
+# With small parts, a killed preparation loses only seconds of work, and all processes end at about the same time.  A
+# part takes a few times its bytes in memory.
 ROWS_PER_PART = 2048
 BYTES_PER_PART = 16 << 20
 _DIGEST_BYTES = 32
@@ -50,7 +50,7 @@ class FileJob:
     index: RowIndex
     ranges: tuple[tuple[int, int], ...]  # rows of each part, counted from 0
     store: Path  # the folder of the finished store
-    stamp: Stamp  # of the file before its digest was taken; a file that changed since is refused
+    stamp: Stamp  # of the file, taken before its digest; a file with another stamp is refused
 
     @property
     def folder(self) -> Path:
@@ -66,8 +66,8 @@ class PartResult(NamedTuple):
     weights: tuple[float, ...] = ()
     rejects: tuple[Reject, ...] = ()
     omitted: RowOmission | None = None  # the first omission of the part
-    was_there: bool = False  # whether an earlier or another preparation made it
-    error: str | None = None  # names a row
+    was_there: bool = False  # whether another preparation, earlier or concurrent, made the part
+    error: str | None = None  # begins with the name of a row
 
 
 def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
@@ -81,7 +81,7 @@ def part_ranges(index: RowIndex) -> tuple[tuple[int, int], ...]:
         stop = min(start + ROWS_PER_PART, index.num_rows)
         if index.offsets is not None:
             beyond = int(np.searchsorted(index.offsets, index.offsets[start] + BYTES_PER_PART, side="right"))
-            if beyond < index.num_rows:  # the row before `beyond` may end at the limit, but no later
+            if beyond < index.num_rows:  # the row before `beyond` ends at or before the limit
                 stop = min(stop, max(start + 1, beyond - 1))
         ranges.append((start, stop))
         start = stop
@@ -98,7 +98,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
         try:
             encoded = encode_rows(read_rows(job.file, job.index, start, stop), job.file, job.data, job.tokenizer)
         except DataError as error:
-            check_unchanged(job.file, job.stamp)  # a change of the file would explain the error
+            check_unchanged(job.file, job.stamp)  # if the file changed, raises a better error
             return PartResult(error=str(error))
         except OSError as error:
             raise DataError(f"data file {job.file} cannot be read: {error}.") from error
@@ -158,8 +158,8 @@ def _write_part(path: Path, encoded: EncodedRows) -> None:
 
 
 def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[FileJob, PartResult], None, None]:
-    """Makes all parts of all files, in order, in at most `num_workers` processes.  With 1 process or 1 part, this
-    process does the work itself."""
+    """Makes all parts of all files, in order, in at most `num_workers` processes.  With one process or one part, the
+    calling process does the work."""
     parts = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.ranges))]
     num_workers = min(num_workers, len(parts))
     if num_workers <= 1:
@@ -174,14 +174,14 @@ def make_parts(jobs: Sequence[FileJob], num_workers: int) -> Generator[tuple[Fil
             yield jobs[i], future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenised was killed, most likely for want of memory.  What it had finished is kept.  "
-            f"Lower data.num_workers = {num_workers}."
+            "a tokenising process was killed, probably because memory ran out.  Finished parts are kept.  Use fewer "
+            f"processes than data.num_workers = {num_workers}."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-# Set once in each tokenising process: sending the tokenizer with every part would cost more than the work.
+# Set once in each tokenising process, because sending the tokenizer with every part would take longer than the work.
 _jobs: list[FileJob] = []
 
 

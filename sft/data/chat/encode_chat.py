@@ -1,17 +1,16 @@
-"""Converts a chat, or ready tokens, to tokens and the weight of each in the loss.
+"""Converts a chat, or a row of token ids, to tokens and the weight of each token in the loss.
 
 `encode_chat` renders (`render.py`) and tokenises (`tokens.py`) a chat once and as a whole, so the ids are those of the
-template's text.  It finds the assistant's turns in the text (`turns.py`), then their tokens (`tokens.py`).  Weights of
-tokens follow from `data.supervise` and the weights of the messages.  Supervised are with
+template's text.  Then it finds the assistant's turns in the text (`turns.py`) and their tokens (`tokens.py`).
+`data.supervise` and the weights of messages determine the weights of tokens.  Supervised tokens by `data.supervise`:
 
     assistant  the assistant's text and the token that ends each turn, once per turn; neither the role header nor the
                newline after the turn
-    last       the same for the last assistant turn only
-    all        every token after the first
+    last       as for assistant, but only in the last assistant turn
+    all        every token except the first
 
-A mask that cannot be proven is an error, never a guess.  Errors name the message; the caller adds file and line.  Does
-not decide what happens to a sample that is too long (`cache/truncation.py`).  Does not look for text that the template
-left out (`omitted.py`).
+If the supervised tokens cannot be proven, an error is raised.  Errors name the message; the caller adds file and line.
+`cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template left out.
 """
 
 import json
@@ -31,7 +30,7 @@ Supervise = Literal["assistant", "last", "all"]
 
 
 class Encoding(NamedTuple):
-    """A row as tokens int32 [n], their weights float32 [n], and the chat as its template wrote it, if one did."""
+    """A row as tokens int32 [n], their weights float32 [n], and the rendered chat (None without a template)."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -41,7 +40,7 @@ class Encoding(NamedTuple):
 def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Supervise) -> Encoding:
     """Tokens and weights of a row of any length.  Raises DataError.
 
-    ready ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
+    token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
     """
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, supervise)
@@ -49,7 +48,7 @@ def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Super
     if len(outside):
         first = int(outside[0])
         raise DataError(
-            f"token {first + 1} is {row.tokens[first]:,}, but the tokenizer has the ids 0 to "
+            f"token {first + 1} is {row.tokens[first]:,}, but the tokenizer has only ids 0 to "
             f"{tokenizer.vocab_size - 1:,}."
         )
     return Encoding(row.tokens, row.weights, None)
@@ -68,7 +67,7 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "as
     else:
         rendered = render_chat(chat, tokenizer)
         encoded = tokenise(rendered)
-        # If a turn has the same weight as the tokens around it, its place needs no proof.
+        # If a turn has the same weight as the tokens around the turn, its position needs no proof.
         unlike = [i for i, weight in by_message.items() if weight != (supervise == "all")]
         ids, spans = encoded.ids, find_token_spans(find_turns(rendered, unlike), rendered, encoded)
     weights = np.full(len(ids), float(supervise == "all"), dtype=np.float32)
@@ -78,14 +77,14 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "as
     weights[:1] = 0  # no token precedes the first one, so nothing predicts it
     if not weights.any():
         raise DataError(
-            f"every token weighs 0 with data.supervise = {supervise}, so there is nothing to learn from.  Leave an "
-            "assistant message on, or remove the chat."
+            f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an assistant "
+            "message a weight above 0, or remove the chat."
         )
     return Encoding(ids, weights, rendered)
 
 
 def weights_of_turns(chat: Chat, supervise: Supervise) -> dict[int, float]:
-    """Weight of the tokens of each assistant turn, by message.  Turns of weight 0 are listed for `all` only."""
+    """{index of an assistant message: weight of its tokens}  Messages of weight 0 are included for `all` only."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     weights = chat.weights or (1.0,) * len(chat.messages)
     by_message = {i: weights[i] for i in (answers[-1:] if supervise == "last" else answers)}

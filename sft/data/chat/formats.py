@@ -1,8 +1,8 @@
-"""Reads a row of a data file, in any of the accepted shapes, as a checked chat or as tokens.
+"""Reads a row of a data file, in any of the accepted formats, as a checked chat or as tokens.
 
-Decides which shapes are accepted, that a row of two shapes is refused, and which rows are wrong by themselves.
-`messages.py` checks messages.  Errors raised here name the message; the caller adds file and line.  Does not know
-tokenizers or templates (`encode_chat.py`).
+Decides which formats are accepted, and refuses invalid rows and rows that fit two formats.  `messages.py` checks
+messages.  Errors raised here name the message; the caller adds file and line.  This module does not know tokenizers or
+templates (`encode_chat.py` does).
 
 A key with the value null counts as absent, because many writers fill missing keys with null.  Unknown keys of a row
 are ignored.
@@ -36,8 +36,8 @@ _UNSUPERVISED = -100  # in labels, by the convention of PyTorch
 class Chat(NamedTuple):
     """A chat that has been checked.
 
-    weights  the weight of each message's supervised tokens, 0 for a message without training; None: 1 for all.
-             `data.supervise` decides which roles are supervised at all.
+    weights  the weight of each message's supervised tokens, 0 for an unsupervised message; None: 1 for all messages.
+             `data.supervise` decides which roles can be supervised.
     """
 
     messages: list[Message]
@@ -64,15 +64,15 @@ def read_row(row: object) -> Chat | Tokenized:
     Raises DataError: `message 3 has role "assitant"; expected one of system, user, assistant, tool.`
     """
     if not isinstance(row, dict):
-        raise DataError(f"a row is an object; got {type_name(row)}.")
+        raise DataError(f"a row must be an object; got {type_name(row)}.")
     present = {key: value for key, value in row.items() if value is not None}
     fitting = [keys for keys in _SHAPES if all(key in present for key in keys)]
     if not fitting:
         keys = ", ".join(f"{key}" if key in present else f"{key} (null)" for key in row) or "none"
-        raise DataError(f"of no known shape: a row has {_KNOWN}.  The keys here are: {shortened(keys, 200)}.")
+        raise DataError(f"unknown format: a row must have {_KNOWN}.  This row has the keys {shortened(keys, 200)}.")
     if len(fitting) > 1:
         names = " as well as ".join(" and ".join(keys) for keys in fitting)
-        raise DataError(f"the row has {names}, so it is not clear which is meant.  Keep one of them.")
+        raise DataError(f"the row has {names}, but a row must have one format.  Keep one of them.")
     return _SHAPES[fitting[0]](present)
 
 
@@ -91,12 +91,12 @@ def _read_completion(row: Row) -> Chat:
         part = [_turn(role, value, key)] if isinstance(value, str) else read_messages(value, key)
         turns += [turn if turn.weight is not None else turn._replace(weight=weight) for turn in part]
     if not any(turn.message["role"] == "assistant" and turn.where.startswith("completion") for turn in turns):
-        raise DataError("the completion has no assistant message, so there is nothing to learn from.")
+        raise DataError("the completion has no assistant message, so no token is supervised.")
     return _chat(row, turns, system_weight=0.0)
 
 
 def _read_instruction(row: Row) -> Chat:
-    """Reads a row in Alpaca's form.  Answers in the history are supervised, too, as in LLaMA-Factory."""
+    """Reads a row in Alpaca's format.  Answers in the history are also supervised, as in LLaMA-Factory."""
     asked = [_string(row["instruction"], "instruction"), _string(row.get("input", ""), "input")]
     turns = []
     history = row.get("history", [])
@@ -112,7 +112,7 @@ def _read_instruction(row: Row) -> Chat:
 def _turn(role: str, value: object, where: str) -> CheckedMessage:
     content = _string(value, where)
     if role == "assistant" and not content.strip():
-        raise DataError(f"{where} is empty: it would teach to end a turn without a word.")
+        raise DataError(f"{where} is empty: the model would learn to end a turn without any text.")
     return CheckedMessage({"role": role, "content": content}, None, where)
 
 
@@ -126,7 +126,7 @@ def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = N
     system = _string(row.get("system", ""), "system")
     if system and turns[0].message != {"role": "system", "content": system}:
         if any(turn.message["role"] == "system" for turn in turns):
-            raise DataError("the row has a system text and another system message.  Keep one of them.")
+            raise DataError("the row has a system text and also a system message.  Keep one of them.")
         turns = [CheckedMessage({"role": "system", "content": system}, system_weight, "system"), *turns]
     check_calls(turns)
     tools = _tools(row)
@@ -135,16 +135,16 @@ def _chat(row: Row, turns: list[CheckedMessage], system_weight: float | None = N
     _check_values(tools, "tools")
     written = [turn.weight for turn in turns if turn.message["role"] == "assistant"]
     if not written:
-        raise DataError("no assistant turn, so there is nothing to learn from.")
+        raise DataError("no assistant turn, so no token is supervised.")
     if all(weight == 0 for weight in written) and not any(turn.weight for turn in turns):
-        raise DataError("every assistant turn has weight 0, so there is nothing to learn from.")
+        raise DataError("every assistant turn has weight 0, so no token is supervised.")
     plain = all(turn.weight is None for turn in turns)
     weights = None if plain else tuple(1.0 if turn.weight is None else turn.weight for turn in turns)
     return Chat([turn.message for turn in turns], tools, weights)
 
 
 def _check_values(value: object, where: str) -> None:
-    """Raises DataError for values that JSON lacks.  A table may hold times and NaN, whose text depends on templates."""
+    """Raises DataError for values that JSON lacks.  A table may hold times and NaN; templates differ in their texts."""
     if isinstance(value, dict):
         for item in value.values():
             _check_values(item, where)
@@ -152,7 +152,7 @@ def _check_values(value: object, where: str) -> None:
         for item in value:
             _check_values(item, where)
     elif value is not None and not (isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))):
-        type_ = "a number that is none" if isinstance(value, float) else f"a {type(value).__name__}"
+        type_ = "NaN or infinity" if isinstance(value, float) else f"a {type(value).__name__}"
         raise DataError(f"{where} holds {type_}, which JSON does not have.  Store the column as text.")
 
 
@@ -183,19 +183,19 @@ def _read_tokens(row: Row, key: str) -> Tokenized:
     if min(tokens) < 0 or max(tokens) > _LARGEST_ID:
         at = next(i for i, token in enumerate(tokens) if not 0 <= token <= _LARGEST_ID)
         raise DataError(
-            f"{key} has {shortened(str(tokens[at]))} at {at + 1}; ids are integers from 0 to {_LARGEST_ID:,}."
+            f"{key} has {shortened(str(tokens[at]))} at position {at + 1}; ids are integers from 0 to {_LARGEST_ID:,}."
         )
     masks = [name for name in (*_MASKS, "labels") if name in row]
     if len(masks) != 1:
         raise DataError(
-            f"{key} needs one of {', '.join(_MASKS)} and labels, which say what is supervised; got "
+            f"{key} needs one of {', '.join(_MASKS)} or labels, to say which tokens are supervised; got "
             f"{' and '.join(masks) or 'none'}."
         )
     weights = _from_labels(row, key, tokens) if masks == ["labels"] else _from_mask(row, masks[0])
     if len(weights) != len(tokens):
-        raise DataError(f"{key} has {len(tokens):,} numbers and {masks[0]} {len(weights):,}.")
+        raise DataError(f"{key} has {len(tokens):,} numbers, but {masks[0]} has {len(weights):,}.")
     if not any(weights[1:]):
-        raise DataError(f"{masks[0]} supervises no token after the first, so there is nothing to learn from.")
+        raise DataError(f"{masks[0]} supervises no token after the first token, so the row has no loss.")
     return Tokenized(np.array(tokens, dtype=np.int32), np.array(weights, dtype=np.float32))
 
 
@@ -210,8 +210,8 @@ def _from_labels(row: Row, key: str, tokens: list[int]) -> list[float]:
     for number, (token, label) in enumerate(zip(tokens, labels), start=1):
         if label not in (token, _UNSUPERVISED):
             raise DataError(
-                f"label {number} is {shortened(str(label))}, but token {number} is {token}: a label is its own token, "
-                f"not shifted, or {_UNSUPERVISED}."
+                f"label {number} is {shortened(str(label))}, but token {number} is {token}: a label must be the token "
+                f"at the same position (not shifted), or {_UNSUPERVISED}."
             )
     return [float(label != _UNSUPERVISED) for label in labels]
 
@@ -222,7 +222,7 @@ def _numbers(row: Row, key: str, types: tuple[type, ...], expected: str) -> list
         raise DataError(f"{key} must be a list of at least one number; got {type_name(values)}.")
     if not set(map(type, values)) <= set(types):
         at = next(i for i, value in enumerate(values) if type(value) not in types)
-        raise DataError(f"{key} has {type_name(values[at])} at {at + 1}; {expected}.")
+        raise DataError(f"{key} has {type_name(values[at])} at position {at + 1}; {expected}.")
     return values
 
 

@@ -1,8 +1,8 @@
-"""The messages of a chat: checks each message by itself and converts all notations to one form.
+"""Checks the messages of a chat one by one, and converts all notations to one form.
 
-Decides roles, contents, tool calls and weights of messages, in OpenAI's notation (role, content) and ShareGPT's (from,
-value).  Other keys are passed on to the chat template unchanged.  Errors name the message.
-Does not know the other keys of a row (`formats.py`).
+Decides which roles, contents, tool calls and weights of messages are valid, in OpenAI's notation (role, content) and in
+ShareGPT's (from, value).  Other keys are passed to the chat template unchanged.  Errors name the message.
+`formats.py` reads the other keys of a row.
 """
 
 import json
@@ -16,7 +16,7 @@ from sft.errors import DataError
 Message = dict[str, Any]  # role, content, and all other keys of the message in the row
 Tools = list[dict[str, Any]] | None
 
-THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; templates read the first
+THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of a message; most templates read reasoning_content
 # Thinking at the start of a content, in four parts: opening tag, thinking, closing tag, answer.
 THOUGHT = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 ROLES = ("system", "user", "assistant", "tool")
@@ -76,7 +76,7 @@ def check_calls(turns: Sequence[CheckedMessage]) -> None:
         answered = message.get("tool_call_id")
         if answered is not None and (not isinstance(answered, str) or answered not in made):
             raise DataError(
-                f"{where} answers tool call {shortened(to_json(answered))}, which no earlier message makes."
+                f"{where} answers tool call {shortened(to_json(answered))}, but no earlier message has this call."
             )
 
 
@@ -100,7 +100,7 @@ def read_json(text: str, name: str) -> Any:
 
 
 def to_json(part: object) -> str:
-    """A part of a chat as one text in which code can search."""
+    """A part of a chat as JSON text, which can be searched."""
     return json.dumps(part, ensure_ascii=False, default=str)
 
 
@@ -142,7 +142,7 @@ def _read_message(raw: object, where: str) -> CheckedMessage:
     if calls:
         message["tool_calls"] = calls
     if role == "assistant" and not (content or "").strip() and not calls:
-        raise DataError(f"{where} (assistant) is empty: it would teach to end a turn without a word.")
+        raise DataError(f"{where} (assistant) is empty: the model would learn to end a turn without any text.")
     _check_rest(message, role, where)
     return CheckedMessage(message, weight, where)
 
@@ -151,7 +151,7 @@ def _take_weight(message: Message, where: str) -> float | None:
     """Removes the weight from a message, because a template has no use for it, and returns it."""
     weights = {name: message.pop(name) for name in ("weight", *_SWITCHES) if name in message}
     if len(weights) > 1:
-        raise DataError(f"{where} has {' and '.join(weights)}, which say the same.  Keep one of them.")
+        raise DataError(f"{where} has {' and '.join(weights)}, which have the same meaning.  Keep one of them.")
     for name, value in weights.items():
         if name in _SWITCHES and not isinstance(value, bool):
             raise DataError(f"{where} has {name} {type_name(value)}; expected true or false (weight takes a number).")
@@ -168,7 +168,7 @@ def _from_sharegpt(message: Message, where: str) -> Message:
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}
     key = "tool_calls" if sender == "function_call" else "content"
     if key in rest:
-        raise DataError(f"{where} has a value and {key}, which say the same.  Keep one of them.")
+        raise DataError(f"{where} has a value and {key}, which have the same meaning.  Keep one of them.")
     if sender != "function_call":
         return {**rest, "role": _SENDERS[sender], "content": value}
     calls = read_json(value, f"{where} (from function_call)")
@@ -191,10 +191,11 @@ def _text_part(part: object, role: str, where: str) -> str:
         )
     if part.get("type") != "text":
         raise DataError(
-            f"{where} ({role}) has a part of type {shortened(to_json(part.get('type')))}; only text is learnt."
+            f"{where} ({role}) has a part of type {shortened(to_json(part.get('type')))}; only parts of type text are "
+            "supported."
         )
     if not isinstance(part.get("text"), str):
-        raise DataError(f"{where} ({role}) has a part of type text without a text.")
+        raise DataError(f"{where} ({role}) has a part of type text without the key text.")
     return str(part["text"])
 
 
@@ -204,14 +205,14 @@ def _read_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]:
     if calls is None or calls == []:
         return []
     if role != "assistant":
-        raise DataError(f"{where} is of the {role} and has tool_calls; only an assistant calls tools.")
+        raise DataError(f"{where} ({role}) has tool_calls; only an assistant message may have tool_calls.")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"{where} has tool_calls that are not a list of objects.")
+        raise DataError(f"{where} has tool_calls, but their value is not a list of objects.")
     return [_read_call(call, where) for call in calls]
 
 
 def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """A call in OpenAI's form with an object as arguments.  Templates would quote a string again (transformers#45419).
+    """A call in OpenAI's form, with an object as arguments: templates would quote a string twice (transformers#45419).
 
     {"name": "f", "arguments": '{"x": 1}'}  ->  {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     """
@@ -223,9 +224,9 @@ def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(f"{where} has a tool call without the name of a function.")
     if "parameters" in {**function, **call}:
-        raise DataError(f"{where} has a tool call with parameters; what a call passes is written as arguments.")
+        raise DataError(f"{where} has a tool call with the key parameters; the key must be arguments.")
     if not isinstance(call.get("id", ""), str):
-        raise DataError(f"{where} has a tool call with id {type_name(call['id'])}; an id is a string.")
+        raise DataError(f"{where} has a tool call with id {type_name(call['id'])}; an id must be a string.")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
@@ -238,11 +239,11 @@ def _read_call(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _check_rest(message: Message, role: str, where: str) -> None:
     if "function_call" in message:
-        raise DataError(f"{where} has function_call, the older form of tool_calls.  Write tool_calls.")
+        raise DataError(f"{where} has function_call, an older form of tool_calls.  Use tool_calls.")
     thoughts = {name: message[name] for name in _REASONING if name in message}
     for name, thought in thoughts.items():
         if role != "assistant" or not isinstance(thought, str):
             got = f"of the {role}" if role != "assistant" else type_name(thought)
-            raise DataError(f"{where} has {name}, which is {got}; it is a string of an assistant.")
+            raise DataError(f"{where} has {name}, which is {got}; expected a string in an assistant message.")
     if len(set(thoughts.values())) > 1:
-        raise DataError(f"{where} has {' and '.join(thoughts)}, which differ.  Keep one of them.")
+        raise DataError(f"{where} has {' and '.join(thoughts)}, whose values differ.  Keep one of them.")

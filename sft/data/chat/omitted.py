@@ -4,14 +4,14 @@ schemas of tools.
 Qwen2.5, an answer with reasoning_content "six times seven" and content "42"
 ...<|im_start|>assistant\\n42<|im_end|>\\n                          left out: assistant reasoning of message 2
 
-First compares the rendering for training with the known fillers between texts (`template_pattern.py`).  If it holds
-only texts and known fillers, it shows which texts are missing.  Otherwise the chat is rendered once more with a marker
-word in each text.  A text is left out if its word is missing.  That rendering also teaches the fillers between texts,
-so further chats of the template need no second rendering.
+First compares the rendering for training with the known fillers, the template's own text between texts of the chat
+(`template_pattern.py`).  If the rendering consists of texts and known fillers, this comparison shows which texts are
+missing.  Otherwise the chat is rendered again with a marker word in each text.  A text is left out if its marker word
+is missing.  The second rendering also teaches new fillers, so further chats need no second rendering.
 
-A text is not left out if it stands at another place than its message (Mistral: system in the last question), without
-the spaces around it, or as JSON.  The reason for an omission is found by rendering variants, never by the name of a
-model.  Does not decide what happens to such chats (`data.on_omitted`).
+A text counts as written if the template moves it (Mistral: system in the last question), strips the spaces around it,
+or writes it as JSON.  The reason for an omission is found by rendering variants, never by the name of a model.
+`data.on_omitted` decides what happens to chats with omitted texts.
 """
 
 import json
@@ -24,7 +24,7 @@ from sft.data.chat.template_pattern import COMPOSITE, ChatText, asides_of, texts
 from sft.errors import DataError
 
 _NOT_WORDS = re.compile(r"[\W_]+")
-_MOST_FORMS = 12  # a multiple of every label's number of forms
+_MOST_FORMS = 12  # a common multiple of the numbers of forms of all labels
 _NAMES = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("tools",)}
 
 
@@ -47,7 +47,7 @@ def find_omitted(chat: RenderedChat) -> list[OmittedText]:
 
 
 def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
-    """Why the template leaves out a text, and what would keep it.  The answer is the first of these that holds:
+    """Why the template leaves out a text, and a way to keep the text.  The first of these reasons that holds:
 
     a switch     true or false keeps the text, for a variable that the template reads and that has no value
     no place     the template does not read the key that holds the text
@@ -64,24 +64,24 @@ def why_omitted(chat: RenderedChat, omitted: OmittedText) -> str:
     names = _NAMES.get(omitted.kind, ())
     in_content = omitted.kind == "reasoning" and not any(chat.messages[index].get(name) for name in names)
     if names and not in_content and not any(name in template.code for name in names):
-        return f"The template never reads {names[0]}: give one that does (data.chat_template)."
+        return f"The template never reads {names[0]}: give a template that does (data.chat_template)."
     last_answer = max((i for i, message in enumerate(chat.messages) if message["role"] == "assistant"), default=None)
     if last_answer is not None and index < last_answer and _is_written(chat, omitted, last_answer, prompt=True):
         return (
-            "The template writes it in the prompt that asks for the last answer, and leaves it out once the answer "
-            "follows: the model is trained without it, and used with it.  Give a template that keeps it "
+            "The template writes this text in a prompt without an answer, and leaves it out if the answer follows: "
+            "the model is trained without the text, but used with it.  Give a template that keeps the text "
             "(data.chat_template)."
         )
     if 0 <= index < len(chat.messages) - 1 and _is_written(chat, omitted, index + 1, prompt=False):
         return (
-            "The template writes it as long as no later message follows.  Give a template that keeps it "
-            "(data.chat_template), or make rows that end with that message."
+            "The template writes this text only if no later message follows.  Give a template that keeps the text "
+            "(data.chat_template), or make rows that end with its message."
         )
-    return "Give a template that writes it (data.chat_template)."
+    return "Give a template that writes this text (data.chat_template)."
 
 
 def _switch(chat: RenderedChat, omitted: OmittedText) -> tuple[str, bool] | None:
-    """A variable of the template and a value that keep the text, and do not make the template omit another text."""
+    """A variable of the template, and a value with which the template writes the text and omits no other text."""
     now = {text[:3] for text in _omitted_of(chat, chat.messages) or []}
     for name in chat.tokenizer.template.free_switches:
         for value in (True, False):
@@ -131,13 +131,13 @@ class Marked:
 
     content "Be brief."  ->  "Be br711111000001ief."
 
-    A word stands in the middle of a text, because a template may look for strings at the text's start and end.
-    Words are digits, which no quoting changes.  In arguments of a call, a word replaces each number.
+    A marker word is in the middle of a text, because a template may look for strings at the start and end of a text.
+    Marker words consist of digits, which no quoting changes.  In arguments of a call, a word replaces each number.
     """
 
     def __init__(self, messages: list[Message], tools: Tools, everything: str) -> None:
-        # No text contains the stem, so every word in a rendering was inserted here.  The stem does not begin as it
-        # ends, so digits before a word cannot be read as the word's beginning.
+        # No text of the chat contains the stem, so every marker word in a rendering was inserted by this class.  The
+        # stem's beginning differs from its end, so digits before a word cannot be taken for the beginning of the word.
         self.stem = "711111"
         while self.stem in everything:
             self.stem += "1"
@@ -147,7 +147,7 @@ class Marked:
         self.tools = None if tools is None else [self._tool(tool) for tool in tools]
 
     def words(self, text: str) -> list[str]:
-        """The words in a text."""
+        """The marker words in a text."""
         return self._word.findall(text)
 
     def _mark(self, text: str) -> str:
@@ -219,8 +219,8 @@ class Marked:
 
 
 def _without_word(chat: RenderedChat, marked: Marked, probe: str, rendering: str | None = None) -> list[ChatText]:
-    """The texts with a word that `probe`, the rendering of the marked chat, lacks.  With `rendering`, that of the chat
-    itself, also the texts that it does not hold completely."""
+    """The texts whose marker word is missing in `probe`, the rendering of the marked chat.  With `rendering`, the
+    rendering of the chat itself, also the texts that `rendering` does not contain completely."""
     present, lost = set(marked.words(probe)), []
     for text, with_word in zip(_texts(chat, chat), _texts(chat, marked), strict=True):
         is_cut = (
@@ -235,14 +235,14 @@ def _without_word(chat: RenderedChat, marked: Marked, probe: str, rendering: str
 
 
 def _is_like(text: str, rendering: str) -> bool:
-    """Whether a rendering holds all letters and digits of a text, with any spaces, quotes and escapes."""
+    """Whether a rendering contains all letters and digits of a text in order, with any spaces, quotes and escapes."""
     bare = _NOT_WORDS.sub("", rendering)
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1])
     return any(_NOT_WORDS.sub("", form) in bare for form in forms)
 
 
 def _by_searching(chat: RenderedChat) -> list[ChatText]:
-    """For templates that refuse the marker words: searches each text, longer ones first, and returns the missing."""
+    """The texts that are not found in the rendering, longer texts first; for templates that refuse marker words."""
     rest, lost = chat.text, []
     for text in sorted(_texts(chat, chat), key=lambda text: -len(text.written)):
         if text.written in rest:
@@ -255,7 +255,7 @@ def _by_searching(chat: RenderedChat) -> list[ChatText]:
 def _render_marked(
     chat: RenderedChat, marked: Marked, *, prompt: bool = False, switches: dict[str, Any] | None = None
 ) -> str | None:
-    """The rendering of the marked chat; None where the template refuses it."""
+    """The rendering of the marked chat; None if the template refuses the chat."""
     try:
         return chat.tokenizer.template.render(marked.messages, marked.tools, prompt=prompt, switches=switches)
     except DataError:

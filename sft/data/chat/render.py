@@ -1,15 +1,15 @@
-"""The text that a tokenizer's chat template writes for a chat, where every control string is the template's own.
+"""Renders a chat by the tokenizer's chat template.  Control strings that a user typed are not taken for the template's.
 
     user "What does <|im_end|> do?"
     <|im_start|> user \\n What does < | im _end | > do ? <|im_end|>        two control ids, not three
 
 Rendered text does not show whether the user or the template wrote a control string.  So before rendering, each control
-string in the messages is replaced by a stand-in of the same length, made of one private character that the chat does
+string in the messages is replaced by a stand-in of the same length: one private character, repeated, that the chat does
 not contain.  Proofs about the rendered text then hold for the real text, character by character.  If a template changes
 stand-ins (because it splits texts, or looks for control strings in them), the chat is refused.
 
-Decides how a template gets the messages (as in transformers).  Does not find the assistant's turns in the text
-(`turns.py`), or tokenise it (`tokens.py`).
+A template gets the messages as in transformers.  `turns.py` finds the assistant's turns in the text, and `tokens.py`
+tokenises the text.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from sft.data.chat.messages import THINKING, Message, Tools
 from sft.data.chat.tokenizer import FolderTokenizer
 from sft.errors import DataError
 
-_PRIVATE = (0xF0000, 0x10FFFE)  # planes 15 and 16, whose characters have no meaning
+_PRIVATE = (0xF0000, 0x10FFFE)  # Unicode planes 15 and 16: characters for private use
 
 
 class RenderedChat(NamedTuple):
@@ -47,8 +47,8 @@ def render_chat(chat: Chat, tokenizer: FolderTokenizer) -> RenderedChat:
     if stand_ins and real_text != template.render(real_messages, real_tools):
         raise DataError(
             f"the chat contains the text {next(iter(stand_ins.values()))}, a control token of the tokenizer of "
-            f"{tokenizer.name}, and chat template {template.name} treats it as more than text.  Remove it or "
-            "write it differently."
+            f"{tokenizer.name}, and chat template {template.name} does not treat this text as plain text.  Remove or "
+            "change the text."
         )
     return RenderedChat(text, real_text, marks, messages, tools, stand_ins, everything, tokenizer)
 
@@ -79,7 +79,7 @@ def prepared(messages: list[Message]) -> list[Message]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON's types only, since a template could call methods of other objects."""
+    """`value` with JSON's types only, because a template could call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, dict):
@@ -134,5 +134,7 @@ def free_characters(everything: str, count: int) -> list[str]:
     """The first `count` private characters that a text does not contain.  Raises DataError if too few are left."""
     free = list(islice((c for c in map(chr, range(*_PRIVATE)) if c not in everything), count))
     if len(free) < count:
-        raise DataError("the chat uses the private characters of Unicode's planes 15 and 16.  Remove them.")
+        raise DataError(
+            "the chat contains private-use characters of Unicode's planes 15 and 16.  Remove these characters."
+        )
     return free

@@ -1,16 +1,15 @@
 """Runs a chat template as transformers would, but with limits on its time and on the length of its text.
 
-Decides how much time and text a template may use.  Its language is that of transformers: same sandbox (no access to
-Python internals, no changing of its input, ranges of at most 100,000), same filters and functions, same options.  Does
-not decide what a chat is or what is supervised.
+Decides how much time and text a template may use.  Templates run as in transformers: with the same sandbox (no access
+to Python internals, no changes of the input, ranges of at most 100,000), filters, functions and options.
 
-This needs no thread, signal or process, because we compile the template with checks in it: at the start of every loop,
+The limits need no thread, signal or process, because checks are compiled into the template: at the start of every loop,
 macro and call block, in every call and filter, in the operators * ** %, and around every value written or named.
 
     time         Each check reads the clock, so nested loops end in time even if they write nothing.
     text         Each value that the template writes is counted, even if it goes into a variable.  A value is measured
-                 when it gets a name, so doubling it again and again ends.  The results of * and %, and of methods and
-                 filters that lengthen text (replace, join, center, indent, format, ...), are refused in advance.
+                 when it gets a name, so a template that doubles a value repeatedly is stopped.  Results of * and %, and
+                 of methods and filters that lengthen text (replace, join, center, indent, ...), are checked in advance.
 
 Not covered: one built-in operation on data within the limits (such as sorting a list of 100,000) runs to its end.
 """
@@ -31,10 +30,10 @@ from jinja2.utils import Namespace
 from sft.errors import DataError
 
 MAX_SECONDS = 20.0
-MAX_CHARACTERS = 100_000_000  # some 25 million tokens: more than any sample, less than any memory
+MAX_CHARACTERS = 100_000_000  # about 25 million tokens: more than any sample has, and fits into memory
 _OF_DICTS = frozenset(dir(dict))
-_MAX_BITS = 100_000  # of an integer
-_ITEM = 8  # characters that each item of a list or mapping counts
+_MAX_BITS = 100_000  # largest size of an integer
+_ITEM = 8  # an item of a list or mapping counts as this many characters
 # Methods of text and filters whose result can be much longer than their arguments.
 _LONGER = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "indent", "wordwrap"}
 _WIDE = re.compile(r"\d{6}|\*|\{[^{}]*\{")  # a width of six digits, or a width from an argument
@@ -62,12 +61,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def begin(self) -> None:
         """Starts a rendering: resets clock, counters and marks."""
         self.deadline = time.monotonic() + self.max_seconds
-        self.characters = 0  # that expressions wrote, including text of variables
-        self.position = 0  # of the next character of the rendering
+        self.characters = 0  # number of characters that expressions wrote, including text of variables
+        self.position = 0  # position of the next character in the rendering
         self.marks.clear()
 
     def bounded(self, source: str) -> Template:
-        """`source` compiled with the checks in it."""
+        """`source` compiled with checks."""
         self.begin()  # Jinja computes constant expressions while it compiles
         tree = self.parse(source)
         for node in _all(tree, nodes.For, nodes.Macro, nodes.CallBlock):
@@ -79,13 +78,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             scope.values = [_direct("sft_kept", value, scope.lineno) for value in scope.values]
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
 
-    @pass_context  # or Jinja would compute the call of a constant once, when it compiles
+    @pass_context  # without it, Jinja would call the filter for a constant only once, at compile time
     def step(self, context: Context, characters: int) -> None:
-        """`tick` in the form in which templates call it."""
+        """`tick` with the signature that templates need to call it."""
         self.tick(characters)
 
     def tick(self, characters: int = 0) -> None:
-        """Counts one step of the template, which is about to write that many characters."""
+        """Counts one step of the template, in which it writes this many characters."""
         self.characters += characters
         if self.characters > self.max_characters:
             self.check(self.characters)
@@ -93,7 +92,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TooMuch(f"takes longer than {self.max_seconds:g} s")
 
     def check(self, characters: int) -> None:
-        """Refuses a text of that many characters."""
+        """Raises TooMuch if a text of this many characters exceeds the limit."""
         if characters > self.max_characters:
             raise TooMuch(f"writes more than {self.max_characters:,} characters")
 
@@ -108,7 +107,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return text
 
     def kept(self, value: Any) -> Any:
-        """Checks a value that gets a name, since the template could double it again and again."""
+        """Checks a value that gets a name, because the template could double the value repeatedly."""
         if isinstance(value, str):
             self.check(len(value))
         elif isinstance(value, list | tuple | dict | Namespace):
@@ -116,13 +115,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """obj.attribute as in Jinja, but without the AttributeError that Jinja catches for keys of a message."""
+        """obj.attribute as in Jinja, but without the AttributeError that Jinja raises and catches for keys."""
         if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Jinja's answer, cached: it depends on the type of `obj` and on `attr` only, and takes a dozen isinstance."""
+        """Jinja's result, cached because it is slow.  It depends only on the type of `obj` and on `attr`."""
         key = type(obj), attr
         if key not in self._safe:
             self._safe[key] = super().is_safe_attribute(obj, attr, value)
@@ -240,7 +239,7 @@ class _Generation(Extension):
 
 
 def _add_names(sandbox: Sandbox) -> None:
-    """Adds the filters, functions and tests of transformers' environment, since templates are written for these."""
+    """Adds the filters, functions and tests of transformers' environment, which templates use."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment = _compile_jinja_template("").environment

@@ -1,8 +1,8 @@
-"""A chat template: the text that it writes for a chat, and its delimiters around an assistant's turn.
+"""Writes the text of a chat by its chat template, and learns the template's delimiters around an assistant's turn.
 
-Refuses a template that leaves out the assistant's text, or that ends a turn without a control token, since a model
-could not learn to stop.  Does not decide how a template gets the messages (`render.py`), what is supervised
-(`turns.py`) or how much time and text a template may use (`sandbox.py`).
+Refuses a template that leaves out the assistant's text.  Refuses a template that ends a turn without a control token,
+because a model could not learn to stop.  `render.py` prepares messages for a template, `turns.py` finds the assistant's
+turns, and `sandbox.py` limits time and text.
 """
 
 import re
@@ -33,11 +33,11 @@ class ChatTemplate:
     """A template with the names of the tokenizer's special tokens."""
 
     source: str
-    name: str  # as a user would call it: `of org/model`, `chat.jinja`
+    name: str  # for messages to users: `of org/model`, `chat.jinja`
     special_tokens: dict[str, Any]
     switches: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
 
-    @cached_property  # asked for every chat
+    @cached_property  # because every chat reads it
     def has_markers(self) -> bool:
         """Whether the template marks the assistant's text itself, by {% generation %} blocks."""
         return bool(_GENERATION.search(self.code))
@@ -56,7 +56,7 @@ class ChatTemplate:
 
     @property
     def free_switches(self) -> list[str]:
-        """The `variables` without a value."""
+        """The names in `variables` that have no value."""
         return sorted(self.variables - {*GIVEN, *self.special_tokens, *self.switches})
 
     @cached_property
@@ -84,7 +84,7 @@ class ChatTemplate:
                 sandbox.position += len(chunk)
             return "".join(chunks)
         except TooMuch as error:
-            raise DataError(f"chat template {self.name} {error}; no template for chats needs that.") from error
+            raise DataError(f"chat template {self.name} {error}; a chat template does not need this.") from error
         except Exception as error:  # the template is the user's code and may raise anything
             reason = str(error).strip().splitlines()
             raise Refused(
@@ -101,8 +101,8 @@ class ChatTemplate:
         marks = self._compiled[0].marks
         if any(not text.startswith(inside, start) for start, inside in marks):
             raise DataError(
-                f"chat template {self.name} has {{% generation %}} inside a macro or a {{% set %}} block, where it is "
-                "not known where its text will stand.  Put it where the turn is written."
+                f"chat template {self.name} has {{% generation %}} inside a macro or a {{% set %}} block, where the "
+                "position of its text is unknown.  Put the block where the template writes the turn."
             )
         return text, [(start, start + len(inside)) for start, inside in marks]
 
@@ -112,7 +112,7 @@ class ChatTemplate:
         return sandbox, sandbox.bounded(self.source)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process compiles the template again, and learns its pattern anew.
+        # A process that receives the template compiles it again and learns its pattern again.
         return ChatTemplate, (self.source, self.name, self.special_tokens, self.switches)
 
 
@@ -127,11 +127,11 @@ class TurnDelimiters(NamedTuple):
     lead: str
 
     def end_at(self, text: str, start: int) -> str | None:
-        """The token that ends a turn at this character of the text."""
+        """The token that begins at character `start` and ends a turn; None if there is none."""
         return next((end for end in self.ends if text.startswith(end, start)), None)
 
     def first_end(self, text: str, start: int) -> tuple[int, int] | None:
-        """The characters of the first token from `start` on that ends a turn."""
+        """Start and end, in characters, of the first token from `start` on that ends a turn."""
         spans = [(at, at + len(end)) for end in self.ends if (at := text.find(end, start)) >= 0]
         return min(spans, default=None)
 
@@ -145,7 +145,7 @@ _TOOL = {"type": "function", "function": _SCHEMA}
 
 
 def _end_after_call(template: ChatTemplate, end: str, special: Iterable[str]) -> list[str]:
-    """The token that ends a turn with a tool call, if it is another one.  [] also for templates without tools."""
+    """The token that ends a turn with a tool call; [] if it equals `end`, or if the template has no tools."""
     try:
         calling = template.render([_USER, _CALLING], [_TOOL]).rstrip()
         own = [token for token in special if calling.endswith(token)]
@@ -156,22 +156,21 @@ def _end_after_call(template: ChatTemplate, end: str, special: Iterable[str]) ->
 
 
 def learn_delimiters(template: ChatTemplate, added: Iterable[str], special: Iterable[str]) -> TurnDelimiters:
-    """Learns the delimiters by rendering small chats.  Raises DataError where no control token ends a turn.
+    """Learns the delimiters by rendering small chats.  Raises DataError if no control token ends a turn.
 
     ChatML "...assistant\\nANSWER<|im_end|>\\n" -> ends <|im_end|>, header "<|im_start|>assistant\\n", lead ""
     """
     text = template.render([_USER, _ANSWER], None)
     answer = str(_ANSWER["content"])
     if answer not in text:
-        raise DataError(f"chat template {template.name} leaves out what the assistant wrote; it wrote {text!r}.")
+        raise DataError(f"chat template {template.name} leaves out the assistant's text; the template wrote {text!r}.")
     tail = text[text.rindex(answer) + len(answer) :].strip()
     tokens = [token for token in added if tail.startswith(token)]
     if not tokens:
         wrote = f"{tail!r}, which is not a control token of the tokenizer" if tail else "nothing"
         raise DataError(
-            f"chat template {template.name} ends an assistant's turn with {wrote}: the model would not "
-            "learn to stop.  Give a template (data.chat_template) that ends turns with a control token of "
-            "this tokenizer."
+            f"chat template {template.name} ends an assistant's turn with {wrote}, so the model would not learn to "
+            "stop.  Give a template (data.chat_template) that ends turns with a control token of this tokenizer."
         )
     ends = [max(tokens, key=len)]
     ends += _end_after_call(template, ends[0], special)
@@ -179,7 +178,7 @@ def learn_delimiters(template: ChatTemplate, added: Iterable[str], special: Iter
         prompt, before = template.render([_USER], None, prompt=True), template.render([_USER], None)
     except Refused:
         return TurnDelimiters(tuple(ends), "", "")
-    for token in special:  # some templates end a chat with one more token
+    for token in special:  # some templates write a further token at the end of a chat
         before = before.removesuffix(token) if not prompt.startswith(before) else before
     header = prompt.removeprefix(before) if prompt.startswith(before) else ""
     lead = text[len(prompt) : text.rindex(answer)] if text.startswith(prompt) else ""

@@ -1,12 +1,11 @@
-"""How one template writes chats: the form of each text of a chat, and the fillers between texts, learnt by rendering.
+"""Learns from renderings how a template writes chats: the form of each text, and the fillers between texts.
 
     user/content/ -> assistant/content/    <|im_end|>\\n<|im_start|>assistant
 
-Decides what counts as a text: contents, reasoning (also at the start of a content), names and arguments of tool calls,
-tool results, and names and descriptions of tools and of their parameters.  Ids, names of speakers and other keys of a
-message do not count.  Also decides whether a rendering consists of texts and known fillers only.  If it does, the
-template left out each text that is not part of it.  If the rendering holds anything else, the answer is that it is
-not known.  Does not render (`omitted.py`).
+Texts are contents, reasoning (also at the start of a content), names and arguments of tool calls, tool results, and
+names and descriptions of tools and of their parameters.  Ids, names of speakers and other keys of a message are not
+texts.  A filler is the template's own text between two texts.  If a rendering consists only of texts and known fillers,
+the template left out every text that the rendering lacks.  Otherwise the omitted texts are unknown.
 """
 
 import json
@@ -24,7 +23,7 @@ _REASONING, _INSIDE = "assistant/reasoning/", "assistant/reasoning/inside"
 _NAME, _ARGUMENTS = "assistant/tool call/name", "assistant/tool call/arguments"
 _KEY, _VALUE = "assistant/tool call/key", "assistant/tool call/value"
 _TOOL = "tools/tool schema/"
-NUM_FORMS = {_ARGUMENTS: 4, _TOOL: 6}  # other labels have 2
+NUM_FORMS = {_ARGUMENTS: 4, _TOOL: 6}  # numbers of forms; other labels have 2 forms
 COMPOSITE = frozenset({_ARGUMENTS, _VALUE, _TOOL})  # texts that contain other texts, which templates may reformat
 _INDENTS = (None, 4, 2)
 _ENCODERS = {indent: json.JSONEncoder(ensure_ascii=False, indent=indent) for indent in _INDENTS}
@@ -38,33 +37,34 @@ class ChatText(NamedTuple):
 
     label: str  # role/kind/part: `system/content/`, `assistant/tool call/name`
     written: str  # the text as a template would write it: arguments of a call are JSON
-    position: int  # index of the message among the messages, or of the tool among the tools
+    position: int  # index of the message in the chat, or of the tool in the list of tools
 
 
 class TemplatePattern:
     """The fillers that one template writes between texts, and the forms in which it writes texts.
 
-    forms  the form of each label's texts, where it is not form 0.  Plain texts: 0 unchanged, 1 escaped as in JSON.
-           Arguments and tools: JSON without indent, with 4, with 2 columns.  Then, for arguments, name by name and
-           value by value; for tools, the same three with the tool's function alone.
+    forms  the form of each label's texts; labels that are missing have form 0.
+           plain texts  0 unchanged, 1 escaped as in JSON
+           arguments    0 to 2 JSON without indent, with indent 4, with indent 2; 3 names and values one by one
+           tools        0 to 2 as for arguments; 3 to 5 the same for the tool's function alone
     """
 
     def __init__(self) -> None:
         self.forms: dict[str, int] = {}
-        # For two labels, the fillers between their texts, and the largest distance from one text to the other.
+        # {two labels: the fillers between texts with these labels, and the largest distance between the two texts}
         self._known: dict[tuple[str, str], tuple[set[str], int]] = {}
         self._moved: set[str] = set()  # labels whose texts the template does not write in the order of the messages
         self._characters = 0
 
     def left_out(self, text: str, texts: Sequence[ChatText], asides: Sequence[str]) -> list[ChatText] | None:
-        """The texts that a rendering does not hold; None where that is not known.
+        """The texts that a rendering does not contain; None if these are unknown.
 
-        The filler between two texts must be known for their labels.  So a short text is not confused with the same
-        characters in a header or in another text.
+        The filler between two texts must be known for the labels of the texts.  This rule prevents that a short text is
+        confused with the same characters in a header or in another text.
         """
-        at, before, last_start = 0, _START, 0  # last_start: start of the text before
+        at, before, last_start = 0, _START, 0  # last_start: start of the previous text
         skipped: list[tuple[ChatText, int]] = []
-        doubtful: list[tuple[ChatText, int, int]] = []  # texts, and the span in which they may stand after all
+        doubtful: list[tuple[ChatText, int, int]] = []  # skipped texts, and the spans that may still contain them
         for part in texts:
             if skipped and self._moved:
                 at, before = self._catch_up(text, skipped, at, before, asides)
@@ -92,13 +92,13 @@ class TemplatePattern:
         for part, since, end in doubtful:
             is_moved = part.label in self._moved
             if (not is_moved or part in missed) and text.find(part.written, 0 if is_moved else since, end) >= 0:
-                return None  # this text may stand there, and the text that was found there may be the missing one
+                return None  # unclear which of two texts is written here, and which one is missing
         return missed
 
     def _catch_up(
         self, text: str, skipped: list[tuple[ChatText, int]], at: int, before: str, asides: Sequence[str]
     ) -> tuple[int, str]:
-        """Removes from `skipped` the texts that the template writes here, after the place of their message."""
+        """Removes from `skipped` the texts that the template writes at `at`, later than the text of their message."""
         waiting = [entry for entry in skipped if entry[0].label in self._moved]
         while waiting:
             ends = [(self._end_of(text, part, at, before, asides), (part, since)) for part, since in waiting]
@@ -111,7 +111,7 @@ class TemplatePattern:
         return at, before
 
     def _end_of(self, text: str, part: ChatText, at: int, before: str, asides: Sequence[str]) -> int:
-        """The end of a text if it is the next one in the rendering after `at`; otherwise -1."""
+        """The end of `part` in the rendering, if it is the next text after `at`; otherwise -1."""
         label, written, _ = part
         known = self._known.get((before, label))
         if known is None:
@@ -131,7 +131,7 @@ class TemplatePattern:
         unknown  a string in all texts: a filler with it contains a text's second copy, and is not learnt
         """
         present = [(start, part) for part in texts if (start := text.find(part.written)) >= 0]
-        first = len(text)  # the earliest start among the texts that follow
+        first = len(text)  # the earliest start of all following texts
         for start, part in reversed(present):
             if start > first:
                 self._moved.add(part.label)
@@ -170,7 +170,7 @@ def texts_of(messages: list[Message], tools: Tools, forms: Mapping[str, int]) ->
             pending = None
         content, label = message.get("content") or "", _CONTENT[message["role"]]
         if content and len(message) == 2 and label not in forms and "</think>" not in content:
-            if bare := content.strip():  # most messages hold nothing else
+            if bare := content.strip():  # most messages have no other text
                 texts.append(ChatText(label, bare, index))
             continue
         for label, text in _of_message(message, forms):
@@ -198,7 +198,7 @@ def _of_message(message: Message, forms: Mapping[str, int]) -> Iterator[tuple[st
         if isinstance(arguments, dict) and forms.get(_ARGUMENTS) == BY_LEAF:
             for key, value in arguments.items():
                 yield _KEY, key
-                if value is not None and not isinstance(value, bool):  # true and True are fillers
+                if value is not None and not isinstance(value, bool):  # templates write true or True: fillers
                     yield _VALUE, value if isinstance(value, str) else _json(value)
         elif isinstance(arguments, str):
             yield _ARGUMENTS, arguments
@@ -218,7 +218,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def asides_of(messages: list[Message]) -> list[str]:
-    """Strings besides the texts that differ from chat to chat, such as ids and names; longer ones first."""
+    """Strings that differ from chat to chat but are not texts, such as ids and names; longer strings first."""
     asides: set[str] = set()
     for message in messages:
         if len(message) > 2 and not message.keys() <= _PLAIN:

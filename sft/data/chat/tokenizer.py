@@ -1,7 +1,7 @@
-"""The tokenizer and the chat template of a run.
+"""Loads the tokenizer and the chat template of a run.
 
-Decides where both come from, the padding id, the true number of ids, and the digest that is part of cache keys.
-Does not decide what a template writes (`template.py`) or what is supervised (`turns.py`).
+Decides the files of both, the padding id, the true number of ids, and the digest that is part of cache keys.
+`template.py` renders chats, and `turns.py` finds the assistant's turns.
 
 There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  Nothing
 is downloaded, and no code of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
@@ -63,7 +63,7 @@ class Encoded:
         return self._offsets[1::2]
 
     def token_span(self, start: int, end: int) -> tuple[int, int]:
-        """Start and end of the tokens over text[start:end].  The first is the first token that ends after `start`."""
+        """Start and end of the tokens over text[start:end].  The first of these tokens ends after `start`."""
         first = int(np.searchsorted(self.ends, start, side="right"))
         return first, max(first, int(np.searchsorted(self.starts, end, side="left")))
 
@@ -89,7 +89,7 @@ class FolderTokenizer:
 
     @property
     def end_of_turn(self) -> str:
-        """The token that ends an assistant's turn.  A turn with a tool call may end with another one."""
+        """The token that ends an assistant's turn.  A turn with a tool call may end with another token."""
         return self.delimiters.ends[0]
 
     @cached_property
@@ -103,7 +103,7 @@ class FolderTokenizer:
         return np.isin(np.arange(self.vocab_size), list(self.control_names))
 
     def encode(self, text: str, *, as_text: bool = False) -> Encoded:
-        """Ids of `text`, without added special tokens or truncation.  `as_text`: <|im_end|> is "<", "|", "im", ..."""
+        """Ids of `text`, without added special tokens or truncation.  `as_text` splits <|im_end|> into "<", "|", ..."""
         backend = self.hf.backend_tokenizer
 
         def offsets() -> np.ndarray:
@@ -161,20 +161,21 @@ def template_name(tokenizer: ChatTokenizer) -> str:
 
 
 def load_tokenizer(data: DataConfig) -> ChatTokenizer:
-    """The tokenizer of `data.tokenizer` with the template of `data.chat_template`, or its own.
+    """The tokenizer of `data.tokenizer`, with the template of `data.chat_template` or the tokenizer's own template.
 
     Raises DataError if the folder is missing or no tokenizer folder, or if the template is missing or unusable.
     """
     if data.tokenizer == "byte":
         if data.chat_template is not None:
             raise DataError(
-                f"data.chat_template = {data.chat_template} has no effect with data.tokenizer = byte, which "
-                "has a template of its own.  Remove it, or name a tokenizer folder."
+                f"data.chat_template = {data.chat_template} has no effect with data.tokenizer = byte, which has its "
+                "own template.  Remove data.chat_template, or name a tokenizer folder."
             )
         if data.chat_template_kwargs:
             raise DataError(
                 f"data.chat_template_kwargs gives {', '.join(data.chat_template_kwargs)}, which has no effect with "
-                "data.tokenizer = byte: its template reads no variables.  Remove it, or name a tokenizer folder."
+                "data.tokenizer = byte, whose template reads no variables.  Remove data.chat_template_kwargs, or "
+                "name a tokenizer folder."
             )
         return ByteTokenizer()
     return _load_folder(data.tokenizer, data.chat_template, data.chat_template_kwargs)
@@ -195,7 +196,7 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
     special = {str(token): i for i, token in hf.added_tokens_decoder.items() if token.special}
     delimiters = learn_delimiters(template, hf.get_added_vocab(), special)
     names = {**special, **{end: vocabulary[end] for end in delimiters.ends}}
-    # Longer names come first, so that a token is found before another one with which its name begins.
+    # Longer names come first: if one name begins with another, the longer one must match.
     control = sorted(names, key=len, reverse=True)
     pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
     return FolderTokenizer(
@@ -221,17 +222,17 @@ def _read_folder(name: str) -> Any:
 
     try:
         hf = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its many tokenizer classes raise
+    except Exception as error:  # tokenizer classes of transformers may raise any error
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
         reason = str(error).strip().splitlines()
         raise DataError(
-            f"{name} is not a tokenizer folder that can be used (it holds {names}): "
+            f"{name} is not a usable tokenizer folder (it holds {names}): "
             f"{reason[0].strip() if reason else type(error).__name__}  {expected}."
         ) from error
     if not hf.is_fast:
         raise DataError(
-            f"the tokenizer of {name} has no character offsets, so what it supervises cannot be proven.  "
-            "Save it in the fast format (a tokenizer.json)."
+            f"the tokenizer of {name} has no character offsets, so the supervised tokens cannot be verified.  Save "
+            "the tokenizer in the fast format (tokenizer.json)."
         )
     return hf
 
@@ -247,9 +248,8 @@ def _choose_template(hf: Any, name: str, template_file: str | None) -> tuple[str
         template = template.get("default")
     if not template:
         raise DataError(
-            f"the tokenizer of {name} has no chat template, so messages cannot be written as text.  "
-            "Give one with data.chat_template: a Jinja file, for instance the chat_template.jinja of the "
-            "chat model that you want to train towards."
+            f"the tokenizer of {name} has no chat template, so messages cannot be written as text.  Give one with "
+            "data.chat_template: a Jinja file, such as chat_template.jinja of a chat model."
         )
     return template, f"of {name}"
 

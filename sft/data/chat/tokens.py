@@ -1,15 +1,15 @@
-"""The tokens of a rendered chat and of each of its turns, with the proof that a turn's tokens decode to the turn.
+"""Finds the tokens of a rendered chat and of each of its turns, and proves that a turn's tokens decode to the turn.
 
 `tokenise` makes ids of the real text.  It treats the text between two control tokens of the template as plain text.
-`find_token_spans` finds the tokens of a turn in two ways.  It uses the second where the first proves nothing:
+`find_token_spans` finds the tokens of a turn in two ways.  It uses the second way if the first proves nothing:
 
 by counting    Control tokens have the same order in the text and among the ids.  A turn ends with a control token and
                begins some words after another: `<|im_start|>` `assistant\\n` `6` ` is` ` right` `<|im_end|>`.  The
                tokens of these words are counted.  The ids after them must decode to exactly the turn.
-by characters  The tokenizer says which characters each token covers.  This is slower, but it also finds a turn whose
+by characters  The tokenizer says which characters each token covers.  This way is slower, but also finds a turn whose
                first word forms one token with the space before it.  Decoded text may differ from the turn in spaces.
 
-Does not decide where turns stand (`turns.py`).
+`turns.py` finds the characters of turns.
 """
 
 import re
@@ -23,7 +23,7 @@ from sft.data.chat.tokenizer import Encoded, FolderTokenizer
 from sft.data.chat.turns import Turn
 from sft.errors import DataError
 
-_MAX_WORDS = 200  # characters between a control token and a turn; a longer text is no header
+_MAX_WORDS = 200  # largest length of a header, the text between a control token and a turn, in characters
 
 
 class TokenSpan(NamedTuple):
@@ -42,8 +42,8 @@ def tokenise(chat: RenderedChat) -> Encoded:
     is_control = tokenizer.is_control[whole.ids]
     if tokenizer.normalizes and np.count_nonzero(is_control) > len(tokenizer.control.findall(text)):
         raise DataError(
-            f"the tokenizer of {tokenizer.name} reads a control token out of characters that only resemble one.  "
-            "Remove them or write them differently."
+            f"the tokenizer of {tokenizer.name} turns ordinary characters of the chat into a control token.  Remove "
+            "or change these characters."
         )
     if not chat.stand_ins:
         return whole
@@ -60,8 +60,8 @@ def tokenise(chat: RenderedChat) -> Encoded:
             plain = tokenizer.encode_as_text(chat.real_text[first:last], text[first:last], whole.ids[part])
             if plain is None:
                 raise DataError(
-                    f"the chat contains the text {next(iter(chat.stand_ins.values()))}, which the tokenizer of "
-                    f"{tokenizer.name} cannot be shown to keep as text.  Remove it or write it differently."
+                    f"the chat contains the text {next(iter(chat.stand_ins.values()))}, and the tokenizer of "
+                    f"{tokenizer.name} may not keep it as plain text.  Remove or change this text."
                 )
             ids.append(plain.ids)
             offsets.append(np.stack([plain.starts, plain.ends], axis=1) + first)
@@ -74,7 +74,7 @@ def tokenise(chat: RenderedChat) -> Encoded:
 
 
 def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) -> list[TokenSpan]:
-    """The tokens of each turn of an encoded chat.  Raises DataError where they do not decode to the turn."""
+    """The tokens of each turn of an encoded chat.  Raises DataError if the tokens do not decode to the turn."""
     if not turns:
         return []
     ids, text, tokenizer = encoded.ids, chat.text, chat.tokenizer
@@ -102,10 +102,10 @@ def find_token_spans(turns: list[Turn], chat: RenderedChat, encoded: Encoded) ->
 def _by_counting(
     turn: Turn, wanted: str, chat: RenderedChat, ids: np.ndarray, controls: np.ndarray, last: int
 ) -> tuple[int, int] | None:
-    """The tokens of the turn that ends with the token ids[last] and reads `wanted`."""
+    """The tokens of the turn that ends with token ids[last], if they decode to `wanted`."""
     tokenizer, text = chat.tokenizer, chat.text
     previous = int(np.searchsorted(controls, last)) - 1
-    # The end is the only control token of most turns.  Turns with a tool call may hold others.
+    # Most turns have only one control token, their end.  Turns with a tool call may contain others.
     for inside in (0, None):
         if inside is None:
             previous -= len(tokenizer.control.findall(text, turn.start, turn.end)) - 1
@@ -132,7 +132,7 @@ def _by_characters(turn: Turn, wanted: str, encoded: Encoded, tokenizer: FolderT
     decoded = tokenizer.decode(encoded.ids[first:end]).strip()
     if decoded != wanted.strip() and decoded != tokenizer.normalize(wanted).strip():
         raise DataError(
-            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} "
-            f"became {quoted(decoded)}.  It cannot express this turn, or joins it with the text around it."
+            f"the tokenizer of {tokenizer.name} turns an assistant turn into other text: {quoted(wanted)} became "
+            f"{quoted(decoded)}.  The tokenizer cannot represent this turn, or merges it with the text around it."
         )
     return first, end

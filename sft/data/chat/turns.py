@@ -1,16 +1,16 @@
-"""Locates the assistant's turns in a rendered chat.  Tries proofs in order, and raises an error where none holds.
+"""Locates the assistant's turns in a rendered chat.  Tries three proofs in order, and raises an error if none holds.
 
 1. marks    The template has {% generation %} blocks, one per assistant turn.
 2. prefix   The text before the turn is exactly the prompt with which the template asks for the turn.  The turn begins
             after that prompt: with content and end of turn, or, if the message has thinking or tool calls, with the
             text that the template adds for this message.
 3. blank    The chat is rendered again with a private character in place of the assistant's text.  The turn is the part
-            that differs, if all text before and after it is the same.
-4. error    names the template and shows both renderings.
+            that differs, if both renderings are equal before and after this part.
+4. error    The error names the template and shows both renderings.
 
 A turn is the content, tool calls and thinking as the template writes them, and the token that ends the turn.  Text that
-the template inserts by itself is not part of it: header, the newline after the turn, an empty <think></think>.
-Every proof compares characters; `tokens.py` proves that the tokens decode to the same.
+the template inserts is not part of the turn: the header, the newline after the turn, an empty <think></think>.
+Every proof compares characters; `tokens.py` proves that the tokens of a turn decode to these characters.
 """
 
 import re
@@ -24,13 +24,13 @@ from sft.errors import DataError
 
 Proof = Literal["marks", "prefix", "blank"]
 # Proof 2 renders once for each turn.  It fails for the last turn if the template puts its own text before an answer.
-# Such chats, and chats with more turns than this, are first tried with all turns blanked in one rendering.
+# For such chats, and for chats with more than MANY_TURNS turns, one rendering with all turns blanked is tried first.
 MANY_TURNS = 3
 _SPACES = re.compile(r"\s*")
 
 
 class Turn(NamedTuple):
-    """One assistant turn: text[start:end] of the rendered chat, its end of turn included."""
+    """One assistant turn: text[start:end] of the rendered chat, including the end-of-turn token."""
 
     message: int  # index in the chat
     start: int
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
 
 def find_turns(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
-    """The turns of the messages `wanted`, in order.  Raises DataError where one cannot be proven.
+    """The turns of the messages `wanted`, in order.  Raises DataError if a turn cannot be proven.
 
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\nb<|im_end|>\\n", [1]  ->  the characters of b<|im_end|>
     """
@@ -56,14 +56,14 @@ def find_turns(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
 
 
 def _marked(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
-    """Proof 1: one {% generation %} block per assistant turn.  The end of turn stands in the block or right after it.
-    All text of the assistant stands inside the block."""
+    """Proof 1: one {% generation %} block per assistant turn.  The block contains all text of the assistant.  The end
+    of turn is in the block or directly after it."""
     template, delimiters, text = chat.tokenizer.template, chat.tokenizer.delimiters, chat.text
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if len(chat.marks) != len(answers):
         raise DataError(
             f"chat template {template.name} marks {len(chat.marks)} generation blocks for {len(answers)} assistant "
-            "turns.  Put {% generation %} around what the assistant writes, once per turn."
+            "turns.  Put {% generation %} around the assistant's text of each turn."
         )
     has_plain_lead = delimiters.header and not chat.tokenizer.control.search(delimiters.lead)
     inserted = delimiters.lead.strip() if has_plain_lead else ""
@@ -87,13 +87,13 @@ def _marked(chat: RenderedChat, wanted: list[int]) -> list[Turn]:
 
 
 def _prefix(chat: RenderedChat, i: int) -> Turn | None:
-    """Proof 2: the turn is the text after the prompt for it."""
+    """Proof 2: the turn is the text after the prompt that asks for the turn."""
     delimiters, text, message = chat.tokenizer.delimiters, chat.text, chat.messages[i]
     prompt = _render(chat, chat.messages[:i], prompt=True) if i else None
     if prompt is None or not text.startswith(prompt):
         return None
     start = len(prompt)
-    if _is_plain(message):  # content and end of turn, and nothing but spaces around them
+    if _is_plain(message):  # then the turn is the content, the end of turn, and spaces around them
         content, content_start = _content_of(message), _after_spaces(text, start)
         stop = _after_spaces(text, content_start + len(content))
         token = delimiters.end_at(text, stop)
@@ -104,8 +104,8 @@ def _prefix(chat: RenderedChat, i: int) -> Turn | None:
     end = delimiters.first_end(text, start)
     if end is None or upto is None or upto[: end[1]] != text[: end[1]]:
         return None
-    rest = chat.tokenizer.control.sub("", upto[end[1] :])  # some templates end a chat with one more token
-    # The lead may be a header that the prompt lacks, or thinking that the row does not contain: not the assistant's.
+    rest = chat.tokenizer.control.sub("", upto[end[1] :])  # some templates write a further token at the end of a chat
+    # The lead is not the assistant's text: it is a header that the prompt lacks, or thinking that the row lacks.
     inserted = delimiters.lead.strip() and (not delimiters.header or text.startswith(delimiters.lead, start))
     if rest.strip() or inserted or not _is_assistant_text(message, text[start : end[0]], chat.tokenizer):
         return None
@@ -124,7 +124,7 @@ def _blanked(chat: RenderedChat, i: int) -> Turn:
         blanks.append(({**bare, "content": mark, **{key: thought for key in THINKING if key in message}}, True))
     elif inside and thinking:
         blanks.append(({**bare, "content": inside[1] + thought + inside[3] + mark}, True))
-    shown = ""  # the first rendering that proves nothing, for the error
+    shown = ""  # the first rendering that proves nothing, shown in the error
     for blank, with_thinking in blanks:
         blanked = _render(chat, [*chat.messages[:i], blank, *chat.messages[i + 1 :]])
         if blanked is None or blanked.count(mark) != 1 or blanked.count(thought) != int(with_thinking):
@@ -137,7 +137,7 @@ def _blanked(chat: RenderedChat, i: int) -> Turn:
 
 
 def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: str | None) -> Turn | None:
-    """The turn: the text between the common beginning and the common end of both renderings."""
+    """The turn: the text between the common beginning and the common end of the two renderings."""
     delimiters, text, message = chat.tokenizer.delimiters, chat.text, chat.messages[i]
     before, after = blanked.split(mark)
     before, _, between = before.partition(thought) if thought else (before, "", "")
@@ -158,12 +158,12 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
             return None  # it is not clear where the turn begins
         if not written.strip().startswith(thinking) or between.strip() not in written[len(thinking) :]:
             return None
-        start = opened  # <think> is written by the assistant as well
+        start = opened  # <think> is a part of the assistant's text
     return Turn(i, start, end[1], "blank") if _is_assistant_text(message, written, chat.tokenizer) else None
 
 
 def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
-    """Proof 3 for many turns of plain text at once; None where this proof fails."""
+    """Proof 3 for many turns of plain text in one rendering; None if the proof fails."""
     delimiters, text = chat.tokenizer.delimiters, chat.text
     if not all(_is_plain(chat.messages[i]) for i in wanted):
         return None
@@ -189,7 +189,7 @@ def _all_blanked(chat: RenderedChat, wanted: list[int]) -> list[Turn] | None:
 
 def _locate(chat: RenderedChat, marks: dict[str, int]) -> dict[int, tuple[int, int]]:
     """The spans of some messages' contents, found by one rendering with a private character in place of each content
-    (`marks`); {} where that rendering differs in other places, too."""
+    (`marks`); {} if the rendering also differs at other places."""
     messages = list(chat.messages)
     for mark, i in marks.items():
         messages[i] = {**messages[i], "content": mark}
@@ -219,7 +219,7 @@ def _locate(chat: RenderedChat, marks: dict[str, int]) -> dict[int, tuple[int, i
 
 
 def _render(chat: RenderedChat, messages: list[Message], *, prompt: bool = False) -> str | None:
-    """Renders other messages with the same tools and template; None where the template refuses them."""
+    """Renders `messages` with the tools and template of `chat`; None if the template refuses the messages."""
     try:
         return chat.tokenizer.template.render(messages, chat.tools, prompt=prompt)
     except Refused:
@@ -234,9 +234,9 @@ def _after_spaces(text: str, start: int) -> int:
 
 
 def _is_assistant_text(message: Message, text: str, tokenizer: FolderTokenizer, *, inserted: str = "") -> bool:
-    """Whether `text` is the assistant's: its content, alone or with its thinking and tool calls.
+    """Whether `text` is the content of the assistant's message, alone or with its thinking and tool calls.
 
-    inserted  text that the template may have put before it
+    inserted  text that the template may have put before the content
     """
     content, answer, thinking = _content_of(message), _answer_of(message), _thinking_of(message)
     text = text.strip().removeprefix(inserted).strip()
@@ -296,9 +296,9 @@ def _unproven(chat: RenderedChat, i: int, blanked: str) -> DataError:
     differs = next((k for k, (a, b) in enumerate(zip(text, blanked, strict=False)) if a != b), len(blanked))
     begin = max(0, differs - 40)
     other = (
-        f"With ... in place of what the assistant wrote it writes {quoted(blanked[begin:], 120)}.  "
+        f"If ... replaces the assistant's text, the template writes {quoted(blanked[begin:], 120)}.  "
         if blanked
-        else "With another text in place of what the assistant wrote it refuses the chat, or leaves the text out.  "
+        else "If another text replaces the assistant's text, the template refuses the chat or leaves the text out.  "
     )
     return _error(chat, i, "writes", text[begin:], other)
 
@@ -306,8 +306,8 @@ def _unproven(chat: RenderedChat, i: int, blanked: str) -> DataError:
 def _error(chat: RenderedChat, i: int, does: str, wrote: str, other: str = "") -> DataError:
     tokenizer, content = chat.tokenizer, quoted(str(chat.messages[i].get("content") or ""))
     return DataError(
-        f"chat template {tokenizer.template.name}: what the assistant wrote in message {i + 1} cannot be located.  "
-        f"The template {does} {quoted(wrote, 120)}.  {other}The content is {content} and a turn ends with "
-        f"{' or '.join(tokenizer.delimiters.ends)}.  "
-        "Give a template (data.chat_template) with {% generation %} around the content and the end of turn."
+        f"chat template {tokenizer.template.name}: the assistant's text of message {i + 1} cannot be located.  The "
+        f"template {does} {quoted(wrote, 120)}.  {other}The content is {content} and a turn ends with "
+        f"{' or '.join(tokenizer.delimiters.ends)}.  Give a template (data.chat_template) with {{% generation %}} "
+        "around the content and the end of turn."
     )

@@ -1,8 +1,8 @@
 """Counts rows, tokens and lengths of data files; rows that are cut, windowed, dropped or skipped; and rows that fit.
 
-Decides the buckets of the histogram, the definition of a quantile, and the values of seq_length that are compared.  A
-length is that of a whole row, counted once for any number of windows.  `cache/row_report.py` counts losses.
-Does not read tokens (`findings.py`).
+Decides the buckets of the histogram, the definition of a quantile, and the values of seq_length that are compared.
+Every row has one length, however many windows are made from it.  `cache/row_report.py` counts cut, dropped and skipped
+rows; `findings.py` reads tokens.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from sft.data.cache.corpus import Corpus, file_names
 from sft.data.cache.omissions import FileOmission, add_up
 from sft.parallel.alignment import aligned
 
-# Fields of a row report that are added up under their own names.
+# Fields of a row report that `counts_of` adds up.
 _ADDED = (
     *("rows", "samples", "tokens_repeated", "rows_cut", "rows_windowed", "samples_windowed", "tokens_cut"),
     *("supervised_cut", "rows_dropped", "tokens_dropped", "supervised_dropped", "rows_skipped", "chats"),
@@ -29,14 +29,14 @@ class DataSet(NamedTuple):
 
     part: str  # train, or the name of a held-out set
     paths: list[Path]
-    sources: list[str] | None  # of each file; None where data.train names none, and for held-out files
+    sources: list[str] | None  # of each file; None for held-out files, and if data.train names no sources
     corpus: Corpus
-    rows: list[np.ndarray]  # LINE [rows] of each file: one for each row but the skipped, with its whole length
+    rows: list[np.ndarray]  # of each file: LINE [rows], the uncut length of each row that was not skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Rows of at_least <= length < below, and the tokens in them."""
+    """Rows with at_least <= length < below, and the number of their tokens."""
 
     at_least: int
     below: int
@@ -60,19 +60,19 @@ class Retention:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The rows of one data file, or of several.
+    """Counts of the rows of one data file, or of several.
 
-    samples, tokens, supervised          what training sees; tokens_repeated of them are windows' context, seen before
-    full_tokens, p50, p90, p99, longest  of whole rows, but the skipped
-    rows_cut ... supervised_dropped      what data.over_long does; tokens are cut of windowed rows too
-    rows_skipped, reasons                what data.on_bad_row does, and why, most frequent first
+    samples, tokens, supervised          training data; tokens_repeated of the tokens repeat those of an earlier window
+    full_tokens, p50, p90, p99, longest  of uncut rows, without skipped rows
+    rows_cut ... supervised_dropped      effects of data.over_long; tokens_cut includes tokens of windowed rows
+    rows_skipped, reasons                effects of data.on_bad_row; the most frequent reason is first
     """
 
-    name: str  # of a file; `all` for several
-    path: str | None  # null for several
+    name: str  # of the file; `all` for several files
+    path: str | None  # null for several files
     part: str  # train, or the name of a held-out set
-    source: str | None  # null where data.train names none, and for all training files
-    rows: int  # also those that were skipped
+    source: str | None  # null if data.train names no sources, and for the sum of all training files
+    rows: int  # including skipped rows
     samples: int
     tokens: int
     tokens_repeated: int
@@ -95,11 +95,11 @@ class Counts:
     reasons: tuple[tuple[str, int], ...]
     histogram: tuple[Bucket, ...]
     chats: int  # rows that are chats
-    omitted: tuple[FileOmission, ...]  # what the chat template leaves out of them; of several files without rows
+    omitted: tuple[FileOmission, ...]  # texts that the chat template leaves out; several files: without row numbers
 
 
 def of_files(data: DataSet) -> list[Counts]:
-    """Each file, in order."""
+    """The counts of each file, in order."""
     sources: Sequence[str | None] = data.sources or [None] * len(data.paths)
     return [
         counts_of(data, [i], name=name, path=str(data.paths[i]), source=sources[i])
@@ -108,7 +108,7 @@ def of_files(data: DataSet) -> list[Counts]:
 
 
 def of_sources(data: DataSet) -> list[Counts]:
-    """Each named source, in order, with all of its files."""
+    """The counts of each named source, over all files of the source, in order."""
     sources = data.sources or []
     return [
         counts_of(data, [i for i, source in enumerate(sources) if source == name], source=name)
@@ -119,7 +119,7 @@ def of_sources(data: DataSet) -> list[Counts]:
 def counts_of(
     data: DataSet, chosen: Sequence[int], *, name: str = "all", path: str | None = None, source: str | None = None
 ) -> Counts:
-    """The files of these numbers together."""
+    """The counts over the files data.paths[i] for all i in `chosen`."""
     reports = [data.corpus.row_reports[data.paths[i]] for i in chosen]
     full = np.concatenate([data.rows[i]["full_tokens"] for i in chosen])
     p50, p90, p99 = quantiles(full)
@@ -150,7 +150,7 @@ def counts_of(
 
 
 def quantiles(lengths: np.ndarray) -> tuple[int, int, int]:
-    """p50, p90, p99: each the smallest length that so large a share of the rows does not exceed.
+    """p50, p90, p99: the smallest length that 50%, 90%, 99% of the rows do not exceed.
 
     1 2 3 4 5 6 7 8 9 10 -> 5, 9, 10
     """
@@ -159,9 +159,9 @@ def quantiles(lengths: np.ndarray) -> tuple[int, int, int]:
 
 
 def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
-    """Powers of two from the shortest row's to the longest's, empty ones between them included.
+    """Buckets between powers of two, from the shortest row to the longest, including empty buckets.
 
-    5 6 17 -> 4 to 8: 2 rows of 11 tokens, 8 to 16: none, 16 to 32: 1 of 17
+    lengths 5 6 17 -> 4 to 8: 2 rows, 11 tokens; 8 to 16: 0 rows; 16 to 32: 1 row, 17 tokens
     """
     powers = np.frexp(lengths)[1] - 1  # floor of log2, exact for every length below 2 ** 53
     return tuple(
@@ -176,7 +176,7 @@ def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
 
 
 def retention(rows: np.ndarray, *, doc_multiple: int, seq_length: int) -> tuple[Retention, ...]:
-    """The share of `rows`, LINE [n], that fits whole: at the recipe's seq_length, powers of two and half-way between.
+    """The share of `rows`, LINE [n], that fit uncut: for the recipe's seq_length, powers of two and half-way values.
 
     lengths 30 40 90, each padded to a multiple of 32 -> 32 64 96
     seq_length 32: 1 of 3 rows, 30 of 160 tokens; 48: the same; 64: 2 rows, 70 tokens; 96: all
@@ -203,7 +203,7 @@ def retention(rows: np.ndarray, *, doc_multiple: int, seq_length: int) -> tuple[
 
 
 def _candidates(shortest: int, longest: int) -> list[int]:
-    """From the first that holds the shortest to the first that holds the longest.  30, 90 -> 32 48 64 96"""
+    """The sizes from the first that holds the shortest row to the first that holds all.  30, 90 -> 32 48 64 96"""
     sizes = sorted(size for power in range(1, longest.bit_length() + 1) for size in (1 << power, 3 << (power - 1)))
     first, last = np.searchsorted(sizes, [shortest, longest])
     return sizes[first : last + 1]

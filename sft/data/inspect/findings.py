@@ -1,12 +1,12 @@
-"""What in the data deserves a look before training: counts of it, and where the first few are.
+"""Finds rows and samples that a user should look at before training, counts them, and names the first few.
 
-Decides which rows and samples count as unusable, too long, unlearnable, short, copied or unfinished.  None of it is an
-error: the trainer takes such data, or leaves it out where the recipe says so.  `report.py` decides how a finding reads.
+Decides which rows and samples count as unusable, too long, unlearnable, short, copied or unfinished.  A finding is not
+an error: the trainer uses such data, or leaves the data out if the recipe says so.  `report.py` words the findings.
 
-One pass over the tokens of all samples finds which are alike, where answers end, and which answer is the longest.
-Alike are equal tokens, or equal tokens up to the first answer and another answer.  An answer which goes on in the next
-window of its row is counted there.  Memory is 48 bytes per sample, however long it is: tokens are hashed as they are
-mapped from disk (blake2b, 16 bytes: two different samples of a billion share one with probability 1e-21).
+One pass over the tokens of all samples finds similar samples, unfinished answers, and the longest answer.  Two samples
+are similar if their tokens are equal, or if their prompts are equal and their answers differ.  An answer that continues
+in the next window of its row is counted in that window.  Tokens are hashed while they are read (blake2b, 16 bytes:
+among a billion samples, two share a hash with probability 1e-21), so any sample needs 48 bytes of memory.
 """
 
 from collections.abc import Sequence
@@ -28,21 +28,21 @@ from sft.data.read.rows import row_name
 from sft.parallel.alignment import aligned
 
 NUM_EXAMPLES = 5
-_SHORT = 2  # supervised tokens: one, and the end of turn
+_SHORT = 2  # supervised tokens of a short answer: one token and the end of turn
 _DIGEST_BYTES = 16
 _KIND = np.dtype(f"S{_DIGEST_BYTES}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """`count` of `total`, and the first few places."""
+    """A finding in `count` of `total` rows or samples, with the names of the first few of them."""
 
-    what: str  # a name of docs/inspect.md
-    part: str  # train, or a held-out set
+    what: str  # the name of the finding in docs/inspect.md
+    part: str  # train, or the name of a held-out set
     count: int
     total: int
     examples: tuple[str, ...]
-    of: str | None = None  # which texts, where it is about a kind of them: `system content`
+    of: str | None = None  # the kind of texts that the finding is about, e.g. `system content`
 
 
 def finding(
@@ -52,25 +52,25 @@ def finding(
 
 
 class Scan(NamedTuple):
-    """What one pass over a corpus of n samples finds.
+    """The results of one pass over a corpus of n samples.  A run is an unbroken stretch of supervised tokens.
 
-    wholes, prompts, openings  S16 [n]: digests of all tokens, of those before the first answer (its first supervised
-                               run), of those to its end; of all tokens where there is no prompt, and for every window
-                               of a row but its first
+    wholes, prompts, openings  S16 [n], digests of each sample: of all tokens, of the tokens before the first run, and
+                               of the tokens up to the end of the first run.  A sample without a prompt, and any window
+                               but the first of a row, has the digest of all tokens in all three.
     """
 
     wholes: np.ndarray
     prompts: np.ndarray
     openings: np.ndarray
-    num_runs: int  # unbroken stretches of supervised tokens, which are the assistant's turns
-    unfinished_runs: int  # of these, how many do not end with the end-of-turn token
-    unfinished: list[int]  # the first samples with such
-    longest_run: int  # tokens
-    longest_sample: int  # which has that one
+    num_runs: int  # runs are the turns of the assistant
+    unfinished_runs: int  # number of runs that do not end with the end-of-turn token
+    unfinished: list[int]  # ids of the first samples with unfinished runs
+    longest_run: int  # length of the longest run in tokens
+    longest_sample: int  # id of the sample with the longest run
 
 
 def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
-    """Reads every token once.  Of samples with unfinished turns the first few are kept, and all are counted."""
+    """Reads every token once.  Counts all unfinished turns, and keeps the ids of the first few samples with one."""
     digests = bytearray()
     num_runs = unfinished_runs = longest_run = longest_sample = 0
     unfinished: list[int] = []
@@ -83,7 +83,7 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
             digests += _digests(sample, starts, ends, has_prompt=window == 1)
             is_open = ~np.isin(sample.tokens[ends - 1], ends_of_turn)
             if window < of and len(ends) and ends[-1] == len(sample.tokens) and is_open[-1]:
-                is_open = is_open[:-1]  # the turn goes on in the next window, which counts it
+                is_open = is_open[:-1]  # the turn continues in the next window and is counted there
             if is_open.any() and len(unfinished) < NUM_EXAMPLES:
                 unfinished.append(sample_id)
             unfinished_runs += int(is_open.sum())
@@ -97,12 +97,12 @@ def scan(corpus: Corpus, ends_of_turn: Sequence[int], console: Console) -> Scan:
 
 
 def _sample_lines(corpus: Corpus) -> np.ndarray:
-    """LINE [n]: the line of each sample."""
+    """LINE [n]: the line of each sample in the table of its store."""
     return np.concatenate([table[table["tokens"] > 0] for table in corpus.tables])
 
 
 def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt: bool) -> bytes:
-    """Whole, prompt and opening, end to end."""
+    """The digests of all tokens, of the prompt and of the opening, concatenated."""
     start, end = (int(starts[0]), int(ends[0])) if len(starts) else (0, 0)
     digest = blake2b(sample.tokens[:start].data, digest_size=_DIGEST_BYTES)
     prompt = digest.digest()
@@ -114,7 +114,7 @@ def _digests(sample: Sample, starts: np.ndarray, ends: np.ndarray, *, has_prompt
 
 
 def copies(digests: np.ndarray) -> np.ndarray:
-    """Samples that an earlier one equals, each with the first of these, int64 [k, 2]: a b a c a -> (2, 0), (4, 0)"""
+    """Samples equal to earlier ones, each with the first equal sample, int64 [k, 2]: a b a c a -> (2, 0), (4, 0)"""
     _, firsts, inverse = np.unique(digests, return_index=True, return_inverse=True)
     originals = firsts[inverse]
     later = np.flatnonzero(originals != np.arange(len(digests)))
@@ -122,16 +122,16 @@ def copies(digests: np.ndarray) -> np.ndarray:
 
 
 def other_answers(prompts: np.ndarray, openings: np.ndarray) -> np.ndarray:
-    """Samples whose prompt an earlier one has too, and whose first answer is a new one for it; pairs as above.
+    """Samples with the prompt of an earlier sample and a first answer that is new for it; pairs as in `copies`.
 
-    prompts p p q p, openings pa pb qa pa -> (1, 0): the last one's answer is that of the first
+    prompts p p q p, openings pa pb qa pa -> (1, 0); sample 3 has the same answer as sample 0
     """
     distinct = np.sort(np.unique(openings, return_index=True)[1])
     return distinct[copies(prompts[distinct])]
 
 
 def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
-    """Rows that were skipped, and rows that, padded to doc_multiple, are longer than seq_length."""
+    """Findings about rows that were skipped, and rows whose padded length exceeds seq_length."""
     reports = [data.corpus.row_reports[path] for path in data.paths]
     num_rows, num_skipped = sum(report.rows for report in reports), sum(report.rows_skipped for report in reports)
     num_long = 0
@@ -149,7 +149,7 @@ def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
 
 
 def of_template(data: DataSet) -> list[Finding]:
-    """Chats of which the chat template leaves texts out, for each role and kind."""
+    """Findings about chats from which the chat template omits texts, for each role and kind of text."""
     total = sum(data.corpus.row_reports[path].chats for path in data.paths)
     by_name: dict[str, list[tuple[Path, FileOmission]]] = {}
     for path in data.paths:
@@ -164,8 +164,8 @@ def of_template(data: DataSet) -> list[Finding]:
 
 
 def of_samples(corpus: Corpus, scanned: Scan, supervise: str) -> list[Finding]:
-    """From tokens and masks.  A window of few supervised tokens is short only if the whole row is, and where all
-    is supervised nothing separates one turn from the next."""
+    """Findings about tokens and masks of samples.  A short window of a row that is not short is not counted as short.
+    With supervise = all, unfinished turns are not counted because nothing separates a turn from the next."""
     lines, total = _sample_lines(corpus), len(corpus)
     answered = np.where(lines["windows"] > 1, lines["full_supervised"], lines["supervised"])
     nothing, short = np.flatnonzero(answered == 0), np.flatnonzero((answered > 0) & (answered <= _SHORT))
@@ -182,8 +182,8 @@ def of_samples(corpus: Corpus, scanned: Scan, supervise: str) -> list[Finding]:
 
 
 def of_held_out(data: DataSet, scanned: Scan, train: Corpus, trained: Scan) -> list[Finding]:
-    """What the chat template leaves out of a held-out set, and its samples that training sees too: the same tokens, or
-    the same prompt with another answer."""
+    """Findings about texts that the chat template omits from a held-out set, and about held-out samples that training
+    data contain: with the same tokens, or with the same prompt and another answer."""
     same, alike = _shared(scanned.wholes, trained.wholes), _shared(scanned.prompts, trained.prompts)
     alike = alike[~np.isin(alike[:, 0], _shared(scanned.openings, trained.openings)[:, 0])]
     corpus, part = data.corpus, data.part
@@ -195,7 +195,7 @@ def of_held_out(data: DataSet, scanned: Scan, train: Corpus, trained: Scan) -> l
 
 
 def _shared(held_out: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Which held-out digest equals which of training, int64 [k, 2]: held out c a, training a b -> (1, 0)"""
+    """Pairs of equal digests, (held-out, training), int64 [k, 2]: held out c a, training a b -> (1, 0)"""
     pairs = copies(np.concatenate([train, held_out])) - np.array([len(train), 0])
     return pairs[(pairs[:, 0] >= 0) & (pairs[:, 1] < len(train))]
 
@@ -205,5 +205,5 @@ def _names(corpus: Corpus, ids: Sequence[int] | np.ndarray) -> list[str]:
 
 
 def _pairs(corpus: Corpus, other: Corpus, pairs: np.ndarray) -> list[str]:
-    """`a.jsonl:7 = a.jsonl:1`"""
+    """The names of pairs of samples: `a.jsonl:7 = a.jsonl:1`"""
     return [f"{corpus.name(int(i))} = {other.name(int(j))}" for i, j in pairs[:NUM_EXAMPLES]]

@@ -1,7 +1,7 @@
 """Summarises the plan of a run without a GPU: `sft data plan`.
 
-Decides what is printed of it, and how level a global batch can be at best, whatever the assignment (`bounds`).
-Everything else is taken from a `Loader`, so it is what the run does.  Nothing is read but lengths: no sample.
+Decides which numbers of a plan are printed, and computes limits of the balance that no assignment exceeds (`bounds`).
+All other numbers come from a `Loader`, so the run will have the same ones.  Reads only lengths, no samples.
 """
 
 from collections.abc import Iterable
@@ -22,20 +22,20 @@ from sft.flops import attention_crossover
 from sft.parallel.alignment import aligned, smallest_world
 from sft.parallel.layout import Layout
 
-LOOKED_AT = 50  # global batches, spread over the epoch, that are balanced for the forecast
-LIMITED = 0.95  # below this a larger cp is looked for
+LOOKED_AT = 50  # number of global batches, spread over the epoch, whose balance is computed
+LIMITED = 0.95  # if no assignment can reach this efficiency, the forecast suggests a larger cp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Efficiencies that no assignment exceeds; 1 means no limit.
+    """Upper limits of efficiency for any assignment; 1 means no limit.
 
-    longest     no rank computes less than the longest sequence:  total / (dp * cost of that)
-    full        nor less than its share of tokens, as the other ranks have no room for them
-    microbatch  the same where ranks wait for each other after every microbatch
+    longest     one rank computes at least the longest sequence:  total cost / (dp * cost of the longest sequence)
+    full        this rank also computes the tokens that the other ranks have no room for
+    microbatch  the limit if ranks wait for each other after every microbatch
 
-    Longest 100 of a total of 400, dp 8 -> 400 / (8 * 100) = 0.5: only more context parallelism helps, which makes dp
-    smaller and has more ranks compute that sequence.
+    Cost 100 of the longest sequence, total cost 400, dp 8 -> longest 400 / (8 * 100) = 0.5.  Only a larger cp helps: dp
+    becomes smaller, and more ranks compute the longest sequence.
     """
 
     longest: float
@@ -44,12 +44,12 @@ class Bounds:
 
 
 def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
-    """The loader of rank 0 as `sft train` makes it, but for the tokens' positions: it plans and makes no microbatch."""
+    """The loader of rank 0 in `sft train`, without context parallelism: it plans only, and makes no microbatches."""
     return make_loader(config, layout, corpus, pad_id=0, local_indices=lambda cu_seqlens: np.arange(cu_seqlens[-1]))
 
 
 def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[str]]:
-    """Lines to print by what they are about, on the first epoch."""
+    """Lines about the first epoch: {topic: lines to print}"""
     loader = loader_of(config, layout, corpus)
     plan = loader.plans.plan(0)
     steps = loader.plans.steps_per_epoch(0)
@@ -63,7 +63,7 @@ def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[s
 
 
 def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
-    """Writes the plans of all epochs of a run, and says how many those are."""
+    """Writes the plans of all epochs of a run to `path`.  Returns a line with the numbers of batches and epochs."""
     loader = loader_of(config, layout, corpus)
     epochs = config.train.num_epochs or 1 + loader.plans.locate((config.train.num_steps or 1) - 1)[0]
     plans = [loader.plans.plan(epoch) for epoch in range(epochs)]
@@ -74,7 +74,7 @@ def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str
 
 
 def _packs(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
-    """Packs and where their capacity goes; the shares add up to 1."""
+    """Lines about packs and the use of their capacity; the shares add up to 1."""
     packs, size, batch = len(plan), config.data.seq_length, config.train.global_batch_size
     missing = -packs % batch
     capacity = (packs + missing) * size
@@ -94,7 +94,7 @@ def _packs(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
 
 
 def length_lines(config: Config, plan: Plan) -> list[str]:
-    """Steps of an epoch, and epochs of the run."""
+    """Lines about the number of steps per epoch and the number of epochs of the run."""
     batch = config.train.global_batch_size
     steps = plan.num_batches(batch)
     lines = [f"steps per epoch {steps:,} = {len(plan):,} packs / global_batch_size {batch}, rounded up"]
@@ -113,7 +113,7 @@ def _steps(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
 
 
 def _sources(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
-    """chat 70.01% of tokens (wanted 70.00%), each sample 1.75 times"""
+    """One line per source, such as "chat has 70.01% of the tokens (recipe: 70.00%); each sample is used 1.75 times"."""
     sources, lengths = corpus.source_ids, corpus.lengths
     taken = np.bincount(sources[plan.samples], weights=lengths[plan.samples], minlength=len(corpus.sources))
     held = np.bincount(sources, weights=lengths, minlength=len(corpus.sources))
@@ -136,7 +136,7 @@ def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, loo
         limits.append(_limits(config, corpus, loader, step, layout.dp))
     per_step, per_microbatch = zip(*levels)
     lines = [
-        f"attention takes as long as all else at {crossover:,.0f} tokens; {len(looked_at)} batches looked at",
+        f"attention takes as many FLOPs as all else at {crossover:,.0f} tokens; {len(looked_at)} batches checked",
         f"efficiency per step {_spread(per_step)}, of at most {_spread(x.full for x in limits)}",
         f"efficiency per microbatch {_spread(per_microbatch)}, of at most {_spread(x.microbatch for x in limits)}",
         f"longest sequence alone: at most {_spread(x.longest for x in limits)}",
@@ -159,8 +159,8 @@ def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) 
 
 
 def _larger_cp(config: Config, layout: Layout, corpus: Corpus, loader: Loader, looked_at: list[int]) -> str:
-    """Which cp would do, with the same tp, pp and processes."""
-    advice = "no larger cp fits that would do"
+    """A line with the smallest larger cp that lifts the limit to LIMITED; tp, pp and the world size stay the same."""
+    advice = "no larger cp that fits would help"
     ranks = layout.world_size // smallest_world(config) * layout.cp  # dp * cp
     for cp in range(2 * layout.cp, ranks + 1, layout.cp):
         fits = ranks % cp == 0 and config.train.global_batch_size % (ranks // cp) == 0
@@ -170,7 +170,7 @@ def _larger_cp(config: Config, layout: Layout, corpus: Corpus, loader: Loader, l
                 multiple = "" if config.data.doc_multiple % (2 * cp) == 0 else f" and data.doc_multiple={2 * cp}"
                 advice = f"parallel.cp={cp}{multiple} would lift the limit to {reached:.1%}"
                 break
-    return f"no assignment can be level, as one rank has the longest sequence; {advice}"
+    return f"no assignment is balanced, because one rank must take the longest sequence; {advice}"
 
 
 def _spread(shares: Iterable[float]) -> str:
@@ -181,7 +181,7 @@ def _spread(shares: Iterable[float]) -> str:
 def bounds(
     lengths: np.ndarray, *, dp: int, num_microbatches: int, seq_length: int, doc_multiple: int, crossover: float
 ) -> Bounds:
-    """Of the sequences of one global batch on dp ranks of num_microbatches packs each."""
+    """The limits for the sequences of one global batch, on dp ranks with num_microbatches packs each."""
     sizes = aligned(lengths, doc_multiple)
     work = costs(lengths, doc_multiple=doc_multiple, crossover=crossover)
     total, longest = int(work.sum()), int(work.argmax())
@@ -195,8 +195,8 @@ def bounds(
 
 
 def _rest_of_its_rank(sizes: np.ndarray, squares: np.ndarray, longest: int, least: int) -> int:
-    """What else the rank of the longest sequence computes, that must take at least `least` tokens in all: them, and
-    the squares of those sequences that have least per token."""
+    """The least further cost of the rank with the longest sequence, if the rank takes at least `least` tokens: the
+    other tokens of the rank, and the squares of the sequences with the smallest square per token."""
     tokens = max(0, least - int(sizes[longest]))
     cheapest = np.argsort(squares / sizes, kind="stable")
     cheapest = cheapest[cheapest != longest]
@@ -207,10 +207,10 @@ def _rest_of_its_rank(sizes: np.ndarray, squares: np.ndarray, longest: int, leas
 def _cost_of_rows(
     lengths: np.ndarray, sizes: np.ndarray, work: np.ndarray, shape: tuple[int, int], seq_length: int, crossover: float
 ) -> float:
-    """Least sum, over the rows of `shape` packs, of a row's costliest.
+    """A lower limit of the sum, over rows of packs (`shape`: rows, packs per row), of the largest cost in each row.
 
-    The k-th costliest pack costs at least what the k-th longest sequence does, if k of them are over half a pack;
-    and at most what a pack can cost whose sequences are no longer than that one.
+    If k sequences are longer than half a pack, the k-th costliest pack costs at least as much as the k-th longest
+    sequence, and at most as much as a pack full of sequences of this length.
     """
     count = shape[0] * shape[1]
     order = np.argsort(-lengths, kind="stable")[:count]

@@ -1,7 +1,7 @@
-"""A survey as one picture: how long rows are, what fits whole, how much of each file is supervised.
+"""Draws a survey: lengths of rows, the share of rows that fit uncut, and the supervised share of each file.
 
-Where data.train names its sources, they stand in place of their files.  Decides panels, axes and colours.  Needs
-matplotlib (the extra `plot`); importing this without it raises ImportError.
+If data.train names sources, the picture shows sources instead of files.  Decides panels, axes and colours.  Importing
+this module without matplotlib (the extra `plot`) raises ImportError.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ _RECIPE = "#d62728"
 
 
 def draw(survey: Survey, out: Path) -> None:
-    """Writes the PNG `out`; its folder is made where it is missing."""
+    """Writes the PNG file `out`, and makes its folder if needed."""
     bars = _shown(survey)
     heights = [3.2, 3.2, 0.8 + 0.32 * len(bars)]  # inches
     figure = Figure(figsize=(11, sum(heights) + 1), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
@@ -45,7 +45,7 @@ def draw(survey: Survey, out: Path) -> None:
 
 
 def _lengths(axes: Axes, survey: Survey) -> None:
-    """Bars of the training files or sources, one upon the other; the smallest of them share one colour."""
+    """Draws stacked bars of the training files or sources; the smallest files or sources share one colour."""
     shown = sorted(_trained(survey), key=lambda counts: -counts.rows)
     buckets = survey.total.histogram
     starts = np.log2([bucket.at_least for bucket in buckets])
@@ -61,7 +61,7 @@ def _lengths(axes: Axes, survey: Survey) -> None:
         named = label if len(shown) > 1 else None
         axes.bar(starts, heights, 1, below, align="edge", color=color, edgecolor="white", linewidth=0.6, label=named)
         below += heights
-    axes.set_title("how long rows are", loc="left", fontweight="bold")
+    axes.set_title("lengths of rows", loc="left", fontweight="bold")
     axes.set_ylabel("rows")
     axes.set_ylim(0, 1.05 * max(bucket.rows for bucket in buckets))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -74,7 +74,7 @@ def _fits(axes: Axes, survey: Survey) -> None:
     for share, label, color in _CURVES:
         shares = [getattr(point, share) for point in survey.retention]
         axes.plot(sizes, shares, "o-", color=color, label=label, mec="white", ms=6, lw=1.8)
-    axes.set_title("what fits whole", loc="left", fontweight="bold")
+    axes.set_title("rows that fit uncut", loc="left", fontweight="bold")
     axes.set(xlabel="data.seq_length, tokens", ylabel="share of all", ylim=(-0.03, 1.05))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
@@ -91,12 +91,12 @@ def _share(axes: Axes, bars: list[Counts], kind: str) -> None:
     axes.set_xlim(0, 1.32 * max([*shares, 0.01]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
     axes.tick_params(axis="y", length=0)
-    axes.set_title(f"how much is supervised, by {kind}", loc="left", fontweight="bold")
+    axes.set_title(f"share of supervised tokens, by {kind}", loc="left", fontweight="bold")
     axes.set_xlabel(f"supervised tokens, share of a {kind}'s tokens")
 
 
 def _shown(survey: Survey) -> list[Counts]:
-    """Bars of the lowest panel: all files or sources, or the largest where they are many."""
+    """The files or sources in the lowest panel: all of them, or the largest if there are many."""
     bars = [*_trained(survey), *(counts for counts in survey.files if counts.part != "train")]
     return bars if len(bars) <= _MOST_BARS else sorted(bars, key=lambda counts: -counts.tokens)[:_MOST_BARS]
 
@@ -110,14 +110,14 @@ def _kind(survey: Survey) -> str:
 
 
 def _name(counts: Counts) -> str:
-    """Of a source its name, of a file the file's."""
+    """The name of a source, or of a file without a source."""
     return counts.source or counts.name
 
 
 def _token_axis(axes: Axes, survey: Survey) -> None:
-    """The same for both panels of tokens: base-2 logarithms, labelled 512, 1K, 2K, ...; the recipe's seq_length marked.
+    """Sets the x axis of both token panels: base-2 logarithms with labels 512, 1K, 2K, ...; marks recipe's seq_length.
 
-    The legend stands beside the panel: inside, a curve or a bar would run through it sooner or later.
+    The legend is right of the panel, because curves and bars could cross a legend inside the panel.
     """
     low = np.log2(survey.total.histogram[0].at_least)
     high = np.log2(max(survey.total.histogram[-1].below, survey.seq_length))

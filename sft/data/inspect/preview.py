@@ -1,7 +1,7 @@
-"""What the model sees of a sample and what it learns from: its text in pieces, supervised ones marked.
+"""Cuts the text of a sample into pieces, each either supervised or context.
 
-Decides how much of a sample is shown: the ends of each piece, so that every boundary between context and answer is in
-sight, however long the sample is.  Does not decide how a piece looks (`report.py`).
+Decides how much of a piece is shown: both ends, so every boundary between context and answer is visible, whatever the
+length of the sample.  `report.py` formats the pieces.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from sft.batch import Sample
 from sft.data.cache.truncation import turns
 from sft.data.chat.tokenizer import ChatTokenizer
 
-_CHARACTERS = 200  # shown on each side of a boundary, and about as many tokens are decoded
+_CHARACTERS = 200  # number of characters shown on each side of a boundary; about as many tokens are decoded
 _FIRST_PIECES, _LAST_PIECES = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Neighbouring tokens, all supervised or none of them; a gap is such tokens that are not shown, without text."""
+    """Neighbouring tokens, either all supervised or all not.  A gap is a piece that is not shown and has no text."""
 
     text: str
     is_supervised: bool
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """One sample.  name: its row, and which window of it; why: `first`, `longest answer`, or both."""
+    """The pieces of one sample.  name: its row and window; why it was chosen: `first`, `longest answer`, or both."""
 
     name: str
     why: str
@@ -37,7 +37,7 @@ class Preview:
 
 
 def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Preview:
-    """The sample's pieces; of many, the first 8 and the last 4, of a long one, 200 characters at each end.
+    """The sample's pieces: of many pieces the first 8 and the last 4; of a long piece 200 characters at each end.
 
     user "a", assistant "b", byte tokenizer ->
     "<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n", then supervised "b<|im_end|>", then "\\n"
@@ -54,16 +54,16 @@ def preview(sample: Sample, name: str, why: str, tokenizer: ChatTokenizer) -> Pr
 
 
 def _pieces(sample: Sample, start: int, end: int, tokenizer: ChatTokenizer) -> list[Piece]:
-    """The tokens from start to end as one piece, or as its two ends with a gap between."""
+    """The tokens from start to end as one piece, or as two pieces with a gap between them."""
     is_supervised = start > 0 and bool(sample.weights[start] > 0)
     tokens = sample.tokens[start:end]
     if len(tokens) <= 2 * _CHARACTERS and len(text := tokenizer.decode(tokens)) <= 2 * _CHARACTERS:
         return [Piece(text=text, is_supervised=is_supervised, tokens=len(tokens))]
     reach = min(_CHARACTERS, len(tokens) // 2)
-    # A token of most texts is about four characters: take as many as fill the window, cut between tokens.
+    # Show as many whole tokens as fit into _CHARACTERS; most tokens have about four characters.
     while reach > 1 and max(len(tokenizer.decode(part)) for part in (tokens[:reach], tokens[-reach:])) > _CHARACTERS:
         reach = reach * 3 // 4
-    # Where the cut goes through a character of several tokens, its half is not shown.
+    # A character of several tokens that was cut decodes to U+FFFD, which is not shown.
     head, tail = tokenizer.decode(tokens[:reach]).rstrip("\ufffd"), tokenizer.decode(tokens[-reach:]).lstrip("\ufffd")
     return [
         Piece(text=head, is_supervised=is_supervised, tokens=reach),

@@ -1,7 +1,7 @@
-"""A survey as lines for people: tables, bars, findings in words, and samples with what is learnt in green.
+"""Formats a survey as text: tables, bars, findings, and samples with supervised text in green.
 
-Decides how everything looks and what each finding is called.  Does not count (`survey.py`), and does not decide
-whether there is colour: without it, what is learnt stands in [[ ]].
+Decides the layout, and the words for each finding.  The caller decides about colour: without colour, supervised text
+is in [[ ]].  `survey.py` counts.
 """
 
 import textwrap
@@ -21,46 +21,46 @@ _GLUE = "\N{NO-BREAK SPACE}"  # keeps `a = b` on one line
 _GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _SIGNS = {"\n": "⏎\n", "\t": "⇥", "\r": "\\x0d"}
 
-# How masks are proven.
+# How the tokenizer determines which tokens are supervised.
 _MASKS = {
-    "built in": "written by the built-in ChatML template, which knows what the assistant wrote",
+    "built in": "written by the built-in ChatML template, which marks the assistant's text",
     "generation markers": "proven by the template's {% generation %} blocks",
     "differences": "proven chat by chat, by text prefixes or by blanking a turn (no {% generation %} blocks)",
 }
 
-# What is counted, what is said of it, and why it matters.
+# Name of a finding: the unit of its count, what the report says about it, and why it matters.
 _WORDS = {
     "unusable": ("rows", "are unusable", "data.on_bad_row leaves them out"),
-    "too_long": ("rows", "are longer than data.seq_length", "data.over_long decides what becomes of them"),
+    "too_long": ("rows", "are longer than data.seq_length", "data.over_long decides how these rows are used"),
     "omitted": ("chats", "lose {of} to the chat template", "the model does not see it"),
-    "nothing_supervised": ("samples", "lack a supervised token", "they cost time and teach nothing"),
+    "nothing_supervised": ("samples", "lack a supervised token", "they cost time and have no loss"),
     "short_answers": ("samples", "have only 1 or 2 supervised tokens", "is an answer cut off?"),
     "unfinished_turns": (
         "answers",
         "lack the end-of-turn token at their end",
         "the model does not learn to stop there",
     ),
-    "copies": ("samples", "are copies of an earlier one", "each copy counts like a sample of its own"),
+    "copies": ("samples", "are copies of an earlier one", "training uses every copy"),
     "same_prompts": (
         "samples",
         "give a new answer to the prompt of an earlier one",
         "alternatives, or contradictions?",
     ),
     "empty_user_turns": ("user turns", "are empty", "the model learns to answer without a question"),
-    "unanswered_ends": ("chats", "end without an answer", "what follows the last answer is read, never learnt"),
+    "unanswered_ends": ("chats", "end without an answer", "text after the last answer is never supervised"),
     "held_out_copies": ("samples", "are also in data.train", "they make the held-out loss too good"),
-    "held_out_prompts": ("samples", "give a new answer to a prompt of data.train", "the question is not new"),
+    "held_out_prompts": ("samples", "have a prompt of data.train and another answer", "the question is not new"),
 }
 
 
 def survey_lines(survey: Survey, *, color: bool) -> Iterator[str]:
-    """The whole survey, section by section."""
+    """The lines of the whole survey, section by section."""
     sections = [
         (f"data of {survey.recipe}", _head(survey)),
         ("files", _files(survey)),
         ("lengths: tokens of whole rows", _lengths(survey.total)),
-        (f"retention: what fits whole, padded to a multiple of {survey.doc_multiple}", _retention(survey)),
-        (f"roles: tokens of the texts of messages{'' if survey.roles_exact else ', estimated'}", _roles(survey)),
+        (f"retention: samples that fit uncut, padded to a multiple of {survey.doc_multiple}", _retention(survey)),
+        (f"roles: tokens of message texts{'' if survey.roles_exact else ', estimated'}", _roles(survey)),
         ("tokenizer", _tokenizer(survey.tokenizer)),
         ("findings", _findings(survey.findings)),
     ]
@@ -70,7 +70,7 @@ def survey_lines(survey: Survey, *, color: bool) -> Iterator[str]:
         yield ""
     if survey.previews:
         legend = f"{_GREEN}green{_RESET}{_BOLD}" if color else "in [[ ]]"
-        title = f"previews: what is learnt is {legend}, everything else is only read; ⏎ is a newline"
+        title = f"previews: supervised text is {legend}, all other text is only context; ⏎ is a newline"
         yield f"{_BOLD}{title}{_RESET}" if color else title
     for shown in survey.previews:
         yield from preview_lines(shown, color=color)
@@ -78,7 +78,7 @@ def survey_lines(survey: Survey, *, color: bool) -> Iterator[str]:
 
 
 def preview_lines(preview: Preview, *, color: bool) -> Iterator[str]:
-    """One sample.  Without colour:
+    """The lines of one sample.  Without colour:
 
     a.jsonl:1 (first): 23 tokens, 2 supervised
       <|im_start|>user⏎
@@ -94,8 +94,8 @@ def preview_lines(preview: Preview, *, color: bool) -> Iterator[str]:
 
 
 def visible(text: str) -> str:
-    """Nothing that a terminal would act on or hide: newlines as ⏎, tabs as ⇥; control, format, private and unassigned
-    characters and separators of lines and paragraphs as escapes.
+    """The text without characters that a terminal interprets or hides: newlines become ⏎, tabs ⇥.  Control, format,
+    private and unassigned characters, and separators of lines and paragraphs, become escapes.
 
     "a\\tb\\x1b[31m" -> "a⇥b\\\\x1b[31m"
     """
@@ -105,7 +105,7 @@ def visible(text: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share that says 0% and 100% only where that is exact: 2999 of 3000 -> 99.9%, 1 of 3000 -> <0.1%"""
+    """A share as text, with 0% and 100% only for exact values: 2999 of 3000 -> 99.9%, 1 of 3000 -> <0.1%"""
     if not whole or part in (0, whole):
         return "100%" if whole and part == whole else "0%"
     share = 100 * part / whole
@@ -118,12 +118,12 @@ def _head(survey: Survey) -> Iterator[str]:
         f"data.over_long {survey.over_long}, data.on_bad_row {survey.on_bad_row}"
     )
     if survey.refused is not None:
-        yield "sft train would refuse these data; what follows is of whole rows, whatever their length:"
+        yield "sft train would refuse these data; the report below is about uncut rows of any length:"
         yield from (f"  {line}" for line in survey.refused.splitlines())
 
 
 def _files(survey: Survey) -> Iterator[str]:
-    """Training files, those of a source together and with their sum, then the sum of all, then held-out files."""
+    """Lines of training files, grouped by source with sums, the sum of all training files, and held-out files."""
     train = [counts for counts in survey.files if counts.part == "train"]
     listed = []
     for source in survey.sources or (None,):
@@ -135,7 +135,7 @@ def _files(survey: Survey) -> Iterator[str]:
     body = [
         [
             counts.name,
-            # train, train.SOURCE where sources have names, or the held-out set: as the keys of a recipe have it
+            # `train`, `train.SOURCE` for named sources, or the name of the held-out set
             counts.part if counts.source is None else f"{counts.part}.{counts.source}",
             *(f"{count:,}" for count in (counts.rows, counts.samples, counts.tokens)),
             percent(counts.supervised, counts.tokens),
@@ -149,12 +149,12 @@ def _files(survey: Survey) -> Iterator[str]:
 
 
 def _losses(counts: Counts) -> Iterator[str]:
-    """What data.over_long and data.on_bad_row do to a file."""
+    """Lines about rows of a file that data.over_long or data.on_bad_row changes or drops."""
     name = counts.name if counts.part == "train" else f"{counts.name} ({counts.part})"
     if counts.rows_windowed:
         made = f"{counts.samples_windowed:,} windows of {_rows(counts.rows_windowed)}"
         share = percent(counts.tokens_repeated, counts.tokens)
-        repeated = f"{counts.tokens_repeated:,} tokens ({share} of what is trained on)"
+        repeated = f"{counts.tokens_repeated:,} tokens ({share} of the training tokens)"
         yield f"{name}: data.over_long makes {made}, which repeat {repeated}"
     for verb, rows, tokens, supervised in (
         ("cuts", counts.rows_cut, counts.tokens_cut, counts.supervised_cut),
@@ -162,7 +162,7 @@ def _losses(counts: Counts) -> Iterator[str]:
     ):
         if tokens:
             lost = percent(tokens, counts.full_tokens)
-            # Of windowed rows too some prompt may be cut; how many these are is not counted.
+            # Windowed rows may lose prompt tokens too; the number of such rows is unknown.
             where = "" if verb == "cuts" and counts.rows_windowed else f" of {_rows(rows)}"
             yield f"{name}: data.over_long {verb} {tokens:,} tokens ({lost} of all, {supervised:,} supervised){where}"
     if counts.rows_skipped:
@@ -188,11 +188,11 @@ def _lengths(total: Counts) -> Iterator[str]:
 
 
 def _retention(survey: Survey) -> Iterator[str]:
-    """The points of the curve; those that hold no more than the one before are left out."""
+    """The lines of the retention table, without sizes that hold no more rows than the size before."""
     points = survey.retention
     held_before = [-1, *(point.rows for point in points)]
     shown = [p for p, held in zip(points, held_before, strict=False) if p.is_recipe or p.rows > held]
-    everything = points[-1]  # the last one holds the longest row
+    everything = points[-1]  # the largest size holds the longest row, so all rows
     body = [
         [
             f"{point.seq_length:,}",
@@ -216,7 +216,7 @@ def _roles(survey: Survey) -> Iterator[str]:
     if survey.roles:
         yield from _table(rows, left=1)
     if survey.rows_of_tokens:
-        yield f"{_rows(survey.rows_of_tokens)} of ready tokens, without roles"
+        yield f"{_rows(survey.rows_of_tokens)} with token ids, without roles"
 
 
 def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
@@ -228,9 +228,9 @@ def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
     elif facts.eos_id == facts.end_of_turn_id:
         yield f"{end}, which is also the tokenizer's end of sequence (eos)"
     else:
-        yield f"{end}, but its end of sequence (eos) is {facts.eos} (id {facts.eos_id}): when generating, stop at both"
+        yield f"{end}, but the tokenizer's eos is {facts.eos} (id {facts.eos_id}): when generating, stop at both"
     same = facts.eos_id is not None and facts.pad_id == facts.eos_id
-    yield f"padding is id {facts.pad_id}{', the same as eos: harmless here, no padding is supervised' if same else ''}"
+    yield f"padding is id {facts.pad_id}{', the same as eos; padding is not supervised' if same else ''}"
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], *, left: int) -> Iterator[str]:
-    """Columns two spaces apart, the first `left` of them flush left, the others flush right."""
+    """The lines of a table, columns two spaces apart; the first `left` columns are left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
@@ -267,5 +267,5 @@ def _marked(text: str, *, is_supervised: bool, color: bool) -> str:
 
 
 def _shown(piece: Piece) -> str:
-    """Its text, or a gap in words."""
+    """The text of a piece; for a gap, its number of tokens."""
     return f"\n[... {piece.tokens:,} tokens ...]\n" if piece.is_gap else visible(piece.text)

@@ -1,10 +1,10 @@
-"""One pass over the rows as written: messages of each role, empty user turns, chats that end without an answer.
+"""Counts messages of each role, empty user turns, and chats that end without an answer, in one pass over the rows.
 
-Rows of ready tokens have no messages and are only counted; rows that were skipped are passed over.
+Rows that already are token ids have no messages; only their number is counted.  Skipped rows are ignored.
 
-Decides what counts as a message's text: its content, and tool calls as JSON; not the header and the end of turn that
-the template writes around it.  With the byte tokenizer its tokens are counted.  With any other, characters are counted
-and the messages of some rows are tokenised, spread evenly: tokenising all of them would double the work of `prepare`.
+The text of a message is its content and its tool calls as JSON, without the turn delimiters that the template adds.
+With the byte tokenizer, all tokens of a text are counted.  With other tokenizers, characters are counted, and messages
+of evenly spaced rows are tokenised to estimate tokens: tokenising all rows would double the work of `prepare`.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from sft.data.read.rows import read_rows, row_name
 from sft.data.read.strict_json import parse
 
 _TOKENISED_ROWS = 2000
-_TOKENISED_AT_LEAST = 100  # messages of each role, so that a rare one is not missed
+_TOKENISED_AT_LEAST = 100  # messages of each role, so rare roles have an estimate too
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Messages of one role.  Tokens are of their texts alone, and supervised_share is of these."""
+    """Messages of one role; `tokens` counts only their texts, and supervised_share is a share of these tokens."""
 
     role: str
     messages: int
@@ -38,16 +38,16 @@ class Role:
 
 
 class Messages(NamedTuple):
-    """is_exact: the tokens of roles were counted, not estimated from characters."""
+    """Counts of messages.  is_exact: tokens of roles were counted, not estimated from characters."""
 
     roles: tuple[Role, ...]
     is_exact: bool
-    num_tokenised: int  # rows of ready tokens
+    num_tokenised: int  # number of rows that already are token ids
     findings: list[Finding]
 
 
 def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise, console: Console) -> Messages:
-    """Counts over all rows of the files, also those that data.over_long drops.
+    """Counts messages over all rows of the files, including rows that data.over_long drops.
 
     user "hé", assistant "yes", byte tokenizer -> user: 1 message, 3 tokens; assistant: 1 message, 3 tokens, all of
     them supervised
@@ -83,7 +83,7 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
 
 @dataclass
 class _Rows:
-    """How many rows have a finding, and the names of the first of them."""
+    """The number of rows with a finding, and the names of the first few of these rows."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Rows:
 
 @dataclass(kw_only=True)
 class _RoleCounter:
-    """Sizes are in bytes with the byte tokenizer, in characters with any other."""
+    """Counts of one role.  Sizes are in bytes with the byte tokenizer, in characters with other tokenizers."""
 
     messages: int = 0
     size: int = 0
@@ -129,10 +129,10 @@ class _RoleCounter:
 
 
 def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | Tokenized]]:
-    """The rows of the files but those that were skipped."""
+    """Path, row number and content of every row of the files that was not skipped."""
     with console.track("reading rows", sum(map(len, data.rows)), "rows") as progress:
         for path, rows in zip(data.paths, data.rows, strict=True):
-            wanted = iter(rows["row"].tolist())  # they rise
+            wanted = iter(rows["row"].tolist())  # in rising order
             next_wanted = next(wanted, None)
             for number, content in read_rows(path):
                 if number == next_wanted:

@@ -1,12 +1,12 @@
-"""Gathers all facts that a user should know about a recipe's data before training on it.  Prints nothing.
+"""Gathers the facts that a user should know about a recipe's data before training.  Prints nothing.
 
-Decides what is counted over which samples.  Lengths, histogram and retention are of whole rows, each once; samples,
-tokens, copies and previews are of what training would see: after data.over_long, windows one by one.  Sources that
-data.train names have counts beside those of their files; the shares it gives them are not applied (`sft data plan`).
-Held-out files have their lines too and are compared with data.train; all else is of data.train alone.
-Where the trainer would refuse the data for their lengths, whole samples are surveyed, and the survey has the refusal.
+Decides which rows or samples each count covers.  Lengths, histogram and retention cover uncut rows.  Samples, tokens,
+copies and previews cover the training samples: data.over_long is applied, and every window is a sample.  Named sources
+have counts of their own, next to those of their files.  Shares of a mixture are not applied (`sft data plan` does).
+Held-out files are counted and compared with data.train; all other results cover data.train only.
+If the trainer would refuse over-long rows, the survey covers uncut samples and contains the trainer's error message.
 
-Does not decide how it looks (`report.py`, `picture.py`).
+`report.py` and `picture.py` decide how a survey looks.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What a tokenizer and its template say about ends of turns, padding, and how masks are proven."""
+    """The facts about a tokenizer and its template: ends of turns, padding, and the method that makes loss masks."""
 
     name: str
     vocab_size: int
     end_of_turn: str
     end_of_turn_id: int
-    end_of_turn_ids: tuple[int, ...]  # that one first, then those of turns that end in another way (after a tool call)
-    eos: str | None  # null for the byte tokenizer, which has no end of sequence
+    end_of_turn_ids: tuple[int, ...]  # end_of_turn_id, then other tokens that can end a turn, e.g. after a tool call
+    eos: str | None  # null for the byte tokenizer, which has no EOS token
     eos_id: int | None
     pad_id: int
     masks: str  # `built in`, `generation markers` or `differences`
@@ -48,7 +48,7 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What JSON has of the data."""
+    """All facts about the data, as the JSON output contains them."""
 
     schema: int
     recipe: str
@@ -56,14 +56,14 @@ class Survey:
     doc_multiple: int
     over_long: str
     on_bad_row: str
-    refused: str | None  # why the trainer would not take the data as they are; null where it would
+    refused: str | None  # why the trainer would refuse the data; null if it would accept them
     files: tuple[Counts, ...]  # of data.train, then of the held-out sets
-    sources: tuple[Counts, ...]  # those that data.train names, each with all of its files; empty where it names none
-    total: Counts  # all training files together
+    sources: tuple[Counts, ...]  # of each source that data.train names, over its files; empty without named sources
+    total: Counts  # over all training files
     retention: tuple[Retention, ...]
     roles: tuple[Role, ...]
     roles_exact: bool
-    rows_of_tokens: int  # rows without messages, of which `roles` says nothing
+    rows_of_tokens: int  # number of rows that are token ids; `roles` does not count them
     tokenizer: TokenizerFacts
     findings: tuple[Finding, ...]
     previews: tuple[Preview, ...]
@@ -72,9 +72,9 @@ class Survey:
 def take_survey(
     recipe: str, data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, num_previews: int, console: Console
 ) -> Survey:
-    """Tokenises what is not in the cache yet, then reads rows and tokens once each.
+    """Tokenises rows that the cache lacks, then reads all rows once and all tokens once.
 
-    Raises DataError for what `prepare` refuses, over-long rows excepted.
+    Raises DataError if `prepare` refuses the data, except for over-long rows.
     """
     prepared = [
         _prepare_any(part, files, data, tokenizer, cache_dir, console)
@@ -118,16 +118,18 @@ def take_survey(
 def _prepare_any(
     part: str, files: list[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
 ) -> tuple[DataSet, str | None]:
-    """The corpus that training would use; where it is refused for its lengths, the whole one and the refusal.  What a
-    chat template leaves out is no reason not to look at the rest."""
+    """Returns the corpus that training would use and None, or a corpus and the error message if training refuses
+    the data.  If training refuses rows because they are too long, the returned corpus contains these rows uncut.
+    Texts that a chat template omits do not stop the survey.
+    """
     sources = data.train_names if part == "train" else None
     reporting = data.model_copy(update={"on_omitted": "report"})
     refused = None
     try:
         corpus = prepare(files, reporting, tokenizer, cache_dir, console, sources)
     except DataError as error:
-        # Some rows or all of them are too long, or a row is wrong: then this raises the same again.
-        console.say("the data cannot be trained on as they are; once more, whatever the lengths")
+        # Some or all rows are too long.  If the error has another cause, the second `prepare` raises it again.
+        console.say("training would refuse these data; tokenising them again without a length limit")
         whole = reporting.model_copy(update={"seq_length": _NO_LIMIT, "over_long": "error"})
         corpus, refused = prepare(files, whole, tokenizer, cache_dir, console, sources), str(error)
     try:
@@ -139,15 +141,15 @@ def _prepare_any(
 
 
 def whole_rows(table: np.ndarray) -> np.ndarray:
-    """LINE [rows]: the first line of each row, which says how long it is; rows that were skipped have none.
+    """LINE [rows]: the first line of each row, which contains the row's uncut length; skipped rows have no line.
 
-    windows 1 1 2 3 0 1 of rows 1 2 2 2 3 4  ->  those of rows 1 2 3 4
+    windows 1 1 2 3 0 1 of rows 1 2 2 2 3 4  ->  the lines with windows 1 1 0 1, of rows 1 2 3 4
     """
     return np.asarray(table[table["window"] <= 1])
 
 
 def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
-    """Those of the tokenizer that a recipe names."""
+    """The facts about a recipe's tokenizer."""
     if isinstance(tokenizer, ByteTokenizer):
         ends: tuple[int, ...] = (BYTE_CONTROL[tokenizer.end_of_turn],)
         eos, eos_id, masks = None, None, "built in"
@@ -169,7 +171,7 @@ def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
 
 
 def _previews(corpus: Corpus, scanned: Scan, tokenizer: ChatTokenizer, num_first: int) -> Iterator[Preview]:
-    """The first samples, and the one with the longest answer; none at all where no first one is asked for."""
+    """Previews of the first `num_first` samples and of the sample with the longest answer; none if num_first is 0."""
     chosen = {sample_id: "first" for sample_id in range(min(num_first, len(corpus)))}
     if num_first:
         is_first = scanned.longest_sample in chosen

@@ -1,19 +1,20 @@
 """Assigns the sequences of a global batch to data-parallel ranks, so that all ranks finish at the same time.
 
 Decides which sequences share each of the dp x num_microbatches slots; a slot holds one pack.  `plan.py` decides which
-sequences the batch has: none is lost, doubled or moved to another step here, and no slot holds more than seq_length
-padded tokens.  All arithmetic is on integers and ties go by position, so every rank computes the same assignment.
+sequences a global batch has.  Balancing never drops or repeats a sequence or moves it to another step, and no slot
+holds more than seq_length padded tokens.  All arithmetic is on integers and position breaks ties, so every rank
+computes the same assignment.
 
 The cost of a sequence is padded_tokens + length ** 2 / crossover.  The crossover is the length at which attention takes
-as long as all other computation (`flops.attention_crossover`).  `efficiency` measures the balance, 1 at best:
+as long as all other computation (`flops.attention_crossover`).  `efficiency` measures the balance; the optimum is 1:
 
-    per step        mean cost of a rank / largest cost of a rank; a step ends when the last rank is done
-    per microbatch  the same if ranks wait for each other after every microbatch, like pipeline stages
+    per step        mean cost of a rank / largest cost of a rank; a step ends when the slowest rank has finished
+    per microbatch  the same ratio if ranks wait for each other after every microbatch, like pipeline stages
 
-The method: packs go to ranks, costliest first, each to the rank with the least cost, in rows of similar cost.  Then
-pairs of packs are split anew: a heavy rank gives a long sequence and takes as many tokens in short ones, until the
-ranks, then the rows, are balanced.  Where that does not balance the ranks, single sequences are assigned instead of
-packs, if they fit.
+The method sorts packs by cost and assigns them in rows of dp packs; in each row, the costliest pack goes to the rank
+with the least cost.  Then it splits pairs of packs anew: a rank with too high a cost exchanges a long sequence for as
+many tokens of short sequences.  This balances the ranks first, then the rows.  If the ranks are still not balanced, the
+method assigns single sequences instead of packs, if they fit.
 """
 
 import heapq
@@ -26,11 +27,13 @@ from sft.parallel.alignment import aligned
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 
-BALANCED = 0.002  # of the mean cost: a rank this close to it is left as it is; half of it is not worth moving
-REASSIGN_ABOVE = 0.01  # of the mean cost: only ranks further above it have their sequences assigned one by one
-NUM_PARTNERS, NUM_PAIRS = 6, 16  # ranks that a heavy one tries to exchange with, and pairs of packs with each
-MAX_SPLITS = 400  # of ranks and again of rows of a batch; bounds the time
-FILL = 0.999  # of a rank's capacity that single sequences may take; the rest is lost between packs
+# Shares of the mean cost of a rank.  A rank within BALANCED of the mean is not changed, and no exchange moves less than
+# BALANCED / 2.  Single sequences are assigned only if a rank exceeds the mean by more than REASSIGN_ABOVE.
+BALANCED = 0.002
+REASSIGN_ABOVE = 0.01
+NUM_PARTNERS, NUM_PAIRS = 6, 16  # ranks that the costliest rank tries to exchange with, and pairs of packs per rank
+MAX_SPLITS = 400  # per batch, for ranks and again for rows; limits the time
+FILL = 0.999  # share of a rank's capacity that single sequences may take; packs cannot be filled exactly
 
 
 def costs(lengths: np.ndarray, *, doc_multiple: int, crossover: float) -> np.ndarray:
@@ -51,12 +54,12 @@ def assign(
     doc_multiple: int,
     crossover: float,
 ) -> Slots:
-    """The packs of a global batch, some of them empty, balanced over `dp` ranks.
+    """Assigns the packs of a global batch, some of which may be empty, to `dp` ranks with balanced costs.
 
     Costs 8 1 7 2, two ranks:                     packs (0,) (1,) (2,) (3,) -> [[(0,), (1,)], [(2,), (3,)]]
     Costs 9 1 1 1 of sizes 3 1 1 1, two ranks:    packs (0,) (1, 2, 3)      -> [[(0,)], [(1, 2, 3)]]: cannot be better
 
-    Never worse per step than round robin, where pack k is microbatch k // dp of rank k % dp.
+    The largest cost of a rank never exceeds that of round robin, where pack k is microbatch k // dp of rank k % dp.
     """
     round_robin = [[tuple(pack) for pack in packs[rank::dp]] for rank in range(dp)]
     ids = np.array([i for pack in packs for i in pack], dtype=np.int64)
@@ -84,10 +87,10 @@ def assign(
 
 
 class _Batch:
-    """The packs of a batch while they change.  Sequences are numbered from the longest on.
+    """The packs of a batch during the assignment.  Sequences are numbered in order of falling length.
 
-    packs, cost  of each pack: its sequences, and their cost
-    ranks, load  of each rank: its packs, and their cost
+    packs, cost  the sequences of each pack, and the cost of these sequences
+    ranks, load  the packs of each rank, and the cost of these packs
     """
 
     def __init__(self, packs: list[list[int]], *, sizes: np.ndarray, costs: np.ndarray, limit: int, dp: int) -> None:
@@ -101,7 +104,7 @@ class _Batch:
         self._splitter = PairSplitter(sizes, costs, limit)
 
     def assign_packs(self) -> None:
-        """The dp costliest packs go to one rank each, then the next dp: the costliest to the rank with the least."""
+        """Assigns the dp costliest packs to one rank each, then the next dp, the costliest to the cheapest rank."""
         dp = len(self.ranks)
         order = sorted(range(len(self.packs)), key=lambda k: (-self.cost[k], k))
         for first in range(0, len(order), dp):
@@ -111,9 +114,9 @@ class _Batch:
                 self.load[rank] += self.cost[k]
 
     def assign_sequences(self) -> bool:
-        """Assigns single sequences to ranks with room and packs each rank anew; whether it did.
+        """Assigns single sequences to ranks and packs each rank anew.  Returns whether the assignment changed.
 
-        Nothing changes where the ranks are balanced enough, or better than they would be, or sequences do not fit.
+        Nothing changes if the ranks are balanced, if the new assignment is not better, or if sequences do not fit.
         """
         if max(self.load) <= self._mean * (1 + REASSIGN_ABOVE):
             return False
@@ -133,11 +136,11 @@ class _Batch:
         return True
 
     def _sequences_of_ranks(self) -> list[list[int]] | None:
-        """The costliest sequence first, each to the rank with the least cost among those with room for it."""
+        """The sequences of each rank: every sequence, costliest first, goes to the cheapest rank with room for it."""
         of_ranks: list[list[int]] = [[] for _ in self.ranks]
         left = [int(len(rank) * self._limit * FILL) for rank in self.ranks]
         least = [(0, rank) for rank in range(len(self.ranks))]
-        for i, size in enumerate(self._sizes):  # the longest is the costliest
+        for i, size in enumerate(self._sizes):  # in order of falling cost
             full = []
             while least and left[least[0][1]] < size:
                 full.append(heapq.heappop(least))
@@ -152,8 +155,8 @@ class _Batch:
         return of_ranks
 
     def _packed(self, sequences: list[int], count: int) -> list[list[int]] | None:
-        """The largest first, into `count` packs: each into the one with the least cost, else by best fit; None where
-        both fail."""
+        """Packs the sequences, largest first, into `count` packs: each into the pack with the least cost, or, if that
+        fails, by best fit; None if both fail."""
         for by_cost in (True, False):
             packs: list[list[int]] = [[] for _ in range(count)]
             left, cost = [self._limit] * count, [0] * count
@@ -171,7 +174,7 @@ class _Batch:
         return None
 
     def balance_ranks(self) -> None:
-        """Exchanges sequences between the heaviest rank and a light one, until it is balanced or no exchange helps."""
+        """Exchanges sequences between the costliest rank and a cheap one, until no exchange is needed or helps."""
         budget = self._splitter.num_splits + MAX_SPLITS
         while self._splitter.num_splits < budget:
             heavy = max(range(len(self.load)), key=lambda rank: (self.load[rank], -rank))
@@ -182,7 +185,7 @@ class _Batch:
                 return
 
     def _relieve(self, heavy: int, light: int) -> bool:
-        """Moves cost from rank `heavy` to rank `light` so that one of them comes to the mean, as far as it can be."""
+        """Moves cost from rank `heavy` to rank `light`, to bring one of them as near to the mean cost as possible."""
         excess = self.load[heavy] - self.load[light]
         wanted = int(min(self.load[heavy] - self._mean, max(self._mean - self.load[light], excess / 2)))
         good = max(wanted / 4, self._mean * BALANCED / 2)
@@ -191,7 +194,7 @@ class _Batch:
         light_packs.sort(key=lambda k: (-self.cost[k], k))
         more = np.subtract.outer([self.cost[k] for k in heavy_packs], [self.cost[k] for k in light_packs])
 
-        # First whole packs: a pack for a pack.
+        # First try to exchange two whole packs.
         i, j = divmod(int(np.abs(more - wanted).argmin()), len(light_packs))
         best, change = abs(int(more[i, j]) - wanted), None
         if best > good:
@@ -219,9 +222,9 @@ class _Batch:
         return True
 
     def balance_rows(self) -> None:
-        """Splits two packs of a rank anew where that lowers the sum of the rows' largest costs.
+        """Splits two packs of a rank anew if this lowers the sum of the rows' largest costs.
 
-        Row j is the j-th costliest pack of every rank.  The cost of a rank stays the same.
+        Row j holds the j-th costliest pack of every rank.  The cost of a rank does not change.
         """
         for rank in self.ranks:
             rank.sort(key=lambda k: (-self.cost[k], k))
@@ -236,7 +239,7 @@ class _Batch:
                 balanced.add(j)
 
     def _balance_row(self, rows: np.ndarray, j: int) -> bool:
-        """Lowers the largest cost of row j: moves it to another pack of that rank, whose row has room for it."""
+        """Lowers the largest cost of microbatch j: splits the costliest pack and another pack of the same rank anew."""
         rank = int(rows[:, j].argmax())
         largest, packs = rows.max(axis=0), self.ranks[rank]
         allowed = largest - rows[rank]
@@ -268,7 +271,7 @@ class _Batch:
 
 
 def efficiency(work: np.ndarray) -> tuple[float, float]:
-    """How balanced the cost of packs is, per step and per microbatch; `work` is [dp, num_microbatches].
+    """The balance of the costs of packs, per step and per microbatch; `work` [dp, num_microbatches] holds the costs.
 
     [[6, 2], [3, 3]] -> (7 / 8, 7 / (6 + 3))
     """

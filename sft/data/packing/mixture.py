@@ -1,8 +1,8 @@
-"""How often an epoch sees the samples of each source.
+"""Decides how often an epoch contains the samples of each source.
 
-Decides what weights and epochs mean: how many tokens of each source an epoch takes, and which samples are seen
-once more than others to get there.  A pure function of lengths, sources, seed and epoch.  Does not know the order
-of an epoch or its packs (`plan.py`).
+Computes from weights or epochs how many tokens of each source an epoch takes, and which samples occur once more than
+others to reach that number.  The result depends only on lengths, sources, seed and epoch.  `plan.py` decides the order
+of the samples and their packs.
 
     tokens of chat and code 300 and 100, weights 0.5 and 0.5 -> chat once, code three times: 300 and 300
                                          weights 0.6 and 0.4 -> chat once, code twice: 300 and 200
@@ -18,27 +18,27 @@ from sft.config import SourceConfig
 from sft.data.packing.shuffle import shuffled
 from sft.errors import DataError
 
-# The order in which a source's samples take turns at being seen once more; epochs are drawn with turns from 0 on.
+# `turn` of the shuffle that decides which samples of a source occur once more; orders of epochs use turns from 0 on.
 _FIRST_TURN = 2**32
-MOST_ROUNDS = 1000  # of all files, in an epoch: beyond that a number is mistyped
+MOST_ROUNDS = 1000  # repetitions of all files in an epoch; more means a mistyped number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Which source each sample is of, int [n], and how many tokens of each source an epoch takes."""
+    """The source of each sample, int [n], and the number of tokens that an epoch takes of each source."""
 
     sources: np.ndarray
     wanted: tuple[int, ...]
 
     @staticmethod
     def of(configs: Mapping[str, SourceConfig], sources: np.ndarray, lengths: np.ndarray) -> "Mixture | None":
-        """As the recipe's named sources ask for; None where every sample is seen once per epoch.
+        """The mixture that a recipe's named sources define; None if an epoch contains every sample once.
 
-        Raises DataError where a source has no sample, or an epoch would have none or far too many.
+        Raises DataError if a source has no sample, or if an epoch would have no sample or far too many.
         """
         tokens = [int(lengths[sources == source].sum()) for source in range(len(configs))]
         if empty := [name for name, have in zip(configs, tokens) if not have]:
-            raise DataError(f"data.train.{empty[0]} has no sample left, and its share cannot be had without.")
+            raise DataError(f"data.train.{empty[0]} has no samples left, so the epoch cannot contain its share.")
         epochs = [config.epochs for config in configs.values() if config.epochs is not None]
         weights = [config.weight for config in configs.values() if config.weight is not None]
         if not epochs and not weights:
@@ -47,20 +47,23 @@ class Mixture:
         wanted = tuple(times or wanted_tokens(tokens, weights))
         longest = [int(lengths[sources == source].max()) for source in range(len(configs))]
         if all(want < most for want, most in zip(wanted, longest, strict=True)):
-            raise DataError("data.train asks for less than a sample: some epochs would have none.  Raise its epochs.")
+            raise DataError(
+                "data.train asks for less than one sample per epoch, so some epochs would be empty.  Raise epochs of "
+                "data.train."
+            )
         if sum(wanted) > MOST_ROUNDS * sum(tokens):
             raise DataError(
-                f"data.train asks for epochs of {sum(wanted):,} tokens, over {MOST_ROUNDS:,} times what the files "
-                "hold.  Bring weights or epochs nearer to each other."
+                f"data.train asks for epochs of {sum(wanted):,} tokens, more than {MOST_ROUNDS:,} times the tokens of "
+                "the files.  Choose weights or epochs that differ less."
             )
         return Mixture(sources=sources, wanted=wanted)
 
     def samples(self, lengths: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """Ids of an epoch's samples, with repetitions, source by source; whose tokens are those wanted, to less than
-        a sample's length for each source.
+        """Ids of an epoch's samples, with repetitions, source by source.  The tokens of a source differ from the wanted
+        number by less than the length of a sample.
 
-        Whole rounds, then part of one: the samples take turns at that, and none is in such a part twice before
-        all others of its source were once, over however many epochs.
+        An epoch contains all samples of a source some number of times, and some samples once more.  Over the epochs,
+        the samples of a source take turns: no sample is repeated twice before every other one was repeated once.
         """
         parts = []
         for source, wanted in enumerate(self.wanted):
@@ -69,14 +72,14 @@ class Mixture:
             starts = np.cumsum(lengths[ring]) - lengths[ring]
             total = int(lengths[ids].sum())
             rounds, rest = divmod(wanted, total)
-            begin = epoch * rest % total  # the part of epoch e is [e * rest, (e + 1) * rest) of the tokens in a ring
+            begin = epoch * rest % total  # epoch e repeats tokens [e * rest, (e + 1) * rest), modulo total
             parts += [ids] * rounds
             parts.append(ring[(starts - begin) % total < rest])
         return np.concatenate(parts)
 
 
 def wanted_tokens(tokens: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Tokens of each source in the shortest epoch with shares by `weights` in which no sample is left out.
+    """Tokens of each source in the shortest epoch that has the shares `weights` and contains every sample.
 
     tokens 300 100, weights 6 4 -> 300 200
     """

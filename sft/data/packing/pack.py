@@ -1,9 +1,9 @@
-"""Lays samples into a pack, and cuts one context-parallel rank's microbatch out of the pack.
+"""Makes a pack of samples, and cuts one context-parallel rank's microbatch out of the pack.
 
 Decides labels and padding.  Labels are shifted here, per document and before sharding, so no rank needs a token of
 another rank.
-Does not know which samples share a pack (`plan.py`, `balance.py`), nor which tokens of a pack a rank holds: it is given
-a function for that (`parallel/context_parallel.py`).
+`plan.py` and `balance.py` decide which samples share a pack.  A function of `parallel/context_parallel.py` decides
+which tokens of a pack a rank holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ LocalIndices = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
-    """How a rank's microbatches are made.
+    """Makes a rank's microbatches.
 
     local_indices  cu_seqlens of a pack (int32 numpy) -> the positions in the pack that this rank holds
     """
 
-    doc_multiple: int  # documents are padded to a multiple of it
-    pack_multiple: int  # packs are filled to a multiple of it, with filler documents
+    doc_multiple: int  # every document is padded to a multiple of doc_multiple tokens
+    pack_multiple: int  # filler documents pad every pack to a multiple of pack_multiple tokens
     pad_id: int
     local_indices: LocalIndices
-    pad_to_length: int | None = None  # packs are filled to this length; None: to the multiple only
-    reduction: str = "token"  # loss.reduction: decides the weight of a token in its sample
+    pad_to_length: int | None = None  # packs are padded to at least this length; None: only to pack_multiple
+    reduction: str = "token"  # loss.reduction: decides the weight of each supervised token
 
     def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
-        """This rank's part of the pack of these samples; without samples, of a pack of filler."""
+        """This rank's part of the pack of these samples; without samples, the pack holds only filler documents."""
         pack = make_pack(
             samples,
             doc_multiple=self.doc_multiple,
@@ -55,13 +55,13 @@ def make_pack(
     pack_multiple: int = 1,
     pad_to_length: int = 0,
 ) -> Pack:
-    """Lays samples end to end, padded, with labels and weights; `Pack` shows one in numbers.
+    """Concatenates padded samples and computes their labels and weights; `Pack` shows an example in numbers.
 
-    A document's last token predicts nothing, and neither does padding: the labels there are `pad_id`, a valid
-    id that nothing is ever computed from.
+    The last token of a document and its padding predict nothing; their labels are `pad_id`, a valid id that no
+    computation uses.
 
-    Filler documents of `doc_multiple` tokens follow until the length is at least `pad_to_length`, which the documents
-    do not exceed, and a multiple of `pack_multiple`.  They are short, so they cost no attention.
+    Filler documents of `doc_multiple` tokens follow until the length is at least `pad_to_length` and a multiple of
+    `pack_multiple`.  The samples must not exceed `pad_to_length`.  Attention over short filler documents costs little.
 
         one document of 96 tokens, pack_multiple 64, doc_multiple 32 -> one filler document, length 128
         no sample -> at least one filler document
@@ -73,7 +73,7 @@ def make_pack(
     total = aligned(max(aligned_total, pad_to_length, 1), lcm(pack_multiple, doc_multiple))
     filler = np.zeros((total - aligned_total) // doc_multiple, dtype=np.int32)
     lengths = np.concatenate([real_lengths, filler])
-    # A filler document is of no real token, and takes as much room as one of a single token.
+    # A filler document has no real token.  It is as long as a document with a single token.
     cu_seqlens = np.concatenate([[0], np.cumsum(aligned(np.maximum(lengths, 1), doc_multiple))]).astype(np.int32)
     tokens = np.full(total, pad_id, dtype=np.int32)
     labels = np.full(total, pad_id, dtype=np.int32)
@@ -96,7 +96,7 @@ def make_pack(
 
 
 def token_weight(num_supervised: int, reduction: str) -> np.float32:
-    """Weight of each supervised token of a sample that has `num_supervised`, by `loss.reduction`.
+    """The weight of each supervised token of a sample that has `num_supervised` of them, by `loss.reduction`.
 
     4 tokens: token 1, sample 1/4, sqrt 1/2
     """
@@ -105,7 +105,7 @@ def token_weight(num_supervised: int, reduction: str) -> np.float32:
 
 
 def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microbatch:
-    """The microbatch of the rank that holds positions `indices` of the pack; counts are of the whole pack."""
+    """The microbatch of the rank that holds positions `indices` of a pack; its counts are those of the whole pack."""
 
     def at_indices(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array[indices]).to(dtype).unsqueeze(0)  # [1, t]

@@ -1,12 +1,12 @@
-"""Splits the sequences of two packs into two packs anew, so that the first one costs about a wanted amount.
+"""Distributes the sequences of two packs over the two packs anew, so that the first pack has about a wanted cost.
 
-`balance.py` decides which two packs and which amount.  The sequences of both packs form one pool, longest first:
+`balance.py` chooses the two packs and the wanted cost.  The method sorts the sequences of both packs by length:
 
-    long    the 10 longest: every way to share them out is tried, at most 1,024
-    middle  the rest but the short ones: as many from their shorter end as the first pack needs
-    short   the 24 shortest: those whose sizes fill the first pack exactly, by a subset sum
+    long    the 10 longest sequences: all ways to distribute them are tried, at most 1,024
+    middle  the sequences between long and short: the first pack gets the shortest of them, as many as it needs
+    short   the 24 shortest sequences: a subset sum finds those that fill the first pack exactly
 
-Sequences are numbered from the longest on.  Sizes are in units of doc_multiple tokens, so the sums are small integers.
+Sequences are numbered in order of falling length.  Sizes are in units of doc_multiple tokens, so sums are small.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,15 @@ NUM_LONG, NUM_SHORT = 10, 24
 
 
 class _Targets(NamedTuple):
-    """For every way to share out the long sequences, int64 [ways]."""
+    """One entry per way to distribute the long sequences over the two packs; int64 [ways]."""
 
-    num_middle: np.ndarray  # how many middle ones join the first pack
-    short_size: np.ndarray  # what the short ones that join add up to
-    error: np.ndarray  # of the first pack's cost; the largest int64 where the packs would not hold their sequences
+    num_middle: np.ndarray  # number of middle sequences in the first pack
+    short_size: np.ndarray  # total size of the short sequences in the first pack
+    error: np.ndarray  # |cost of the first pack - wanted cost|; the largest int64 if the sequences do not fit
 
 
 class PairSplitter:
-    """Splits pairs of packs of one batch.
+    """Splits pairs of packs of one global batch.
 
     sizes, costs  int64 [n] of each sequence of the batch
     limit         the largest size of a pack
@@ -34,16 +34,16 @@ class PairSplitter:
     def __init__(self, sizes: np.ndarray, costs: np.ndarray, limit: int) -> None:
         self._sizes, self._costs, self._limit = sizes, costs, limit
         self._ways = np.arange(1 << NUM_LONG)[:, None] >> np.arange(NUM_LONG) & 1  # [ways, long sequences]
-        self.num_splits = 0  # so far; the caller bounds them
+        self.num_splits = 0  # number of splits so far; the caller limits it
 
     def split(self, first: list[int], second: list[int], wanted_cost: int) -> tuple[list[int], list[int]] | None:
-        """The sequences of both packs in two packs, the first of about `wanted_cost`; None where they do not fit.
+        """Two packs with the sequences of both; the first costs about `wanted_cost`.  None if the sequences do not fit.
 
         sizes = costs 4 3 2 1, limit 6, packs [0, 1] and [2, 3]: wanted 5 -> [1, 2] and [0, 3]
         """
         self.num_splits += 1
         pool = sorted(first + second)
-        long, rest = pool[:NUM_LONG], pool[: NUM_LONG - 1 : -1]  # the rest from the shortest on
+        long, rest = pool[:NUM_LONG], pool[: NUM_LONG - 1 : -1]  # the rest in order of rising length
         short, middle = rest[:NUM_SHORT], rest[NUM_SHORT:]
         reachable = self._reachable_sizes(short)
         targets = self._targets(long, rest, reachable[-1], wanted_cost)
@@ -59,8 +59,8 @@ class PairSplitter:
         ways = self._ways[: 1 << len(long), : len(long)]
         long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
         pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())
-        most = self._limit - long_size  # that the rest may add to the first pack, so that it fits
-        least = np.maximum(pool_size - self._limit - long_size, 0)  # so that the second one fits
+        most = self._limit - long_size  # size that the rest may add to the first pack
+        least = np.maximum(pool_size - self._limit - long_size, 0)  # size that it must add, so the second pack fits
         sizes, costs = _prefix_sums(self._sizes[rest]), _prefix_sums(self._costs[rest])
         num_short = min(len(rest), NUM_SHORT)
         all_short = sizes[num_short]
@@ -79,7 +79,7 @@ class PairSplitter:
         return _Targets(num_middle, short_size, np.where(fits, error, np.iinfo(np.int64).max))
 
     def _reachable_sizes(self, short: list[int]) -> list[int]:
-        """For the first 0, 1, 2, ... short sequences the sums that subsets of them have, as the bits of an integer.
+        """For the first 0, 1, 2, ... short sequences: the sums of all their subsets, as the set bits of an integer.
 
         sizes 2 and 3 -> 0b1, 0b101, 0b101101: the subsets of both add up to 0, 2, 3 or 5
         """
@@ -89,7 +89,7 @@ class PairSplitter:
         return reachable
 
     def _subset(self, short: list[int], reachable: list[int], size: int) -> set[int]:
-        """Short sequences that add up to `size`, which is reachable: a sequence joins where the ones before cannot."""
+        """Short sequences whose sizes add up to `size`.  Prefers the first ones of `short`."""
         chosen = set()
         for sequence, without in zip(reversed(short), reversed(reachable[:-1]), strict=True):
             if not without >> size & 1:
@@ -104,7 +104,7 @@ def _prefix_sums(values: np.ndarray) -> np.ndarray:
 
 
 def _nearest_set_bits(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every position up to the highest set bit: the next set bit at or below it, and at or above it.
+    """For every position up to the highest set bit: the nearest set bit at or below it, and at or above it.
 
     0b100101 -> [0, 0, 2, 2, 2, 5], [0, 2, 2, 5, 5, 5]
     """

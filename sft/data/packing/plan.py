@@ -1,9 +1,9 @@
-"""Which samples share a pack, which packs a global batch, and which batch of which epoch a step trains on.
+"""Plans an epoch: assigns samples to packs and packs to global batches, and finds the global batch of a step.
 
-Decides the plan of an epoch: a pure function of lengths, mixture, seed, epoch, seq_length, doc_multiple and
-global_batch_size.  Every process computes the same one, and no layout changes it.  There is no state to save: the
-number of a step says everything.
-Does not read samples, or know which rank computes which of them (`balance.py`).
+The plan of an epoch depends only on lengths, mixture, seed, epoch, seq_length, doc_multiple and global_batch_size.
+Every process computes the same plan, and no layout changes it.  There is no state to save: the number of a step
+determines its samples.
+This module does not read samples.  `balance.py` decides which rank computes which sample.
 """
 
 from bisect import bisect_left, insort
@@ -18,24 +18,24 @@ from sft.data.packing.shuffle import shuffled
 from sft.errors import ConfigError, DataError
 from sft.parallel.alignment import aligned
 
-# Of what lengths become here, in mixture.py and in shuffle.py.  Raise it whenever the same data give another plan: a
-# run must not go on with other batches than it began with.
+# Version of the plans that this module, mixture.py and shuffle.py make.  Raise it whenever a change gives the same data
+# another plan: a resumed run must not train on other batches than the plan that it began with.
 VERSION = 2
 OPEN_PACKS = 64
-# Where a pack holds 16 samples or more on average, a 200th of it stays free as long as another pack has room: enough
-# for ranks to be levelled (`balance.py`).  Longer samples leave as much anyway.
+# If packs hold 16 samples or more on average, 1/200 of a pack stays free as long as another pack has room.  The free
+# tokens let `balance.py` balance the ranks.  With fewer samples per pack, more than 1/200 stays free anyway.
 MANY_SAMPLES, FREE_SHARE = 16, 200
-_NUM_CACHED = 2  # plans kept in memory: one of a million samples takes 16 MB
+_NUM_CACHED = 2  # plans kept in memory; the plan of a million samples takes 16 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An epoch's packs: pack k holds samples[starts[k]:starts[k + 1]], in that order."""
+    """The packs of an epoch: pack k holds samples[starts[k]:starts[k + 1]] in this order."""
 
     samples: np.ndarray  # int64 [n]
     starts: np.ndarray  # int64 [num_packs + 1]
-    fill: float  # share of the packs' capacity that padded documents take (the rest is tail)
-    alignment_waste: float  # share of those padded tokens that is padding
+    fill: float  # share of the packs' capacity that padded documents take
+    alignment_waste: float  # share of the padded documents' tokens that is padding
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -49,7 +49,7 @@ class Plan:
         return -(-len(self) // global_batch_size)
 
     def batch(self, index: int, global_batch_size: int) -> list[tuple[int, ...]]:
-        """Sample ids of each pack of a global batch; empty tuples stand for packs that a short last one lacks."""
+        """Sample ids of each pack of a global batch; empty tuples complete a last batch with too few packs."""
         packs = range(index * global_batch_size, (index + 1) * global_batch_size)
         return [self.pack(k) if k < len(self) else () for k in packs]
 
@@ -64,21 +64,24 @@ def plan_epoch(
     shuffle: bool,
     mixture: Mixture | None = None,
 ) -> Plan:
-    """Packs every sample once, or as often as `mixture` says: into the fullest open pack that still takes it, padded.
+    """Packs every sample once, or as often as `mixture` says, into the fullest open pack with room for it, padded.
 
         lengths [40, 70, 20, 60, 10], capacity 128, doc_multiple 32, in order (padded: 64 96 32 64 32)
         -> packs (0, 3), (1, 2), (4)
 
-    At most 64 packs are open; then the fullest is closed.  Packs come in the order of their first samples,
-    so the shuffle's order is kept up to the packs' width.  Best fit with a bounded number of open packs fills
-    them to 99.4% and more, where packing in order leaves 5-15% empty.
+    At most 64 packs are open; a further pack closes the fullest one.  Packs are ordered by their first samples, so they
+    follow the order of the shuffle.  Best fit with a limited number of open packs fills them to 99.4% or more; packing
+    in order leaves 5-15% empty.
 
-    Raises DataError where the mixture leaves an epoch without a sample.
+    Raises DataError if the mixture leaves an epoch without a sample.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     order = np.arange(len(lengths)) if mixture is None else mixture.samples(lengths, seed=seed, epoch=epoch)
     if len(order) == 0:
-        raise DataError(f"epoch {epoch + 1} has no sample: data.train asks for less than one.  Raise its epochs.")
+        raise DataError(
+            f"epoch {epoch + 1} has no sample, because data.train asks for less than one sample.  Raise epochs of "
+            "data.train."
+        )
     if shuffle:
         order = order[shuffled(len(order), seed, epoch)]
     sizes = aligned(lengths[order], doc_multiple) // doc_multiple
@@ -91,7 +94,7 @@ def plan_epoch(
 
 
 def plan_of(samples: np.ndarray, counts: np.ndarray, lengths: np.ndarray, capacity: int, doc_multiple: int) -> Plan:
-    """The plan whose packs hold, one after the other, counts[0], counts[1], ... of the samples."""
+    """The plan whose first pack holds the first counts[0] of `samples`, the second pack the next counts[1], ..."""
     padded = int(aligned(lengths[samples], doc_multiple).sum())
     return Plan(
         samples=samples,
@@ -102,10 +105,10 @@ def plan_of(samples: np.ndarray, counts: np.ndarray, lengths: np.ndarray, capaci
 
 
 def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
-    """Pack number of each size in turn; packs are numbered in the order they are opened.  `free` tokens are left in a
-    pack as long as some open pack has that much more room than is needed."""
+    """The number of the pack of each size, in order; packs are numbered in the order they are opened.  A pack keeps
+    `free` tokens of room as long as another open pack can take the size and keep `free` tokens."""
     smallest = min(sizes)
-    # An open pack is one integer, left << shift | number: sorted by what is left, then by age.
+    # An open pack is one integer, left << shift | number, so open packs are sorted by room left, then by age.
     shift = len(sizes).bit_length()
     number_bits = (1 << shift) - 1
     open_packs: list[int] = []
@@ -129,10 +132,10 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
 
 
 class EpochPlans:
-    """The plans of one run, of samples of these real lengths, int64 [n].
+    """The plans of one run, for samples with real lengths `lengths`, int64 [n].
 
-    mixture   how often an epoch sees each source; None: once
-    replayed  plans that were written before, in place of new ones
+    mixture   decides how often an epoch contains each source; None: once
+    replayed  plans read from a file, which replace new plans
     """
 
     def __init__(
@@ -148,16 +151,16 @@ class EpochPlans:
         self._lengths, self._data, self._seed = lengths, data, seed
         self._mixture, self._replayed = mixture, replayed
         self.global_batch_size = global_batch_size
-        self._num_steps: list[int] = []  # of epoch 0, 1, ... as far as planned
+        self._num_steps: list[int] = []  # number of steps of epochs 0, 1, ..., for epochs that have been planned
         self._plans: dict[int, Plan] = {}
 
     def plan(self, epoch: int) -> Plan:
-        """The packs of an epoch, counted from 0.  Raises ConfigError where a replayed plan ends before it."""
+        """The plan of an epoch, counted from 0.  Raises ConfigError if the replayed plans end before the epoch."""
         if self._replayed is not None:
             if epoch >= len(self._replayed):
                 raise ConfigError(
-                    f"data.plan = {self._data.plan} ends after epoch {len(self._replayed)}, and the run goes on.  "
-                    f"Write a longer plan, or train less."
+                    f"data.plan = {self._data.plan} ends after epoch {len(self._replayed)}, but the run needs more "
+                    "epochs.  Write a longer plan, or lower train.num_steps or num_epochs."
                 )
             return self._replayed[epoch]
         if epoch not in self._plans:
@@ -166,11 +169,11 @@ class EpochPlans:
         return self._plans[epoch]
 
     def unshuffled(self) -> Plan:
-        """Every sample once, in the order of the files: for held-out data."""
+        """A plan for held-out data: every sample once, in the order of the files."""
         return self._make(0, shuffle=False, mixture=None)
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Optimizer steps of an epoch; its last may hold fewer packs.
+        """The number of optimizer steps of an epoch; the last step may have fewer packs.
 
         10 packs, global_batch_size 4 -> 3
         """
@@ -179,7 +182,7 @@ class EpochPlans:
         return self._num_steps[epoch]
 
     def total_steps(self, num_epochs: int) -> int:
-        """Steps of the first `num_epochs` epochs.  Their numbers differ as shuffles pack differently."""
+        """The number of steps of the first `num_epochs` epochs.  Epochs may have different numbers of packs."""
         return sum(self.steps_per_epoch(epoch) for epoch in range(num_epochs))
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -195,7 +198,7 @@ class EpochPlans:
         return epoch, step
 
     def global_batch(self, step: int) -> list[tuple[int, ...]]:
-        """Sample ids of every pack of a step as planned, over all ranks; empty tuples are filler."""
+        """Sample ids of every pack of a step, over all ranks; an empty tuple is a pack of filler documents."""
         epoch, batch = self.locate(step)
         return self.plan(epoch).batch(batch, self.global_batch_size)
 

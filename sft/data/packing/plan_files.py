@@ -1,13 +1,13 @@
-"""Writes plans to files, reads and compares plan files, and gives a run the plans of a file.
+"""Writes, reads and compares plan files, and gives a run the plans of a file.
 
-Decides what a plan file holds: JSON lines, a header with everything the plan follows from, then a line per global
-batch with the sample ids of its packs.
+A plan file holds JSON lines: a header with everything that determines the plan, then one line per global batch with the
+sample ids of its packs.
 
     {"format": "sft plan 1", "data": "9f2c...", "data.seq_length": 1024, ...}
     {"epoch": 0, "batch": 0, "packs": [[3, 17], [4, 9, 1]]}
 
-A run that follows a file needs the same data, seq_length, doc_multiple and global_batch_size; the file stands in
-for seed, shuffle and mixture.  Does not make plans (`plan.py`).
+A run that follows a file needs the file's data, seq_length, doc_multiple and global_batch_size; the file replaces the
+run's seed, shuffle and mixture.  `plan.py` makes plans.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_bat
 
 
 def follows_from(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """Everything the order of the data follows from."""
+    """Everything that determines the order of the data."""
     shares = {
         name: {"weight": source.weight, "epochs": source.epochs, "files": len(source.files)}
         for name, source in config.data.sources.items()
@@ -72,16 +72,16 @@ def write_plans(path: Path, header: Mapping[str, Any], plans: Sequence[Plan], gl
 
 
 def replayed_plans(config: Config, corpus: Corpus) -> list[Plan] | None:
-    """The plans that data.plan names; None where the recipe names none."""
+    """The plans of the file that data.plan names; None if the recipe names no file."""
     if config.data.plan is None:
         return None
     return read_plans(Path(config.data.plan), follows_from(config, corpus), corpus.lengths)
 
 
 def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> list[Plan]:
-    """The plans of a file, to be followed with data and sizes as in `header`.
+    """The plans of a file, for a run whose data and sizes are in `header`.
 
-    Raises DataError where they do not belong together, or the file is not a plan that can be followed.
+    Raises DataError if the file was written for other data or sizes, or is not a valid plan.
     """
     written, batches = _read(path)
     other = [
@@ -89,22 +89,27 @@ def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> li
     ]
     if other:
         raise DataError(
-            f"the plan {path} was made for other data or sizes: {'; '.join(other)}.  "
-            f"Write it anew: sft data plan RECIPE --write {path}"
+            f"the plan {path} was made for other data or sizes: {'; '.join(other)}.  Write a new plan: sft data plan "
+            f"RECIPE --write {path}"
         )
     capacity, multiple = header["data.seq_length"], header["data.doc_multiple"]
     epochs: list[list[list[int]]] = []
     for line, epoch, packs in batches:
         if epoch not in (len(epochs) - 1, len(epochs)):
-            raise DataError(f"{line}: epoch {epoch} after {len(epochs)} epochs; they come in order, from 0.")
+            raise DataError(f"{line}: epoch {epoch} follows {len(epochs)} epochs; epochs must be in order, from 0.")
         if epoch == len(epochs):
             epochs.append([])
         elif len(epochs[epoch]) % header["train.global_batch_size"]:
-            raise DataError(f"{line}: the batch before is not full, and only the last of an epoch may be.")
+            raise DataError(
+                f"{line}: the previous global batch is not full; only the last global batch of an epoch may have "
+                "fewer packs."
+            )
         for pack in packs:
             _check(line, pack, lengths, capacity, multiple)
         if len(packs) > header["train.global_batch_size"]:
-            raise DataError(f"{line}: {len(packs)} packs; a global batch has {header['train.global_batch_size']}.")
+            raise DataError(
+                f"{line}: {len(packs)} packs; a global batch must have {header['train.global_batch_size']} packs."
+            )
         epochs[epoch] += packs
     plans = []
     for packs in epochs:
@@ -114,16 +119,16 @@ def read_plans(path: Path, header: Mapping[str, Any], lengths: np.ndarray) -> li
 
 
 def compare_plans(first: Path, second: Path) -> list[str]:
-    """What differs between two plan files; nothing where they plan the same.
+    """Lines that describe the differences of two plan files; empty if all global batches have the same samples.
 
-    Batches are compared as sets of samples: how a batch is packed changes no number of a run but its speed.
+    Packs inside a global batch may differ: they change only the speed of a run.
     """
     (header, batches), (other_header, other_batches) = _read(first), _read(second)
     members, other_members = _members(batches), _members(other_batches)
     none: Counter[int] = Counter()
     keys = sorted({*members, *other_members})
     differ = [key for key in keys if members.get(key, none) != other_members.get(key, none)]
-    if header.get("data") != other_header.get("data"):  # sample 7 of one is not sample 7 of the other
+    if header.get("data") != other_header.get("data"):  # then equal ids are different samples
         return [f"made from other data: {header.get('data')} and {other_header.get('data')}"]
     if not differ:
         return []
@@ -131,7 +136,8 @@ def compare_plans(first: Path, second: Path) -> list[str]:
     epoch, batch = differ[0]
     return [
         f"first difference: epoch {epoch}, global batch {batch}, both counted from 0",
-        f"{len(differ):,} of {len(keys):,} batches differ; {moved:,} samples of {first} are elsewhere in {second}",
+        f"{len(differ):,} of {len(keys):,} batches differ; {moved:,} samples of {first} are in another batch of "
+        f"{second}",
         *(
             f"made from {key} {header.get(key)} and {other_header.get(key)}"
             for key in dict.fromkeys([*header, *other_header])
@@ -151,11 +157,11 @@ def _members(batches: Sequence[tuple[str, int, list[list[int]]]]) -> dict[tuple[
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[int]]]]]:
-    """Header, and line, epoch and packs of each batch."""
+    """The header of a plan file, and for each global batch its line (PATH:NUMBER), epoch and packs."""
     rows = _rows(path)
     _, header = next(rows, ("", {}))
     if header.get("format") != FORMAT:
-        raise DataError(f"{path} is not a plan: its first line has no format {FORMAT}.")
+        raise DataError(f"{path} is not a plan: its first line does not name the format {FORMAT}.")
     batches: list[tuple[str, int, list[list[int]]]] = []
     for line, row in rows:
         epoch: Any = row.get("epoch")
@@ -167,7 +173,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[tuple[str, int, list[list[in
             )
         batches.append((line, epoch, packs))
     if not batches:
-        raise DataError(f"{path} has no global batch.")
+        raise DataError(f"{path} contains no global batch.")
     return {key: value for key, value in header.items() if key != "format"}, batches
 
 
@@ -182,7 +188,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except OSError as error:
         raise DataError(f"the plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise DataError(f"{path} is not a plan: a line is no JSON object ({error}).") from error
+        raise DataError(f"{path} is not a plan: a line is not a JSON object ({error}).") from error
 
 
 def _check(line: str, pack: list[int], lengths: np.ndarray, capacity: int, multiple: int) -> None:

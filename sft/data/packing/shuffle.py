@@ -1,14 +1,13 @@
-"""An order drawn from numbers alone, the same in every process, on every machine and in every release.
+"""Shuffles reproducibly: a seed and a turn give the same permutation in every process, machine and release.
 
-Decides how a permutation follows from a seed and a turn.  Ours, because numpy does not promise that its
-generators draw the same in every release, and a resumed run must see the same order.
+numpy does not promise the same random numbers in every release, and a resumed run needs the same order.
 """
 
 import numpy as np
 
 
 def shuffled(n: int, seed: int, turn: int) -> np.ndarray:
-    """A permutation of range(n): the order of SplitMix64 hashes (Steele et al. 2014).
+    """A permutation of range(n): the numbers sorted by their SplitMix64 hashes (Steele et al. 2014).
 
     n 8, seed 1234: turn 0 -> 3 6 7 2 1 5 0 4        turn 1 -> 1 0 4 5 2 7 6 3
     """

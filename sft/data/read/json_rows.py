@@ -1,12 +1,12 @@
-"""Rows of JSON lines and of a JSON list: the bytes of a file, decompressed, and where in them rows begin and end.
+"""Decompresses JSON lines and JSON lists, and finds where their rows begin and end.
 
-Decides what a damaged compressed file is: one that ends early, does not decode, or has anything after its end.  Decides
-that only line ends, strings and brackets matter for where a row ends: what a row says is for `strict_json.py`, so that
-a broken row leaves the others as they are.  A row beyond MAX_ROW_BYTES is not kept in memory.  Our own, since the
-reader in `datasets` reports broken lines by a position in some block, without file or line.
+A compressed file counts as damaged if it ends early, does not decode, or has data after its end.  Only line ends,
+strings and brackets decide where a row ends.  `strict_json.py` parses rows, so a broken row does not affect other rows.
+A row beyond MAX_ROW_BYTES is not kept in memory.  The reader of `datasets` is not used: it reports a broken line by its
+position in a block, without file or line number.
 
-Accepted on purpose: a UTF-8 byte order mark at the very start of a file (editors add it, it carries no data), CRLF line
-ends, blank lines (they keep their number), and a last line without an end.
+Accepted on purpose: a UTF-8 byte order mark at the start of a file (editors add it), CRLF line ends, blank lines (they
+are counted as lines), and a last line without a line end.
 """
 
 import bz2
@@ -24,20 +24,20 @@ from sft.data.read.strict_json import Unreadable
 from sft.errors import DataError
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-MAX_ROW_BYTES = 256 * 2**20  # a row that is longer is a file without line ends, or not meant for training
+MAX_ROW_BYTES = 256 * 2**20  # a longer row means that the file lacks line ends or is not training data
 
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 2**20
-_HEAD = 4096  # a list of rows shows its bracket within these bytes
-_STEP = np.zeros(256, dtype=np.int64)  # what a byte outside strings does to the depth
+_HEAD = 4096  # the opening bracket of a list of rows must be within these bytes
+_STEP = np.zeros(256, dtype=np.int64)  # by how much a byte outside strings changes the nesting depth
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 _IS_STRUCTURE = np.isin(np.arange(256), list(b'[]{},"'))
 
 
 def find_first_row(path: Path, *, may_be_list: bool) -> tuple[bool, int]:
-    """Whether the rows are the elements of a list, and where the first begins: after a byte order mark, and after the
-    bracket of a list.  Many .json files hold one object per line."""
+    """Whether the rows are elements of a list (many .json files hold one object per line instead), and the byte where
+    the first row begins: after a byte order mark, and after the opening bracket of a list."""
     head = b""
     for block in read_blocks(path, 0, _HEAD):
         head += block
@@ -50,7 +50,7 @@ def find_first_row(path: Path, *, may_be_list: bool) -> tuple[bool, int]:
 
 
 def read_blocks(path: Path, offset: int, size: int = _BLOCK) -> Iterator[bytes]:
-    """What the file holds from byte `offset` on, decompressed, in blocks of at most `size`; none is empty."""
+    """The decompressed bytes of the file from `offset` on, in blocks of at most `size` bytes; no block is empty."""
     try:
         with path.open("rb") as file:
             if path.suffix not in COMPRESSED:
@@ -61,7 +61,7 @@ def read_blocks(path: Path, offset: int, size: int = _BLOCK) -> Iterator[bytes]:
                 if len(block) > offset:
                     yield block[offset:]
                 offset = max(0, offset - len(block))
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # ValueError: pyarrow's own
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # ValueError: pyarrow's errors
         action = "decompressed" if path.suffix in COMPRESSED else "read"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         raise DataError(f"data file {path} cannot be {action}: {reason}.") from error
@@ -83,7 +83,7 @@ def _decompressed(file: IO[bytes], suffix: str, size: int) -> Iterator[bytes]:
 def _streams(
     file: IO[bytes], decoder_type: type[bz2.BZ2Decompressor | lzma.LZMADecompressor], size: int
 ) -> Iterator[bytes]:
-    """Compressed streams end to end.  bz2.open and lzma.open take a damaged later stream for the end of the file."""
+    """Decompresses concatenated streams.  bz2.open and lzma.open would end silently at a damaged later stream."""
     decoder = decoder_type()
     while True:
         raw = b""
@@ -102,10 +102,10 @@ def _streams(
 
 
 def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
-    """Rows of lines; the first block begins with line `number`."""
+    """The rows of JSON lines, with their line numbers; the first block begins with line `number`."""
     pieces: list[bytes] = []
     size = 0
-    for block in chain(blocks, [b"\n"]):  # ends a last line that has no end; nothing where it has
+    for block in chain(blocks, [b"\n"]):  # the added line end completes a last line that lacks one
         *ended, rest = block.split(b"\n")
         for line in ended:
             size += len(line)
@@ -121,13 +121,15 @@ def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, byte
 def _limited(content: bytes, size: int) -> bytes | Unreadable:
     if size <= MAX_ROW_BYTES:
         return content
-    return Unreadable(f"{size:,} bytes long; a row may have {MAX_ROW_BYTES:,}.  Is a line end missing?")
+    return Unreadable(
+        f"{size:,} bytes long; a row may have at most {MAX_ROW_BYTES:,} bytes.  A line end may be missing."
+    )
 
 
 def scan_lines(blocks: Iterator[bytes], position: int) -> tuple[np.ndarray, np.ndarray]:
     """Offsets and numbers of the lines that are not blank; the first block begins with line 1 at byte `position`."""
     offsets, numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    number, line_at, holds_row = 1, position, False  # of the line that a block leaves open
+    number, line_at, holds_row = 1, position, False  # of the line that continues in the next block
     for block in blocks:
         codes = np.frombuffer(block, dtype=np.uint8)
         ends = np.append(np.flatnonzero(codes == ord("\n")), len(block))
@@ -148,7 +150,7 @@ def scan_lines(blocks: Iterator[bytes], position: int) -> tuple[np.ndarray, np.n
 
 
 def _filled(block: bytes, codes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """bool: which of block[starts:ends] hold more than white space.  Only those that begin with it are looked at."""
+    """bool [lines]: whether block[start:end] has a byte that is not white space."""
     filled = ends > starts
     first = codes[np.minimum(starts, len(codes) - 1)]
     for i in np.flatnonzero(filled & np.isin(first, list(_BLANK))):
@@ -157,21 +159,20 @@ def _filled(block: bytes, codes: np.ndarray, starts: np.ndarray, ends: np.ndarra
 
 
 def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[tuple[int, bytes | Unreadable]]:
-    """Elements of a JSON list and where each begins; the first block begins with element `number`, inside the bracket.
+    """Elements of a JSON list, and the byte where each begins.  The first block begins with element `number`.
 
         {"a": [1, 2]}, 7]  ->  (0, b'{"a": [1, 2]}'), (14, b'7')
 
-    Only strings and brackets are understood, which is enough to find the commas between elements: what an element
-    says is for `parse`.
+    The function looks only at strings and brackets, to find the commas between elements.  `parse` parses an element.
     """
     depth, in_string, held = 1, 0, b""
     pieces: list[bytes] = []
-    position = begin = size = 0  # of the block, of the element, and bytes of the element so far
+    position = begin = size = 0  # positions of block and element, and bytes of the element so far
     for block in blocks:
         block = held + block
         odd = (len(block) - len(block.rstrip(b"\\"))) % 2
-        held, block = block[len(block) - odd :], block[: len(block) - odd]  # what the backslash escapes comes next
-        # Same length, no escapes: what is still a quote begins or ends a string.
+        held, block = block[len(block) - odd :], block[: len(block) - odd]  # the next block has the escaped byte
+        # Replace escapes by as many other bytes; every quote that is left begins or ends a string.
         codes = np.frombuffer(block.replace(b"\\\\", b"__").replace(b'\\"', b"__"), dtype=np.uint8)
         at = np.flatnonzero(_IS_STRUCTURE[codes])
         quotes = codes[at] == ord('"')
@@ -185,13 +186,13 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
         for end, level in zip(at[cuts].tolist(), levels[cuts].tolist()):
             size += end - start
             content = _limited(b"".join([*pieces, block[start:end]]).strip(_BLANK), size)
-            if content or level > 0 or number > 1:  # [] has no element, [7,] a second one that is not JSON
+            if content or level > 0 or number > 1:  # [] has no element; [7,] has a second one, which is not JSON
                 yield begin, content
                 number += 1
             start, begin, pieces, size = end + 1, position + end + 1, [], 0
             if level == 0:
                 if any(rest.strip(_BLANK) for rest in chain([block[start:] + held], blocks)):
-                    raise DataError(f"{path} is not JSON: there is more after the list of rows.")
+                    raise DataError(f"{path} is not JSON: there is text after the list of rows.")
                 return
         size += len(block) - start
         pieces = [*pieces, block[start:]] if size <= MAX_ROW_BYTES else []

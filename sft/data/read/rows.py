@@ -1,8 +1,8 @@
 """Reads the rows of a data file, indexes where each row begins, and names rows in errors.
 
-Decides which kinds of file are read, and that a fault of one row never hides the rows around it: read_rows yields the
-row as it stands, and `strict_json.parse` raises.  Files are streamed, JSON by `json_rows.py` and tables by `tables.py`,
-in memory that does not grow with them.  Does not look inside a row (`chat/formats.py`).
+Decides which kinds of file are read.  A faulty row never hides the rows around it: read_rows yields rows unparsed, and
+`strict_json.parse` raises the error of a row.  `json_rows.py` streams JSON and `tables.py` streams tables, in memory
+that does not grow with the file.  `chat/formats.py` interprets the content of a row.
 """
 
 from collections.abc import Iterator
@@ -26,27 +26,27 @@ _EXPECTED = (
     "written by save_to_disk of datasets"
 )
 
-Row = tuple[int, Content]  # number from 1: a line of JSONL, a row of other kinds
+Row = tuple[int, Content]  # the number, from 1, is a line number in JSONL and a row number in other kinds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowIndex:
-    """Where the rows of a file are, so that any range of them can be read.
+    """Positions of the rows of a file.  With an index, any range of rows can be read.
 
         b'{}\\n\\n{}\\n'  ->  num_rows 2, size 7, offsets 0 4, numbers 1 3
 
-    offsets  int64 [num_rows], the byte where each row begins (of what a compressed file holds); None for tables
-    numbers  int64 [num_rows], the line or row number of each; None where they are 1, 2, 3, ...
+    offsets  int64 [num_rows], the byte where each row begins, in a compressed file after decompression; None for tables
+    numbers  int64 [num_rows], the line or row number of each row; None if the numbers are 1, 2, 3, ...
     """
 
     num_rows: int
-    size: int  # bytes on disk; the index of a file that has another size is refused
+    size: int  # of the file on disk, in bytes; read_rows refuses the index of a file that now has another size
     offsets: np.ndarray | None = None
     numbers: np.ndarray | None = None
 
 
 def check_file(path: Path) -> None:
-    """Raises DataError where a file or folder is missing, unreadable, empty or of unknown kind."""
+    """Raises DataError if a file or folder is missing, unreadable, empty or of unknown kind."""
     if not path.exists():
         raise DataError(f"data file {path} does not exist (folder {Path.cwd()}).")
     if not (path.is_file() or path.is_dir()):
@@ -62,21 +62,23 @@ def check_file(path: Path) -> None:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file holds, by its name: `chat.jsonl.gz` -> jsonl; a directory is a folder."""
+    """The kind of a file, derived from its name: `chat.jsonl.gz` -> jsonl; of any directory: folder."""
     if path.is_dir():
         return "folder"
     kind = _KINDS.get(path.suffix)
     if path.suffix in COMPRESSED:
         kind = _KINDS.get(path.with_suffix("").suffix)
         if kind in ("parquet", "arrow"):
-            raise DataError(f"data file {path} is a compressed table.  Decompress it: tables are compressed inside.")
+            raise DataError(
+                f"data file {path} is a compressed table.  Decompress the file; tables have internal compression."
+            )
     if kind is None:
-        raise DataError(f"data file {path} is of unknown kind; expected {_EXPECTED}.")
+        raise DataError(f"data file {path} has an unknown file type; expected {_EXPECTED}.")
     return kind
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files whose bytes make up the rows: the file itself, or what a saved dataset lists, in order."""
+    """The files that hold the rows, in order: the file itself, or the files that a saved dataset lists."""
     if not path.is_dir():
         return [path]
     try:
@@ -85,29 +87,31 @@ def data_files(path: Path) -> list[Path]:
     except FileNotFoundError:
         splits = sorted(str(state.parent) for state in path.glob("*/state.json"))
         if splits:
-            raise DataError(f"{path} holds several splits.  Name the folder of one: {', '.join(splits)}.") from None
+            raise DataError(
+                f"{path} holds several splits.  Name the folder of one split: {', '.join(splits)}."
+            ) from None
         raise DataError(
-            f"{path} is a folder without state.json, so not a dataset written by save_to_disk.  Name a file in it."
+            f"{path} is a folder without state.json, so save_to_disk did not write it.  Name a data file."
         ) from None
     except (OSError, DataError, KeyError, TypeError) as error:
-        raise DataError(f"{path / 'state.json'} is not that of a saved dataset: {error!r}.") from error
+        raise DataError(f"{path / 'state.json'} does not describe a saved dataset: {error!r}.") from error
     if state.get("_indices_data_files") or not names or any(name != Path(name).name for name in names):
-        raise DataError(f"{path} was saved in a way that is not understood.  Load and save it with datasets again.")
+        raise DataError(f"{path} was saved in an unknown format.  Load the dataset and save it again with datasets.")
     for name in names:
         if not (path / name).is_file():
-            raise DataError(f"saved dataset {path} lacks its file {name}.")
+            raise DataError(f"the file {name} of saved dataset {path} is missing.")
     return [path / name for name in names]
 
 
 def row_name(path: Path, number: int) -> str:
-    """`chat.jsonl:1841` for lines, compressed or not; `chat.parquet row 1841` for rows without lines."""
+    """`chat.jsonl:1841` in files of lines, compressed or not; `chat.parquet row 1841` in other files."""
     kind = kind_of(path)
     is_lines = kind == "jsonl" or (kind == "json" and not find_first_row(path, may_be_list=True)[0])
     return f"{path}:{number}" if is_lines else f"{path} row {number}"
 
 
 def index_rows(path: Path) -> RowIndex:
-    """The index of a file, by one pass over its bytes (tables: over their headers).  Raises DataError."""
+    """The index of a file, made in one pass over its bytes, or over the headers of a table.  Raises DataError."""
     size, kind = _size(path), kind_of(path)
     if kind not in ("jsonl", "json"):
         return RowIndex(num_rows=count_table(data_files(path)), size=size)
@@ -122,9 +126,9 @@ def index_rows(path: Path) -> RowIndex:
 
 
 def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-    """Rows `start` to `stop` of a file in order, streamed.  Raises DataError where the file itself cannot be read.
+    """Rows `start` to `stop` of a file in order, streamed.  Raises DataError if the file cannot be read.
 
-    An index saves looking for `start`.  Compressed files are decompressed up to it all the same.
+    With an index, row `start` is found without a search.  A compressed file is still decompressed from its beginning.
 
     the lines `{"messages": ...}`, nothing, `{"messages": ...}`  ->  (1, b'{"me...'), (3, b'{"me...')
     """
@@ -141,11 +145,11 @@ def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: i
     for count, row in enumerate(islice(_rows_from(path, index, start), wanted), start=1):
         yield row
     if count < wanted:
-        raise DataError(f"{path} was changed while it was read: it had {index.num_rows:,} rows.")
+        raise DataError(f"{path} was changed while it was read: it no longer has {index.num_rows:,} rows.")
 
 
 def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
-    """All rows from number `start` (from 0) on."""
+    """All rows from row `start` on, where the first row of the file is row 0."""
     kind = kind_of(path)
     if kind not in ("jsonl", "json"):
         files = data_files(path)

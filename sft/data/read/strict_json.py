@@ -1,8 +1,8 @@
-"""The value of a row: JSON from bytes or text, read strictly, or what a table holds.
+"""Parses a row strictly as JSON; a row of a table is a value already.
 
-Decides what is not JSON to us, though Python's reader takes it: duplicate keys, NaN and Infinity, numbers too large for
-a float, half surrogate pairs, nesting beyond MAX_DEPTH.  Does not know files or rows; errors say what and where inside
-the value.
+Refuses JSON that Python's reader accepts: duplicate keys, NaN and Infinity, numbers too large for a float, half
+surrogate pairs, and nesting beyond MAX_DEPTH.  An error names the fault and its position inside the value; this module
+knows neither files nor row numbers.
 """
 
 import json
@@ -12,29 +12,29 @@ from typing import Any, NamedTuple
 
 from sft.errors import DataError
 
-MAX_DEPTH = 100  # tool schemas reach 20; code that walks a value, templates included, may recurse this far
+MAX_DEPTH = 100  # tool schemas reach 20; functions and templates may recurse into a value this deep
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Unreadable(NamedTuple):
-    """Stands for a row that cannot be handed on, and says why."""
+    """Replaces a row that cannot be read, and holds the reason."""
 
     reason: str
 
 
-Content = bytes | dict[str, Any] | Unreadable  # JSON as it stands in the file, or a row of a table
+Content = bytes | dict[str, Any] | Unreadable  # unparsed JSON, or a row of a table
 
 
 def parse(content: Content) -> Any:
-    """The value of a row; a table's row is passed on.  Raises DataError."""
+    """The value of a row; a row of a table is returned unchanged.  Raises DataError."""
     if isinstance(content, Unreadable):
         raise DataError(content.reason)
     return parse_json(content) if isinstance(content, bytes) else content
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value that `content` writes.  Raises DataError.
+    """The value of the JSON text `content`.  Raises DataError.
 
     b'{"a": 1}' -> {"a": 1}        b'{"a": 1' -> not JSON: Expecting ',' delimiter at column 8 of 7 characters.
     """
@@ -46,7 +46,7 @@ def parse_json(content: bytes | str) -> Any:
         raise DataError(f"not JSON: {error.msg.removesuffix(' at')} at {where} of {len(text):,} characters.") from error
     except RecursionError:
         raise DataError(f"not usable JSON: nested too deeply, beyond {MAX_DEPTH} levels.") from None
-    except ValueError as error:  # integers beyond Python's limit of digits
+    except ValueError as error:  # an integer has more digits than Python accepts
         raise DataError(f"not usable JSON: {error}") from error
     _check_depth(value, text)
     _check_surrogates(value, text)
@@ -66,7 +66,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         names = [name for name, _ in pairs]
-        raise DataError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice in one object.")
+        raise DataError(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice in one object.")
     return value
 
 
@@ -82,7 +82,7 @@ def _finite(digits: str) -> float:
 
 
 def _check_depth(value: object, text: str) -> None:
-    if text.count("[") + text.count("{") <= MAX_DEPTH:  # cannot be deeper; spares a walk over lists of tokens
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # too few brackets to be deeper: skips the slow check
         return
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -104,4 +104,4 @@ def _check_surrogates(value: object, text: str) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         code = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(f"holds half a surrogate pair ({code}), which is not text.") from None
+        raise DataError(f"contains half a surrogate pair ({code}), which is not valid text.") from None

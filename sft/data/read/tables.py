@@ -1,10 +1,10 @@
-"""Rows of parquet files, Arrow files and datasets saved to disk.
+"""Reads rows of parquet files, Arrow files and datasets saved to disk.
 
-Decides how a table's row becomes what the same row is in JSON.  Arrow gives all objects of a column the same keys and
-fills those that an object did not have with nulls, so a null key of an object (Arrow's struct) is left out, at every
-depth.  Whether the writer meant a null, and the order of keys, cannot be known from a table; a column of JSON text
-keeps both.  Read through pyarrow, some rows at a time: nothing else of `datasets` is needed for it.
-Does not decide which files belong together (`rows.py`), or what a row means (`formats.py`).
+Converts a row of a table to the value that the same row has in JSON.  Keys with null are left out at every depth:
+Arrow gives all objects (structs) of a column the same keys, and stores null for a key that an object did not have.  A
+table preserves neither nulls that the writer meant nor the order of keys; a column of JSON text preserves both.  Rows
+are read through pyarrow, a few at a time, without `datasets`.
+`rows.py` decides which files belong together, and `formats.py` what a row means.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,20 +15,20 @@ from typing import Any
 from sft.data.read.strict_json import Unreadable, parse_json
 from sft.errors import DataError
 
-_ROWS_AT_ONCE = 64  # rows of long documents are large once they are Python objects
-_ARROW_FILE = b"ARROW1"  # begins the file format; datasets writes the stream format
+_ROWS_AT_ONCE = 64  # few, because long rows need much memory as Python objects
+_ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; datasets writes Arrow's stream format
 
 Convert = Callable[[Any], Any]
-Part = tuple[int, Callable[[], Iterable[Any]]]  # number of rows, and what loads them as record batches
+Part = tuple[int, Callable[[], Iterable[Any]]]  # number of rows, and a function that loads them as record batches
 
 
 def count_table(files: Sequence[Path]) -> int:
-    """Rows of the files together, by their headers."""
+    """The number of rows of all files, read from their headers."""
     return sum(num_rows for file in files for num_rows, _ in _guarded(file, _parts(file)))
 
 
 def read_table(files: Sequence[Path], start: int) -> Iterator[dict[str, Any] | Unreadable]:
-    """Rows from `start` (from 0) on; row groups and batches before it are not loaded."""
+    """Rows from row `start` on, counted from 0; row groups and batches before row `start` are not loaded."""
     for file in files:
         for num_rows, load in _guarded(file, _parts(file)):
             if start >= num_rows:
@@ -42,8 +42,8 @@ def read_table(files: Sequence[Path], start: int) -> Iterator[dict[str, Any] | U
 
 
 def _parts(file: Path) -> Iterator[Part]:
-    """Row groups of parquet, record batches of Arrow."""
-    import pyarrow  # slow to import, and most runs read JSON lines
+    """Row groups of a parquet file, or record batches of an Arrow file."""
+    import pyarrow  # here, because the import is slow and most runs read JSON lines
     from pyarrow import parquet
 
     if file.suffix == ".parquet":
@@ -64,23 +64,25 @@ def _parts(file: Path) -> Iterator[Part]:
 
 
 def _guarded(file: Path, parts: Iterable[Any]) -> Iterator[Any]:
-    """Passes parts of a file on; whatever pyarrow raises while it reads one becomes a DataError."""
+    """Yields `parts`; converts every error that pyarrow raises while it reads a part to a DataError."""
     try:
         yield from parts
-    except Exception as error:  # its own errors, OSError, ValueError, KeyError, ...
+    except Exception as error:  # pyarrow's errors, OSError, ValueError, KeyError, ...
         reason = str(error).strip().splitlines()
         kind = file.suffix.removeprefix(".")
         raise DataError(f"{file} cannot be read as {kind}: {reason[0] if reason else type(error).__name__}") from error
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
-    """The rows of a batch; where one cannot be converted, it alone is unreadable."""
+    """The rows of a batch.  A row that cannot be converted becomes Unreadable; the other rows are not affected."""
     if len(set(batch.schema.names)) < len(batch.schema.names):
-        raise DataError(f"the table has two columns of one name among {', '.join(batch.schema.names)}.  Rename one.")
+        raise DataError(
+            f"the table has two columns with the same name among {', '.join(batch.schema.names)}.  Rename one."
+        )
     convert = _struct(batch.schema)
     try:
         yield from [convert(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
-    except (ValueError, OverflowError, KeyError, DataError) as error:  # text that is not UTF-8, a time beyond Python's
+    except (ValueError, OverflowError, KeyError, DataError) as error:  # not UTF-8; a time that Python lacks
         if batch.num_rows == 1:
             yield Unreadable(str(error) if isinstance(error, DataError) else f"cannot be read: {error}")
         else:
@@ -89,23 +91,23 @@ def _rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
 
 
 def _struct(fields: Iterable[Any]) -> Convert:
-    """Leaves out keys that are null, and converts the others by their types."""
+    """A function that converts the values of an object by their types, and leaves out keys with null."""
     converts = {field.name: _convert(field.type) for field in fields}
     return lambda value: {key: converts[key](item) for key, item in value.items() if item is not None}
 
 
 def _convert(kind: Any) -> Convert:
-    """What turns the Python value that pyarrow gives for a type into that of JSON."""
+    """A function that converts a Python value from pyarrow, of Arrow type `kind`, to the value in JSON."""
     import pyarrow
 
-    if isinstance(kind, pyarrow.BaseExtensionType):  # datasets keeps columns of mixed types as JSON text
+    if isinstance(kind, pyarrow.BaseExtensionType):  # datasets stores columns of mixed types as JSON text
         return parse_json if kind.extension_name == "arrow.json" else _convert(kind.storage_type)
     if pyarrow.types.is_struct(kind):
         return _struct(kind)
     if pyarrow.types.is_map(kind):
         item = _convert(kind.item_type)
         return lambda pairs: {key: None if v is None else item(v) for key, v in pairs.items()}
-    if hasattr(kind, "value_field"):  # the kinds of lists
+    if hasattr(kind, "value_field"):  # all list types
         convert = _convert(kind.value_type)
         return _same if convert is _same else lambda items: [None if v is None else convert(v) for v in items]
     return _same

@@ -1,6 +1,6 @@
 """Creates a folder atomically: writes it under a temporary name in the same parent, and renames it at the end.
 
-Also lists the small files that a conversion copies together with the weights.
+`COMPANIONS` lists the small files that a conversion copies together with the weights.
 """
 
 import os
@@ -14,7 +14,7 @@ from sft.atomic_files import flush
 from sft.console import size
 from sft.errors import CheckpointError
 
-# Copied in addition to config.json.  Weights of other formats and code are not copied.
+# Files that are copied in addition to config.json.  Weights of other formats and code are not copied.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -40,7 +40,7 @@ def refuse_existing(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
-    """An empty folder.  It becomes `target` when the block ends without an error, and is removed otherwise.
+    """A context manager for an empty folder, which is renamed to `target` at the end, or removed after an error.
 
     num_bytes: approximate size of the folder
     Raises CheckpointError if the target exists, if the disk has no room, and for disk errors inside the block.
@@ -53,7 +53,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(parent).free
         if free < num_bytes + _OVERHEAD_BYTES:
             raise CheckpointError(
-                f"{target} takes {size(num_bytes)}, and {parent} has {size(free)} left; nothing was written."
+                f"{target} needs {size(num_bytes)}, but {parent} has {size(free)} free; nothing was written."
             )
         temporary.mkdir()
         yield temporary
@@ -62,7 +62,7 @@ def new_folder(target: Path, num_bytes: int) -> Iterator[Path]:
                 flush(Path(folder, name))
             flush(Path(folder))
         if os.path.lexists(target):
-            raise CheckpointError(f"{target} was created by another process meanwhile; nothing was written.")
+            raise CheckpointError(f"{target} was created by another process at the same time; nothing was written.")
         os.rename(temporary, target)
         flush(parent)
     except BaseException as error:

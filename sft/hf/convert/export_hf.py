@@ -1,8 +1,9 @@
 """Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
 
-A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  The export takes these
-from the Hugging Face folder that the weights were imported from.  If the user does not name this folder, the export
-looks for `hf/` next to an imported checkpoint, then for `model.hf` and `model.init_from` of the checkpoint's recipe.
+A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  The export takes family,
+tokenizer and other keys from the Hugging Face folder from which the weights were imported.  If the user does not name
+this folder, the export looks for `hf/` next to an imported checkpoint, then for `model.hf` and `model.init_from` of the
+checkpoint's recipe.
 """
 
 import json
@@ -44,10 +45,10 @@ def export_hf(
     verify: Verify = "full",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Convert the checkpoint `source` to the new folder `target`.  For a run or folder, convert its newest checkpoint.
+    """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
 
-    like: the Hugging Face folder that the weights were imported from; None: derived from the checkpoint
-    After a ConfigError or CheckpointError, nothing was written.
+    like: the Hugging Face folder from which the weights were imported; None: derived from the checkpoint
+    A ConfigError or CheckpointError means that nothing was written.
     """
     refuse_existing(target)
     path = folders.find([source, source / "checkpoints"], str(source))
@@ -60,7 +61,7 @@ def export_hf(
     reader = TorchDistReader(path)
     mappings = list(imported.family.mappings(model, model.vocab_size or imported.vocab_size))
     _check(reader, mappings, path)
-    mappings.sort(key=lambda mapping: -reader.dtype(mapping.key).itemsize)  # keeps every tensor aligned to its type
+    mappings.sort(key=lambda mapping: -reader.dtype(mapping.key).itemsize)  # aligns every tensor to its type
     planned = {
         tensor.name: torch.empty(tensor.shape, dtype=reader.dtype(mapping.key), device="meta")
         for mapping in mappings
@@ -80,9 +81,9 @@ def export_hf(
         manifest.write(temporary, Manifest(files=files, facts={"source": str(path), "tensors": digests}))
     changed = ", ".join(sorted(key for key in {*config, *content} if config.get(key) != content.get(key)))
     console.say(
-        f"exported {path} to {target} ({size(num_bytes)})\n"
-        f"  config.json   {template / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
-        f"  copied        {', '.join(copied) or 'nothing: no tokenizer is beside it'}"
+        f"exported {path} to {target} ({size(num_bytes)})\n  config.json   {template / CONFIG}, "
+        f"{f'changed: {changed}' if changed else 'unchanged'}\n  copied        "
+        f"{', '.join(copied) or 'nothing: the folder has no tokenizer'}"
     )
 
 
@@ -98,7 +99,7 @@ def _write_others(folder: Path, template: Path, content: dict[str, Any], config:
 def _verify(path: Path, verify: Verify, console: Console) -> None:
     entries = manifest.read(path)
     if entries is None:
-        console.say(f"{path} is unverified: it has no manifest to compare its files with")
+        console.say(f"{path} is not verified: the checkpoint has no manifest")
         return
     if verify == "full":
         console.say(f"verifying {path} ({size(entries.num_bytes)})")
@@ -117,15 +118,17 @@ def _find_template(common: Mapping[str, Any], path: Path, like: Path | None) -> 
             return folder
     tried = ", ".join(map(str, folders_to_try))
     if like:
-        raise CheckpointError(f"--hf {like} has no {CONFIG}; it is the Hugging Face folder that the weights came from.")
+        raise CheckpointError(
+            f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
+        )
     raise CheckpointError(
-        f"{path} does not say which Hugging Face model it came from: no {CONFIG} in {tried}.  Name the folder that has "
-        f"it, and the tokenizer: --hf DIR."
+        f"{path} does not name its Hugging Face model, and {tried} has no {CONFIG}.  Give the folder with {CONFIG} "
+        "and the tokenizer: --hf DIR."
     )
 
 
 def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The recipe of the run that wrote the checkpoint.  Empty if another program wrote it."""
+    """The recipe of the run that wrote the checkpoint; empty if another program wrote the checkpoint."""
     sft = common.get("sft")
     recipe = sft.get("recipe") if isinstance(sft, dict) else None
     return recipe if isinstance(recipe, dict) else {}
@@ -140,7 +143,7 @@ def _model(
     if fields:
         inexpressible = ("megatron.", "moe.capacity_factor")  # transformers has no such options
         if lost := {key for key in fields if key.startswith(inexpressible) and fields[key]}:
-            console.say(f"WARNING: the run set {', '.join(sorted(lost))}, which config.json cannot say")
+            console.say(f"WARNING: config.json cannot store {', '.join(sorted(lost))}, which the run set")
         kept = {key: value for key, value in fields.items() if key.partition(".")[0] not in _NOT_SHAPE}
         return ModelConfig.model_validate(nested(kept)), recipe.get("data.seq_length")
     args, model = common.get("args"), imported.model
@@ -154,7 +157,7 @@ def _model(
             "moe_router_group_topk": None,
         }
     wrong = [
-        f"{name} is {getattr(args, name)} in the checkpoint, and {value} in config.json"
+        f"{name} is {getattr(args, name)} in the checkpoint, but {value} in config.json"
         for name, value in expected.items()
         if getattr(args, name, value) != value
     ]
@@ -182,7 +185,7 @@ def _padded_like(stored: tuple[int, ...] | None, mapping: TensorMapping) -> tupl
 
 
 def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
-    """The type of most bytes, such as `bfloat16`.  config.json names it as the type of the weights."""
+    """The type that most bytes have, such as `bfloat16`, for config.json."""
     num_bytes = Counter[torch.dtype]()
     for tensor in planned:
         num_bytes[tensor.dtype] += tensor.nbytes

@@ -5,7 +5,7 @@
         iter_0000000/                       the weights, in torch_dist format, with a manifest
         hf/                                 config.json, tokenizer and chat template, for a later export
 
-Reads and writes one block of rows at a time, so memory use does not grow with the model.  No weight changes.
+Reads and writes one block of rows at a time, so memory use does not grow with the model.  Weights are copied unchanged.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_argum
 from sft.parallel.layout import padded_vocab_size
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BLOCK_BYTES = 256 << 20  # in memory at a time; also the largest stored chunk: to read a row, a reader loads its chunk
+BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a reader loads its chunk
 
 # Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one only with
 # Transformer Engine.  Megatron ignores extra states that it does not request.
@@ -81,7 +81,7 @@ def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Arch
     }
     shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in unread}
     problems = [
-        f"of type {dtype}, only {', '.join(DTYPES)} are supported: {line}"
+        f"type {dtype} is not supported, only {', '.join(DTYPES)}: {line}"
         for dtype in sorted({tensor.dtype for tensor in stored.tensors.values()} - set(DTYPES))
         for line in fold_by_layer(name for name in shapes if stored.tensors[name].dtype == dtype)
     ]
@@ -90,7 +90,7 @@ def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Arch
         if _is_copy(stored, EMBEDDING, HEAD):
             del shapes[HEAD]
         else:
-            problems.append(f"tie_word_embeddings is true, and {HEAD} is another tensor than {EMBEDDING}: one is wrong")
+            problems.append(f"tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ")
     check_tensors(shapes, wanted, str(source), other=problems)
 
 
@@ -102,7 +102,8 @@ def _mixed_types(stored: SafetensorsFolder, mappings: list[TensorMapping]) -> li
             if tensor.name in stored.tensors:
                 types.setdefault(mapping.key, {}).setdefault(stored.tensors[tensor.name].dtype, tensor.name)
     return [
-        f"of several types, which become one tensor: {', '.join(f'{dtype} ({name})' for dtype, name in names.items())}"
+        "tensors that become one tensor have different types: "
+        f"{', '.join(f'{dtype} ({name})' for dtype, name in names.items())}"
         for names in types.values()
         if len(names) > 1
     ]

@@ -2,8 +2,8 @@
 
 The safetensors library checks the header of each file (sizes, gaps, overlaps, types, truncation) and maps the file into
 memory.  Rows are read from the disk only when they are requested.  This module decides which files belong to the
-folder, and compares them with their index.  It also limits the mapped memory, because pages of a mapped file count as
-memory of the process until the file is unmapped.  It does not know which tensors a model needs.
+folder, compares the files with their index, and limits the mapped memory.  Pages of a mapped file count as memory of
+the process until the file is unmapped.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9  # largest file, as the hub recommends
-MAPPED_BYTES = 64 << 20  # read from mapped files before they are unmapped; mapping a file again reads its header again
+MAPPED_BYTES = 64 << 20  # read from mapped files before unmapping; a file that is mapped again reads its header again
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file.  dtype: its name in safetensors; `DTYPES` may lack it"""
+    """One tensor of a file.  dtype: name of the type in safetensors, which `DTYPES` may lack"""
 
     file: Path
     dtype: str
@@ -73,7 +73,7 @@ class SafetensorsFolder:
             _compare_with_index(self.tensors, index, folder)
 
     def read_rows(self, name: str, start: int, target: torch.Tensor) -> memoryview:
-        """Fill `target`, which has the tensor's type and row shape, from row `start` on.  Returns the bytes of it.
+        """Fill `target`, which has the tensor's type and row shape, with rows from `start` on.  Returns target's bytes.
 
         Raises CheckpointError if the file has changed since it was opened.
         """
@@ -107,10 +107,10 @@ class SafetensorsFolder:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file.  Raises CheckpointError if it is not a complete safetensors file."""
+    """The tensors of one file.  Raises CheckpointError if the file is not a complete safetensors file."""
     with _as_checkpoint_error(path):
         if path.exists() and not path.is_file():
-            raise SafetensorError("it is no file")  # opening a pipe would block for ever
+            raise SafetensorError("it is not a file")  # opening a pipe would block for ever
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {
@@ -128,7 +128,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         reason = str(error).removeprefix("Error while deserializing header: ").rstrip(".")
         if path.is_file():
             reason += f" (the file has {path.stat().st_size:,} bytes)"
-        raise CheckpointError(f"{path} is not a whole safetensors file: {reason}.  Copy it again.") from None
+        raise CheckpointError(f"{path} is not a complete safetensors file: {reason}.  Copy the file again.") from None
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -136,14 +136,18 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     single, index = (folder / SINGLE).exists(), (folder / INDEX).exists()
     if single and index:
         raise CheckpointError(
-            f"{folder} has both {SINGLE} and {INDEX}, of which only one can be meant.  Remove the other."
+            f"{folder} has both {SINGLE} and {INDEX}, but only one of them may exist.  Remove the wrong file."
         )
     if not single and not index:
         pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-        has = f"has {pickles[0]}, a pickle, which can run any code and is not opened" if pickles else "has no weights"
+        has = (
+            f"has {pickles[0]}, a pickle file.  Pickle files can run code, so this trainer does not open them"
+            if pickles
+            else "has no weights"
+        )
         raise CheckpointError(
-            f"{folder} {has}: expected {SINGLE}, or {INDEX} and the files that it names.  transformers writes them: "
-            f"AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER)."
+            f"{folder} {has}: expected {SINGLE}, or {INDEX} and the files that it names.  transformers converts the "
+            "weights: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER)."
         )
     if single:
         return None
@@ -155,7 +159,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {error}).") from None
     for name in names.values():
         if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise CheckpointError(f"{folder / INDEX} names {name!r}, which is no safetensors file of this folder.")
+            raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a safetensors file of this folder.")
     return names
 
 
@@ -183,7 +187,7 @@ def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str],
             extra[tensor.file.name].append(name)
     problems = [
         f"{problem}: {', '.join(f'{line} ({file})' for file, names in files.items() for line in fold_by_layer(names))}"
-        for problem, files in (("not in the file it names", absent), ("not in it", extra))
+        for problem, files in (("missing from the file that the index names", absent), ("not in it", extra))
         if files
     ]
     if problems:
@@ -201,12 +205,12 @@ def write_tensors(
     """Write the tensors, in the order of `planned`, into files of the existing `folder`, with an index if needed.
 
     The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This function
-    holds one tensor: it writes the bytes itself, and the library reads each header back once the file is complete.
+    holds one tensor and writes the bytes itself.  Then safe_open checks the header of each complete file.
 
     planned  type and shape of each tensor, on the meta device
     tensors  the same names in the same order
     advance  called with each tensor's size in bytes
-    Returns size and SHA-256 of each file, and the SHA-256 of each tensor.  The tensor files are then flushed to disk.
+    Returns size and SHA-256 of each tensor file, which is flushed to disk, and the SHA-256 of each tensor.
     """
     files, digests, file_of = {}, {}, {}
     shards, tensors = split_into_shards(planned, shard_bytes), iter(tensors)

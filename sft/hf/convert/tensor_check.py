@@ -22,14 +22,14 @@ def check_tensors(
         *(f"missing: {line}" for line in fold_by_layer(name for name in wanted if name not in stored)),
         *(f"surplus: {line}" for line in fold_by_layer(name for name in stored if name not in wanted)),
         *(
-            f"another shape: {name} is {_shown(stored_shape)}, expected {_shown(shape)}{numbers}"
+            f"different shape: {name} is {_shown(stored_shape)}, expected {_shown(shape)}{numbers}"
             for (stored_shape, shape), names in shapes.items()
             for name, numbers in _folded(names)
         ),
         *other,
     ]
     if problems:
-        raise CheckpointError(f"{folder} does not hold this model:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{folder} does not hold the expected tensors:\n  " + "\n  ".join(problems))
 
 
 def fold_by_layer(names: Iterable[str]) -> list[str]:
@@ -71,7 +71,7 @@ def _counted(noun: str, numbers: Iterable[str]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> 0-2, 5"""
-    by_distance = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal within a run
+    by_distance = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])  # equal for consecutive numbers
     runs = [[number for _, number in run] for _, run in by_distance]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 

@@ -1,9 +1,9 @@
 """Reads and writes torch_dist checkpoints in one process, one slice or chunk of a tensor at a time.
 
-torch's own writer takes all tensors of a rank at once.  It also keeps the last tensor of each key until its file is
-complete, and so needs more than twice the memory of the largest tensor.  The format is the same: one output of
-`torch.save` per chunk, and an index of the offsets.  All reads go through `sft.mcore.checkpoint_io.safe_reader`, which
-decides what a checkpoint may contain.
+torch's own writer takes all tensors of a rank at once, and keeps the last tensor of each key until its file is
+complete.  So torch's writer needs more than twice the memory of the largest tensor.  This module writes the same
+format: one output of `torch.save` per chunk, and an index of the offsets.  All reads go through
+`sft.mcore.checkpoint_io.safe_reader`, which decides what a checkpoint may contain.
 """
 
 import math
@@ -24,7 +24,7 @@ from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import INDEX
 from sft.mcore.checkpoint_io.safe_reader import SafeReader
 
-FILE_BYTES = 4 << 30  # largest file; ranks that verify a checkpoint divide its files among themselves
+FILE_BYTES = 4 << 30  # largest file, so that ranks can divide the files among themselves to verify a checkpoint
 
 
 class _SingleTensorPlanner(DefaultLoadPlanner):
@@ -39,7 +39,7 @@ class _SingleTensorPlanner(DefaultLoadPlanner):
 
 
 class TorchDistReader:
-    """The tensors of the checkpoint in `folder`.  Raises CheckpointError if its index is missing or unsafe."""
+    """Reads tensors of the checkpoint in `folder`.  Raises CheckpointError if its index is missing or unsafe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._reader = folder, SafeReader(folder)
@@ -93,7 +93,7 @@ class TorchDistWriter:
         self._save([value], md.MetadataIndex(key))
 
     def finish(self) -> None:
-        """Write the index.  When this returns, all files are flushed to disk."""
+        """Write the index, and flush all files to disk."""
         self._finish_file()
         index = md.Metadata(self._entries, planner_data={}, storage_data=self._offsets, storage_meta=md.StorageMeta())
         self._name, self._file = INDEX, HashingFile(self._folder / INDEX)

@@ -1,9 +1,9 @@
-"""Activation offload: saved tensors of layers stay in pinned host memory until backward prefetches them.
+"""Activation offload: moves saved tensors of layers to pinned host memory, and back before backward needs them.
 
 The GPU holds the saved tensors of two layers at a time: the layer in computation, and the layer before it, which is
-being copied.  If backward follows a forward pass at once, the last two layers stay on the device.  On earlier
-pipeline stages they are offloaded too.  One stream copies in both directions, so no tensor is fetched before it is
-written.  Streams wait for each other; the host never waits for the GPU.
+being copied.  If backward follows a forward pass at once, the last two layers stay on the device.  On earlier pipeline
+stages the last two layers are offloaded too.  One stream copies in both directions, so no tensor is fetched before it
+is written.  Streams wait for each other; the host never waits for the GPU.
 
 Pinned memory is allocated in slabs and reused in the next pass.  torch would round every tensor up to a power of two.
 """
@@ -27,7 +27,7 @@ class PinnedMemory:
     def __init__(self, device: torch.device) -> None:
         self.device, self.slab_bytes = device, SLAB_BYTES
         self.stream = torch.cuda.Stream()
-        self.num_slabs = 0  # allocated so far; slabs are never freed
+        self.num_slabs = 0  # number of slabs allocated so far; slabs are never freed
         self._free: list[Tensor] = []
 
     @property
@@ -36,7 +36,7 @@ class PinnedMemory:
         return self.num_slabs * self.slab_bytes
 
     def borrow(self) -> Tensor:
-        """uint8 [slab_bytes].  Raises StorageError where no more memory can be pinned."""
+        """A free slab, uint8 [slab_bytes].  Raises StorageError if no more memory can be pinned."""
         if self._free:
             return self._free.pop()
         try:
@@ -44,8 +44,8 @@ class PinnedMemory:
         except RuntimeError as error:
             raise StorageError(
                 f"train.offload_fraction: no more than {size(self.num_bytes)} of host memory could be page-locked for "
-                f"what layers keep: {str(error).splitlines()[0]}.  A smaller fraction works, a larger cp, "
-                f"train.recompute=full, or a higher limit (ulimit -l, the memory of the job)."
+                f"saved tensors: {str(error).splitlines()[0]}.  Use a smaller fraction, a larger cp, "
+                "train.recompute=full, or a higher limit (ulimit -l, memory of the job)."
             ) from error
         self.num_slabs += 1
         return slab
@@ -55,15 +55,15 @@ class PinnedMemory:
 
 
 class OffloadedLayers:
-    """The offloaded tensors of one forward pass by layer.  Layer 0 stands for all operations before the first layer.
+    """The offloaded tensors of one forward pass, by layer.  Layer 0 stands for all operations before the first layer.
 
-    After backward nothing refers to this object any more, and its slabs are returned.
+    After backward nothing refers to this object, and its slabs are returned to PinnedMemory.
     """
 
     def __init__(self, memory: PinnedMemory) -> None:
         self.memory = memory
         self._slabs: list[Tensor] = []
-        self._num_used = memory.slab_bytes  # bytes of the last slab
+        self._num_used = memory.slab_bytes  # number of used bytes in the last slab
         self._layers = [_LayerTensors()]
 
     def __del__(self) -> None:
@@ -71,18 +71,18 @@ class OffloadedLayers:
 
     @property
     def num_started(self) -> int:
-        """Layers whose forward has started."""
+        """The number of layers whose forward has started."""
         return len(self._layers) - 1
 
     def start_layer(self) -> None:
-        """Start the next layer.  The tensors of the last layer but one leave the device."""
+        """Start the next layer.  The tensors of the second-last layer leave the device."""
         self._layers[-1].copied_out = self.memory.stream.record_event()
         if len(self._layers) > 1:
             self._layers[-2].evict()
         self._layers.append(_LayerTensors())
 
     def store(self, flat: Tensor) -> "OffloadedTensor":
-        """Start the copy to host memory of `flat` [n], of any dtype, on the device."""
+        """Start to copy `flat` [n], a tensor of any dtype on the device, to host memory."""
         slices = list(self._allocate(flat.numel() * flat.element_size()))
         self.memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.memory.stream):
@@ -98,13 +98,13 @@ class OffloadedLayers:
             layer.evict()
 
     def fetch(self, layer: int) -> None:
-        """When backward reaches `layer`: fetch its tensors from host memory, and prefetch the layer before."""
+        """Fetch the tensors of `layer` from host memory, and prefetch the layer before it; backward calls this."""
         for tensors in self._layers[layer], self._layers[max(0, layer - 1)]:
             tensors.fetch(self.memory)
         self.wait_for_fetch(layer)
 
     def wait_for_fetch(self, layer: int) -> None:
-        """Have the current stream wait for the copies to that layer's tensors."""
+        """Make the current stream wait for the copies to the tensors of `layer`."""
         if (event := self._layers[layer].fetched) is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -121,12 +121,12 @@ class OffloadedLayers:
 
 
 class OffloadedTensor:
-    """A tensor [n] in host memory, with a copy on the device while needed.  Only autograd refers to this object."""
+    """A tensor [n] in host memory, with a temporary copy on the device.  Only autograd refers to this object."""
 
     def __init__(self, layers: OffloadedLayers, layer: int, flat: Tensor, slices: list[Tensor]) -> None:
         self._layers, self.layer = layers, layer
         self.slices, self.dtype, self.length = slices, flat.dtype, flat.numel()
-        self.tensor: Tensor | None = flat  # None: in host memory only
+        self.tensor: Tensor | None = flat  # the copy on the device; None: only in host memory
 
     def __del__(self) -> None:
         # If backward does not use a fetched tensor, the copy may still write to its memory.
@@ -141,11 +141,11 @@ class OffloadedTensor:
 class _LayerTensors:
     def __init__(self) -> None:
         self.references: list[weakref.ref[OffloadedTensor]] = []
-        self.copied_out: Any = None  # event: all are in host memory
-        self.fetched: Any = None  # event: all are on the device again
+        self.copied_out: Any = None  # event: all tensors are in host memory
+        self.fetched: Any = None  # event: all tensors are on the device again
 
     def evict(self) -> None:
-        """Free the tensors' device memory after they are copied."""
+        """Free the device memory of the tensors after their copies are complete."""
         torch.cuda.current_stream().wait_event(self.copied_out)
         for tensor in self._alive():
             tensor.tensor = None
@@ -154,7 +154,7 @@ class _LayerTensors:
         missing = [tensor for tensor in self._alive() if tensor.tensor is None]
         if not missing:
             return
-        for tensor in missing:  # allocated on the compute stream, which frees it
+        for tensor in missing:  # allocated and freed on the compute stream
             tensor.tensor = torch.empty(tensor.length, dtype=tensor.dtype, device=memory.device)
         memory.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(memory.stream):
@@ -168,7 +168,7 @@ class _LayerTensors:
 
 
 def _copy(flat: Tensor, slices: list[Tensor], *, out: bool) -> None:
-    """Copy between a tensor on the device and slices of host memory.  out: to the host; otherwise from the host"""
+    """Copy a tensor on the device to slices of host memory (`out`), or the slices to the tensor (not `out`)."""
     parts = flat.view(torch.uint8).split([len(piece) for piece in slices])
     for on_device, on_host in zip(parts, slices, strict=True):
         (on_host if out else on_device).copy_(on_device if out else on_host, non_blocking=True)

@@ -4,8 +4,8 @@ A hook (torch.autograd.graph.saved_tensors_hooks) replaces every tensor that an 
 
     recompute  for the output of a norm: the norm's inputs, from which backward recomputes the output
     offload    for any other large tensor of an offloaded layer: a copy in host memory (offload.py)
-    prefetch   for tensors of the first resident layer: the tensor itself.  When it is reached, backward prefetches the
-               layer before
+    prefetch   for tensors of the first resident layer: the tensor itself.  When backward reaches this layer, it
+               prefetches the previous layer
     resident   for all other tensors, such as weights and small tensors: the tensor itself.  Without train.recompute and
                train.offload_fraction all tensors are resident
 
@@ -27,14 +27,14 @@ from sft.mcore.model_bytes import num_offloaded_layers
 MIN_OFFLOADED_BYTES = 1 << 20  # smaller tensors stay on the device
 
 
-Restore = Callable[[], Tensor]  # autograd keeps it in place of a tensor, and calls it in backward
+Restore = Callable[[], Tensor]  # autograd keeps this function in place of a tensor, and calls it in backward
 
 
 def _resident(tensor: Tensor) -> Restore:
     kept, version = tensor.detach(), tensor._version  # the tensor's autograd node would keep the tensor alive
 
     def restore() -> Tensor:
-        # With hooks, autograd does not check this itself.
+        # With hooks, autograd does not check the version.
         assert kept._version == version, "changed in place since it was saved"
         return kept
 
@@ -78,7 +78,7 @@ class _SavedStorage:
 
 
 class SavePolicy:
-    """How and where the forward passes of this rank's model chunks save tensors, one pass at a time.
+    """Decides how and where the forward passes of this rank's model chunks save tensors, one pass at a time.
 
     recompute         backward recomputes the outputs that norms mark with `mark_recomputable`
     memory            host memory for large tensors; None: no tensor is offloaded
@@ -99,7 +99,7 @@ class SavePolicy:
         self.recompute, self.memory = recompute, memory
         self.offload_fraction, self.backward_is_next = offload_fraction, backward_is_next
         self.resident = {tensor.untyped_storage().data_ptr() for tensor in resident}
-        self._pass: _ForwardPass | None = None  # the current forward pass; None outside of one, also in backward
+        self._pass: _ForwardPass | None = None  # the current forward pass; None in backward and between passes
 
     def attach(self, model: torch.nn.Module) -> None:
         """Give this policy to the layers and norms of a model; core builds them without a policy."""
@@ -109,7 +109,7 @@ class SavePolicy:
 
     @contextmanager
     def forward_pass(self, num_layers: int) -> Iterator[None]:
-        """A context manager for a forward pass.  Full recomputation in backward runs outside of it."""
+        """A context manager for a forward pass.  Full recomputation in backward runs outside of this context."""
         if not (self.recompute or self.memory) or not torch.is_grad_enabled():
             yield
             return
@@ -183,7 +183,7 @@ class _ForwardPass:
         earlier = self._saved.get(key)
         if earlier is not None and not earlier.storage.expired():
             # Of several layers that share a storage, only the first offloads it.  Later layers save the tensor itself.
-            # Otherwise backward of the last layer would have to fetch all tensors of the first.
+            # If later layers offloaded it too, backward of the last layer would fetch all tensors of the first layer.
             return earlier.saved if earlier.layer == self._layer else None
         marked = self._recomputable.get(storage.data_ptr())
         saved: Restore | None = None

@@ -1,4 +1,4 @@
-"""Bytes that attention saves per token, and holds while it computes, by backend.  Arithmetic without torch."""
+"""Computes how many bytes attention saves per token and how many it holds temporarily, by backend, without torch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_HEAD_GROUPS = 4  # with more, kernels and messages become small
 
 
 def num_head_groups(num_key_heads: int) -> int:
-    """Number of head groups that packed_attention.py gathers one after the other.  A group has whole key heads.
+    """Number of head groups that packed_attention.py gathers one after the other.  No key head is split.
 
     8 -> 4        6 -> 3        5 -> 1
     """
@@ -26,11 +26,11 @@ class AttentionBytes(ABC):
     model: ModelConfig
     rank: RankShare = RankShare()
     cp: int = 1
-    norm_outputs_are_saved: ClassVar[bool]  # even where train.recompute is selective
+    norm_outputs_are_saved: ClassVar[bool]  # even if train.recompute is selective
 
     @abstractmethod
     def rotary(self, pack: float) -> float:
-        """Bytes of the rotary table or the rotation.  pack: number of tokens"""
+        """Bytes of the rotary table or the rotation.  pack: number of tokens of a pack"""
 
     @abstractmethod
     def gathered(self, pack: float) -> float:
@@ -82,7 +82,7 @@ class AttentionBytes(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PortableBytes(AttentionBytes):
-    """`saved` is exact: tests/ranks/test_saved_tensors.py counts it."""
+    """Bytes of the portable backend.  `saved` is exact: tests/ranks/test_saved_tensors.py counts these bytes."""
 
     norm_outputs_are_saved = False
 
@@ -97,9 +97,9 @@ class PortableBytes(AttentionBytes):
         return tokens * (self.rotated + of_group + FP32 * self.pairs)
 
     def gathered(self, pack: float) -> float:
-        """Bytes of one head group as gathered, and of the next in transfer.  In the kernel's order: that group, its
-        gradients, and those of the group before, whose fp32 sums are in transfer.  In addition the gradients per query
-        head, or later their fp32 sums per key head."""
+        """Bytes of one head group as gathered, and of the next group, which is in transfer.  Also, in the kernel's
+        order: this group, its gradients, and the gradients of the previous group, whose fp32 sums are in transfer.
+        Finally the gradients per query head, or later their fp32 sums per key head."""
         if self.cp == 1:
             return 0.0
         width, ordered = self.rank.width, 1 + 1 / (2 * self.cp)  # both chunks of a rank need a document's early keys
@@ -113,14 +113,14 @@ class PortableBytes(AttentionBytes):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngineBytes(AttentionBytes):
-    """Derived from its sources; torch's allocator measured the total (docs/performance.md)."""
+    """Bytes of the te backend, derived from its source; torch's allocator measured the total (docs/performance.md)."""
 
     cp_comm: str = "p2p"
     norm_outputs_are_saved = True
 
     @property
     def num_saved_outputs(self) -> int:
-        """Two with a2a: the kernel's output, and the output after the all-to-all."""
+        """2 with a2a (the kernel's output and the output after the all-to-all), otherwise 1."""
         return 2 if self.cp > 1 and self.cp_comm.startswith("a2a") else 1
 
     def rotary(self, pack: float) -> float:
@@ -128,8 +128,10 @@ class TransformerEngineBytes(AttentionBytes):
         return float(FP32) * pack * self.model.resolved_head_dim
 
     def gathered(self, pack: float) -> float:
-        """p2p holds two ranks' parts in transfer, a2a the whole pack for its own heads.  all_gather holds several
-        copies of the pack: gathered, ordered, gradients (measured: 6.5 at cp 2, 7.8 at cp 4, no more at cp 8)."""
+        """Bytes of gathered keys and values.  p2p holds the parts of two ranks, a2a the pack for the rank's heads.
+
+        all_gather holds several copies of the whole pack.  Measured: 6.5 copies at cp 2, 7.8 at cp 4, no more at cp 8.
+        """
         if self.cp == 1:
             return 0.0
         return self.rank.width * self.pairs * (8.0 if self.cp_comm == "all_gather" else 4 / self.cp) * pack

@@ -4,7 +4,7 @@
 layer needs its own ModuleSpec, next to `layer_spec`, and its own field in PackedDocuments.
 
 Facts that are needed before torch is imported are elsewhere.  sft/config/attention.py defines the effect of a backend
-on the keys of a recipe, and activation_bytes.py counts the bytes that it saves.
+on the keys of a recipe, and activation_bytes.py counts the bytes that a backend saves.
 """
 
 from abc import ABC, abstractmethod
@@ -25,18 +25,18 @@ from sft.mcore.device import send
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Attention's inputs that describe a microbatch.  The engine makes them anew on every pipeline stage."""
+    """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
     kernel: Kernel | None = None  # only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
 
 
 class AttentionBackend(ABC):
-    """One implementation of attention.  reason: why this run uses it, for the log."""
+    """One implementation of attention.  reason: why this run uses this implementation, for the log"""
 
     name: ClassVar[str]  # as attention.backend in the recipe
     final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
-    has_te_kernels: ClassVar[bool]  # of Transformer Engine; other norms mark their outputs as recomputable
+    has_te_kernels: ClassVar[bool]  # uses kernels of Transformer Engine; False: norms mark outputs as recomputable
 
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
@@ -62,14 +62,14 @@ class AttentionBackend(ABC):
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
-        """Attention's inputs that describe a microbatch on this rank.
+        """The inputs of attention that describe a microbatch on this rank.
 
         cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
         max_seqlen  tokens of the longest document of the pack, padded
         positions   int64 [1, t] of this rank's tokens within their documents, on the device
 
-        Padded and unpadded boundaries are the same tensor.  Padding is at the tail of a document, where causal
-        attention cannot see it.  Some Transformer Engine releases drop keys if the two differ.
+        Padded and unpadded boundaries are the same tensor, because causal attention cannot see padding at the end of a
+        document.  Some Transformer Engine releases drop keys if the two boundaries differ.
         """
         boundaries = send(cu_seqlens, positions.device)
         return PackedDocuments(

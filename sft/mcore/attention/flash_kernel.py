@@ -1,15 +1,15 @@
 """A kernel of packed_attention.py: torch's own flash attention (CUDA, bf16).
 
-The kernel treats each local chunk of queries (`context_parallel.local_chunks`) as one sequence.  Its keys are those of
-the document up to the chunk's last query.  The causal mask is aligned to the bottom right.  With context parallelism
-both chunks of a rank need a document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor has size tokens x
-tokens.
+The kernel treats each local chunk of queries (`context_parallel.local_chunks`) as one sequence.  The keys of a chunk
+are the keys of the document up to the chunk's last query.  The causal mask is aligned to the bottom right.  With
+context parallelism both chunks of a rank need a document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor
+has size tokens x tokens.
 
 The module calls the operators below torch.nn.attention.varlen.  `varlen_attn` itself would save the keys of the whole
 pack in every layer for backward.
 
-No GPU has run this yet.  On the CPU, tests pass the kernel's inputs to a plain replacement.  On the meta device, they
-check that the operators of the installed torch accept these inputs.
+No GPU has run this kernel yet.  On the CPU, tests pass the kernel's inputs to a plain replacement.  On the meta device,
+tests check that the operators of the installed torch accept these inputs.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from torch import Tensor
 from sft.mcore.device import send
 from sft.parallel import context_parallel
 
-MAX_HEAD_DIM = 256  # limit of the kernel, which also needs a multiple of 8
-# Options that only some releases of torch have.  Keys have one split.  By default the kernel chooses the number by the
-# longest sequence of the pack, so a document's result would depend on other documents.
+MAX_HEAD_DIM = 256  # limit of the kernel; a head_dim must also be a multiple of 8
+# Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
+# chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
 _IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
 _CAUSAL: dict[str, int] = {"window_size_left": -1, "window_size_right": 0}
 
@@ -45,7 +45,7 @@ class FlashKernel:
 
     key_order     order of the keys, one sequence after the other; see `packed_attention.Kernel`
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
-    cu_seqlens_k  int32 [sequences + 1], boundaries of their keys
+    cu_seqlens_k  int32 [sequences + 1], boundaries of the sequences' keys
     """
 
     key_order: Tensor | None
@@ -133,7 +133,7 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return "it computes in bf16 only"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
-        return f"it has heads of up to {MAX_HEAD_DIM} in multiples of 8, and this model's are {head_dim} wide"
+        return f"it has heads of up to {MAX_HEAD_DIM} in multiples of 8, but heads of this model are {head_dim} wide"
     return _missing()
 
 
@@ -150,7 +150,7 @@ def _missing() -> str | None:
 
 @cache
 def _arguments() -> frozenset[str]:
-    """Argument names of torch's flash-attention forward operator; empty where this torch has no such operator."""
+    """Argument names of torch's flash-attention forward operator; empty if this torch has no such operator."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     return frozenset() if operator is None else frozenset(x.name for x in operator.default._schema.arguments)
 

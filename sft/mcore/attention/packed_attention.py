@@ -5,8 +5,8 @@ all-gathered over the group, one head group at a time.  While a kernel computes 
 Gathered keys and values are not saved.  Backward gathers them again, and reduce-scatters their gradients per head
 group.
 
-A head group is 1/4 of the key/value heads or more, with the query heads that belong to them (`num_head_groups`).  The
-kernel is flash_kernel.py (torch's own, on CUDA in bf16) or torch_kernel.py (plain torch, everywhere else).
+A head group is at least 1/4 of the key/value heads, with the query heads that use them (`num_head_groups`).  The kernel
+is flash_kernel.py (torch's own flash attention, on CUDA in bf16) or torch_kernel.py (plain torch, everywhere else).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Kernel(Protocol):
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values.  Those of keys and values come from this rank's queries alone."""
+        """Gradients of query, keys and values.  Gradients of keys and values come from this rank's queries alone."""
 
 
 def packed_attention(
@@ -94,10 +94,10 @@ class _PackedAttention(torch.autograd.Function):
         for group_query, (keys, values), lse, grad, group_out, group_dquery in zip(queries, gathered, sums, *by_group):
             result, dkeys, dvalues = kernel.backward(grad, group_query, keys, values, group_out, lse, ctx.scale)
             group_dquery.copy_(result)
-            if scatters:  # only one at a time: each holds fp32 sums for every token of the pack
+            if scatters:  # one reduce-scatter at a time, because each holds fp32 sums for every token of the pack
                 scatters[-1].wait()
             scatters.append(_ReduceScatter(dkeys, dvalues, kernel, len(key), ctx.cp_group))
-            del dkeys, dvalues  # these are also as long as the pack
+            del dkeys, dvalues  # these tensors are as long as the pack
         both = torch.cat([scatter.result() for scatter in scatters], dim=1)
         dkey, dvalue = both.split(key.shape[-1], dim=-1)
         if rotation is not None:

@@ -1,7 +1,7 @@
 """The `portable` backend: attention over packed documents in torch, on any device.
 
-Its kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere).  Attention rotates queries and keys
-itself, and all-gathers keys and values over the context-parallel group (packed_attention.py).
+The kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere).  Attention rotates queries and keys
+(core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
 """
 
 import math

@@ -1,8 +1,8 @@
 """Rotary position embedding: the frequencies for each scaling method, the rotation, and the table of angles.
 
 Frequencies follow Hugging Face transformers, whose definitions match released weights: linear (Chen 2023), llama3
-(Llama 3.1), YaRN (Peng 2023).  YaRN's temperature multiplies both queries and keys.  Here its square multiplies the
-attention scale instead.
+(Llama 3.1), YaRN (Peng 2023).  YaRN multiplies queries and keys by a temperature.  This module multiplies the attention
+scale by the square of the temperature instead.
 """
 
 import math
@@ -40,7 +40,7 @@ def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     assert rope.original_max_position is not None
     wavelength = 2 * math.pi / plain
-    turns = rope.original_max_position / wavelength  # over the original context
+    turns = rope.original_max_position / wavelength  # number of turns over the original context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     unscaled = smooth.clamp(0.0, 1.0)  # 1: the frequency stays, 0: it is divided by factor
     return (1 - unscaled) * plain / rope.factor + unscaled * plain
@@ -50,7 +50,7 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     assert rope.original_max_position is not None
 
     def dimension(turns: float) -> float:
-        """The pair of dimensions that makes this many turns over the original context."""
+        """The pair of dimensions that makes `turns` turns over the original context."""
         assert rope.original_max_position is not None
         ratio = rope.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.base))
@@ -80,7 +80,7 @@ class Rotation:
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [t, heads, head_dim] -> the same, rotated."""
+        """Rotates x [t, heads, head_dim]."""
         return x * self.cos + _rotate_half(x) * self.sin
 
     def undo(self, x: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ def choose(config: Config, device_type: str) -> AttentionBackend:
     candidates = config.attention.candidates
     te_problem = transformer_engine.why_not(config, device_type)
     if te_problem and Portable.name not in candidates:
-        raise ConfigError(f"attention.backend = te: {te_problem}.  attention.backend=portable runs anywhere.")
+        raise ConfigError(f"attention.backend = te: {te_problem}.  attention.backend=portable runs everywhere.")
     if te_problem and config.run.fp8:
         raise ConfigError(
-            f"run.fp8 = {config.run.fp8} is Transformer Engine's: {te_problem}.  run.fp8=null needs none."
+            f"run.fp8 = {config.run.fp8} needs Transformer Engine: {te_problem}.  run.fp8=null does not need it."
         )
     if not te_problem and TransformerEngine.name in candidates:
         transformer_engine.check_release(config)

@@ -1,8 +1,8 @@
 """A kernel of packed_attention.py in plain torch, on any device and in any precision.
 
-The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  Forward and
-backward, no score matrix is larger than one tile.  Tiles never span documents, so a document's result is bitwise
-independent of other documents.
+The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  In forward
+and in backward, no score matrix is larger than one tile.  Tiles never span documents, so the result of a document is
+bitwise independent of other documents.
 """
 
 import math
@@ -22,7 +22,7 @@ KEY_TILE = 512  # columns of a tile of scores
 
 @dataclass(frozen=True, kw_only=True)
 class TorchKernel:
-    """The kernel with the chunks of one microbatch.  It needs the keys of the whole pack, in pack order.
+    """The kernel with the chunks of one microbatch.  The kernel needs the keys of the whole pack, in pack order.
 
     chunks     the queries of this rank
     key_order  int64 [t * cp_size]: concat(local parts)[key_order] is the pack; None with cp 1
@@ -50,7 +50,7 @@ class TorchKernel:
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, keys and values.  Those of keys and values have the dtype of `lse`."""
+        """Gradients of query, keys and values.  The gradients of keys and values have the dtype of `lse`."""
         dquery = torch.empty_like(query)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
         dvalues = torch.zeros_like(dkeys)
@@ -66,9 +66,9 @@ class TorchKernel:
 class _Tile:
     """Up to QUERY_TILE consecutive queries of one document."""
 
-    rows: slice  # of the local queries
-    document: int  # where the document starts in the pack
-    position: int  # of the first query, within the document
+    rows: slice  # indices of these queries among the local queries
+    document: int  # the position in the pack where the document starts
+    position: int  # the position of the first query within the document
 
     def key_tiles(self) -> Iterator[tuple[slice, bool]]:
         """Slices of the pack whose keys these queries may attend to, and whether each slice needs a causal mask."""

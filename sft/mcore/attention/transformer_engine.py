@@ -17,7 +17,7 @@ from sft.mcore import fp8
 from sft.mcore.attention.backend import AttentionBackend
 from sft.mcore.attention.rope import RotaryTable
 
-# First release of Transformer Engine, by its sources, in which each cp_comm other than p2p takes packed documents.
+# First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 
 
@@ -42,13 +42,13 @@ class TransformerEngine(AttentionBackend):
 def why_not(config: Config, device_type: str) -> str | None:
     """The reason why this run cannot use Transformer Engine; None if it can."""
     if device_type != "cuda":
-        return "Transformer Engine needs CUDA and this run is on the CPU"
+        return "Transformer Engine needs CUDA, but this run is on the CPU"
     if config.run.precision == "fp32":
-        return "Transformer Engine's attention computes in bf16 and run.precision is fp32"
+        return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
-        return f"transformer_engine does not import here ({error}); install the extra: pip install sft[te]"
+        return f"transformer_engine cannot be imported ({error}); pip install sft[te]"
     return None
 
 
@@ -59,8 +59,8 @@ def check_release(config: Config) -> None:
     if parallel.cp > 1 and _numbers(installed) < needed:
         major, minor = needed
         raise ConfigError(
-            f"parallel.cp_comm = {parallel.cp_comm}: Transformer Engine {installed} is installed, and takes packed "
-            f"documents so from {major}.{minor} on.  parallel.cp_comm=p2p works."
+            f"parallel.cp_comm = {parallel.cp_comm} needs Transformer Engine {major}.{minor} or newer for packed "
+            f"documents, but {installed} is installed.  parallel.cp_comm=p2p works."
         )
     if recipe is None:
         return

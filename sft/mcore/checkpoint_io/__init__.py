@@ -1,7 +1,7 @@
-"""The state of a training engine <-> sharded tensors and plain values of megatron-core's checkpoints.
+"""Saves and loads the state of a training engine in megatron-core's checkpoint format.
 
-engine_state      what a checkpoint holds, and whether it suits the model; calls all the rest
-optimizer_shards  the optimizer's part; fp8_state that of FP8, rng that of the random generators
-torch_dist_files  which rank writes and reads which bytes; chunk_index which stored chunks a slice needs
-safe_reader       reads without running code of a file; metadata_index its table of contents
+engine_state      decides what a checkpoint holds and whether it suits the model; calls the other modules
+optimizer_shards  optimizer states; fp8_state: FP8 scales; rng: states of random number generators
+torch_dist_files  assigns bytes to ranks, writes and reads files; chunk_index: finds the stored chunks of a slice
+safe_reader       reads files without running code from them; metadata_index: reads the index of a checkpoint
 """

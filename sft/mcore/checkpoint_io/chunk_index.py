@@ -1,8 +1,8 @@
-"""Which chunks of a stored tensor a slice of it needs, and whether the chunks cover the tensor.
+"""Finds the chunks of a stored tensor that overlap a slice, and checks that the chunks cover the tensor.
 
-A mixture of experts keeps all its experts under one key, with a chunk for each layer and expert.  torch compares every
-slice with every chunk, unless they are apart along the longest axis, which no two of these are: with 48 layers of 128
-experts every save and load takes minutes.  Here chunks are looked up by the leading axes, along which all have size 1.
+A mixture of experts stores all experts under one key, with one chunk for each layer and expert.  torch compares every
+slice with every such chunk: with 48 layers of 128 experts, every save and load takes minutes.  This module looks chunks
+up by the leading axes, along which all chunks have size 1.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 
 class ChunkIndex:
-    """The chunks of the tensor `key`, by their offsets along the axes of layers and experts."""
+    """The chunks of the tensor `key`, indexed by their offsets along the axes of layers and experts."""
 
     def __init__(self, key: str, entry: TensorStorageMetadata) -> None:
         self._key, self._entry = key, entry
@@ -27,7 +27,7 @@ class ChunkIndex:
             self._by_offset.setdefault(tuple(chunk.offsets[: self._depth]), []).append(chunk)
 
     def read_items(self, slices: Sequence[ChunkStorageMetadata]) -> list[ReadItem]:
-        """What to read for the slices; `dest_index.index` is the number of the slice."""
+        """The read items of the slices; `dest_index.index` of an item is the number of its slice."""
         items = []
         for number, wanted in enumerate(slices):
             entry = replace(self._entry, chunks=self._candidates(wanted))
@@ -36,20 +36,20 @@ class ChunkIndex:
         return items
 
     def fault(self) -> str:
-        """What is wrong with the chunks; empty where every element of the tensor is in exactly one."""
+        """What is wrong with the chunks; empty if every element of the tensor is in exactly one chunk."""
         size, chunks = self._entry.size, self._entry.chunks
         for chunk in chunks:
             if any(o < 0 or o + n > end for o, n, end in zip(chunk.offsets, chunk.sizes, size, strict=True)):
-                return f"{self._key} {tuple(size)} has a chunk outside of it: {chunk}"
+                return f"{self._key} {tuple(size)} has a chunk outside its shape: {chunk}"
         for neighbours in self._by_offset.values():
             if overlapping := self._overlapping(neighbours):
                 return f"{self._key} has chunks that overlap: {overlapping[0]} and {overlapping[1]}"
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-            return f"{self._key} {tuple(size)} is not whole"
+            return f"{self._key} {tuple(size)} lacks chunks"
         return ""
 
     def _overlapping(self, chunks: list[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ...]:
-        """Two that overlap, or ().  Each is compared with those that do not end before it along the first long axis."""
+        """Two chunks that overlap, or ().  Skips pairs that are disjoint along the first axis longer than 1."""
         axis, open_chunks = self._depth, []  # type: int, list[ChunkStorageMetadata]
         for chunk in sorted(chunks, key=lambda chunk: tuple(chunk.offsets)):
             if axis < len(chunk.offsets):
@@ -61,7 +61,7 @@ class ChunkIndex:
         return ()
 
     def _candidates(self, wanted: ChunkStorageMetadata) -> list[ChunkStorageMetadata]:
-        """All chunks that the slice can overlap, and perhaps some more."""
+        """All chunks that the slice can overlap, and possibly other chunks."""
         if any(size != 1 for size in wanted.sizes[: self._depth]):
             return self._entry.chunks
         return self._by_offset.get(tuple(wanted.offsets[: self._depth]), [])

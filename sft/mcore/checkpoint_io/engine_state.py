@@ -1,9 +1,9 @@
-"""The engine's state <-> a checkpoint in Megatron's torch_dist format.
+"""Saves the engine's state as a checkpoint in Megatron's torch_dist format, and loads it.
 
-A folder written here holds the model under Megatron-LM's own keys, the optimizer's tensors under those of its fully
-reshardable form (so any tp, cp, pp, dp, and either optimizer, can read them), random generators, and one dictionary of
-plain values.  Decides what is stored.  `torch_dist_files.py` moves the bytes, `optimizer_shards.py` cuts the
-optimizer's tensors; `sft.checkpoint` decides when to save, into which folder, and which checkpoint is the latest.
+A checkpoint holds the model under Megatron-LM's keys, the optimizer's tensors under the keys of Megatron-LM's fully
+reshardable form, the states of random number generators, and one dictionary of plain values.  Runs with any tp, cp, pp,
+dp, and with either optimizer, can load the checkpoint.  `torch_dist_files.py` writes and reads the bytes.
+`optimizer_shards.py` cuts the optimizer's tensors.  `sft.checkpoint` decides when and where to save.
 """
 
 import io
@@ -32,12 +32,12 @@ CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these diction
 
 
 def snapshot(engine: Engine, plain: dict[str, Any]) -> torch_dist_files.Snapshot:
-    """All of the engine's state, of which this rank writes its part, and `plain` (JSON-like values).  Collective."""
+    """This rank's part of the engine's state, together with `plain` (JSON-like values).  Collective."""
     model = _model_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
     tensors = [*sharded_tensors(model), *optimizer_shards.sharded_slices(slices, model, main=main)]
-    # Beside tensors, modules store objects: Transformer Engine its scaling factors.
+    # Modules store objects as well as tensors: Transformer Engine stores its scaling factors.
     of_modules = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
     objects = [*of_modules, rng.describe(engine.groups)]
     return torch_dist_files.select_shards(tensors, objects, engine.groups.collection.dp_cp, _common(engine, plain))
@@ -46,18 +46,18 @@ def snapshot(engine: Engine, plain: dict[str, Any]) -> torch_dist_files.Snapshot
 def write(taken: torch_dist_files.Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 
-    The disk has all files when it returns; the caller marks the checkpoint as complete.  Raises StorageError or
-    OSError, on all ranks.
+    All files are on disk when the function returns.  The caller marks the checkpoint as complete.  Raises StorageError
+    or OSError on all ranks.
     """
     torch_dist_files.write(taken, folder, group)
     broadcast_from_rank0(lambda: write_common(taken.common, folder), group)
 
 
 def load(engine: Engine, folder: Path) -> dict[str, Any]:
-    """Read model, optimizer, schedule and generators into `engine`; return the plain values.  Collective.
+    """Loads model, optimizer, schedule and random generators into `engine`; returns the plain values.  Collective.
 
-    Generators stay as they are where the checkpoint is of another layout, or has none.
-    Raises CheckpointError where the folder does not hold what this model needs.
+    Generators keep their states if the checkpoint is of another layout or holds no states of generators.
+    Raises CheckpointError if the folder lacks something that the model needs.
     """
     reader = safe_reader.SafeReader(folder)
     common, stored = safe_reader.common_state(reader), safe_reader.tensors(reader)
@@ -93,7 +93,7 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 
 
 def load_weights(engine: Engine, folder: Path) -> None:
-    """Read the model only; moments, schedule and step stay those of a new run.  Collective."""
+    """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective."""
     tensors, reader = list(sharded_tensors(_model_state(engine))), safe_reader.SafeReader(folder)
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
     torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
@@ -101,19 +101,19 @@ def load_weights(engine: Engine, folder: Path) -> None:
 
 
 def is_finite(engine: Engine) -> bool:
-    """Whether every weight of this rank is finite, including those that other ranks hold too."""
+    """Whether every weight of this rank is finite, including weights that other ranks hold as well."""
     return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
 
 
 def _model_state(engine: Engine) -> dict[str, Any]:
-    """One entry per model chunk, with Megatron-LM's names."""
+    """The sharded state dict of each model chunk, under the name that Megatron-LM gives the chunk."""
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it
     return {n: chunk.module.sharded_state_dict(metadata=dict(form)) for n, chunk in zip(names, engine.chunks)}
 
 
 def _form(engine: Engine) -> dict[str, Any]:
-    """The form of the sharded state dict, in core's words: core reads it back from a checkpoint."""
+    """The metadata of the sharded state dict, which core also reads from a checkpoint when it loads one."""
     form: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if engine.config.parallel.distributed_optimizer:
         form["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -160,7 +160,7 @@ def _arguments(engine: Engine, step: int) -> Namespace:
 
 
 def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
-    """Those of Megatron-LM's arguments that describe the model.  positions: of the longest sequence it is meant for"""
+    """The arguments of Megatron-LM that describe the model.  positions: the length of its longest sequence"""
     return dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -201,7 +201,7 @@ def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def _schedule(engine: Engine) -> dict[str, Any]:
-    """Megatron-LM counts its schedule in samples, which here are packs."""
+    """The state of the schedule, with steps converted to packs: Megatron-LM counts its schedule in samples."""
     counted = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps", "wsd_decay_steps")
     packs = engine.layout.global_batch_size
     stored: dict[str, Any] = engine.scheduler.state_dict()
@@ -209,7 +209,7 @@ def _schedule(engine: Engine) -> dict[str, Any]:
 
 
 def _stored_step(common: dict[str, Any], folder: Path) -> int:
-    """Adam's step.  Megatron-LM's default form keeps an optimizer by rank, which no other layout can read."""
+    """Adam's step.  Refuses Megatron-LM's default form: it stores the optimizer by rank, for one layout only."""
     plain = common.get("optimizer")
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "fully_reshardable")
     try:
@@ -218,19 +218,20 @@ def _stored_step(common: dict[str, Any], folder: Path) -> int:
         return optimizer_shards.stored_step(plain)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder} holds no optimizer that can be continued here (found {form if plain else 'none'}).  Megatron-LM "
-            f"writes one with --dist-ckpt-optim-fully-reshardable; model.init_from={folder} takes the weights alone."
+            f"{folder} holds no optimizer state that this trainer can load (found {form if plain else 'none'}).  "
+            f"Megatron-LM writes such a state with --dist-ckpt-optim-fully-reshardable; model.init_from={folder} "
+            "loads only the weights."
         ) from error
 
 
 def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError naming what is missing or of another shape; an error of the read would not."""
+    """Raise CheckpointError that names tensors that are missing or have another shape; torch's error names none."""
     problems = {}
     for shard in wanted:
         if shard.key not in stored:
             problems[shard.key] = "missing"
         elif stored[shard.key][0] != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
-            problems[shard.key] = f"{stored[shard.key][0]} stored, {tuple(shard.global_shape)} wanted"
+            problems[shard.key] = f"{stored[shard.key][0]} in the checkpoint, {tuple(shard.global_shape)} in the model"
     if problems:
         shown = [f"{key}: {problem}" for key, problem in sorted(problems.items())[:5]]
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -238,8 +239,8 @@ def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> No
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:
-    """Write and flush the files beside the tensors: plain values, and Megatron's marker of the format."""
-    stream = io.BytesIO()  # torch.save to a file raises another error than OSError on a full disk
+    """Write and flush the plain values and Megatron's marker of the format, the files that hold no tensors."""
+    stream = io.BytesIO()  # on a full disk, torch.save to a file raises an error that is not an OSError
     torch.save(common, stream)
     (folder / safe_reader.COMMON_FILE).write_bytes(stream.getvalue())
     config = {**asdict(CheckpointingConfig("torch_dist")), "common_backend": "torch", "common_backend_version": 1}

@@ -1,9 +1,9 @@
-"""FP8 scales in a checkpoint: those of run.fp8 = delayed, which follow from earlier steps.
+"""Restores the FP8 scales of `run.fp8 = delayed` from a checkpoint.
 
-The other FP8 recipes compute scales from the current values and keep nothing.  Transformer Engine stores a layer's
-scales, and the largest values of its last steps, as a pickle.  Reading a pickle can run any code, so newer releases of
-it refuse to.  Here the numbers are extracted from the stored pickle without running it, checked, and passed on in a new
-pickle.
+With delayed scaling, scales depend on the values of earlier steps; the other FP8 recipes store no scales.  Transformer
+Engine stores a layer's scales and its amax history as a pickle.  A pickle can run any code, so newer releases refuse to
+read one.  This module extracts the numbers from the stored pickle without running it, checks them, and gives them to
+Transformer Engine in a new pickle.
 
 Layers of a mixture of experts begin with new scales: megatron-core stores one entry per expert, and the layer keeps one
 entry for all experts.
@@ -26,11 +26,11 @@ from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.metadata_index import InertRecord, first_line
 
-# Modules of FP8 recipes.  A stored recipe is ignored: this run's decides.  megatron-core's is a subclass.
+# Modules of FP8 recipe classes; megatron-core has a subclass.  A run uses its own recipe and ignores the stored one.
 _RECIPES = ("transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine")
 _SUFFIX = "._extra_state"
 _ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"  # read by Transformer Engine since 2.18
-# Scales of one GEMM: input, weight, output in forward; gradients of output and input in backward.
+# Number of scales of one GEMM.  Forward: input, weight, output.  Backward: gradients of output and input.
 _WIDTHS = {"fwd": 3, "bwd": 2}
 
 
@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             return _NAMES[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no FP8 scales need") from None
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which FP8 scales never contain") from None
 
 
 def restore(
@@ -62,10 +62,10 @@ def restore(
     core: TransformerConfig,
     reader: safe_reader.SafeReader,
 ) -> int:
-    """Load the layers' scales from the checkpoint; returns for how many layers it has some.  Not collective.
+    """Load the layers' scales from the checkpoint; return the number of layers that it has scales for.  Not collective.
 
-    state   sharded state dict of each model chunk, in their order
-    Raises CheckpointError where an entry is not what Transformer Engine writes.
+    state   sharded state dict of each model chunk, in the order of `chunks`
+    Raises CheckpointError if Transformer Engine cannot have written an entry.
     """
     owners = dict(_owners(chunks, state))
     wanted: dict[str, Any] = {key: None for key in owners if key in safe_reader.objects(reader)}
@@ -80,7 +80,7 @@ def restore(
 def _owners(
     chunks: Sequence[torch.nn.Module], state: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each key in the checkpoint, and the layer that it belongs to."""
+    """Each key of an extra state in the checkpoint, and the layer that the key belongs to."""
     for chunk, entries in zip(chunks, state.values(), strict=True):
         modules = dict(chunk.named_modules())
         for name, entry in entries.items():
@@ -89,17 +89,17 @@ def _owners(
 
 
 def _scales(stored: Any, key: str, reader: safe_reader.SafeReader) -> dict[str, Tensor] | None:
-    """Tensors by Transformer Engine's names; None where nothing is stored, as by a run without FP8."""
+    """A layer's tensors under Transformer Engine's names; None if the checkpoint is of a run without FP8."""
     payload = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
     if payload is None or (isinstance(payload, Tensor) and payload.numel() == 0):
         return None
     try:
         values = _Unpickler(io.BytesIO(payload.numpy().tobytes())).load()
         return _checked(values) if "amax_history_fwd" in values else None
-    except Exception as error:  # whatever a broken or hostile file can provoke
+    except Exception as error:  # a broken or hostile file can raise any error
         raise CheckpointError(
-            f"{key} of {reader.folder} does not hold FP8 scales: {first_line(error)}.  No code of it was run.  "
-            f"model.init_from={reader.folder} takes the weights alone."
+            f"{key} of {reader.folder} does not hold FP8 scales: {first_line(error)}.  No code of the pickle was "
+            f"run.  model.init_from={reader.folder} loads only the weights."
         ) from error
 
 
@@ -115,7 +115,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _payload(scales: dict[str, Tensor], core: TransformerConfig) -> Tensor:
-    """uint8, as Transformer Engine's own `get_extra_state` makes it, with a history as long as this run's."""
+    """A uint8 tensor like that of Transformer Engine's `get_extra_state`, with an amax history of this run's length."""
     steps, sized = core.fp8_amax_history_len, dict(scales)
     for way, width in _WIDTHS.items():
         history = scales[f"amax_history_{way}"][:steps]
@@ -127,7 +127,7 @@ def _payload(scales: dict[str, Tensor], core: TransformerConfig) -> Tensor:
 
 @contextmanager
 def _pickles_allowed() -> Iterator[None]:
-    """Have Transformer Engine accept the pickles that `_payload` makes."""
+    """Make Transformer Engine accept the pickles that `_payload` makes."""
     before = os.environ.get(_ALLOW_PICKLE)
     os.environ[_ALLOW_PICKLE] = "1"
     try:

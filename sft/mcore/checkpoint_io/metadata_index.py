@@ -1,7 +1,7 @@
-"""Reads the index of a checkpoint (`.metadata`) without running code of it, and checks the files that it names.
+"""Reads the index of a checkpoint (`.metadata`) without running code from it, and checks the files that it names.
 
-torch writes the index as a pickle, and a pickle can call any function.  The unpickler here knows no class of torch,
-only inert records in their place.  The index is built anew from the values of the records, each of which is checked.
+torch writes the index as a pickle, and a pickle can call any function.  This module's unpickler replaces every class of
+torch by an inert record.  It checks each value of the records and builds a new index from these values.
 """
 
 import pickle
@@ -18,9 +18,9 @@ INDEX = ".metadata"
 
 
 class InertRecord:
-    """Stands in for each class that an index names: keeps its arguments and its state, and does nothing with them.
+    """Replaces each class that an index names: stores the arguments and the state of an object, and runs no code.
 
-    __setstate__ is needed: without it, a pickle can set attributes of the class itself.
+    Without __setstate__, a pickle could set attributes of the class itself.
     """
 
     arguments: tuple[Any, ...] = ()
@@ -37,8 +37,8 @@ def _records(module: str, names: str) -> dict[tuple[str, str], type]:
     return {(module, name): type(name, (InertRecord,), {}) for name in names.split()}
 
 
-# What torch 2.13 writes under core 0.16.1 and 0.19.2.  The index also holds the plans of all ranks, which are ignored.
-# Core up to 0.15 had classes of its own for two of these.
+# Classes that torch 2.13 writes with core 0.16.1 and 0.19.2.  Core up to 0.15 had its own classes for two of them.
+# The index also holds the save plans of all ranks; they are ignored.
 _DCP = "torch.distributed.checkpoint"
 _INDEX_NAMES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
@@ -59,7 +59,7 @@ class _IndexUnpickler(pickle.Unpickler):
         try:
             return _INDEX_NAMES[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of a checkpoint needs") from None
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which an index never contains") from None
 
 
 def _sizes(value: Any) -> torch.Size:
@@ -77,7 +77,7 @@ def _entry(record: Any) -> md.TensorStorageMetadata | md.BytesStorageMetadata:
         return md.BytesStorageMetadata()
     if _kind(record) != "TensorStorageMetadata":
         raise ValueError(f"an entry is a {type(record).__name__}")
-    dtype = record.state["properties"].state[0]  # the rest is deprecated, and nothing reads it
+    dtype = record.state["properties"].state[0]  # the other properties are deprecated and never read
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is not a dtype")
     chunks = [
@@ -95,7 +95,7 @@ def _storage_info(record: Any) -> _StorageInfo:
     if offset < 0 or length < 0:
         raise ValueError(f"it places a chunk of {name} at offset {offset}, length {length}")
     if record.state.get("transform_descriptors"):
-        raise ValueError(f"chunks of {name} are compressed or encoded, which Megatron does not do")
+        raise ValueError(f"chunks of {name} are compressed or encoded, but Megatron does not compress")
     return _StorageInfo(name, offset, length)
 
 
@@ -107,9 +107,9 @@ def _metadata_index(record: Any) -> md.MetadataIndex:
 
 
 def read_index(folder: Path) -> md.Metadata:
-    """Read the index of the checkpoint in `folder` into plain Python values; no code of the pickle runs.
+    """Read the index of the checkpoint in `folder` without running code from its pickle.
 
-    Raises CheckpointError where it is unsafe.
+    Raises CheckpointError if the index is unsafe.
     """
     path = regular_file(folder, INDEX)
     try:
@@ -119,16 +119,16 @@ def read_index(folder: Path) -> md.Metadata:
             raise ValueError(f"it holds a {type(record).__name__}")
         entries = {str(key): _entry(entry) for key, entry in record.state["state_dict_metadata"].items()}
         storage = {_metadata_index(key): _storage_info(info) for key, info in record.state["storage_data"].items()}
-    except Exception as error:  # whatever a broken or hostile file can provoke
+    except Exception as error:  # a broken or hostile file can raise any error
         raise CheckpointError(
-            f"{path} is not the index of a torch_dist checkpoint, or not a harmless one: {first_line(error)}.  "
-            f"No code of it was run.  Take the checkpoint from a source you trust, or save it again."
+            f"{path} is not the index of a torch_dist checkpoint, or contains other objects: {first_line(error)}.  No "
+            "code of the file was run.  Take the checkpoint from a source you trust, or save it again."
         ) from error
     return md.Metadata(state_dict_metadata=entries, storage_data=storage, storage_meta=md.StorageMeta())
 
 
 def check_files(folder: Path, storage: dict[md.MetadataIndex, _StorageInfo]) -> None:
-    """Raise CheckpointError where a file that the index names is missing or too short."""
+    """Raise CheckpointError if a file that the index names is missing or too short."""
     num_bytes: dict[str, int] = {}
     for info in storage.values():
         name = info.relative_path
@@ -137,25 +137,26 @@ def check_files(folder: Path, storage: dict[md.MetadataIndex, _StorageInfo]) -> 
         if info.offset + info.length > num_bytes[name]:
             raise CheckpointError(
                 f"{folder / name} is cut short: {num_bytes[name]} bytes, and {INDEX} names chunks of it up to byte "
-                f"{info.offset + info.length}.  The copy or the disk lost the rest: copy it again, or use another "
-                f"checkpoint."
+                f"{info.offset + info.length}.  The rest was lost in a copy or on the disk: copy the file again, or "
+                "use another checkpoint."
             )
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """The file of that name in the folder; neither a pipe, which would block, nor a link to another folder."""
+    """The path of file `name` in the folder.  Refuses pipes, which would block, and links to other folders."""
     path = folder / name
     try:
         real = path.resolve(strict=True)
         inside = real.parent == folder.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise CheckpointError(
-            f"{path} is missing or unreadable ({first_line(error)}), so {folder} is not a whole torch_dist checkpoint."
+            f"{path} is missing or unreadable ({first_line(error)}), so {folder} is not a complete torch_dist "
+            "checkpoint."
         ) from error
     if not inside or not real.is_file():
         raise CheckpointError(
-            f"{path} is {'a link out of the folder' if not inside else 'not a regular file'}, which no checkpoint "
-            f"needs; it was not opened.  Put a copy of the file itself in its place."
+            f"{path} is {'a link out of the folder' if not inside else 'not a regular file'}, which a checkpoint must "
+            "not contain; it was not opened.  Replace it with a copy of the file."
         )
     return path
 

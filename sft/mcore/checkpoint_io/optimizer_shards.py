@@ -1,13 +1,13 @@
-"""The optimizer's tensors on this rank, described as chunks of whole tensors.
+"""Describes the part of each optimizer tensor that this rank holds, as chunks of the unsharded tensor.
 
-Decides the keys of Adam's moments and of the fp32 weights in a checkpoint, and the position of each chunk.  Keys and
-shapes are those of Megatron-LM's fully reshardable form, whichever optimizer wrote them.
+Decides the keys of Adam's moments and of the fp32 weights in a checkpoint, and the position of each chunk.  With either
+optimizer, keys and shapes are those of Megatron-LM's fully reshardable form.
 
 The distributed optimizer cuts its buffer evenly over ranks, so a rank holds flat elements a to b of a parameter.  Such
-a range is a few rectangular chunks of the parameter, and a checkpoint may store a tensor in any chunks.  So every rank
-writes and reads what it holds, in place; core's own way first gathers everything on every rank.
+a range consists of a few rectangular chunks of the parameter, and a checkpoint may store a tensor in any chunks.  So
+every rank writes its own elements and reads them in place.  Core would first gather all elements on every rank.
 
-    a parameter of 4 x 5, of which this rank has elements 3 to 16:
+    a parameter of 4 x 5, of which this rank holds elements 3 to 16:
     . . . x x        row 0, columns 3 to 5
     x x x x x        rows 1 to 3
     x x x x x
@@ -38,32 +38,32 @@ from sft.mcore.optimizer.offload import (
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MAIN = "param"  # the weights that the optimizer works on, in fp32
+MAIN = "param"  # the fp32 weights that the optimizer updates
 PREFIX = "optimizer.state."
-# Prefix of the fp32 weights under core's distributed optimizer, and under the other one.
+# Prefix of the fp32 weights, with and without core's distributed optimizer.
 MAIN_PREFIX = {True: f"{PREFIX}param.", False: f"{PREFIX}fp32_param."}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSlice:
-    """What this rank's optimizer holds of flat elements `start` to `start + n` of `param`: tensors of [n] by name."""
+    """The optimizer states of flat elements `start` to `start + n` of `param` on this rank: tensors [n] by name."""
 
     param: Tensor
     start: int
     tensors: dict[str, Tensor]
-    is_distributed: bool  # other data-parallel ranks hold other elements; otherwise they all hold the same
+    is_distributed: bool  # data-parallel ranks hold different elements; False: all hold the same elements
 
 
 def optimizer_slices(optimizer: MegatronOptimizer) -> Iterator[OptimizerSlice]:
-    """Everything that this rank's optimizer holds.  Allocates Adam's state where no step has done so yet."""
+    """All slices of this rank's optimizer.  Allocates Adam's state if no step has allocated it yet."""
     for core in chained_optimizers(optimizer):
         yield from _distributed_slices(core) if isinstance(core, DistributedOptimizer) else _whole_slices(core)
 
 
 def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -> list[ShardedTensor]:
-    """The tensors of the slices, described as chunks of whole tensors.
+    """The tensors of the slices, described as chunks of the unsharded tensors.
 
-    model: sharded state dict; main: the prefix of the fp32 weights, empty where they are those of the model
+    model: sharded state dict; main: the prefix of the fp32 weights, empty if the model's own weights are fp32
     """
     param_shards = _param_shards(model)
     prefixes = {name: f"{PREFIX}{name}." for name in MOMENTS} | {MAIN: main}
@@ -77,7 +77,7 @@ def sharded_slices(slices: Sequence[OptimizerSlice], model: Any, *, main: str) -
 
 
 def step_of(optimizer: MegatronOptimizer) -> int:
-    """How many updates Adam has made; it is the same for all parameters."""
+    """The number of updates that Adam has made; it is the same for all parameters."""
     for adam in adam_instances(optimizer):
         for values in (*adam.state.values(), *adam.param_groups):
             if "step" in values:
@@ -99,15 +99,15 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
 def plain_form(optimizer: MegatronOptimizer, ep: int) -> Any:
     """The plain values of an optimizer, in the form that Megatron-LM loads.
 
-    Megatron-LM has a separate optimizer for experts only where expert parallelism, `ep`, is above 1.  Here there may be
-    one at 1 as well (see `model._reduce_experts_apart`); its values are those of the first.
+    Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer may
+    have an optimizer for experts with ep = 1, too (see `model._reduce_experts_apart`); both have equal plain values.
     """
     forms = [_plain_form(core) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]
 
 
 def stored_step(plain: Any) -> int:
-    """The step in a form made by `plain_form`, or by core.  Raises KeyError where there is none."""
+    """The step in plain values that `plain_form` or core made.  Raises KeyError if they hold no step."""
     if 0 in plain:
         return stored_step(plain[0])
     inner = plain.get("optimizer", plain)
@@ -123,7 +123,7 @@ def stored_step(plain: Any) -> int:
 
 def _plain_form(core: MegatronOptimizer) -> dict[str, Any]:
     step = step_of(core)
-    # Transformer Engine's Adam reads its step from a group, and needs bias_correction, which torch's does not have.
+    # Transformer Engine's Adam reads its step and bias_correction from a group; torch's Adam has no bias_correction.
     groups = [{"bias_correction": True, **group, "step": step} for group in group_values(core)]
     if isinstance(core, DistributedOptimizer):
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
@@ -165,7 +165,7 @@ def _moments(adam: Optimizer, main: Tensor) -> dict[str, Tensor]:
 
 
 def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
-    """By id of the parameter, the shards that it is, each with the flat element of the parameter that it begins with.
+    """{id of a parameter: its shards, each with the number of the shard's first element in the flat parameter}
 
     A factory (gate and up projection in one) makes several shards of one parameter.
     """
@@ -183,7 +183,7 @@ def _param_shards(model: Any) -> dict[int, list[tuple[int, ShardedTensor]]]:
 def _sharded(
     shard_start: int, shard: ShardedTensor, prefix: str, flat: Tensor, part: OptimizerSlice
 ) -> Iterator[ShardedTensor]:
-    """Those elements of `flat`, one of the tensors of `part`, that belong to `shard`, in chunks."""
+    """The chunks of the elements of `flat` that belong to `shard`; `flat` is one of the tensors of `part`."""
     shape, axes = tuple(shard.data.shape), shard.prepend_axis_num
     first = max(part.start, shard_start) - shard_start
     last = min(part.start + flat.numel(), shard_start + prod(shape)) - shard_start

@@ -1,8 +1,8 @@
 """The state of every random number generator of this rank, in Megatron-LM's form.
 
-No step uses random numbers today (there is no dropout).  Generators are stored all the same, because a missing state
-would go unnoticed once a step does.  A state belongs to a position in the layout; on another layout there is none to
-restore, and generators start from the seed.
+No training step uses random numbers today (there is no dropout).  States of generators are stored nevertheless: if a
+later version of the step used random numbers, nobody would notice a missing state.  A state belongs to a position in
+the layout.  A run with another layout restores no state, and its generators start from the seed.
 """
 
 import random
@@ -22,7 +22,7 @@ KEY = "rng_state"
 def describe(groups: ProcessGroups) -> ShardedObject:
     """One object per (pipeline, tensor) position: the states of its data- and context-parallel ranks, in order.
 
-    Collective.  Megatron-LM reads the first, or with --data-parallel-random-init each rank its own.
+    Collective.  Every rank of Megatron-LM reads the first state, or its own with --data-parallel-random-init.
     """
     group = groups.collection.dp_cp
     states: list[Any] = [None] * group.size()
@@ -37,7 +37,7 @@ def key_of(groups: ProcessGroups) -> str:
 
 
 def restore(groups: ProcessGroups, states: list[dict[str, Any]]) -> None:
-    """Set every generator of this rank from the states of `describe`; a single state, as of Megatron-LM, serves all."""
+    """Set every generator of this rank from the states of `describe`.  A single state (Megatron-LM) serves all."""
     state = states[groups.collection.dp_cp.rank() if len(states) > 1 else 0]
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])

@@ -1,11 +1,11 @@
-"""Reads a torch_dist checkpoint without running code of its files.
+"""Reads a torch_dist checkpoint without running code from its files.
 
-Stock readers run code that a file names in three places: the index `.metadata` (a pickle), every byte object inside the
-shards (random states, extra states, since core 0.19 the plain values) and Transformer Engine, which up to 2.17
-unpickles the extra states that it loads.  Here `metadata_index.py` reads the index; torch's weights-only unpickler
-reads byte objects, with a short list of classes; extra states are read as None, except for `fp8_state.py`.
+Other readers run code from a checkpoint in three places: the index `.metadata` (a pickle), the byte objects inside the
+shards (random states, extra states, since core 0.19 the plain values), and Transformer Engine, which up to 2.17
+unpickles extra states.  This reader reads the index by `metadata_index.py`, and byte objects by torch's weights-only
+unpickler with a short list of classes.  It reads extra states as None, except for `fp8_state.py`.
 
-Decides what may be read.  `engine_state.py` decides what a checkpoint must hold to suit a model.
+Decides which contents of files may be read.  `engine_state.py` decides what a checkpoint must hold to suit a model.
 """
 
 import functools
@@ -38,7 +38,7 @@ EXTRA_STATE = re.compile(r"(^|\.)_extra_state\d*(/|$)")
 
 
 class _SafeDtype:
-    """numpy.dtype of numbers and text only: with one of objects numpy would use bytes of the file as pointers."""
+    """numpy.dtype, for numbers and text only: with an object dtype, numpy would use bytes of the file as pointers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self._code, self._order = str(code), "="
@@ -61,7 +61,7 @@ class _SafeArray(np.ndarray[Any, Any]):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, fortran, data = state
         if type(dtype) is not _SafeDtype or type(data) is not bytes:
-            raise pickle.UnpicklingError("numpy array of other than plain bytes")
+            raise pickle.UnpicklingError("numpy array of objects")
         super().__setstate__((1, shape, dtype.numpy(), bool(fortran), data))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
@@ -70,20 +70,20 @@ class _SafeArray(np.ndarray[Any, Any]):
 
 @functools.cache
 def _allowed() -> list[tuple[Any, str]]:
-    """The classes that a byte object may name, with their names: those of Megatron-LM's own list, but for numpy's."""
+    """The classes that a byte object may name, and their names: Megatron-LM's list, with safe classes for numpy's."""
     classes = [known for known in SAFE_GLOBALS if known.__module__.partition(".")[0] != "numpy"]
     numpy = [(_SafeDtype, "numpy.dtype"), (_SafeArray, "numpy.ndarray")]
     numpy += [(_SafeArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]  # numpy 1, 2
-    # Core lists the generator from 0.19 on.
+    # Core's list contains torch.Generator only from 0.19 on.
     return [(known, f"{known.__module__}.{known.__qualname__}") for known in {*classes, torch.Generator}] + numpy
 
 
 @contextmanager
 def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
-    """Have torch.load accept these classes and no others.
+    """Make torch.load accept these classes and no others.
 
-    torch's own context manager adds to the registered classes.  core registers numpy's types when it is imported, and
-    of two objects with one name torch may take either.
+    torch's own context manager only adds to the registered classes.  core registers numpy's types when it is imported,
+    and torch may take either of two classes that are registered under one name.
     """
     registered = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -96,14 +96,14 @@ def _only_safe_globals(classes: list[tuple[Any, str]]) -> Iterator[None]:
 
 
 def _plain_values(stream: io.BytesIO, subject: str) -> Any:
-    """The plain values and tensors that torch.save wrote.  subject: of the error message, e.g. the file"""
+    """The plain values and tensors that torch.save wrote.  subject: the subject of an error message, e.g. the file"""
     try:
         with _only_safe_globals(_allowed()):
             return torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a broken or hostile file can provoke
+    except Exception as error:  # a broken or hostile file can raise any error
         raise CheckpointError(
-            f"{subject} does not hold plain values: {_refusal(error)}.  No code of it was run.  Take the checkpoint "
-            f"from a source you trust, or save it again without that object."
+            f"{subject} contains other objects than plain values: {_refusal(error)}.  No code of the file was run.  "
+            "Take the checkpoint from a source you trust, or save it again without that object."
         ) from error
 
 
@@ -111,7 +111,7 @@ def _refusal(error: Exception) -> str:
     """The message of torch.load, without its advice to load unsafely."""
     named = re.search(r"GLOBAL (\S+) (?:was not|whose)", str(error))
     if named:
-        return f"it names {named[1]}, which is not on the list of harmless classes"
+        return f"it names {named[1]}, which is not an allowed class"
     text = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
     return text.splitlines()[0].rstrip(". ")
 
@@ -119,7 +119,7 @@ def _refusal(error: Exception) -> str:
 class SafeReader(dcp.FileSystemReader):
     """torch's reader of a checkpoint folder, with every file checked before it is used.
 
-    Raises CheckpointError.  torch's own `load` wraps it; `unwrapped` undoes that.
+    Raises CheckpointError.  torch's own `load` wraps the error in another one, and `unwrapped` extracts it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,7 +129,7 @@ class SafeReader(dcp.FileSystemReader):
         self._current: _StorageInfo | None = None
 
     def read_metadata(self) -> md.Metadata:  # without **kwargs, so that torch asks for no other index
-        """The checked index, read once.  Every file that it names exists and is long enough."""
+        """The checked index, which is read only once.  Every file that the index names exists and is long enough."""
         if self._index is None:
             index = read_index(self.folder)
             check_files(self.folder, index.storage_data)
@@ -138,11 +138,11 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         try:
-            with _only_safe_globals([]):  # tensors need none
+            with _only_safe_globals([]):  # tensors need no classes
                 return super().read_data(plan, planner)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a broken or hostile file can provoke
+        except Exception as error:  # a broken or hostile file can raise any error
             raise CheckpointError(f"{self._position()} cannot be read: {_refusal(error)}.") from error
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
@@ -150,7 +150,7 @@ class SafeReader(dcp.FileSystemReader):
         return super()._slice_file(file, sinfo)
 
     def _position(self) -> str:
-        """Key and file of what is being read, for an error message."""
+        """Key and file of the entry that is being read, for an error message."""
         if self._current is None:
             return str(self.folder)
         keys = [key.fqn for key, info in self.storage_data.items() if info is self._current]
@@ -158,17 +158,17 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _reader(source: Path | SafeReader) -> SafeReader:
-    """A new reader of a folder reads its index again: 1.5 s where there are many experts."""
+    """`source` itself, or a new reader of the folder; a new reader reads the index: 1.5 s with many experts."""
     return source if isinstance(source, SafeReader) else SafeReader(source)
 
 
 class SafeLoadPlanner(MCoreLoadPlanner):
-    """Core's planner (checks shapes, fills FP8 targets), fast for many experts; reads byte objects as plain values."""
+    """Core's planner (checks shapes, fills FP8 targets), fast with many experts; it reads byte objects safely."""
 
     state_dict: dict[str, Any]
 
     def __init__(self, *, extra_states: bool = False, **arguments: Any) -> None:
-        """extra_states: read them as they are stored, for `fp8_state.py` only; otherwise as None"""
+        """extra_states: read extra states as they are stored (only for `fp8_state.py`); False: read them as None"""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **arguments)
         self._extra_states = extra_states
 
@@ -190,7 +190,7 @@ class SafeLoadPlanner(MCoreLoadPlanner):
         key = read_item.dest_index.fqn
         values = _plain_values(value, f"The object {key} of the checkpoint")
         if EXTRA_STATE.search(key) and not self._extra_states:
-            # It contains a pickle of FP8 scales, which Transformer Engine would run.  None means that there are none.
+            # An extra state contains a pickle that Transformer Engine would run.  None: the layer has no FP8 scales.
             values = [None] * len(values) if isinstance(values, list) else None
         self.state_dict[key] = values
 
@@ -205,18 +205,18 @@ def unwrapped(folder: Path) -> Iterator[None]:
         checkpoint_errors = [cause for cause in causes if isinstance(cause, CheckpointError)]
         if checkpoint_errors:
             raise checkpoint_errors[0] from failure
-        if not isinstance(causes[0], Exception):  # an interrupt
+        if not isinstance(causes[0], Exception):  # KeyboardInterrupt, SystemExit
             raise causes[0] from failure
         raise CheckpointError(f"{folder} cannot be loaded: {first_line(causes[0])}.") from failure
 
 
 def load(wanted: dict[str, Any], source: Path | SafeReader, planner: SafeLoadPlanner | None = None) -> None:
-    """Replace the values of `wanted`, {key: tensor, or any value where an object is stored}, by those of the folder.
+    """Replace the values of `wanted` by the stored ones.  {key: a tensor, or any value if an object is stored}
 
     Not collective: every process reads for itself, with or without a process group.
     """
     reader = _reader(source)
-    reader.read_metadata()  # inside torch's load its error would be lost
+    reader.read_metadata()  # now, because torch's load would lose an error of the index
     with unwrapped(reader.folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=reader, planner=planner or SafeLoadPlanner(), no_dist=True)
@@ -228,7 +228,7 @@ def common_state(source: Path | SafeReader) -> dict[str, Any]:
     folder = reader.folder
     if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():
         subject = str(folder / COMMON_FILE)
-        # From memory: given a file, torch also tries an old tar format, and unpacks it before any check.
+        # Read from memory: given a path, torch also tries an old tar format and unpacks it before any check.
         values = _plain_values(io.BytesIO(regular_file(folder, COMMON_FILE).read_bytes()), subject)
     elif COMMON_OBJECT in objects(reader):
         subject, wanted = f"The object {COMMON_OBJECT} of {folder}", {COMMON_OBJECT: io.BytesIO()}
@@ -236,9 +236,12 @@ def common_state(source: Path | SafeReader) -> dict[str, Any]:
         stored: Any = wanted[COMMON_OBJECT]
         values = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
     else:
-        raise CheckpointError(f"{folder} has no plain values: neither {COMMON_FILE} nor an object {COMMON_OBJECT}.")
+        raise CheckpointError(
+            f"{folder} has neither the file {COMMON_FILE} nor an object {COMMON_OBJECT}, so its step and settings are "
+            "unknown."
+        )
     if not isinstance(values, dict):
-        raise CheckpointError(f"{subject} is a {type(values).__name__}, not the plain values of a checkpoint by name.")
+        raise CheckpointError(f"{subject} is a {type(values).__name__}, not a dict of plain values.")
     return values
 
 
@@ -249,6 +252,6 @@ def tensors(source: Path | SafeReader) -> dict[str, tuple[tuple[int, ...], torch
 
 
 def objects(source: Path | SafeReader) -> set[str]:
-    """Keys of the objects stored beside tensors."""
+    """Keys of the stored entries that are objects, not tensors."""
     entries = _reader(source).read_metadata().state_dict_metadata.items()
     return {key for key, entry in entries if isinstance(entry, md.BytesStorageMetadata)}

@@ -1,11 +1,10 @@
-"""Shards <-> files in the torch_dist format: which rank writes or reads which bytes, and how.
+"""Writes shards to files in the torch_dist format and reads them: assigns the bytes of a checkpoint to ranks.
 
-Decides that one of the ranks that hold a replicated tensor writes it, and one reads it, with the work spread evenly;
-that torch's distributed checkpoint writes, in threads; and that tensors are copied first where training continues
-during a save.  Core's own writer forks processes, and one more that collects their results: seconds per save, and
-processes that outlive a killed rank.
+One of the ranks that hold a replicated tensor writes it, one reads it, and the work is spread evenly.  Torch's
+distributed checkpoint writes in threads.  If training continues during a save, tensors are copied first.  Core's own
+writer is not used: it forks processes, which takes seconds per save, and the processes outlive a killed rank.
 
-`engine_state.py` decides which tensors are stored, `safe_reader.py` what a file may contain.
+`engine_state.py` decides which tensors are stored.  `safe_reader.py` decides what a file may contain.
 """
 
 import io
@@ -40,16 +39,16 @@ from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.parallel.collectives import all_gather_objects
 
-CHUNK_BYTES = 256 << 20  # of one stored chunk; to read a row of it is to read all of it
+CHUNK_BYTES = 256 << 20  # largest size of a stored chunk; reading one row reads the whole chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one rank writes of a checkpoint.  Its tensors are the engine's: write or copy it before the next step."""
+    """One rank's part of a checkpoint.  Its tensors are the engine's: write or copy a snapshot before the next step."""
 
     shards: list[ShardedTensor]
-    objects: dict[str, io.BytesIO]  # small ones, by key
-    common: dict[str, Any]  # the plain values, which rank 0 writes
+    objects: dict[str, io.BytesIO]  # small objects, by key
+    common: dict[str, Any]  # the plain values; rank 0 writes them
 
     @property
     def num_bytes(self) -> int:
@@ -60,13 +59,15 @@ class Snapshot:
             raise CheckpointError(f"{keys[0]} holds a value that is not finite; such a state is never saved.")
 
     def copied(self, buffers: "CopyBuffers", group: dist.ProcessGroup) -> "Snapshot":
-        """Copy the tensors to `buffers`.  Collective over `group`: all raise StorageError where one has no memory."""
+        """Copy the tensors to `buffers`.  Collective.  If one rank of `group` lacks memory, all raise StorageError."""
 
         def copy() -> None:
             try:
                 copies.extend(buffers.copy(self.shards))
             except (RuntimeError, MemoryError) as error:
-                raise StorageError(f"there is no memory for a copy on rank {dist.get_rank()}: {error}.") from error
+                raise StorageError(
+                    f"rank {dist.get_rank()} has too little memory for a copy of its tensors: {error}."
+                ) from error
 
         copies: list[ShardedTensor] = []
         all_gather_objects(copy, group)
@@ -74,16 +75,16 @@ class Snapshot:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite: the smallest and the largest of each tensor are.
+    """Whether all values are finite: checks only the smallest and the largest value of each tensor.
 
-    Twenty times as fast as isfinite, which writes a mask; and the host synchronises once with a GPU.
+    Twenty times as fast as isfinite, which writes a mask.  The host synchronises with the GPU only once.
     """
     ends = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in tensors if tensor.numel()]
     return not ends or bool(torch.stack(ends).all())
 
 
 class CopyBuffers:
-    """Memory that a background save copies tensors to.  It is kept from save to save: allocating it is slow."""
+    """Memory that a background save copies tensors to.  Saves reuse the memory because allocating it is slow."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -108,9 +109,9 @@ def select_shards(
     replicas: dist.ProcessGroup,
     common: dict[str, Any],
 ) -> Snapshot:
-    """What this rank writes of the tensors and objects that it holds.
+    """The snapshot of this rank: the tensors and objects that it writes, out of those that it holds.
 
-    Collective over `replicas`, the data- and context-parallel ranks: tensors that all of them hold are divided evenly.
+    Collective over `replicas`, the data- and context-parallel ranks, which divide the tensors they all hold evenly.
     """
     by_number = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
     distribution = determine_main_replica_uniform_distribution(by_number, replicas)
@@ -138,7 +139,7 @@ def _split(shard: ShardedTensor) -> Iterator[ShardedTensor]:
 def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the tensors and objects of all ranks into `folder`.  Collective over `group`.
 
-    Raises StorageError on all ranks where one rank fails.
+    If one rank fails, all ranks raise StorageError.
     """
     state = {**_by_key(snapshot.shards), **snapshot.objects}
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -149,9 +150,9 @@ def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> 
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer; where a rank's files fail, it reports why while the disk is still as it was.
+    """Torch's writer, with clear errors: a rank that cannot write checks the disk at once and reports the reason.
 
-    On a full disk torch itself reports "unexpected pos 704 vs 598", or the like.
+    On a full disk, torch itself reports "unexpected pos 704 vs 598" or similar.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -162,10 +163,10 @@ class _Writer(FileSystemWriter):
 
 
 class _SavePlanner(MCoreSavePlanner):
-    """Core's planner, with a check of all chunks that is fast for many experts."""
+    """Core's planner, with a check of all chunks that is fast with many experts."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], md.Metadata]:
-        # If chunks were numbered anew over all ranks, torch would find a chunk only by searching all of them.
+        # If chunks were renumbered over all ranks, torch would have to search all chunks to find one.
         plans, index = create_default_global_save_plan(dedup_save_plans(all_plans), rewrite_index_hints=False)
         for key, entry in index.state_dict_metadata.items():
             if isinstance(entry, md.TensorStorageMetadata) and (fault := ChunkIndex(key, entry).fault()):
@@ -181,7 +182,7 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
     wanted = [_with_all_axes(shard) for shard in shards]
     flexible = {shard.key: shard for shard in wanted if shard.allow_shape_mismatch}
     for shard in flexible.values():
-        shard.data.zero_()  # rows of padding that the checkpoint may not have
+        shard.data.zero_()  # the checkpoint may lack rows of padding
     planner = safe_reader.SafeLoadPlanner(
         shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
         allow_shape_mismatch_sharded_tensors=flexible,
@@ -192,7 +193,7 @@ def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader)
 def read_replicated(
     shards: Sequence[ShardedTensor], reader: safe_reader.SafeReader, replicas: dist.ProcessGroup
 ) -> None:
-    """As `read`, where all ranks of `replicas` need the same tensors: each reads an even part and sends it to the rest.
+    """Like `read`, for tensors that all ranks of `replicas` need: each rank reads an even part and sends it to all.
 
     Collective over `replicas`.
     """
@@ -205,7 +206,7 @@ def read_replicated(
 
 
 class _ReadStrategy(TorchDistLoadShardedStrategy):
-    """Has core's fully parallel load read a rank's part by `read`."""
+    """Makes core's fully parallel load call `read` for a rank's part."""
 
     def __init__(self, reader: safe_reader.SafeReader) -> None:
         super().__init__()
@@ -217,14 +218,14 @@ class _ReadStrategy(TorchDistLoadShardedStrategy):
 
 
 def _with_all_axes(shard: ShardedTensor) -> ShardedTensor:
-    """The same shard with all axes of the whole tensor, and no grid of equal shards."""
+    """The same shard with all axes of the whole tensor, and without core's grid of equal shards."""
     axes, data = shard.prepend_axis_num, shard.data.detach()
     data = data.view((1,) * axes + tuple(data.shape))
     return replace(shard, data=data, local_shape=tuple(data.shape), axis_fragmentations=None, prepend_axis_num=0)
 
 
 def _by_key(shards: Sequence[ShardedTensor]) -> dict[str, Any]:
-    """The state dict of torch's distributed checkpoint: one entry per key, of one or several shards."""
+    """The state dict for torch's distributed checkpoint: one entry per key, with one or several shards."""
     grouped: dict[str, list[Any]] = {}
     for shard in shards:
         grouped.setdefault(shard.key, []).append(CheckpointableShardedTensor.from_sh_ten(shard))

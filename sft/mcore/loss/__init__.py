@@ -4,11 +4,11 @@
     chunked  logits of every row; softmax and its gradient chunk by chunk, as in most trainers
     full     logits of every row and megatron-core's own cross-entropy; the reference
 
-All split the vocabulary over tp and accept the sequence-parallel slice.  They do not communicate over cp, and do not
-divide.  Rows that only pad the vocabulary never enter the softmax.
+All three split the vocabulary over tp and accept the sequence-parallel slice.  None of them communicates over cp or
+divides by a number of tokens.  Rows that only pad the vocabulary never enter the softmax.
 
 Reading order: `lm_loss` here, `objective.py` (the objective), then `fused.py`, `chunked.py` or `full.py`.  These three
-share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).
+modules share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).
 """
 
 from torch import Tensor
@@ -25,7 +25,7 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
     """The objective, a float64 sum over the supervised tokens, and the statistics of these tokens, without gradient.
 
     hidden [t, 1, h], or [t / tp, 1, h] under sequence parallelism.  The result is the same on every tp rank.
-    Without a supervised token the objective and its gradients are exactly 0; the rank still joins all collectives.
+    On a rank without a supervised token the objective and its gradients are 0; the rank still joins all collectives.
     """
     if loss.impl == "fused":
         return fused.lm_loss(hidden, shard, targets, loss)
@@ -34,11 +34,11 @@ def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfi
 
 
 def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> RowStatistics:
-    """Log-probability, log-sum-exp and entropy of every supervised token, each with a gradient of its own.
+    """Log-probability, log-sum-exp and entropy of every supervised token, each with a separate gradient.
 
-    Use it for objectives other than a sum over tokens with fixed weights.  `fused` recomputes the scores in backward (4
-    GEMMs), because the upstream gradients are not known before.  Entropy is None unless the config asks for it.  It has
-    a gradient only if entropy_coef is not 0.
+    Use this function for objectives other than a sum over tokens with fixed weights.  `fused` recomputes the scores in
+    backward (4 GEMMs), because the upstream gradients are not known in forward.  Entropy is None unless the config asks
+    for it, and has a gradient only if entropy_coef is not 0.
     """
     by_name = {"fused": fused, "chunked": chunked, "full": full}
     return by_name[loss.impl].token_statistics(hidden, shard, targets, loss)

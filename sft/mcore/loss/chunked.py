@@ -58,6 +58,6 @@ class _RowStatistics(torch.autograd.Function):
         for c in slices(num_tokens, ctx.loss.chunk(num_tokens)):
             rows, coefficients = all_rows.map(itemgetter(c)), all_coefficients.map(itemgetter(c))
             gradient(logits[c], labels[c], rows, coefficients, ctx.shard, out=dlogits[c])
-            if index.numel() < num_tokens:  # their scores may be NaN
+            if index.numel() < num_tokens:  # scores of unsupervised tokens may be NaN
                 dlogits[c].masked_fill_(unsupervised[c, None], 0.0)
         return dlogits, None, None, None

@@ -1,4 +1,4 @@
-"""The reference: all logits at once, megatron-core's vocab-parallel cross-entropy, and gradients from autograd."""
+"""The reference loss: computes all logits at once, uses megatron-core's vocab-parallel cross-entropy and autograd."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     logits = shard.logits(hidden, targets.rows)
     logits = logits.to(accumulation_dtype(logits.dtype))
     labels = targets.labels.new_zeros(logits.shape[0]).index_copy(0, targets.rows, targets.labels)
-    # A copy: core's function overwrites its input, and the log-sum-exp below reads the logits again.
+    # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real
     masked = torch.where(real, logits, -torch.inf)
     correct = _correct(masked.detach()[targets.rows], targets.labels - shard.first, shard)
@@ -29,7 +29,7 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
 
 
 def _correct(scores: Tensor, local: Tensor, shard: VocabShard) -> Tensor:
-    """scores [n, rows of this shard], labels relative to its first row -> [n], 1 if no score is above the label's"""
+    """scores [n, rows of this shard], labels relative to row 0 -> [n], 1 if no score is above the label's score"""
     is_local = (local >= 0) & (local < shard.num_real)
     own = scores.gather(1, local.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     largest = torch.stack([scores.amax(-1), torch.where(is_local, own, -torch.inf)])

@@ -1,8 +1,8 @@
 """Computes the loss without logits: one buffer holds the scores of one chunk of supervised rows at a time.
 
 In training the upstream gradient is known in advance, because the objective is a sum with fixed weights.  So `lm_loss`
-computes all gradients while a chunk's scores exist (3 GEMMs), and keeps only the gradients.  `token_statistics` is for
-all other objectives, and recomputes the scores in backward (4 GEMMs).
+computes all gradients while the scores of a chunk exist (3 GEMMs), and keeps only the gradients.  `token_statistics` is
+for all other objectives and recomputes the scores in backward (4 GEMMs).
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 def lm_loss(hidden: Tensor, shard: VocabShard, targets: Targets, loss: LossConfig) -> tuple[Tensor, RowStatistics]:
     """See `sft.mcore.loss.lm_loss`.
 
-    If `main_grad` sums the weight's gradient, the forward pass already adds to it.  An upstream gradient other than 1
-    then raises RuntimeError.
+    If the output weight has a `main_grad`, the forward pass already adds the weight's gradient to `main_grad`.  In this
+    case, an upstream gradient other than 1 raises RuntimeError.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or shard.weight.requires_grad)
     total, *columns = _Loss.apply(hidden, shard.weight, shard, targets, loss, train)
@@ -112,7 +112,7 @@ class _ChunkedHead:
         return slices(len(self.targets), self._chunk)
 
     def project(self, inputs: Tensor) -> Tensor:
-        """Scores of inputs [m, h] -> [m, rows of this shard].  The next call overwrites them."""
+        """Scores of inputs [m, h] -> [m, rows of this shard].  The next call overwrites these scores."""
         return torch.mm(inputs, self.shard.weight.detach().t(), out=self._buffer[: inputs.shape[0]])
 
     def statistics(self, scores: Tensor, part: slice) -> RowStatistics:
@@ -126,9 +126,9 @@ class _ChunkedHead:
 class _Gradients:
     """The gradients of one call, summed over chunks.
 
-    The weight's is summed in float32 (float64), in `main_grad` where there is one; that of the hidden states in their
-    own dtype.  The buffer [t, h] of the hidden states becomes their gradient.  Until `finish` its first n rows belong
-    to the n supervised tokens: they hold a chunk's inputs, and once both GEMMs have read these, their gradient.
+    The gradient of the weight is summed in float32 (float64), in `main_grad` if it exists.  The gradient of the hidden
+    states has their dtype and overwrites their buffer [t, h].  Until `finish`, the first n rows of this buffer belong
+    to the n supervised tokens: a row holds an input until both GEMMs of its chunk have read it, then the gradient.
     """
 
     def __init__(self, head: "_ChunkedHead") -> None:
@@ -177,8 +177,8 @@ class _Gradients:
     def _weight_gradient(self, weight: Tensor) -> Tensor:
         if not self._into_main_grad:
             return self._weight.to(weight.dtype)
-        # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if this is set.
-        # If the weight is also used elsewhere, autograd sums both gradients, so this one has to be zeros.
+        # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if the flag is set.
+        # If the weight has another use, autograd sums the gradients of both uses, so this gradient must be zeros.
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
@@ -190,7 +190,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> Non
         torch.addmm(total, a, b, beta=beta, out=total)
     elif total.is_cuda:
         torch.addmm(total, a, b, torch.float32, beta=beta, out=total)
-    else:  # torch has no such GEMM on a CPU
+    else:  # on a CPU, torch has no GEMM with a wider output dtype
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 

@@ -22,7 +22,7 @@ from sft.mcore.loss.vocab_parallel import accumulation_dtype
 class Targets:
     """The supervised tokens of a microbatch on this rank."""
 
-    rows: Tensor  # int64 [n], increasing: their indices among the rank's tokens
+    rows: Tensor  # int64 [n], increasing: indices of the supervised tokens among the rank's tokens
     labels: Tensor  # int64 [n]
     weights: Tensor  # float32 [n], above 0
 
@@ -48,7 +48,7 @@ class RowStatistics(NamedTuple):
     logprob: Tensor  # log p(label)
     lse: Tensor | None  # log-sum-exp of the scores
     entropy: Tensor | None  # in nats
-    correct: Tensor  # 1 if no score is above the label's, otherwise 0; has no gradient
+    correct: Tensor  # 1 if no score is above the label's score, otherwise 0; has no gradient
 
     @staticmethod
     def empty(num_rows: int, like: Tensor, *, entropy: bool) -> "RowStatistics":
@@ -101,7 +101,7 @@ def objective(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> Tensor:
 
 
 def objective_coefficients(rows: RowStatistics, weights: Tensor, loss: LossConfig) -> GradientCoefficients:
-    """Gradient coefficients of `objective` for an upstream gradient of 1.
+    """The gradient coefficients of `objective`, for an upstream gradient of 1.
 
     d(-logprob) = p - onehot,  d lse^2 = 2 lse p,  d entropy = -p (log p + entropy)
     """

@@ -1,8 +1,8 @@
-"""Statistics of scores over a split vocabulary, and the gradient of anything that depends on them.
+"""Computes statistics of scores over a split vocabulary, and the gradient of functions of these statistics.
 
-`statistics` and `gradient` are for the whole vocabulary.  Each makes one pass over the scores of this shard, in
-`row_sums` or `score_gradient`.  Both exist here in plain torch, and in Triton for CUDA (`softmax_triton.py`).  Torch
-works on blocks of a few rows, so no temporary is as large as the scores.  The scores change only if `out` is them.
+`statistics` and `gradient` cover the whole vocabulary.  Each makes one pass over the scores of this shard, in
+`row_sums` or `score_gradient`.  Both passes exist here in plain torch, and in Triton for CUDA (`softmax_triton.py`).
+The torch passes work on blocks of a few rows, so no temporary is as large as the scores.
 """
 
 import functools
@@ -17,8 +17,8 @@ from torch import Tensor
 from sft.mcore.loss.objective import GradientCoefficients, RowStatistics
 from sft.mcore.loss.vocab_parallel import VocabShard, accumulation_dtype
 
-_FAR = -1e4  # exp(_FAR) is 0 in every format; it replaces an empty shard's "-inf - x", whose product with 0 is NaN
-# Bytes of a block: fits a CPU core's cache; on CUDA it fills the device, and is small relative to the scores.
+_FAR = -1e4  # replaces "-inf - x" of an empty shard, whose product with 0 is NaN; exp(_FAR) is 0 in every format
+# Bytes of a block.  A block fits the cache of a CPU core; on CUDA it fills the device and is smaller than the scores.
 _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
@@ -94,7 +94,7 @@ def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Ten
 
 
 def _sum_block(scores: Tensor, sums: Tensor) -> None:
-    """A function of its own, so that its temporaries are freed before the next block."""
+    """Adds one block to `sums`.  A separate function, so that temporaries are freed before the next block."""
     wider = scores.to(sums.dtype)
     torch.amax(wider, -1, out=sums[0])
     shifted = wider - sums[0][:, None]
@@ -120,7 +120,7 @@ def score_gradient(
         _gradient_block(
             scores[block, :num_real], lse[block, None], coefficients.map(itemgetter(block)), out[block, :num_real]
         )
-    # Compute the label's column again from the statistics: bf16 would round p before 1 is subtracted.
+    # Recompute the label's column from the statistics, because bf16 would round p before 1 is subtracted.
     slope = coefficients.softmax
     if coefficients.entropy is not None:
         slope = slope + coefficients.entropy * logprob

@@ -48,7 +48,7 @@ def score_gradient(
     """See `softmax.score_gradient`."""
     if scores.shape[0] == 0:
         return
-    # Not read where ENTROPY is false.
+    # The kernel reads `entropy` only if ENTROPY is true.
     entropy = coefficients.softmax if coefficients.entropy is None else coefficients.entropy
     _score_gradient[(scores.shape[0],)](
         scores,

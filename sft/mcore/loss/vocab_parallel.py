@@ -1,4 +1,4 @@
-"""The vocabulary split over tensor-parallel ranks: the rows of this rank, and all collectives of the loss head."""
+"""Splits the vocabulary over tensor-parallel ranks, and makes all collectives of the loss head."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class VocabShard:
 
     @property
     def main_grad(self) -> Tensor | None:
-        """The buffer that sums this weight's gradient, if its dtype is that of our sums; else None."""
+        """The buffer that sums the weight's gradient, if it has the dtype `accumulation_dtype`; otherwise None."""
         buffer: Tensor | None = getattr(self.weight, "main_grad", None)
         if buffer is None or not self.weight.requires_grad:
             return None
@@ -38,8 +38,8 @@ class VocabShard:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Scores [t, rows of this shard] of all t tokens, with autograd.
 
-        Zeros replace the hidden states of tokens that are not in `rows`.  These may be NaN, and the gradient of the
-        weight would multiply them by 0, which is NaN.
+        Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state may be NaN; the gradient
+        of the weight would multiply it by 0, and NaN * 0 is NaN.
         """
         if self.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)

@@ -1,6 +1,6 @@
 """megatron-core's AdamW, gradient clipping and learning-rate schedule, with our own gradient norm.
 
-Step numbers count from 1.  The learning rate of the first update is above 0, that of the last is min_lr.
+Step numbers count from 1.  The learning rate of the first update is above 0; the last update uses min_lr.
 """
 
 import math
@@ -25,9 +25,9 @@ from sft.config import Config, OptimConfig
 from sft.errors import ConfigError
 from sft.mcore.optimizer import offload
 
-# Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes none.
-# Its kernel converts each number that it reads, adds 65,536 numbers in a block, and stores 8 bytes per block.  For each
-# piece it allocates as many sums as the largest piece has blocks: here 2 KiB per piece, 2 MiB for 8e9 parameters.
+# Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes no
+# copy: its kernel converts each number that it reads, adds 65,536 numbers in a block, and stores 8 bytes per block.
+# For each piece the kernel allocates as many sums as the largest piece has blocks: 2 KiB, or 2 MiB for 8e9 parameters.
 _PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
@@ -80,11 +80,11 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> float:
 def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """The norm of all gradients of all ranks as one vector, from a float64 sum of squares.  One host synchronisation.
 
-    The norm is infinite if the sum of squares overflows fp32.  Adam's mean square would overflow too and stop all
-    further updates.
+    The norm is infinite if the sum of squares overflows fp32.  Such gradients would also overflow Adam's mean square
+    and stop all further updates.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in offload.chained_optimizers(optimizer):  # experts have an optimizer and a group of their own
+    for part in offload.chained_optimizers(optimizer):  # experts have their own optimizer and process group
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
         squares = sum_of_squares(gradients(), device)
         dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
@@ -100,11 +100,11 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     [3, 4] and [[12]] -> 169.0
 
     On a CPU, torch's norm of an fp32 tensor adds the squares one after another in fp32.  Rounding loses small squares
-    that are added to a large sum.  The norm of 151,936 x 128 values with a few large rows was 1.5e-4 too small, that of
-    78,000,000 normal values 7.5e-3.  `torch._foreach_norm` with a dtype adds in float64.  On a GPU it makes no float64
-    copy (torch's ForeachReduceOp.cu), unlike `torch.linalg.vector_norm`.  An fp32 sum of 1e9 numbers on a GPU would
-    round each about 90 times, an error of at most 3e-6 of the norm.  float64 costs one multiplication and one addition
-    for every 4 bytes read.  No GPU has run this yet.
+    that are added to a large sum.  The norm of 151,936 x 128 values with a few large rows was 1.5e-4 too small; the
+    norm of 78,000,000 normal values was 7.5e-3 too small.  `torch._foreach_norm` with a dtype adds in float64.  On a
+    GPU it makes no float64 copy (torch's ForeachReduceOp.cu), unlike `torch.linalg.vector_norm`.  An fp32 sum of 1e9
+    numbers on a GPU would round each number about 90 times, an error of at most 3e-6 of the norm.  float64 costs one
+    multiplication and one addition for every 4 bytes read.  No GPU has run this function yet.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for pieces in _by_device_and_dtype(gradients):
@@ -114,7 +114,7 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """All gradients in pieces, by device and dtype.  A GPU reduces such a list in one kernel; it copies other lists."""
+    """All gradients in pieces, by device and dtype.  torch reduces a list of one device and dtype in one GPU kernel."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.numel():
@@ -139,8 +139,8 @@ class Schedule:
         warmup = optim.warmup_steps or math.ceil((optim.warmup_fraction or 0.0) * num_steps)
         if warmup and warmup >= num_steps:
             raise ConfigError(
-                f"warm-up of {warmup} steps does not fit a run of {num_steps} steps: the peak learning rate would "
-                f"never be used.  optim.warmup_steps below {num_steps} works."
+                f"warm-up of {warmup} steps does not fit a run of {num_steps} steps, because the run would never "
+                f"reach the peak learning rate.  Use optim.warmup_steps below {num_steps}."
             )
         decay = max(1, round(optim.wsd_decay_fraction * num_steps))
         return Schedule(num_steps=num_steps, warmup_steps=warmup, wsd_decay_steps=min(decay, num_steps - warmup))

@@ -1,8 +1,8 @@
 """Optimizer offload, and access to the Adam instances inside core's optimizer.
 
-Without `optim.offload_fraction` one Adam updates the parameters of its groups.  With it core uses its hybrid optimizer,
-which makes an fp32 copy of each parameter of its groups, on the host or on the device.  Each copy on the host has its
-own Adam.
+Without `optim.offload_fraction`, one Adam updates the parameters of its groups.  With `optim.offload_fraction`, core
+uses its hybrid optimizer, which makes an fp32 copy of each parameter of its groups, on the host or on the device.  Each
+copy on the host has its own Adam.
 
 Core's state dict of the hybrid optimizer has Python classes among the values of its groups, and fails on fp32
 parameters.  Therefore checkpoints read and write Adam's states in place; `optimizer_shards.py` decides how.
@@ -32,16 +32,16 @@ _HYBRID_KEYS = (
 
 
 def enable_offload(core: OptimizerConfig, fraction: float) -> None:
-    """Have core keep this fraction of Adam's states on the host, and update it there.
+    """Make core keep this fraction of Adam's states on the host and update it there.
 
-    Call this on a complete config.  In core 0.16 the constructor accepts these values only with Transformer Engine.
+    Call this function on a complete config: the constructor of core 0.16 refuses the values without Transformer Engine.
     """
     core.optimizer_cpu_offload = True
     core.optimizer_offload_fraction = fraction
     # Gradients move to the host, and weights back to the device, while other parameters are updated.
     core.overlap_cpu_optimizer_d2h_h2d = True
-    # With these values only the hybrid optimizer holds fp32 weights.  Otherwise the device would hold all of them, and
-    # the host copies of its fraction in addition.
+    # With these values only the hybrid optimizer holds fp32 weights.  Otherwise the device would hold all fp32 weights,
+    # and the host would hold copies of its fraction.
     core.use_precision_aware_optimizer = True
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
@@ -55,7 +55,7 @@ def check_and_free(optimizer: MegatronOptimizer) -> None:
     for core in chained_optimizers(optimizer):
         hybrid = core.optimizer
         params = [param for group in hybrid.param_groups for param in group["params"]]
-        # Core loses the gradient of an fp32 parameter that stays on the device, and so never updates it.
+        # Core loses the gradient of an fp32 parameter on the device, so core would never update the parameter.
         assert all(param in hybrid.param_to_fp32_param for param in params), "a parameter is not bf16"
     gc.collect()
     if torch.accelerator.is_available() and hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.8
@@ -63,9 +63,9 @@ def check_and_free(optimizer: MegatronOptimizer) -> None:
 
 
 def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
-    """Have torch's AdamW, which core uses without Transformer Engine, update a GPU's parameters in one kernel.
+    """Make torch's AdamW, which core uses without Transformer Engine, update a GPU's parameters in one kernel.
 
-    The default kernel needs temporaries of 4 bytes per parameter.  Call this before the states exist.
+    The default kernel needs temporaries of 4 bytes per parameter.  Call this function before the states exist.
     """
     for adam in adam_instances(optimizer):
         for group in adam.param_groups if counts_by_parameter(adam) else []:
@@ -74,7 +74,7 @@ def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """[core's optimizer], or the two that core has chained: one for experts, one for all other parameters."""
+    """[core's optimizer], or the two optimizers that core has chained: for experts, and for all other parameters."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -89,7 +89,7 @@ def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:
 
 
 def adam_lookup(core: MegatronOptimizer) -> Callable[[Tensor], tuple[Optimizer, Tensor]]:
-    """A function: parameter of the groups of `core` -> the Adam for it, and the tensor that this Adam updates."""
+    """A function: parameter of the groups of `core` -> Adam of this parameter, and the tensor that Adam updates."""
     inner = core.optimizer
     if not isinstance(inner, HybridDeviceOptimizer):
         return lambda param: (inner, param)
@@ -107,11 +107,11 @@ def group_values(core: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def counts_by_parameter(adam: Optimizer) -> bool:
-    """Whether Adam keeps `step` per parameter, as torch's does.  Adam of TE and Apex keeps it in the group."""
+    """Whether Adam keeps `step` per parameter, as torch's Adam does.  Adam of TE and Apex keeps `step` in the group."""
     return isinstance(adam, Adam | AdamW)
 
 
 def new_step(adam: Optimizer, tensor: Tensor) -> Tensor:
-    """A step of 0 for a parameter of torch's Adam.  It is on the parameter's device if the kernel reads it there."""
+    """A step of 0 for a parameter of torch's Adam, on the parameter's device if the kernel reads the step there."""
     on_device = any(group.get("fused") or group.get("capturable") for group in adam.param_groups)
     return torch.zeros((), dtype=torch.float32, device=tensor.device if on_device else "cpu")

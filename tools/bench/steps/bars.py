@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tools.bench.harness import DONE, Bar, Row
 from tools.bench.mixes import short
+from tools.bench.results import DONE, Bar, Row
 from tools.bench.steps.case import StepCase
 
 ROOFLINE, MFU, PACKED, LONGEST, OFFLOAD = 0.85, 0.42, 2.0, 0.95, 1.03

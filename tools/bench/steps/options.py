@@ -2,7 +2,8 @@
 
 import argparse
 
-from tools.bench.harness import Column, Option
+from tools.bench.harness import Option
+from tools.bench.results import Column
 from tools.bench.steps.loop import StepOptions
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tools.bench.harness import DONE, Row
+from tools.bench.results import DONE, Row
 from tools.bench.steps import trainer, transformers_peer
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions

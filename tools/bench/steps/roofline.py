@@ -12,7 +12,7 @@ from typing import Any
 
 from sft.flops import train_flops
 from tools.bench.attention_ways import BACKWARD
-from tools.bench.harness import Row
+from tools.bench.results import Row
 from tools.bench.steps.case import StepCase
 
 LINEAR = 650 / 790  # of the rate of a large product: what matrix products of a layer are granted

@@ -1,6 +1,8 @@
-"""Attention on a GPU: torch's flash kernel, and Transformer Engine's, against the plain tiles in fp32."""
+"""Kernels on a GPU: torch's flash kernel against the plain tiles in fp32, and that of RMSNorm against plain torch."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ import torch
 from torch import Tensor
 
 from sft.mcore.attention import flash_kernel, packed_attention, torch_kernel
+from sft.mcore.norm import RMSNorm, _RMSNorm
 from sft.parallel import context_parallel
 
 HEADS, GROUPS, SCALE = 8, 2, 0.125
 # bf16 has 8 bits of mantissa, and inputs are rounded alike on both sides: of the norm.
 FORWARD_TOLERANCE, BACKWARD_TOLERANCE = 1e-2, 2e-2
+NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the norm
 MIXES = {
     "one": [4096],
     "many": [64, 192, 320, 64, 1024, 256, 64, 64],
@@ -85,3 +89,23 @@ def test_the_length_of_another_document_changes_nothing() -> None:
         kernel = flash_kernel.FlashKernel.of(boundaries, 1, 0, query.device)
         outs.append(kernel.forward(*(x[: 512 + rest] for x in (query, key, value)), SCALE)[0][:512])
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCE), ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm_is_plain_torch(dtype: torch.dtype, eps: float) -> None:
+    """eps and weight reach its kernel."""
+    torch.manual_seed(4)
+    config: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=False)
+    norm = RMSNorm(config, 256, eps=eps).cuda()
+    norm.weight.data.normal_()
+    weight = norm.weight.detach().clone().requires_grad_()
+    x, grad = (torch.randn(300, 2, 256, device="cuda").to(dtype) for _ in range(2))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = norm(a), _RMSNorm.apply(b, weight, eps)
+    found.backward(grad)
+    expected.backward(grad)
+    assert norm.weight.grad is not None
+    for mine, theirs in ((found, expected), (a.grad, b.grad), (norm.weight.grad, weight.grad)):
+        assert mine.dtype == dtype
+        assert (mine.float() - theirs.float()).norm() <= NORM_TOLERANCE[dtype] * theirs.float().norm()

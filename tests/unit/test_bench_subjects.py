@@ -1,0 +1,156 @@
+"""tools/bench, subjects checkpoint, convert and longest: models, rows and bars; no speed is judged."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.bench import __main__ as bench
+from tools.bench import checkpoint, convert, fresh_process, longest
+from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took
+from tools.bench.convert import COPY, FULL, IMPORT, SIZE
+from tools.bench.fresh_process import ProcessTook
+
+MIB, GIB = 2**20, 2**30
+
+
+# --- checkpoint --------------------------------------------------------------------------------------------------
+
+
+def saves(**seconds: float) -> dict[str, list[Took]]:
+    """Every row with three turns of a second, or around what is given for it."""
+    turns = {name: [Took(1.0, 0), Took(1.0, 3 << 20), Took(1.0, 1 << 20)] for name in checkpoint.COMPARED_WITH}
+    turns[FIRST] = [Took(0.5, 512 << 20)]
+    for name, value in seconds.items():
+        turns[name] = [Took(9.0), Took(value, 2 << 20), Took(0.001)]  # the median is the one in the middle
+    return turns
+
+
+@pytest.mark.parametrize("precision, layers, hidden", [("bf16", 10, 768), ("fp32", 10, 704)])
+def test_a_parameter_of_bf16_takes_14_bytes(precision: str, layers: int, hidden: int) -> None:
+    """1024 MiB: 76.7 million parameters of bf16, 67.1 million of fp32, which has no narrower copy of them."""
+    config = checkpoint.config_of(precision, 1024, 3)
+    assert (config.model.num_layers, config.model.hidden_size, config.run.precision) == (layers, hidden, precision)
+
+
+def test_rows_of_saves_and_loads() -> None:
+    turns = saves(**{SYNC: 2.0, "torch.save": 0.5, STALL: 0.25, "torch.load": 4.0, BESIDE: 1.5})
+    rows = {row.pop("way"): row for row in checkpoint.rows_of(turns, 3_000_000_000)}
+    assert rows["torch.save"] == {"seconds": 0.5, "bytes_per_s": 6e9, "peak": 2 << 20}
+    sync = {"seconds": 2.0, "bytes_per_s": 1.5e9, "peak": 2 << 20, "ratio": 4.0, "compared_with": "torch.save"}
+    assert rows[SYNC] == sync
+    assert (rows[FIRST]["peak"], rows[FIRST]["ratio"], rows[STALL]["ratio"]) == (512 << 20, 0.25, 0.125)
+    verified = {"seconds": 1.0, "bytes_per_s": 3e9, "peak": 3 << 20, "ratio": 0.25, "compared_with": "torch.load"}
+    assert rows["load, verify full"] == verified
+    assert rows[WORK] == {"seconds": 1.0}
+    assert rows[BESIDE] == {"seconds": 1.5, "ratio": 1.5, "compared_with": WORK}
+
+
+@pytest.mark.parametrize("stall, is_missed", [(0.3, False), (0.32, True)])
+def test_an_async_save_stalls_for_15_percent(stall: float, is_missed: bool) -> None:
+    """The first one, which allocates, does not count."""
+    rows = [{"case": "bf16", **row} for row in checkpoint.rows_of(saves(**{SYNC: 2.0, STALL: stall}), 1)]
+    (bar,) = checkpoint.bars(rows)
+    assert bar.is_missed == is_missed and (bar.value, bar.bound) == (stall / 2, 0.15)
+
+
+# --- convert -----------------------------------------------------------------------------------------------------
+
+
+def conversions(*peaks: int) -> list[dict[str, ProcessTook]]:
+    """As many turns, of 1, 2 and 3 seconds of copying; an import grew by these bytes."""
+    return [
+        {
+            COPY: ProcessTook(copied, 0, 300 * MIB),
+            IMPORT: ProcessTook(copied * ratio, peak, peak + 300 * MIB),
+            FULL: ProcessTook(9.0, 5 * MIB, 305 * MIB),
+            SIZE: ProcessTook(0.5, 7 * MIB, 307 * MIB),
+        }
+        for copied, ratio, peak in zip((1.0, 2.0, 3.0), (4.0, 2.0, 6.0), peaks, strict=True)
+    ]
+
+
+def test_the_model_fits_the_bytes() -> None:
+    """Layers of 60,821,504 numbers, the embedding 262,668,288, a norm 2,048; one layer, however little is asked for."""
+    assert [convert.num_layers_for("llama-3.2-1b", gib * GIB) for gib in (1, 0.001)] == [4, 1]
+    tensors = convert.tensors_of(convert.config_of("llama-3.2-1b", 4))
+    assert convert.num_bytes(tensors) == 2 * (262_668_288 + 2_048 + 4 * 60_821_504)
+
+
+def test_rows_of_conversions() -> None:
+    """Ratios are of one turn: 4, 2, 6, not 8 / 2."""
+    rows = {row["way"]: row for row in convert.rows_of(conversions(10 * MIB, 30 * MIB, 20 * MIB), 6 * GIB)}
+    keys = ("seconds", "bytes_per_s", "peak", "total", "ratio", "ratio_min", "ratio_max")
+    assert {name: tuple(row.get(key) for key in keys) for name, row in rows.items()} == {
+        COPY: (2.0, 3 * GIB, 0, 300 * MIB, None, None, None),
+        IMPORT: (4.0, 1.5 * GIB, 30 * MIB, 330 * MIB, 4, 2, 6),
+        FULL: (9.0, 6 / 9 * GIB, 5 * MIB, 305 * MIB, 4.5, 3, 9),
+        SIZE: (0.5, 12 * GIB, 7 * MIB, 307 * MIB, 0.25, 0.5 / 3, 0.5),
+    }
+
+
+@pytest.mark.parametrize("more, is_missed", [(0, False), (1, True)])
+def test_a_conversion_takes_its_largest_tensor_and_2_gib(more: int, is_missed: bool) -> None:
+    """Of the turn that took most; a copy does not count."""
+    turns = conversions(MIB, 3 * GIB + more, MIB)
+    turns[0][COPY] = ProcessTook(1.0, 9 * GIB, 9 * GIB)
+    bars = list(convert.bars([{"case": "x", "largest": GIB, **row} for row in convert.rows_of(turns, 1)]))
+    assert [bar.is_missed for bar in bars] == [is_missed, False, False]
+    assert {bar.bound for bar in bars} == {3 * GIB}
+
+
+def test_what_a_process_took_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows by 64 MiB, after 200 that its libraries had for a while; what is here counts for nothing."""
+    here = bytearray(500 * MIB)
+    (tmp_path / "command.py").write_text(
+        "import sys\nbytearray(200 << 20)\n"
+        "def main():\n    size = int(sys.argv[1]) << 20\n    bytearray(size)\n    return 0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    took = fresh_process.measured(tmp_path, "command:main", 64)
+    assert 60 * MIB < took.peak < 90 * MIB and took.peak < took.total < 800 * MIB
+    assert took.seconds > 0 and len(here) == 500 * MIB
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(folder: Path, *words: object) -> ProcessTook:
+        assert (folder / "model" / "model.safetensors").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fresh_process, "measured", measured)
+    assert bench.main(["convert", "--tiny", f"--folder={tmp_path}"]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- longest -----------------------------------------------------------------------------------------------------
+
+
+def tries(limit: int, predicted: int) -> longest.Search:
+    return longest.search(predicted, lambda length: length <= limit, 1000)
+
+
+@pytest.mark.parametrize("limit", [1_000, 37_000, 95_000, 99_999, 101_000, 250_000])
+def test_the_longest_is_found_to_within_two_percent(limit: int) -> None:
+    search = tries(limit, 100_000)
+    assert search.stopped is None and search.fails is not None
+    assert search.fits <= limit < search.fails
+    assert search.fails - search.fits <= max(1000, 0.02 * search.fits)
+    assert all(length % 1000 == 0 for length, _ in search.tried)
+    assert search.ratio == search.fits / 100_000
+
+
+def test_a_good_prediction_takes_three_tries_or_four() -> None:
+    assert tries(101_000, 100_400).tried == [(100_000, True), (105_000, False), (102_000, False)]
+    assert tries(97_500, 100_000).tried == [(100_000, False), (95_000, True), (97_000, True), (98_000, False)]
+
+
+def test_a_search_ends_where_nothing_fits_or_nothing_is_known() -> None:
+    def stopped(length: int) -> bool:
+        if length > 100_000:
+            raise longest.Stopped("not begun: 5 minutes are over")
+        return True
+
+    assert (tries(0, 100_000).fits, tries(0, 100_000).ratio, tries(0, 100_000).fails) == (0, 0.0, 1000)
+    assert (tries(5000, 0).fits, tries(5000, 0).ratio) == (5000, None)
+    search = longest.search(100_000, stopped, 1000)
+    assert (search.fits, search.fails, search.stopped) == (100_000, None, "not begun: 5 minutes are over")
+    assert longest.search(1000, lambda length: True, 1000).stopped == "12 tries"

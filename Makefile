@@ -53,7 +53,7 @@ venv: $(READY)
 $(READY): setup.cfg pyproject.toml constraints.txt | python
 	@echo "== installing pinned dependencies into $(VENV) (once; several minutes, gigabytes where torch comes with CUDA)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev,plot]' --constraint constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable '.[dev,plot]' --constraint constraints.txt
 	@touch $@
 
 demo: $(READY)
@@ -101,7 +101,7 @@ $(STANDIN)/.ready: setup.cfg constraints.txt
 	@echo "== installing torch for CUDA into $(STANDIN) (once; several minutes, 6 GB)"
 	$(PYTHON312) -m venv $(STANDIN)
 	grep -v -E '^(torch|triton|nvidia-|cuda-)' constraints.txt >$(STANDIN)/constraints.txt
-	$(STANDIN)/bin/python -m pip install --disable-pip-version-check --editable '.[dev]' --constraint $(STANDIN)/constraints.txt \
+	$(STANDIN)/bin/python -m pip install --disable-pip-version-check --no-compile --editable '.[dev]' --constraint $(STANDIN)/constraints.txt \
 		torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
 	@touch $@
 

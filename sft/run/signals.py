@@ -44,13 +44,14 @@ class StopSignals:
     After a second signal the process exits at once, with exit code 128 + number of the signal.
 
     torchrun sends signals to all processes of a rank, also to children that a library forked.  The children ignore
-    signals while the context lasts and the parent lives.  After the context or
-    the parent ends, a signal ends a child as usual.
+    signals while the context lasts and the parent lives.  After the context or the parent ends, a signal ends a child
+    as usual.
     """
 
     def __init__(self, *, grace_s: float, deadline: tuple[float, str] | None, report: Callable[[str], None]) -> None:
         self._grace_s, self._deadline, self._report = grace_s, deadline, report
         self._pid = os.getpid()
+        self._child_pid: int | None = None  # this process, if the parent forked it inside the context
         self._reason: str | None = None
         self._is_disarmed = False
 
@@ -125,15 +126,21 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the parent, `_listen` handles signals.  A forked child ends, unless its parent still listens."""
-        if os.getpid() == self._pid:
-            return
+        if os.getpid() != self._pid and not self._parent_listens():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _parent_listens(self) -> bool:
+        # After the parent has ended, a process that it forked just before may still have the receiver open.
+        if os.getpid() == self._child_pid and os.getppid() != self._pid:
+            return False
         try:
             self._sender.send(bytes([_PROBE]))
         except BlockingIOError:  # the buffer is full: the parent exists
-            pass
+            return True
         except OSError:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            return False
+        return True
 
 
 def _before_fork() -> None:
@@ -153,6 +160,7 @@ def _in_child() -> None:
     if _active is not None:
         signal.set_wakeup_fd(-1)
         _active._receiver.close()
+        _active._child_pid = os.getpid()
         _active = None
     _in_parent()
 

@@ -34,6 +34,7 @@ SAME = [
     (1, []),
     (2, [SHARDED, BF16]),
     (2, [*TP2, SHARDED]),
+    (2, ["parallel.cp=2"]),
     (2, [*MOE, *AUX, EP2, SHARDED, BF16]),
     (2, [*MOE, *AUX, *TP2, WHOLE]),  # experts reduced over a group of their own: two optimizers in a chain
     (4, [*MOE, *AUX, "parallel.pp=2", "parallel.virtual_stages=2", EP2, WHOLE]),

@@ -214,26 +214,52 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
 
 
 @pytest.mark.parametrize("last", ["pass", "os._exit(0)"])  # the run is through, or was killed
-def test_a_forked_child_ends_by_signals_once_the_parent_does_not_listen(start: Start, last: str) -> None:
+def test_forked_processes_end_by_signals_once_the_parent_does_not_listen(start: Start, last: str) -> None:
     process = start(f"""
 with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        grandchild = os.fork()
+        if grandchild:
+            os.write(writer, f"{{grandchild}}\\n".encode())
+        time.sleep(40)
+        os._exit(0)
+    print("ready", child, os.read(reader, 99).decode(), sep="\\n", end="", flush=True)
+    {last}
+""")
+    child, grandchild = int(line(process)), int(line(process))
+    process.wait()
+    began = time.monotonic()
+    os.kill(child, signal.SIGTERM)
+    os.kill(grandchild, signal.SIGTERM)
+    assert end(process) == (0, [])  # when nobody holds its stdout any more
+    assert time.monotonic() - began < END_OF_TEST
+
+
+def test_a_child_of_a_killed_run_ends_although_another_was_forked_just_now(start: Start) -> None:
+    process = start("""
+with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     children = []
-    for _ in range(2):  # the second must not keep the first from seeing it
+    for number in range(2):
         child = os.fork()
         if child == 0:
             time.sleep(40)
             os._exit(0)
         children.append(child)
+        kept = os.dup(it._receiver.fileno())  # the second child has it still, as between its fork and its first line
     print("ready", *children, sep="\\n", flush=True)
-    {last}
+    os._exit(0)
 """)
     children = [int(line(process)), int(line(process))]
     process.wait()
     began = time.monotonic()
-    for child in children:
-        os.kill(child, signal.SIGTERM)
-    assert end(process) == (0, [])  # when nobody holds its stdout any more
-    assert time.monotonic() - began < END_OF_TEST
+    os.kill(children[0], signal.SIGTERM)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while "(zombie)" not in Path(f"/proc/{children[0]}/status").read_text():
+            assert time.monotonic() - began < END_OF_TEST
+    os.kill(children[1], signal.SIGKILL)
+    assert end(process) == (0, [])
 
 
 def test_a_child_that_leaves_the_context_changes_nothing(start: Start) -> None:

@@ -1,1 +1,1 @@
-"""Adds up the quantities of a step over ranks, and logs the numbers."""
+"""Adds up the measurements of a step over all ranks, and logs the results."""

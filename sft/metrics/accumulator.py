@@ -1,4 +1,4 @@
-"""Combines the measurements of all ranks in a step with one all-gather.  `totals.py` declares the quantities."""
+"""Combines the measurements of a step over all ranks, with one all-gather.  `totals.py` declares the quantities."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class SupervisedTokens:
     nll: np.ndarray  # float64, -log p(label) in nats
     entropy: np.ndarray | None  # in nats; None if it is not measured
     correct: np.ndarray  # above 0 if no token has a larger score than the label
-    buckets: Mapping[str, np.ndarray]  # bucket of each token, by name of the breakdown (`Accumulator.buckets`)
+    buckets: Mapping[str, np.ndarray]  # by name of the breakdown: each token's bucket (`Accumulator.buckets`)
 
 
 class SequenceLosses(NamedTuple):
@@ -42,7 +42,7 @@ class Accumulator:
 
     position_edges: Sequence[int]
     sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
-    work: tuple[float, float]  # FLOPs per token and per squared token of a document
+    work: tuple[float, float]  # FLOPs per token, and per squared length of a document
     counts_tokens: bool
     counts_packs: bool
     cp: dist.ProcessGroup  # the ranks that hold the other parts of the same packs
@@ -56,7 +56,7 @@ class Accumulator:
         return (*(f"{_short(a)}-{_short(b)}" for a, b in zip(edges, edges[1:])), f"{_short(edges[-1])}+")
 
     def buckets(self, microbatch: Microbatch) -> dict[str, np.ndarray]:
-        """The document, position and source of each supervised token that this rank holds."""
+        """For each supervised token that this rank holds: the index of its document, position bucket and source."""
         rows = np.flatnonzero(microbatch.loss_weights.numpy())
         documents = microbatch.documents.numpy().ravel()[rows]
         positions = microbatch.position_ids.numpy().ravel()[rows]
@@ -72,8 +72,8 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """The totals of all ranks.  Collective: one all-gather of about a hundred numbers per rank, and with cp above 1
-        one all-reduce over cp of one number per document.
+        """The totals over all ranks.  Collective: one all-gather of about a hundred numbers per rank.  With cp above 1,
+        also one all-reduce over cp of one number per document.
 
         tokens  supervised tokens of each microbatch; empty on all pipeline stages except the last
         peaks   measurements of kind Max, by name

@@ -1,4 +1,4 @@
-"""The metrics log of a run: writes a record of each step and held-out pass, and prints a line."""
+"""The metrics log of a run: writes a record of each start, step and held-out pass, and prints lines about them."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ class MetricsLog:
     ) -> "MetricsLog":
         """The log in the run's folder.  Collective.
 
-        is_evaluated  whether the held-out pass after `step` was done; otherwise its records are removed
+        is_evaluated  whether the held-out pass after `step` was completed; if not, the records of this pass are removed
         """
         writers: list[Writer] = []
 
@@ -51,7 +51,7 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # closes all writers, even if one fails
+        with ExitStack() as closing:  # closes all writers, even if closing one of them fails
             for writer in self._writers:
                 closing.callback(writer.close, int(error is not None))
 
@@ -89,7 +89,7 @@ class MetricsLog:
 
     def _line(self, record: Record) -> str:
         step, width = record["step"], len(str(self._num_steps))
-        left = self._busy_s / (step - self._first) * (self._num_steps - step)  # without evaluation and saving
+        left = self._busy_s / (step - self._first) * (self._num_steps - step)  # without time for evaluation and saving
         why = "not finite" if record["bad"] else "no supervised token"
         note = f" | skipped: {why}" if record["skipped"] else ""
         return (
@@ -110,7 +110,7 @@ class MetricsLog:
         except OSError as error:
             why = why_not_written(self._folder, error)
             raise StorageError(
-                f"the numbers of step {record['step']} cannot be written: {why}.  The last checkpoint is whole."
+                f"the numbers of step {record['step']} cannot be written: {why}.  The last checkpoint is complete."
             ) from error
 
 

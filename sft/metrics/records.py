@@ -55,7 +55,7 @@ def _put(record: Record, row: Row, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The value; None for a number that is not finite, because JSON has no such numbers."""
+    """The value; None for a number that is not finite, because JSON cannot represent inf and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

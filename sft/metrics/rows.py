@@ -55,7 +55,7 @@ class RunFacts:
 class Source:
     """Computes a number from the totals of a step or a held-out pass, and from the facts of the run.
 
-    kind  says over which ranks the number is combined (docs/metrics.md); "" if nothing was added up
+    kind  says over which ranks the number is combined (docs/metrics.md); "" if it is not combined over ranks
     """
 
     kind: str
@@ -66,8 +66,8 @@ class Source:
 class Row:
     """One number of the log.
 
-    name  its key; if `nested`, "/" separates the keys of nested objects, and NAME stands for the name of a bucket
-    json  JSON Schema of the value; if null is allowed, it stands for a number that is not finite
+    name  key in the record; if `nested`, "/" separates the keys of nested objects, and NAME stands for a bucket's name
+    json  JSON Schema of the value; null, if allowed, is a number that is not finite or a ratio with denominator 0
     """
 
     name: str
@@ -80,7 +80,7 @@ class Row:
     _: KW_ONLY
     only_if: Callable[[Any, RunFacts], bool] | None = None  # whether a record contains the row; None: always
     nested: bool = False
-    drawn: bool = True  # whether TensorBoard and W&B get the number
+    drawn: bool = True  # whether TensorBoard and W&B also show the number
 
     @property
     def kind(self) -> str:
@@ -172,7 +172,7 @@ def _memory(name: str) -> tuple[Row, Row]:
     gib = Source("Max", lambda step, run: getattr(step, field).value / 2**30)
     rank = Source("Max", lambda step, run: getattr(step, field).rank)
     return (
-        Row(f"{key}-gib", TRAIN, "GiB", MACHINE, gib, ABOVE_0, "peak of any rank; CUDA only", only_if=is_measured),
+        Row(f"{key}-gib", TRAIN, "GiB", MACHINE, gib, ABOVE_0, "largest peak of ranks; CUDA only", only_if=is_measured),
         Row(f"{key}-rank", TRAIN, "rank", MACHINE, rank, COUNT, "rank with this peak; CUDA only", only_if=is_measured),
     )
 
@@ -188,7 +188,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "The record": (
         Row("schema", START, "", SAME, None, {"const": SCHEMA}, "version of the schema of records"),
         Row("kind", ALL, "", SAME, None, NAME, "`start`, `train` or `eval`", drawn=False),
-        Row("step", ALL, "steps", SAME, None, COUNT, "number of optimizer steps done; the first is 1",
+        Row("step", ALL, "steps", SAME, None, COUNT, "number of optimizer steps done; 1 after the first",
             drawn=False),
         Row("set", EVAL, "", SAME, None, NAME, "name of the held-out set", drawn=False),
         Row("time", START, "s", MACHINE, None, AMOUNT, "time of the record, since 1970-01-01 UTC"),
@@ -209,9 +209,9 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("nll", BOTH, "nats per token", ROUNDING, ratio("nll", "num_tokens"), NUMBER,
             "mean -log p(label); only if `lm loss` is not this mean", only_if=_objective_differs),
         Row("entropy", BOTH, "nats per token", ROUNDING, ratio("entropy", "num_tokens"), NUMBER,
-            "mean of predictions; only with `loss.entropy`", only_if=lambda x, run: run.config.loss.measures_entropy),
+            "mean over tokens; only with `loss.entropy`", only_if=lambda x, run: run.config.loss.measures_entropy),
         Row("token accuracy", BOTH, "share", ROUNDING, ratio("num_correct", "num_tokens"), {**SHARE, **NUMBER},
-            "share of labels that have the largest logit; ties count"),
+            "share of labels whose logit is the largest, ties included"),
         Row("perplexity/avg", BOTH, "", ROUNDING, ratio("perplexity", "num_sequences"), AMOUNT_OR_NULL,
             "mean of the perplexities of documents, each exp(mean -log p)"),
         Row("perplexity/min", BOTH, "", ROUNDING, "perplexity_min", AMOUNT_OR_NULL,
@@ -225,7 +225,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "The update": (
         Row("grad-norm", TRAIN, "", ROUNDING, "grad_norm", AMOUNT_OR_NULL,
-            "gradient norm of `lm loss` and balancing losses, before clipping"),
+            "gradient norm of `lm loss` plus balancing losses, before clipping"),
         Row("learning-rate", TRAIN, "", SAME, "learning_rate", AMOUNT, "learning rate of this step"),
         Row("skipped", TRAIN, "", SAME, "skipped", SWITCH, "whether the step updated no weight"),
         Row("bad", TRAIN, "", SAME, "is_nonfinite", SWITCH, "whether the loss or a gradient was not finite"), ),
@@ -237,7 +237,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("tokens/aligned", BOTH, "tokens", SAME, "num_aligned_tokens", COUNT,
             "real tokens, padded per document to `data.doc_multiple`"),
         Row("tokens/padded", BOTH, "tokens", PACKS, "num_padded_tokens", COUNT,
-            "all computed tokens: aligned tokens and filler"),
+            "computed tokens: aligned tokens and filler documents"),
         Row("tokens/capacity", TRAIN, "tokens", SAME, _fact(lambda run: run.capacity), SIZE,
             "`data.seq_length` x `train.global_batch_size`"),
         Row("padding/alignment", TRAIN, "tokens", SAME,
@@ -249,7 +249,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "Speed": (
         Row("work-imbalance", TRAIN, "", PACKS, "work_imbalance", ABOVE_0,
-            "FLOPs of the busiest dp rank over the mean"),
+            "largest FLOPs of a dp rank, divided by the mean of dp ranks"),
         Row("tokens-per-second", TRAIN, "tokens / s", MACHINE, _per_second("num_real_tokens"), AMOUNT,
             "real tokens of all ranks"),
         Row("tokens-per-second-per-rank", TRAIN, "tokens / s", MACHINE,
@@ -259,25 +259,25 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "supervised tokens of all ranks"),
         Row("data-wait-share", TRAIN, "share", MACHINE,
             Source("Max", lambda step, run: step.data_wait_s.value / run.seconds), AMOUNT,
-            "longest wait of a rank for data over the step time"),
+            "longest wait of a rank for data, divided by the step time"),
         Row("step-time-s", TRAIN, "s", MACHINE, _fact(lambda run: run.seconds), ABOVE_0,
             "duration of the step by rank 0's clock"),
         Row("tflops-per-rank", TRAIN, "TFLOP/s", MACHINE, Source("Ratio", lambda step, run: run.tflops_per_rank(step)),
             AMOUNT, "model FLOPs of real tokens"),
         Row("mfu", TRAIN, "share", MACHINE, Source("Ratio", lambda step, run: run.mfu(step)), AMOUNT,
-            "share of `log.peak_tflops`; only if it is set", only_if=lambda step, run: run.mfu(step) is not None),
+            "`tflops-per-rank` / `log.peak_tflops`, if it is set", only_if=lambda step, run: run.mfu(step) is not None),
         Row("eval-time-s", EVAL, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
             "duration of the held-out pass by rank 0's clock"), ),
     "Experts": (
         Row("experts/imbalance", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.mean())), AMOUNT,
-            "real tokens of the busiest expert over the mean", only_if=_has_experts),
+            "largest number of real tokens of an expert, divided by the mean", only_if=_has_experts),
         Row("experts/imbalance-max", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.max())), AMOUNT,
-            "`experts/imbalance` of the most uneven layer", only_if=_has_experts),
+            "largest imbalance of a layer", only_if=_has_experts),
         Row("experts/imbalance-layer", TRAIN, "layer", ROUNDING, _experts(lambda load: int(load.imbalance.argmax())),
-            COUNT, "index of the most uneven layer; the first is 0", only_if=_has_experts),
+            COUNT, "index of the layer with the largest imbalance, from 0", only_if=_has_experts),
         Row("experts/unused-share", TRAIN, "share", ROUNDING,
             _experts(lambda load: float((load.chosen == 0).mean())), SHARE,
-            "share of experts that no token chose, all layers", only_if=_has_experts),
+            "share of the experts of all layers that no token chose", only_if=_has_experts),
         Row("experts/dropped-share", TRAIN, "share", PACKS, _experts(_dropped_share), SHARE,
             "share of choices dropped for lack of capacity", only_if=_has_experts),
         Row("experts/z-loss", TRAIN, "", ROUNDING, _experts(lambda load: float(load.z.mean())), NUMBER,

@@ -1,14 +1,14 @@
 """The quantities that are added up over a step or a held-out pass.
 
-The kind of a quantity says what it is measured on, and over which ranks it is combined:
+The kind of a quantity says what a rank measures it on, and over which ranks it is combined:
 
     Sum          measured on the supervised tokens that a rank holds; combined over dp x cp
     Replicated   measured on whole packs, with the same result on all cp ranks; combined over dp only
     PerSequence  measured on whole sequences, whose losses are first added over cp; combined over dp
     Max          measured by the engine on every rank; combined to the maximum, with the first rank that has it
 
-`rows.py` computes the logged numbers from these quantities.  Ranks exchange float64, which holds every integer up to
-2**53.
+`rows.py` computes the logged numbers from these quantities.  Ranks send all numbers as float64, which represents every
+integer up to 2**53 exactly.
 """
 
 import math
@@ -50,7 +50,7 @@ class Quantity:
         if self.measure is None:
             return np.zeros(0)
         sums = np.zeros(len(names) if self.by else 1)
-        for part in parts if len(sums) else ():  # without names of sources nothing is counted by source
+        for part in parts if len(sums) else ():  # if no source has a name, nothing is counted by source
             value = self.measure(part)
             sums += np.bincount(part.buckets[self.by], weights=value, minlength=len(sums)) if self.by else float(value)
         return sums
@@ -82,7 +82,7 @@ def quantities(of: type["Totals"]) -> dict[str, Quantity]:
     declared = {}
     for declared_field in fields(of):
         if "quantity" not in declared_field.metadata:
-            raise TypeError(f"{of.__name__}.{declared_field.name} is no quantity: nothing says how to add it up.")
+            raise TypeError(f"{of.__name__}.{declared_field.name} must be declared with quantity().")
         declared[declared_field.name] = declared_field.metadata["quantity"]
     return declared
 
@@ -114,7 +114,7 @@ class Totals:
     num_padded_tokens: int = quantity("Replicated", lambda pack: pack.cu_seqlens[-1])
     num_documents: int = quantity("Replicated", lambda pack: pack.num_documents)
     sum_of_squares: int = quantity("Replicated", lambda pack: (pack.lengths.astype(np.int64) ** 2).sum())
-    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp ranks: largest over mean
+    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp ranks: largest / mean
     # Only sequences with a supervised token are measured.  Without such a sequence, min is inf and max is -inf.
     num_sequences: int = quantity("PerSequence", lambda losses: len(losses.mean_nll))
     sequence_nll: float = quantity("PerSequence", lambda losses: losses.mean_nll.sum(), float)
@@ -127,7 +127,7 @@ class Totals:
 
     @property
     def lm_loss(self) -> float | None:
-        """The objective over its denominator, in nats; None without a supervised token."""
+        """The objective divided by its denominator, in nats; None without a supervised token."""
         return self.objective / self.denominator if self.num_tokens else None
 
     def __add__(self, other: Self) -> Self:
@@ -150,7 +150,7 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> np.ndarray:
-        """[layers]: tokens of the expert with most tokens, over the mean of all experts; 0 without tokens."""
+        """[layers]: tokens of the expert with most tokens, divided by the mean of all experts; 0 without tokens."""
         return self.chosen.max(axis=1) / np.maximum(self.chosen.mean(axis=1), 1.0 / self.chosen.shape[1])
 
 
@@ -160,7 +160,7 @@ class StepResult(Totals):
 
     grad_norm: float  # of the mean loss, before clipping
     learning_rate: float
-    skipped: bool  # whether nothing was updated: the global batch has no supervised token, or the step is non-finite
+    skipped: bool  # whether no weight was updated: the global batch has no supervised token, or the step is non-finite
     experts: ExpertLoad | None = None  # None in a dense model
 
     @property

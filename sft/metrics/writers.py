@@ -90,7 +90,7 @@ class Wandb:
         except Exception as error:  # wandb may raise any error of its service, of files and of the network
             raise ConfigError(
                 f"log.wandb = {project}: W&B did not start: {_one_line(error)}.  Run `wandb login` first, keep the "
-                "run on this machine with WANDB_MODE=offline, or go without: log.wandb=null."
+                "run on this machine with WANDB_MODE=offline, or switch W&B off with log.wandb=null."
             ) from error
 
     def write(self, record: Record) -> None:
@@ -122,7 +122,7 @@ class BestEffortWriter:
             call(self._writer)
         except Exception as error:  # any error of a service, of the network or of a library's thread
             self._writer = None
-            self._console.say(f"{self._name} gets nothing more of this run: {_one_line(error)}")
+            self._console.say(f"{self._name} gets no more records of this run: {_one_line(error)}")
 
 
 def open_writers(

@@ -43,7 +43,7 @@ def test_a_full_disk_under_tensorboard(case: MakeCase) -> None:
     """What is drawn is lost, told once; the record of the run is not."""
     one = case("log.tensorboard=true")
     with mounted(one.run / "tensorboard", "-t", "tmpfs", "-o", "size=8k", "tmpfs"):
-        one.finish().says("TensorBoard gets nothing more of this run")
+        one.finish().says("TensorBoard gets no more records of this run")
     one.finish_the_same()
 
 

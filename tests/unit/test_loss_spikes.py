@@ -21,7 +21,7 @@ def test_the_line_names_the_loss_and_what_is_usual() -> None:
     spikes = LossSpikes()
     usual = [2.0 + 0.1 * i / 62 for i in range(63)]
     assert [spikes.check(loss) for loss in usual] == [None] * 63
-    assert spikes.check(4.0) == "4.0000, usual is 2.0500 +- 0.0383"
+    assert spikes.check(4.0) == "4.0000, the median of earlier losses is 2.0500 +- 0.0383"
 
 
 def test_a_spike_does_not_hide_the_next() -> None:

@@ -218,7 +218,7 @@ def test_wandb_that_fails_later_is_told_once_and_ends_nothing(
         m.train(3, result(), seconds=2.0)
         m.evaluation(3, "eval", totals(), seconds=2.0)
         raise TrainingError("the error that ended the run")
-    assert stream.getvalue().count("W&B gets nothing more of this run: ConnectionError: the service is gone\n") == 1
+    assert stream.getvalue().count("W&B gets no more records of this run: ConnectionError: the service is gone\n") == 1
     assert len(wandb.runs[0].logged) == num_told and wandb.runs[0].exit_codes == []
 
 
@@ -235,7 +235,7 @@ def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(
     with log_of(open_writers(tmp_path, config(), 0, said), said) as metrics:
         metrics.train(3, result(), seconds=2.0)
         metrics.evaluation(3, "eval", totals(), seconds=2.0)
-    assert stream.getvalue().count("TensorBoard gets nothing more of this run: OSError: [Errno 28] No space left") == 1
+    assert stream.getvalue().count("TensorBoard gets no more records of this run: OSError: [Errno 28] No space") == 1
     assert [line["kind"] for line in lines(tmp_path)] == ["train", "eval"]
 
 

@@ -1,6 +1,6 @@
-"""Decides which lengths, widths and counts fit a recipe and a number of processes, and reports those that do not.
+"""Checks whether the sizes in a recipe fit each other and the number of processes, and describes those that do not.
 
-Lengths must be multiples of some number, for example.  The loader adds filler documents until a pack's length fits.
+For example, the length of a pack must be a multiple of `pack_multiple`.  The loader adds filler documents to reach it.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     import numpy as np  # only for types: mistakes in a recipe are reported before numpy is imported
 
 # By run.fp8: each rank's number of tokens must be a multiple of this (Transformer Engine 2.18 to 2.20).
-#   delayed, tensorwise   16: for cuBLASLt; tokens are the inner dimension in the gradient of a weight
+#   delayed, tensorwise   16: cuBLASLt needs it of the inner dimension, which is tokens in the gradient of a weight
 #   mxfp8                 32: the quantizer takes only whole blocks of 1 x 32 and 32 x 1
-#   blockwise            128: tile of the quantizer.  cuBLASLt needs only 16, but with sequence parallel, parts of other
-#                             lengths are gathered in bf16, with a warning for each
+#   blockwise            128: tile of the quantizer.  cuBLASLt needs only 16, but with sequence parallel, Transformer
+#                             Engine gathers parts of other lengths in bf16, and warns each time
 FP8_TOKENS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 # By run.fp8: rows and columns of a rank's part of a weight must be multiples of this.  blockwise needs 16 on Hopper and
 # 32 on Blackwell, which computes blockwise as mxfp8.
 FP8_WIDTHS = {None: 1, "delayed": 16, "tensorwise": 16, "blockwise": 32, "mxfp8": 32}
 
-ETP_NEEDS_NCCL = "needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+ETP_NEEDS_NCCL = "needs NCCL: gloo cannot gather parts of unequal size.  On the CPU, use etp = 1."
 
 Lengths = TypeVar("Lengths", int, "np.ndarray")
 
@@ -39,7 +39,7 @@ def aligned(length: Lengths, doc_multiple: int) -> Lengths:
 
 
 def pack_multiple(config: Config) -> int:
-    """The length of a pack must be a multiple of this number, for doc_multiple, cp, sequence parallel and FP8.
+    """The length of every pack is a multiple of this number, because of doc_multiple, cp, sequence parallel and FP8.
 
     doc_multiple 32, cp 2, tp 4 with sequence parallel -> 32, and with mxfp8 -> 2 * 4 * 32 = 256
     """
@@ -65,7 +65,7 @@ def misfits(config: Config, world_size: int) -> list[str]:
 
 
 def smallest_world(config: Config) -> int:
-    """tp * cp * pp, the number of processes that hold one copy of the model."""
+    """tp * cp * pp: the number of processes that together hold one copy of the model."""
     return config.parallel.tp * config.parallel.cp * config.parallel.pp
 
 
@@ -87,7 +87,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
             )
             return
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total}."
+    yield f"parallel: {product} = {total} does not divide {have}.  Start a multiple of {total} processes."
 
 
 def _cp_fits(config: Config, cp: int) -> bool:
@@ -139,13 +139,13 @@ def _heads_by_all_to_all(config: Config) -> Iterator[str]:
         possible = [c for c in divisors(cp) if not two_levels or 1 < c < cp]
         fitting = _listing(c for c in possible if all(number % (tp * c) == 0 for number in heads.values()))
         yield (
-            f"parallel.cp_comm = {parallel.cp_comm} hands out whole heads: tp {tp} x {key} {size} = {tp * size} does "
+            f"parallel.cp_comm = {parallel.cp_comm} distributes whole heads: tp {tp} x {key} {size} = {tp * size} does "
             f"not divide {', '.join(short)}.  Use p2p or all_gather, or a {key} of {fitting}."
         )
 
 
 def _uneven_widths(config: Config) -> Iterator[str]:
-    """One message for all widths that FP8 does not support, or none.  tp must divide the heads and the MLP width."""
+    """One message for all widths that FP8 does not support, or none.  For a tp that divides heads and MLP width."""
     fp8, tp = config.run.fp8, config.parallel.tp
     multiple = FP8_WIDTHS[fp8]
     wrong = {name: width for name, width in _widths(config, tp).items() if width % multiple}
@@ -154,7 +154,7 @@ def _uneven_widths(config: Config) -> Iterator[str]:
     uneven = ", ".join(f"{name} = {width:,}" for name, width in wrong.items())
     fitting = [size for size in divisors(tp) if not any(width % multiple for width in _widths(config, size).values())]
     instead = f"Use a tp of {', '.join(map(str, fitting))}, or run.fp8=null" if fitting else "Use run.fp8=null"
-    yield f"run.fp8 = {fp8} takes weights whose sides are multiples of {multiple}, and here {uneven}.  {instead}."
+    yield f"run.fp8 = {fp8} needs widths that are multiples of {multiple}, but {uneven}.  {instead}."
 
 
 def _widths(config: Config, tp: int) -> dict[str, int]:
@@ -197,9 +197,9 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
         )
     if etp > 1 and config.run.device == "cpu":
         yield f"parallel.etp = {etp} {ETP_NEEDS_NCCL}"
-    if model.resolved_expert_ffn % etp:
-        fitting = _listing(iter(divisors(model.resolved_expert_ffn)))
-        yield f"parallel.etp = {etp} does not divide an expert of width {model.resolved_expert_ffn}.  Fit: {fitting}."
+    if (width := model.resolved_expert_ffn) % etp:
+        fitting = _listing(iter(divisors(width)))
+        yield f"parallel.etp = {etp} does not divide the expert width {width}.  Sizes that fit: {fitting}."
     stage, rest = divmod(world_size, parallel.pp)
     if experts % ep or (not rest and stage % (ep * etp)):
         fitting = _listing(e for e in divisors(experts) if rest or stage % (e * etp) == 0)
@@ -216,7 +216,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
         return  # dp is not a whole number; `_ranks` reports this
     if packs % dp:
         nearest = _nearest_multiples(packs, dp)
-        yield f"train.global_batch_size = {packs} packs cannot be shared by dp = {dp} ranks.  {nearest}."
+        yield f"train.global_batch_size = {packs} packs cannot be divided evenly among dp = {dp} ranks.  {nearest}."
     elif virtual > 1 and packs // dp % pp:
         nearest = _nearest_multiples(packs, dp * pp)
         yield (
@@ -229,8 +229,8 @@ def _tokens(config: Config) -> Iterator[str]:
     multiple, seq_length, cp = config.data.doc_multiple, config.data.seq_length, config.parallel.cp
     if not _cp_fits(config, cp):
         yield (
-            f"data.doc_multiple = {multiple} is not a multiple of 2 x cp = {2 * cp}, a document's chunks.  "
-            f"Smallest that fits: {lcm(multiple, 2 * cp)}."
+            f"data.doc_multiple = {multiple} is not a multiple of 2 x cp = {2 * cp}, the number of a document's "
+            f"chunks.  Smallest that fits: {lcm(multiple, 2 * cp)}."
         )
     # A cp or tp that is refused already must not appear in the message about seq_length.
     fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
@@ -265,5 +265,5 @@ def _listing(sizes: Iterator[int]) -> str:
 def _profiled(config: Config, world_size: int) -> Iterator[str]:
     for name, ranks in (("memory", config.profile.memory.ranks), ("torch", config.profile.torch.ranks)):
         if isinstance(ranks, list) and max(ranks) >= world_size:
-            have = "only 0" if world_size == 1 else f"only 0 to {world_size - 1}"
+            have = "only rank 0" if world_size == 1 else f"only ranks 0 to {world_size - 1}"
             yield f"profile.{name}.ranks = {ranks}: this run has no rank {max(ranks)}, {have}."

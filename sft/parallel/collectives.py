@@ -1,7 +1,7 @@
 """Collectives over all ranks for decisions and small values in CPU memory.
 
-If one rank raises, every rank raises, so no rank waits for a failed one.  Gradients, losses and activations do not use
-these collectives.
+If one rank raises an error, every rank raises, so no rank waits for a failed one.  Gradients, losses and activations do
+not use these collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """The error for the other ranks: `error` itself if a user or a disk can cause it, else its text with the rank."""
+    """What the other ranks raise: `error` itself if a user or a disk can cause it, else its text with this rank."""
     if error is None or isinstance(error, SftError | OSError):
         return error
     return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Assigns the tokens of a pack to context-parallel (CP) ranks.  Index arithmetic in numpy, without torch.
 
-In causal attention, late queries see more keys than early ones.  So every document is cut into 2 * cp chunks, and rank
-r holds chunks r and 2 * cp - 1 - r (zigzag).  All ranks then compute the same number of (query, key) pairs:
+In causal attention, late queries attend to more keys than early ones.  So every document is cut into 2 * cp chunks, and
+rank r holds chunks r and 2 * cp - 1 - r (zigzag).  All ranks then compute the same number of (query, key) pairs:
 
     one document, cp = 4        chunk     0 1 2 3 4 5 6 7
                                 on rank   0 1 2 3 3 2 1 0
@@ -17,7 +17,7 @@ and the backends in sft/mcore/attention expect packed (THD) input in this order.
 attention (Zhu, 2024) assign tokens in the same way.
 
 `cu_seqlens` are the padded boundaries of the whole pack (see `batch.Pack`).  With cp > 1, the number of tokens of every
-document is a multiple of 2 * cp.  Empty documents are allowed.
+document is a multiple of 2 * cp.  Documents may be empty.
 """
 
 from dataclasses import dataclass
@@ -90,10 +90,10 @@ def _runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
 class Chunk:
     """Consecutive tokens of one document that one rank holds."""
 
-    local_start: int  # index of its first token among the rank's tokens
+    local_start: int  # index of the chunk's first token among the rank's tokens
     length: int
     document_start: int  # index of the document's first token in the pack
-    position: int  # position of its first token in the document
+    position: int  # position of the chunk's first token in the document
 
 
 def local_chunks(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> tuple[Chunk, ...]:

@@ -3,8 +3,7 @@
     world_size = tp * cp * pp * dp        num_microbatches = global_batch_size / dp
     for experts: tp * cp * dp = ep * etp * copies of each expert
 
-`Layout.resolve` checks everything that depends on several sections of the recipe or on the number of processes.  One
-error lists all problems, with values that would work.
+`Layout.resolve` checks all settings that depend on several sections of the recipe or on the number of processes.
 """
 
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ class Layout:
     virtual_stages: int
     sequence_parallel: bool
     global_batch_size: int  # packs per optimizer step
-    num_microbatches: int  # packs per optimizer step and data-parallel rank
+    num_microbatches: int  # packs per optimizer step on one data-parallel rank
     doc_multiple: int  # documents are padded to a multiple of this
     pack_multiple: int  # packs are padded to a multiple of this with filler documents
     cp_a2a: int | None = None  # cp ranks in each all-to-all group of a2a+p2p; the ring connects the groups
-    fp8: str | None = None  # as run.fp8; may increase pack_multiple
+    fp8: str | None = None  # the value of run.fp8; may increase pack_multiple
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,7 +100,8 @@ class Layout:
         if self.fp8:
             tokens, split = FP8_TOKENS[self.fp8], f" x tp {tp}" if self.sequence_parallel else ""
             total = tokens * cp * (tp if self.sequence_parallel else 1)
-            lines.append(f"fp8 {self.fp8}: {tokens} tokens of a rank x cp {cp}{split} = {total:,}, which divides packs")
+            product = f"{tokens} tokens of a rank x cp {cp}{split} = {total:,}"
+            lines.append(f"fp8 {self.fp8}: {product}, which divides the length of each pack")
         padding = f"documents padded to a multiple of {self.doc_multiple}"
         return [*lines, f"{padding}, packs to a multiple of {self.pack_multiple}"]
 
@@ -113,13 +113,13 @@ def vocab_rows(model: ModelConfig, tokenizer_size: int) -> int:
     """
     if model.vocab_size is not None and model.vocab_size < tokenizer_size:
         raise ConfigError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer: {tokenizer_size} "
-            f"tokens.  Use the model's own tokenizer (data.tokenizer), or at least {tokenizer_size} rows."
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer_size} tokens.  "
+            f"Use the model's own tokenizer (data.tokenizer), or set model.vocab_size to at least {tokenizer_size}."
         )
     return model.vocab_size or tokenizer_size
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding with padding: a multiple of 128 and of tp.  Every tp that divides 128 gives the same."""
+    """Rows of the embedding with padding: a multiple of 128 and of tp.  The same for every tp that divides 128."""
     multiple = lcm(128, tp)
     return -(-vocab_size // multiple) * multiple

@@ -216,8 +216,8 @@ MISTAKES = {
     ),
     "small vocabulary": (
         ["check", "a.yaml", "model.vocab_size=100"],
-        "ConfigError: model.vocab_size = 100 is smaller than the tokenizer: 259 tokens.  Use the model's own "
-        "tokenizer (data.tokenizer), or at least 259 rows.\n",
+        "ConfigError: model.vocab_size = 100 is smaller than the tokenizer's 259 tokens.  Use the model's own "
+        "tokenizer (data.tokenizer), or set model.vocab_size to at least 259.\n",
     ),
     "unknown key to explain": (
         ["check", "a.yaml", "--explain", "optim.learning_rate"],

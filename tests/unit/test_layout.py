@@ -71,7 +71,7 @@ MISFITS = {
     "packs and dp": (
         3,
         {},
-        "train.global_batch_size = 16 packs cannot be shared by dp = 3 ranks.  Nearest that fit: 15, 18.",
+        "train.global_batch_size = 16 packs cannot be divided evenly among dp = 3 ranks.  Nearest that fit: 15, 18.",
     ),
     "tp and everything": (
         5,
@@ -94,7 +94,8 @@ MISFITS = {
     "documents and cp": (
         32,
         {"parallel": {"cp": 32}, "train": {"global_batch_size": 1}},
-        "data.doc_multiple = 32 is not a multiple of 2 x cp = 64, a document's chunks.  Smallest that fits: 64.",
+        "data.doc_multiple = 32 is not a multiple of 2 x cp = 64, the number of a document's chunks.  "
+        "Smallest that fits: 64.",
     ),
     "packs and sequence parallel": (
         8,
@@ -105,20 +106,20 @@ MISFITS = {
     "heads and all-to-all": (
         8,
         {"parallel": {"cp": 8, "cp_comm": "a2a"}, "model": {"num_query_groups": 4}},
-        "parallel.cp_comm = a2a hands out whole heads: tp 1 x cp 8 = 8 does not divide "
+        "parallel.cp_comm = a2a distributes whole heads: tp 1 x cp 8 = 8 does not divide "
         "model.num_query_groups = 4.  "
         "Use p2p or all_gather, or a cp of 1, 2, 4.",
     ),
     "heads and all-to-all of two levels": (
         16,
         {"parallel": {"cp": 8, "tp": 2, "cp_comm": "a2a+p2p", "cp_a2a": 4}, "model": {"num_query_groups": 4}},
-        "parallel.cp_comm = a2a+p2p hands out whole heads: tp 2 x cp_a2a 4 = 8 does not divide "
+        "parallel.cp_comm = a2a+p2p distributes whole heads: tp 2 x cp_a2a 4 = 8 does not divide "
         "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of 2.",
     ),
     "a rank to profile": (
         8,
         {"profile": {"torch": {"steps": [1], "ranks": [0, 8]}}},
-        "profile.torch.ranks = [0, 8]: this run has no rank 8, only 0 to 7.",
+        "profile.torch.ranks = [0, 8]: this run has no rank 8, only ranks 0 to 7.",
     ),
 }
 
@@ -146,7 +147,7 @@ def test_two_levels_need_heads_for_one() -> None:
 def test_all_misfits_at_once() -> None:
     parallel = {"tp": 3, "pp": 5}
     assert told(31, parallel=parallel, data={"seq_length": 1000}) == [
-        "1 of 4: parallel: tp 3 x cp 1 x pp 5 = 15 does not divide 31 GPUs.  Start a multiple of 15.",
+        "1 of 4: parallel: tp 3 x cp 1 x pp 5 = 15 does not divide 31 GPUs.  Start a multiple of 15 processes.",
         "  2 of 4: parallel.tp = 3 does not divide model.num_query_groups = 8.  "
         "Tensor-parallel sizes that fit: 1, 2, 4, 8.",
         "  3 of 4: model.num_layers = 12 cannot be cut into parallel.pp 5 x virtual_stages 1 = 5 equal "
@@ -202,7 +203,8 @@ def test_experts_share_the_ranks_of_a_stage() -> None:
                                      "1, 2, 4."),
         (4, {"ep": 4, "etp": 2}, MOE, "parallel.ep = 4 x etp = 2 does not fit 8 experts on 4 ranks of a pipeline stage "
                                       "(tp x cp x dp).  Expert-parallel sizes that fit: 1, 2."),
-        (4, {"ep": 2, "etp": 4}, MOE, "parallel.etp = 4 does not divide an expert of width 6.  Fit: 1, 2, 3, 6."),
+        (4, {"ep": 2, "etp": 4}, MOE, "parallel.etp = 4 does not divide the expert width 6.  Sizes that fit: "
+                                      "1, 2, 3, 6."),
         (4, {"tp": 2, "sequence_parallel": False}, MOE, "A mixture of experts needs sequence_parallel, or tp = 1."),
     ],
 )  # fmt: skip
@@ -217,7 +219,7 @@ def test_where_experts_are_not_spoken_of_and_where_they_are_not_split() -> None:
     (line,) = told(5, parallel={"pp": 2, "ep": 4}, model=MOE)
     assert line.startswith("parallel.pp = 2 does not fit 5 GPUs")
     assert told(2, parallel={"etp": 2}, model=MOE, run={"dir": "runs/a", "device": "cpu"}) == [
-        "parallel.etp = 2 needs NCCL: gloo cannot gather parts of unequal size.  On the CPU etp is 1."
+        "parallel.etp = 2 needs NCCL: gloo cannot gather parts of unequal size.  On the CPU, use etp = 1."
     ]
 
 
@@ -230,7 +232,7 @@ def test_vocabulary() -> None:
     model = layout_config(model={"vocab_size": 300}).model
     assert vocab_rows(layout_config().model, 259) == 259
     assert vocab_rows(model, 259) == 300
-    with pytest.raises(ConfigError, match="model.vocab_size = 300 is smaller than the tokenizer: 301 tokens."):
+    with pytest.raises(ConfigError, match="model.vocab_size = 300 is smaller than the tokenizer's 301 tokens."):
         vocab_rows(model, 301)
 
 
@@ -319,31 +321,32 @@ def test_the_equation() -> None:
     layout = resolved(sized(fp8="mxfp8", seq_length=8192, tp=2, cp=4))
     assert layout.equations(8192)[4:] == [
         "between layers, sequence parallel: 2,048 / tp 2 = 1,024",
-        "fp8 mxfp8: 32 tokens of a rank x cp 4 x tp 2 = 256, which divides packs",
+        "fp8 mxfp8: 32 tokens of a rank x cp 4 x tp 2 = 256, which divides the length of each pack",
         "documents padded to a multiple of 32, packs to a multiple of 256",
     ]
     layout = resolved(sized(fp8="blockwise", seq_length=8192, tp=2, cp=4, sequence_parallel=False))
-    assert "fp8 blockwise: 128 tokens of a rank x cp 4 = 512, which divides packs" in layout.equations(8192)
+    equation = "fp8 blockwise: 128 tokens of a rank x cp 4 = 512, which divides the length of each pack"
+    assert equation in layout.equations(8192)
 
 
 NARROW = {
     "the feed-forward of a tp rank": (
         {"ffn_hidden_size": 1216},  # 152 x 8
         {"tp": 8},
-        "run.fp8 = delayed takes weights whose sides are multiples of 16, and here model.ffn_hidden_size / tp = 152.  "
+        "run.fp8 = delayed needs widths that are multiples of 16, but model.ffn_hidden_size / tp = 152.  "
         "Use a tp of 1, 2, 4, or run.fp8=null.",
     ),
     "narrow heads": (
         {"hidden_size": 4104, "num_attention_heads": 14, "num_query_groups": 2, "head_dim": 12},
         {},
-        "run.fp8 = delayed takes weights whose sides are multiples of 16, and here model.hidden_size = 4,104, "
+        "run.fp8 = delayed needs widths that are multiples of 16, but model.hidden_size = 4,104, "
         "num_attention_heads x head_dim / tp = 168, (num_attention_heads + 2 x num_query_groups) x head_dim / tp = "
         "216.  Use run.fp8=null.",
     ),
     "an expert": (
         {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}},
         {},
-        "run.fp8 = delayed takes weights whose sides are multiples of 16, and here the width of an expert / etp = 24.  "
+        "run.fp8 = delayed needs widths that are multiples of 16, but the width of an expert / etp = 24.  "
         "Use run.fp8=null.",
     ),
 }
@@ -358,7 +361,7 @@ def test_widths_that_fp8_cannot_take(model: dict[str, object], parallel: dict[st
 @pytest.mark.parametrize("fp8, multiple", [("delayed", 16), ("tensorwise", 16), ("blockwise", 32), ("mxfp8", 32)])
 def test_the_multiple_of_widths(fp8: str, multiple: int) -> None:
     narrow = sized(fp8=fp8, seq_length=8192, model={"ffn_hidden_size": multiple // 2})
-    assert f"multiples of {multiple}, and here model.ffn_hidden_size / tp = {multiple // 2}." in complaint(narrow)
+    assert f"multiples of {multiple}, but model.ffn_hidden_size / tp = {multiple // 2}." in complaint(narrow)
     resolved(sized(fp8=fp8, seq_length=8192, model={"ffn_hidden_size": multiple}))
 
 

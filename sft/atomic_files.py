@@ -11,9 +11,9 @@ _FAULTS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota on this disk is used up",
     errno.EROFS: "the file system is read-only",
-    errno.ENOENT: "the folder is gone",
-    errno.ENOTDIR: "the folder is gone",
-    errno.ESTALE: "the folder is gone",
+    errno.ENOENT: "the folder no longer exists",
+    errno.ENOTDIR: "the folder no longer exists",
+    errno.ESTALE: "the folder no longer exists",
     errno.EIO: "the disk reports an I/O error",
     errno.EACCES: "this user has no permission to write to the folder",
 }

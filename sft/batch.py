@@ -4,7 +4,7 @@
     Pack        concatenated documents, each padded to doc_multiple      (numpy, the same on every rank)
     Microbatch  the part of a pack that one context-parallel rank holds  (torch, the model's input)
 
-sft/data/packing/pack.py shifts the labels once per document, before a pack is split over context-parallel ranks.  Then
+sft/data/packing/pack.py shifts the labels once per document, before a pack is split over context-parallel ranks.  So
 no rank needs a token of another rank for its labels.
 """
 
@@ -74,7 +74,7 @@ class Pack:
 
     @property
     def max_seqlen(self) -> int:
-        """Length of the longest padded document.  With the length of the pack, RoPE would use other positions."""
+        """Length of the longest padded document.  With the pack's length, RoPE would not restart in each document."""
         return int(np.diff(self.cu_seqlens).max())
 
 

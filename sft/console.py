@@ -31,14 +31,14 @@ class Progress(Protocol):
 
 
 class Console:
-    """The only printer of a run.  Rank 0 prints; the other ranks print nothing."""
+    """Prints all lines of a run.  Rank 0 prints; the other ranks print nothing."""
 
     def __init__(self, rank: int, stream: TextIO = sys.stdout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._prints, self._stream, self._clock = rank == 0, stream, clock
         self._has_bars = self._prints and _shows_bars(stream)
 
     def say(self, text: str) -> None:
-        """Print one line or several above any progress bar, and flush them."""
+        """Print one or more lines above any progress bar, and flush the stream."""
         if self._prints:
             try:
                 with tqdm.external_write_mode(file=self._stream) if self._has_bars else nullcontext():
@@ -47,7 +47,7 @@ class Console:
                 self._prints = False
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())  # discards the rest of the buffer
-            except OSError:  # a log on a full disk: the line is lost, not the run
+            except OSError:  # the log is on a full disk: the line is lost, and the run goes on
                 pass
 
     @contextmanager
@@ -116,7 +116,7 @@ class _Bar:
 
 
 class _Lines:
-    """Prints a line every few seconds, and no line for work that ends earlier."""
+    """Prints a line every few seconds.  Work that ends earlier gets no line."""
 
     def __init__(
         self, console: Console, clock: Callable[[], float], title: str, total: int | None, unit: str, start: int
@@ -161,7 +161,7 @@ def _measure_progress(progress: Progress, measure: Callable[[], int], is_over: t
                 units = max(shown, measure())
             except OSError:  # files may vanish while `measure` reads their sizes
                 units = shown
-            progress.advance(units - shown)  # also by 0, because the rate changes with time
+            progress.advance(units - shown)  # also by 0, because the shown rate changes with time
             shown = units
 
 

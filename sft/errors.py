@@ -10,7 +10,7 @@ class SftError(Exception):
 
 
 class ConfigError(SftError):
-    """A recipe, an override or a layout that is impossible."""
+    """A recipe, an override or a layout that cannot be used."""
 
 
 class DataError(SftError):

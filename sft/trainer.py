@@ -94,7 +94,7 @@ class Trainer:
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console)
         self.lifecycle.restored(state.step, self.num_steps)
         if self._is_done(state):
-            self.console.say(f"nothing to do: {self.folder} has done all its {self.num_steps} steps")
+            self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
             self.lifecycle.end("done", state.step, None)
             return True
         broadcast_from_rank0(self._write_inputs)
@@ -121,7 +121,7 @@ class Trainer:
                     if is_save_due:
                         state = self._compare_with_best(state, held_out)
                         self._save(state, sample_log, wait=stop is not None or state.step == self.num_steps)
-                        stop = stop or self.lifecycle.stop_reason()  # asks again, because a save may take long
+                        stop = stop or self.lifecycle.stop_reason()  # again, because a signal may arrive during a save
             self._end(state, stop)
             metrics.summarise()
         self.console.say(self._closing_line(state, stop))
@@ -194,7 +194,7 @@ class Trainer:
             files = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
             return f"done: {self.folder}/ holds {files}"
         return (
-            f"stopped after step {state.step} of {self.num_steps} ({stop}); the same command resumes from there.  "
+            f"stopped after step {state.step} of {self.num_steps} ({stop}); the same command resumes the run.  "
             f"The exit code is {STOPPED}, which torchrun reports as a failure"
         )
 

@@ -28,7 +28,7 @@ class Evaluator:
     def run(self, step: int, metrics: MetricsLog) -> dict[str, Record] | None:
         """Evaluate after `step`.  Returns the record of each set by name; None if the run must stop.  Collective.
 
-        If the run must stop, the next start repeats the evaluation, because the remaining time is needed for a save.
+        If the run must stop, a save needs the remaining time, so the next start repeats the evaluation.
         """
         results: dict[str, tuple[Totals, float]] = {}
         for name, loader in self._sets.items():
@@ -38,7 +38,7 @@ class Evaluator:
                 return None
             if not math.isfinite(totals.objective):
                 raise TrainingError(
-                    f"the held-out loss of {name} after step {step} is {totals.objective}; nothing was saved."
+                    f"the held-out loss of {name} after step {step} is {totals.objective}; the run ends without a save."
                 )
             results[name] = totals, time.monotonic() - started
         return {

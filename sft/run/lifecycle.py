@@ -24,7 +24,7 @@ from sft.run.watchdog import Watchdog
 
 
 class Lifecycle:
-    """A context around everything that happens in the run's folder.
+    """A context for the time in which this process uses the run's folder.
 
     step    the last completed step
     step_s  seconds that this step took
@@ -60,7 +60,7 @@ class Lifecycle:
             self._contexts = contexts.pop_all()
         self._start_id, self._earlier = start.start_id, (start.step_s, start.save_s)
         if start.starts > 1:
-            self._console.say(f"start {start.starts} in a row from step {self.step}, without a new checkpoint between")
+            self._console.say(f"start {start.starts} in a row from step {self.step}: no new checkpoint since the first")
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -131,7 +131,7 @@ class Lifecycle:
 
     def _report_hang(self, message: str) -> None:
         """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""
-        where = f"{self._folder}/stacks has the stacks of all ranks; look first at a rank without a file"
+        where = f"{self._folder}/stacks has the stacks of the ranks that hang; look first at a rank without a file"
         hang = TrainingHangs(f"{message.splitlines()[0]} (run.step_timeout_s).  {where}")
         self._report_error(TrainingHangs, hang, None)
 
@@ -153,7 +153,7 @@ def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> s
     if step_s is None or save_s is None:
         return None
     line = f"stopping takes a step ({step_s:.1f} s) and a save ({save_s:.1f} s); run.grace_s is {grace_s} s"
-    return line if step_s + save_s <= grace_s else f"WARNING: {line}: too short, the last steps would be lost"
+    return line if step_s + save_s <= grace_s else f"WARNING: {line}.  This is too short: the last steps would be lost"
 
 
 class TrainingHangs(RuntimeError):

@@ -1,11 +1,11 @@
-"""Allows one run at a time in a folder.  run.lock names this run, which renews the file while the run is alive.
+"""Allows one run at a time in a folder.  run.lock names this run, which renews the file as long as it is alive.
 
 Decides whether the holder of a lock is alive, and how a stale lock is replaced.  The saver calls `held` before it
 publishes a checkpoint, and does not publish without the lock.
 
 The holder of a lock writes heartbeats into the file that it opened, and never creates the file again.  So a run that
-hung and lost its lock renews a file without a name.  Before a run replaces a stale lock, it links a second name that
-only one process can own (`_claim`), and then reads the lock again.
+hung and lost its lock cannot renew the new lock.  Before a run replaces a stale lock, it creates a hard link with a
+name that only one process can own (`_claim`), and then reads the lock again.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class RunLock:
     """Locks the folder of the run while the context lasts.  Rank 0 holds the lock.
 
     Entering raises ConfigError if another run is alive in the folder, and calls `report` when it replaces a stale
-    lock.  `heartbeat_s`: seconds between two heartbeats.  `stale_s`: a run on another host counts as gone after this
+    lock.  `heartbeat_s`: seconds between two heartbeats.  `stale_s`: a run on another host counts as ended after this
     many seconds without a heartbeat, measured by this process's clock alone.
     """
 
@@ -120,7 +120,7 @@ class RunLock:
         """Replace the lock with content `stale` by the file `own`, unless another process does so first."""
         claim = _claim(path, stale)
         if not _link(own, claim):
-            # Another process owns the claim for a moment.  If the other process was killed, the claim itself is stale.
+            # Another process owns the claim for a short time.  If that process was killed, the claim itself is stale.
             if (stale_claim := self._stale_content(claim)) is None:
                 return
             self._replace(own, claim, stale_claim)
@@ -132,7 +132,7 @@ class RunLock:
             claim.unlink()
 
     def _stale_content(self, path: Path) -> bytes | None:
-        """The content of a lock whose run has ended; None if the lock changed meanwhile.  Raises if that run lives."""
+        """The content of a lock whose run has ended; None if the lock changed.  Raises if the run is alive."""
         content = _read(path)
         if content is None:
             return None
@@ -142,19 +142,19 @@ class RunLock:
             if holder and holder.machine == self._me.machine:
                 self._refuse(str(holder))
             who = str(holder) if holder else "unreadable"
-            self._report(f"{path.name} ({who}): watching for {self._stale_s:g} s whether that run is alive")
+            self._report(f"{path.name} ({who}): waiting {self._stale_s:g} s for a heartbeat of that run")
             if self._changes(path):
                 if (now := _read(path)) is None or (_parse(now) and _identity(now) != _identity(content)):
                     return None
                 self._refuse(who)
-            why = f"no sign of life for {self._stale_s:g} s"
+            why = f"no heartbeat for {self._stale_s:g} s"
         if path == self._path:
             self._report(f"{path.name}: taken over from {holder or 'an unreadable lock'}: {why}")
         return content
 
     def _why_gone(self, holder: Holder) -> str | None:
         if holder.machine == self._me.machine and _start_time(holder.pid) != holder.started:
-            return "that process is gone"
+            return "that process has ended"
         if holder.job is not None and holder.job == self._me.job and holder.restart < self._me.restart:
             return "the job was requeued since then"
         return None

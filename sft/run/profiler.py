@@ -54,11 +54,11 @@ class Profiler:
         """The lines that rank 0 prints before the first step."""
         snapshots, traces = self._config.memory.steps or [], self._config.torch.steps or []
         if snapshots and self._position.device.type != "cuda":
-            yield "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU"
+            yield "profile.memory: nothing is recorded, because a run on the CPU uses no CUDA memory"
         elif snapshots:
-            yield f"profile.memory: recorded to step {max(snapshots)}, written to {self._folder}/memory_snapshots/"
+            yield f"profile.memory: history until step {max(snapshots)} is written to {self._folder}/memory_snapshots/"
             if early := [str(step) for step in traces if step < max(snapshots)]:
-                yield f"profile.torch: memory is recorded during step {', '.join(early)}, which slows what is traced"
+                yield f"profile.torch: recording memory slows down these traced steps: {', '.join(early)}"
         if traces:
             yield f"profile.torch: traces are written to {self._folder}/traces/"
 
@@ -90,7 +90,7 @@ class Profiler:
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
-            with self._best_effort("memory history was not switched off"):
+            with self._best_effort("recording of memory history did not stop"):
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, kind: str, step: str, suffix: str, save: Callable[[str], None]) -> None:
@@ -107,7 +107,7 @@ class Profiler:
 
     @contextmanager
     def _best_effort(self, failure: str) -> Iterator[None]:
-        """Print an error instead of raising it.  The error must neither end the run nor hide the error that ends it."""
+        """Print an error instead of raising it: it must neither end the run nor hide an error that ends the run."""
         try:
             yield
         except Exception as error:

@@ -31,7 +31,7 @@ def link(chain: str, epoch: int, batch: int, samples: Iterable[int]) -> str:
 
 
 class SampleLog:
-    """The file of one run, for rank 0.  Raises OSError if it cannot be opened, StorageError if it cannot be written.
+    """The sample log of one run, on rank 0.  Raises OSError if opening fails, and StorageError if writing fails.
 
     `step` and `chain` belong to the last completed step.  Lines of later steps, which a killed run left, are removed.
     A line with "gap" is added if lines before `step` are missing, for example because the checkpoint comes from another
@@ -49,7 +49,7 @@ class SampleLog:
         os.replace(copy, path)
         self._file = path.open("ab")
         if last != chain:
-            self._put({"step": step, "gap": "the lines before do not lead up to this step", "chain": chain})
+            self._put({"step": step, "gap": "lines before this step are missing", "chain": chain})
 
     @staticmethod
     def open(path: Path, step: int, chain: str) -> "SampleLog | None":

@@ -23,9 +23,9 @@ from typing import Any
 from sft.errors import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# SLURM signals every process of a job, and torchrun forwards its own signal.  So a process gets two signals at once.
+# SLURM signals every process of a job, and torchrun forwards its signal.  Such a repetition is not a second signal.
 SECONDS_OF_ECHO = 1.0
-SECONDS_TO_PRINT = 2.0  # limit for a line or a flush, because the thread that holds the stream may hang
+SECONDS_TO_PRINT = 2.0  # limit for printing a line or flushing, because the thread that holds the stream may hang
 
 _END = 0  # byte that ends the receiving thread; not a signal
 _PROBE = 255  # byte that a forked child sends to check whether its parent still listens
@@ -86,7 +86,7 @@ class StopSignals:
         """The reason to stop, in a few words; None if the run goes on."""
         if self._reason is None and self._deadline is not None and not self._is_disarmed:
             ends_at, why = self._deadline
-            if time.monotonic() >= ends_at:  # assigns to `_reason` only then, because the thread may set it
+            if time.monotonic() >= ends_at:  # otherwise no assignment, because the thread may set `_reason`
                 self._reason = self._reason or why
         return self._reason
 
@@ -103,7 +103,7 @@ class StopSignals:
                 received = self._receiver.recv(64)
             except TimeoutError:
                 if not self._is_disarmed:
-                    line = f"{_name(first)}: not done within {self._grace_s:g} s, leaving without a save"
+                    line = f"{_name(first)}: the run has not ended within {self._grace_s:g} s, exiting without a save"
                     return self._leave_now(1, line)
                 continue
             for number in received:
@@ -114,10 +114,10 @@ class StopSignals:
                 if not first:
                     first, received_at = number, time.monotonic()
                     self._reason = self._reason or _name(number)
-                    line = "finishing the step, then saving; a second signal leaves at once"
+                    line = "the run finishes this step, saves and exits; a second signal ends it at once"
                     _bounded(lambda: self._report(f"{_name(first)}: {line}"))
                 elif number != first or time.monotonic() - received_at > SECONDS_OF_ECHO:
-                    return self._leave_now(128 + number, f"{_name(number)}: leaving at once")
+                    return self._leave_now(128 + number, f"{_name(number)}: exiting at once")
 
     def _leave_now(self, code: int, line: str) -> None:
         for action in (lambda: self._report(line), lambda: sys.stdout.flush(), lambda: sys.stderr.flush()):
@@ -181,7 +181,7 @@ def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[
         if not text.strip().isdecimal() or int(text) <= now:
             raise ConfigError(
                 f"SLURM_JOB_END_TIME = {text!r} is not the end of a running job: it must be a future time in seconds "
-                f"since 1970 (now it is {int(now)}).  Unset it if it was set for another job."
+                f"since 1970 (now it is {int(now)}).  Unset the variable if it was set for another job."
             )
         limits.append((time.monotonic() + int(text) - now - grace_s, "end of the job"))
     return min(limits, default=None)
@@ -190,7 +190,7 @@ def deadline(exit_after_minutes: float | None, grace_s: float, environ: Mapping[
 def leave_with_parent() -> None:
     """Make the kernel end this process when its launcher ends.  Works under torchrun on Linux; elsewhere does nothing.
 
-    Without a launcher, ranks would otherwise continue to train, and would block the next start.
+    Otherwise ranks would continue to train without a launcher, and would block the next start.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return

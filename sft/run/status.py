@@ -58,7 +58,7 @@ def read(folder: Path) -> Status | None:
         return _parse(json.loads(content))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or not a Status
         raise ConfigError(
-            f"{path} is not the state of a run: {error}.  The checkpoints do not depend on it.  Remove the file, and "
+            f"{path} is not the state of a run: {error}.  The checkpoints do not depend on this file.  Remove it, and "
             f"the run starts from the newest checkpoint."
         ) from error
 
@@ -122,7 +122,7 @@ def fail(folder: Path, start_id: str | None, error: BaseException, *, rank: int,
         flush(own)
         os.link(own, folder / FAILURE)
     except FileExistsError:
-        pass  # another rank was first
+        pass  # another rank has recorded its failure first
     finally:
         own.unlink(missing_ok=True)
     _publish_failure(folder)

@@ -42,13 +42,13 @@ class StepCheck:
         numbers = f"step {step}: lm loss {result.lm_loss:.4f}, gradient norm {result.grad_norm}"
         if bad_in_a_row > self._max_nonfinite_steps:
             raise TrainingError(
-                f"{numbers}, after {bad_in_a_row - 1} such steps before it (train.max_nonfinite_steps).  Nothing of it "
-                f"was saved.  Its samples and the losses of all ranks are in {dump()}.  A lower optim.lr may help, "
+                f"{numbers}, after {bad_in_a_row - 1} non-finite steps before it (train.max_nonfinite_steps).  This "
+                f"step was not saved.  Its samples and the losses of all ranks are in {dump()}.  Try a lower optim.lr, "
                 f"from a checkpoint before the first non-finite step: checkpoint.resume=PATH with another run.dir."
             )
         self._console.say(
-            f"WARNING: {numbers}: nothing was updated, the step is skipped "
-            f"({bad_in_a_row} in a row of at most {self._max_nonfinite_steps})"
+            f"WARNING: {numbers}: the step is skipped and updates no weight "
+            f"({bad_in_a_row} non-finite in a row, at most {self._max_nonfinite_steps} allowed)"
         )
 
 

@@ -1,7 +1,7 @@
 """Ends a rank that hangs, after writing the stacks of its threads.  The launcher then ends the other ranks.
 
 Decides when a phase has lasted too long, and then writes the stacks of all threads to a file per rank and to stderr.
-The lifecycle calls `phase`, and its `on_hang` marks the run as failed.
+The lifecycle calls `phase`, and passes an `on_hang` that marks the run as failed.
 
 A Python thread watches the phases.  This thread cannot run while the main thread holds the interpreter lock in C code.
 In that case a thread of `faulthandler`, which does not need the interpreter, writes the stacks and ends the process.
@@ -32,8 +32,8 @@ class Watchdog:
     """Ends this process with exit code 1 when a phase lasts longer than `timeout_s` (None: never).
 
     The stacks are appended to `folder`/stacks/rank_00003.txt, and printed on stderr.  `on_hang` gets the same text,
-    whose first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other ranks, which
-    hang for the same reason, can write their stacks.  Raises ConfigError if the folder cannot be written.
+    whose first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other ranks that
+    hang for the same reason can write their stacks.  Raises ConfigError if the folder cannot be written.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watchdog:
 
     def _end(self, phase: str, since: float) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        text = f"rank {self._rank}: no end of '{phase}' after {time.monotonic() - since:.0f} s, {now}\n{_stacks()}"
+        text = f"rank {self._rank}: '{phase}' has not ended after {time.monotonic() - since:.0f} s, {now}\n{_stacks()}"
         to_stderr, to_file = (partial(print, file=stream, flush=True) for stream in (sys.stderr, self._file))
         outputs: tuple[Callable[[str], None], ...] = (to_stderr, to_file, self._on_hang)
         for output in outputs:
@@ -128,7 +128,7 @@ def _stacks() -> str:
             file.seek(0)
             return file.read()
     except OSError as error:
-        return f"no stacks: {error}"
+        return f"the stacks cannot be written: {error}"
 
 
 def _before_fork() -> None:

@@ -18,7 +18,7 @@ def test_a_step_without_numbers_is_left_out_by_all(case: MakeCase, hit: Hit) -> 
         one = case()
         kill = [{"at": STEP, "step": 4, "rank": 0, "do": "kill-all"}] * rank
         start = one.start({**fault, "step": 3, "rank": rank}, *kill).ends(-9 if kill else 0)
-        start.says("WARNING: step 3: lm loss ", "nothing was updated, the step is skipped")
+        start.says("WARNING: step 3: lm loss ", "the step is skipped and updates no weight")
         if kill:
             one.finish()
         one.assert_left_nothing()
@@ -37,7 +37,7 @@ def test_too_many_such_steps_end_the_run(case: MakeCase, hit: Hit) -> None:
     """Three in a row; what is left tells which samples and which rank, and the checkpoint before is good."""
     one = case("checkpoint.save_every=4")
     start = one.start(*({**NAN, "rank": 1, "step": step} for step in (5, 6, 7))).ends(2)
-    assert start.out().count("nothing was updated, the step is skipped") == 2
+    assert start.out().count("the step is skipped and updates no weight") == 2
     start.says("TrainingError: step 7: lm loss nan")
     kept = one.run / "bad_steps" / "step_0000007"
     ranks = json.loads((kept / "ranks.json").read_text())

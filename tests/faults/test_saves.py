@@ -196,7 +196,8 @@ def test_a_save_slower_than_the_grace(case: MakeCase) -> None:
     start = one.start(slow, {"at": WRITE, "call": 2, "rank": 0, "do": "term"})
     codes = start.wait(30)
     assert codes[0] == 1 and codes[1] != 0, start.told()
-    start.says("too short, the last steps would be lost", "SIGTERM: not done within 1 s, leaving without a save")
+    start.says("This is too short: the last steps would be lost")
+    start.says("SIGTERM: the run has not ended within 1 s, exiting without a save")
     one.assert_whole(1)
     one.finish_the_same(more=["run.grace_s=30"])
 

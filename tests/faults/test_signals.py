@@ -25,7 +25,7 @@ def test_signals_to_one_worker(case: MakeCase, hit: Hit) -> None:
     for do, rank, step in (("term", 1, 3), ("usr1", 0, 6), ("int", 1, 9)):
         start = one.start({"at": STEP, "step": step, "rank": rank, "do": do}).ends(75)
         assert_preempted(one, step)
-        assert start.says("the same command resumes from there").out().count("saved ") == 1
+        assert start.says("the same command resumes the run").out().count("saved ") == 1
         hit("G1")
     assert one.steps() == [3, 6, 9]
     one.finish_the_same()

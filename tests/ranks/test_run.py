@@ -69,7 +69,7 @@ def test_a_finished_run_says_so_and_does_nothing(finished: tuple[Path, str]) -> 
     before = (folder / "run" / "metrics.jsonl").read_bytes()
     (code, out, told), _ = start(folder, RUN + [held_out(folder)])
     assert (code, told) == (0, "")
-    assert f"nothing to do: {folder}/run has done all its 6 steps" in out
+    assert f"nothing to do: the run in {folder}/run has done all its 6 steps" in out
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
 
 

@@ -69,8 +69,8 @@ def failed_with(number: int) -> OSError:
         (errno.ENOSPC, "the disk is full (OSError: [Errno 28] No space left on device)"),
         (errno.EDQUOT, "the quota on this disk is used up (OSError: [Errno 122] Disk quota exceeded)"),
         (errno.EROFS, "the file system is read-only (OSError: [Errno 30] Read-only file system)"),
-        (errno.ENOENT, "the folder is gone (FileNotFoundError: [Errno 2] No such file or directory)"),
-        (errno.ESTALE, "the folder is gone (OSError: [Errno 116] Stale file handle)"),
+        (errno.ENOENT, "the folder no longer exists (FileNotFoundError: [Errno 2] No such file or directory)"),
+        (errno.ESTALE, "the folder no longer exists (OSError: [Errno 116] Stale file handle)"),
         (errno.EIO, "the disk reports an I/O error (OSError: [Errno 5] Input/output error)"),
         (
             errno.EACCES,
@@ -101,7 +101,7 @@ def test_the_file_system_is_asked_where_an_error_has_no_number(tmp_path: Path, m
         with monkeypatch.context() as patch:
             patch.setattr(atomic_files.os, "statvfs", lambda path: SimpleNamespace(**blocks))
             assert why_not_written(tmp_path, late).startswith("the disk is full (")
-    assert why_not_written(tmp_path / "gone", late).startswith("the folder is gone (")
+    assert why_not_written(tmp_path / "gone", late).startswith("the folder no longer exists (")
 
     def quota(handle: int) -> None:
         raise failed_with(errno.EDQUOT)

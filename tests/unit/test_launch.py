@@ -235,7 +235,7 @@ def started(tmp_path: Path, restarts: int, text: str, **env: str) -> bool:
     run = launch(tmp_path, "slurm.sbatch", "r.yaml", env=SLURM | {"SLURM_JOB_NUM_NODES": "1"} | env)
     assert f"SLURM_RESTART_COUNT {restarts}, " in run.stdout
     assert run.code in (0, 1) and (run.code == 0) == (len(run.of("scontrol")) == 2)
-    assert (run.code == 1) == ("start after start ends before the run begins" in run.stderr)
+    assert (run.code == 1) == ("three starts in a row ended before the run began" in run.stderr)
     return run.code == 0
 
 

@@ -21,7 +21,7 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     run.report_published(4, 120.0)
     first, second = said.getvalue().splitlines()
     grace = "stopping takes a step (2.0 s) and a save (120.0 s); run.grace_s is 100 s"
-    assert first == f"WARNING: {grace}: too short, the last steps would be lost"
+    assert first == f"WARNING: {grace}.  This is too short: the last steps would be lost"
     assert second.startswith(f"warning: {tmp_path}/gone/run_state.json cannot be written: ")
 
 

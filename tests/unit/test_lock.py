@@ -131,7 +131,7 @@ def test_a_killed_run_of_this_machine(tmp_path: Path, run: Callable[..., Run]) -
     while lock._start_time(first.process.pid) is not None:
         assert time.monotonic() < until
     with RunLock(tmp_path, report=told.append, stale_s=1000):
-        assert len(told) == 1 and told[0].endswith(": that process is gone")
+        assert len(told) == 1 and told[0].endswith(": that process has ended")
         assert told[0].startswith("run.lock: taken over from host ") and f"pid {first.process.pid}" in told[0]
 
 
@@ -142,7 +142,7 @@ def test_a_process_that_got_the_number_of_a_dead_one(tmp_path: Path, run: Callab
     (tmp_path / "run.lock").write_text(json.dumps(values | {"started": values["started"] - 5}))
     told: list[str] = []
     with RunLock(tmp_path, report=told.append, stale_s=1000):
-        assert told[0].endswith("that process is gone")
+        assert told[0].endswith("that process has ended")
 
 
 @pytest.mark.parametrize("job, end", [(("12", "1"), "taken"), (("13", "1"), "refused"), (("12", "0"), "refused")])
@@ -169,8 +169,8 @@ def test_a_stopped_run_of_another_host_loses_its_lock(tmp_path: Path, run: Calla
     first, second = run(host="a"), run(host="b", stale_s=0.3)
     assert first.ask() == "taken"
     first.process.send_signal(signal.SIGSTOP)
-    assert "watching for 0.3 s" in second.ask()
-    assert second.line().endswith(": no sign of life for 0.3 s") and second.line() == "taken"
+    assert "waiting 0.3 s" in second.ask()
+    assert second.line().endswith(": no heartbeat for 0.3 s") and second.line() == "taken"
     first.process.send_signal(signal.SIGCONT)
     assert first.ask() == "False" and second.ask() == "True"
     assert first.close() == "left"  # with beats in between; the lock is not its own to remove
@@ -184,7 +184,7 @@ def test_garbage_that_stays_is_taken(tmp_path: Path, garbage: bytes) -> None:
     told: list[str] = []
     with RunLock(tmp_path, report=told.append, stale_s=0.05) as held:
         assert held.held()
-    assert told[1] == "run.lock: taken over from an unreadable lock: no sign of life for 0.05 s"
+    assert told[1] == "run.lock: taken over from an unreadable lock: no heartbeat for 0.05 s"
     assert os.listdir(tmp_path) == []
 
 

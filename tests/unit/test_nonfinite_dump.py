@@ -59,10 +59,11 @@ def test_one_step_more_than_allowed_ends_the_run(tmp_path: Path) -> None:
     for in_a_row in (1, 2):
         check.check(7 + in_a_row, nan, in_a_row, lambda: pytest.fail("nothing is kept of it"))
     line = (
-        "WARNING: step {}: lm loss nan, gradient norm 0.5: nothing was updated, the step is skipped ({} in a row of at "
+        "WARNING: step {}: lm loss nan, gradient norm 0.5: the step is skipped and updates no weight "
+        "({} non-finite in a row, at most 2 allowed)"
     )
-    assert stream.getvalue().splitlines() == [line.format(8, 1) + "most 2)", line.format(9, 2) + "most 2)"]
-    with pytest.raises(TrainingError, match=f"step 10: lm loss nan.*after 2 such steps .*are in {tmp_path}"):
+    assert stream.getvalue().splitlines() == [line.format(8, 1), line.format(9, 2)]
+    with pytest.raises(TrainingError, match=f"step 10: lm loss nan.*after 2 non-finite steps .*are in {tmp_path}"):
         check.check(10, nan, 3, lambda: tmp_path)
 
 
@@ -72,4 +73,5 @@ def test_a_spike_is_told_and_a_skipped_step_is() -> None:
         check.check(step, result(), 0, lambda: pytest.fail("nothing is kept of it"))
     assert stream.getvalue() == ""
     check.check(18, result(objective=300.0), 0, lambda: pytest.fail("nothing is kept of it"))
-    assert stream.getvalue().startswith("WARNING: loss spike in step 18: 15.0000, usual is 1.5000")
+    warning = "WARNING: loss spike in step 18: 15.0000, the median of earlier losses is 1.5000"
+    assert stream.getvalue().startswith(warning)

@@ -114,7 +114,7 @@ def test_recording_begins_before_the_first_step_and_ends_with_the_last_wanted(
         with profile.step(3):
             pass
     assert recorder.calls == [100000, "dump", "off"]
-    assert said.getvalue() == f"profile.memory: recorded to step 2, written to {tmp_path}/memory_snapshots/\n"
+    assert said.getvalue() == f"profile.memory: history until step 2 is written to {tmp_path}/memory_snapshots/\n"
 
 
 def test_steps_that_are_not_reached(recorder: Recorder, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_fails_in_here_is_one_line(
     assert caught.value is error and error.__cause__ is None
     lines = capsys.readouterr().err.splitlines()
     assert "step_1_oom" in lines[0] and lines[0].endswith("was not written: RuntimeError: the device is gone")
-    assert lines[1:] == ["rank 3: memory history was not switched off: RuntimeError: also gone"]
+    assert lines[1:] == ["rank 3: recording of memory history did not stop: RuntimeError: also gone"]
     assert files(tmp_path) == []  # no half a file either
 
 
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_made(recorder: Recorder, tmp_path: Path, capsys
 
 def test_on_the_cpu_it_is_one_line_and_nothing_else(recorder: Recorder, tmp_path: Path) -> None:
     said = run(memory(2, 3), tmp_path, place(device="cpu"))
-    assert said == "profile.memory: nothing is recorded, there is no CUDA memory in a run on the CPU\n"
+    assert said == "profile.memory: nothing is recorded, because a run on the CPU uses no CUDA memory\n"
     assert run(memory(2, 3), tmp_path, place(1, device="cpu")) == ""
     assert recorder.calls == [] and files(tmp_path) == []
 
@@ -281,7 +281,7 @@ def test_a_step_that_fails_leaves_no_trace_and_no_tracer(
 def test_a_trace_while_memory_is_recorded_is_told(recorder: Recorder, tracers: list[Tracer], tmp_path: Path) -> None:
     config = ProfileConfig(memory=MemoryProfile(steps=[4]), torch=TorchProfile(steps=[2, 3, 5]))
     said = run(config, tmp_path, place())
-    assert "profile.torch: memory is recorded during step 2, 3, which slows what is traced\n" in said
+    assert "profile.torch: recording memory slows down these traced steps: 2, 3\n" in said
 
 
 # The keys

@@ -98,7 +98,7 @@ def test_a_gap_is_told_once_and_what_follows_leads_on(path: Path) -> None:
     for _ in range(2):
         SampleLog(path, 3, CHAIN[2]).close()
     assert [row["step"] for row in rows(path)] == [1, 2, 3]
-    gap = {"step": 3, "gap": "the lines before do not lead up to this step", "chain": CHAIN[2]}
+    gap = {"step": 3, "gap": "lines before this step are missing", "chain": CHAIN[2]}
     assert rows(path)[2] == gap
 
 

@@ -39,7 +39,7 @@ with StopSignals(grace_s=1000, deadline=None, report=tell):
     os.write(1, b"ready\\n")
     stuck()
 """
-FIRST = "SIGUSR1: finishing the step, then saving; a second signal leaves at once"
+FIRST = "SIGUSR1: the run finishes this step, saves and exits; a second signal ends it at once"
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -92,7 +92,7 @@ def test_the_first_is_told_at_once_and_the_second_leaves(
     process.send_signal(signal.SIGUSR1)
     assert line(process) == "not flushed" + FIRST
     process.send_signal(second)
-    assert end(process) == (code, [f"{name}: leaving at once"])
+    assert end(process) == (code, [f"{name}: exiting at once"])
 
 
 def test_stdout_is_flushed_before_it_leaves(start: Start) -> None:
@@ -118,7 +118,8 @@ def test_an_echo_of_a_signal_is_not_a_second_one(start: Start) -> None:
 def test_the_grace_ends(start: Start) -> None:
     process = start(STUCK.replace("1000", "0.2"))
     process.send_signal(signal.SIGUSR1)
-    assert end(process) == (1, ["not flushed" + FIRST, "SIGUSR1: not done within 0.2 s, leaving without a save"])
+    last = "SIGUSR1: the run has not ended within 0.2 s, exiting without a save"
+    assert end(process) == (1, ["not flushed" + FIRST, last])
 
 
 @pytest.mark.parametrize("tell", ["stuck", "broken"])

@@ -16,7 +16,7 @@ from tests.unit.fixtures.held import held, threads
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken
-FIRST = r"rank 3: no end of 'step 12: forward and backward' after \d+ s, 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+FIRST = r"rank 3: 'step 12: forward and backward' has not ended after \d+ s, 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
 
 # `hang` waits for ever in C code: with the interpreter free for others (CDLL), or not (PyDLL).
 HEAD = """

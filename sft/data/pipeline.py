@@ -24,7 +24,7 @@ class GlobalBatch:
 
     position: tuple[int, int]  # the epoch and the global batch in that epoch, both counted from 0
     samples: list[int]  # numbers of all samples of the step, over all ranks
-    microbatches: list[Microbatch]  # of this rank
+    microbatches: list[Microbatch]  # microbatches of this rank
 
 
 class DataPipeline:

@@ -31,7 +31,7 @@ class Corpus:
     """
 
     def __init__(self, paths: Sequence[Path], stores: Sequence[Store], names: Sequence[str] | None = None) -> None:
-        self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # lines of samples
+        self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # lines with a sample
         lengths = [store.rows["tokens"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
         self.num_supervised: np.ndarray = np.concatenate(
@@ -44,7 +44,7 @@ class Corpus:
         self.sources: tuple[str, ...] = tuple(dict.fromkeys(names))
         self._source_of = [self.sources.index(name) for name in names]
         self._stores = list(stores)
-        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # of samples, per file
+        self._starts = [np.concatenate([[0], np.cumsum(tokens)]) for tokens in lengths]  # of samples, by file
         self._first_ids = np.cumsum([0] + [len(lines) for lines in self._lines])
 
     def __len__(self) -> int:

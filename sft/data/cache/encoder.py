@@ -54,7 +54,7 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
         except DataError as error:
             if data.on_bad_row == "error":
                 raise DataError(f"{row_name(file, number)}: {error}") from error
-            reason = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a surrogate pair
+            reason = str(error).encode("utf-8", "backslashreplace").decode()  # errors may quote half a surrogate pair
             rejects.append(Reject(number, reason))
             continue
         num_chats += isinstance(row, Chat)

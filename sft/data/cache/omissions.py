@@ -32,7 +32,7 @@ class RowOmission(NamedTuple):
     """
 
     row: int
-    message: int  # number of the first message, or of the first tool for a tool schema, from 1
+    message: int  # number of the first message, or tool for a tool schema; counts from 1
     role: str
     kind: str
     num: int  # number of messages from which such a text was left out
@@ -61,7 +61,7 @@ class FileOmission:
     count: int  # number of messages from which such a text was left out
     chats: int  # number of chats with such messages
     rows: tuple[int, ...]  # rows of the first 100 of these chats
-    message: int  # number of the first message, from 1, in the first of the rows
+    message: int  # number of the first message in the first of the rows; counts from 1
     said: str
     why: str
 

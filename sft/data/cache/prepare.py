@@ -34,7 +34,7 @@ from sft.errors import DataError
 # With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.
 LARGEST_SKIPPED_SHARE = 0.1
 _ATTEMPTS = 5
-_MOST_AUTO_WORKERS = 32  # each process holds a tokenizer and a part: some hundred megabytes
+_MOST_AUTO_WORKERS = 32  # each process needs several hundred MB for a tokenizer and a part
 
 
 def prepare(
@@ -56,7 +56,7 @@ def prepare(
     files = [Path(path) for path in paths]
     for file in files:
         check_file(file)
-    stamps = [stamp(file) for file in files]  # taken before the digest, to notice every later change
+    stamps = [stamp(file) for file in files]  # before the digest, so every later change is detected
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
     stores: dict[Path, Store] = {}
     jobs: dict[Path, FileJob] = {}
@@ -163,7 +163,7 @@ def _tokenise(jobs: Sequence[FileJob], num_workers: int, console: Console, *, re
                 )
                 started = time.monotonic()
     except _UnusableRows as unusable:  # all tokenising processes have ended
-        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # a corrected file or setting has another folder
+        shutil.rmtree(unusable.job.folder, ignore_errors=True)  # after a correction, the folder has another name
         raise DataError(str(unusable)) from None
     return stores
 
@@ -179,7 +179,7 @@ def _tokenise_file(
             results.append(result)
             rejects += result.rejects
             _check_rows(job, result, rejects)
-            if refuse and result.omitted is not None:  # keeps the parts: they are valid for on_omitted = report
+            if refuse and result.omitted is not None:  # parts stay valid for on_omitted = report
                 raise refusal(job.file, result.omitted.row, result.omitted, job.tokenizer)
             num_tokens += result.num_tokens
             progress.advance(result.num_rows, f"{num_tokens:,} tokens")

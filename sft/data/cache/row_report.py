@@ -19,7 +19,7 @@ from sft.data.chat.messages import shortened
 LINE = np.dtype(
     [
         ("row", np.int64),  # number in the file
-        ("window", np.int64),  # from 1
+        ("window", np.int64),  # number of the window; counts from 1
         ("windows", np.int64),  # number of samples of the same row
         ("tokens", np.int64),
         ("supervised", np.int64),  # number of supervised labels
@@ -76,7 +76,7 @@ class RowReport:
     windowed: tuple[int, ...]
     dropped: tuple[int, ...]
     skipped: tuple[int, ...]
-    reasons: tuple[tuple[str, int], ...]  # of skipped rows, most frequent first, without numbers and texts
+    reasons: tuple[tuple[str, int], ...]  # reasons of skipped rows, most frequent first, without numbers and texts
     chats: int = 0
     omitted: tuple[FileOmission, ...] = ()
 

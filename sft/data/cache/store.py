@@ -92,7 +92,7 @@ def write_store(temp: Path, parts: Iterable[EncodedRows], weights: np.ndarray) -
     text = json.dumps({**content, "digest": _json_digest(content)}, indent=2, ensure_ascii=False)
     (temp / "ledger.json").write_text(text + "\n", encoding="utf-8")
     for path in temp.iterdir():
-        flush(path)  # otherwise a power cut could leave a renamed store without its bytes
+        flush(path)  # otherwise, a power failure could leave a renamed store without its bytes
 
 
 def _write_parts(
@@ -125,8 +125,8 @@ def _write_parts(
 
 
 def publish(temp: Path, folder: Path) -> None:
-    """Gives a written store its final name.  If another process was first, its store and `temp` stay; a damaged store
-    is moved next to `temp`.  Raises OSError if another process removed `temp`."""
+    """Gives a written store its final name.  If another process published the store first, that store and `temp` stay.
+    A damaged store is moved next to `temp`.  Raises OSError if another process removed `temp`."""
     for _ in range(3):
         try:
             os.rename(temp, folder)
@@ -155,7 +155,7 @@ def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
 
 
 def _map(path: Path) -> np.ndarray:
-    return np.asarray(np.load(path, mmap_mode="r"))  # slices of a plain array cost less than of a np.memmap
+    return np.asarray(np.load(path, mmap_mode="r"))  # a plain array is sliced faster than an np.memmap
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

@@ -105,7 +105,7 @@ def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterat
     end of the prompt and continues where the previous window stopped.  The first token after this gap is not
     supervised, so no label is predicted across the gap.
     """
-    if not spans or capacity < 2:  # a label needs the token before it
+    if not spans or capacity < 2:  # a label needs a previous token
         return
     prompt = spans[0][0]
     last, previous = None, 0
@@ -119,7 +119,7 @@ def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterat
             yield from full
         previous = stop
     assert last is not None
-    tail = length - last.stop  # unsupervised; without it, the row report would count a cut newline for every row
+    tail = length - last.stop  # unsupervised; else the row report would count a cut newline for every row
     yield last._replace(stop=last.stop + tail) if last.size + tail <= capacity else last
 
 

@@ -50,7 +50,7 @@ class FileJob:
     index: RowIndex
     ranges: tuple[tuple[int, int], ...]  # rows of each part, counted from 0
     store: Path  # the folder of the finished store
-    stamp: Stamp  # of the file, taken before its digest; a file with another stamp is refused
+    stamp: Stamp  # stamp of the file before its digest; a file with another stamp is refused
 
     @property
     def folder(self) -> Path:
@@ -98,7 +98,7 @@ def make_part(job: FileJob, number: int) -> PartResult:
         try:
             encoded = encode_rows(read_rows(job.file, job.index, start, stop), job.file, job.data, job.tokenizer)
         except DataError as error:
-            check_unchanged(job.file, job.stamp)  # if the file changed, raises a better error
+            check_unchanged(job.file, job.stamp)  # raises a clearer error if the file changed
             return PartResult(error=str(error))
         except OSError as error:
             raise DataError(f"data file {job.file} cannot be read: {error}.") from error

@@ -74,7 +74,7 @@ def encode_chat(chat: Chat, tokenizer: ChatTokenizer, supervise: Supervise = "as
     for span in spans:
         if span.message in by_message:
             weights[span.start : span.end] = by_message[span.message]
-    weights[:1] = 0  # no token precedes the first one, so nothing predicts it
+    weights[:1] = 0  # no token precedes and predicts the first token
     if not weights.any():
         raise DataError(
             f"every token has weight 0 with data.supervise = {supervise}, so the chat has no loss.  Give an assistant "

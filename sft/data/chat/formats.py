@@ -30,7 +30,7 @@ from sft.errors import DataError
 
 _LARGEST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "assistant_masks")
-_UNSUPERVISED = -100  # in labels, by the convention of PyTorch
+_UNSUPERVISED = -100  # label of unsupervised tokens, by the convention of PyTorch
 
 
 class Chat(NamedTuple):

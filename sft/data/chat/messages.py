@@ -40,7 +40,7 @@ _SENDERS = {
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # These switches must be true or false, because a number under the key `loss` may be a measured loss.
 _SWITCHES = ("train", "training", "loss")
-_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # far from overflow and underflow of products in float32
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 1e-6, 1e6  # products do not overflow or underflow in float32
 
 
 class CheckedMessage(NamedTuple):
@@ -84,7 +84,7 @@ def read_weight(value: Any, name: str) -> float:
     """The weight that a row gives: a number, or true for 1 and false for 0.  Raises DataError."""
     if not isinstance(value, (int, float)):
         raise DataError(f"{name} is {type_name(value)}; expected a number of at least 0.")
-    if value != 0 and not _SMALLEST_WEIGHT <= value <= _LARGEST_WEIGHT:  # NaN too
+    if value != 0 and not _SMALLEST_WEIGHT <= value <= _LARGEST_WEIGHT:  # refuses NaN too
         raise DataError(
             f"{name} is {shortened(str(value))}; expected 0, or {_SMALLEST_WEIGHT} to {_LARGEST_WEIGHT:.0e}."
         )

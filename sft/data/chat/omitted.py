@@ -31,10 +31,10 @@ _NAMES = {"reasoning": THINKING, "tool call": ("tool_calls",), "tool schema": ("
 class OmittedText(NamedTuple):
     """The texts of one message and kind that are left out."""
 
-    number: int  # the message or tool, counted from 1
+    number: int  # number of the message or tool; counts from 1
     role: str
     kind: str
-    text: str  # the first of these texts
+    text: str  # the first omitted text
 
 
 def find_omitted(chat: RenderedChat) -> list[OmittedText]:

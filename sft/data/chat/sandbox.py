@@ -30,7 +30,7 @@ from jinja2.utils import Namespace
 from sft.errors import DataError
 
 MAX_SECONDS = 20.0
-MAX_CHARACTERS = 100_000_000  # about 25 million tokens: more than any sample has, and fits into memory
+MAX_CHARACTERS = 100_000_000  # about 25 million tokens; longer than any sample, and fits into memory
 _OF_DICTS = frozenset(dir(dict))
 _MAX_BITS = 100_000  # largest size of an integer
 _ITEM = 8  # an item of a list or mapping counts as this many characters
@@ -78,7 +78,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             scope.values = [_direct("sft_kept", value, scope.lineno) for value in scope.values]
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
 
-    @pass_context  # without it, Jinja would call the filter for a constant only once, at compile time
+    @pass_context  # otherwise Jinja would call the filter for a constant only at compile time
     def step(self, context: Context, characters: int) -> None:
         """`tick` with the signature that templates need to call it."""
         self.tick(characters)
@@ -149,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str):
             args = self._check_text(name, owner, args, kwargs)
-        elif name in ("format", "format_map"):  # wrapped by the sandbox
+        elif name in ("format", "format_map"):  # the sandbox wraps these methods
             self._check_format(getattr(getattr(obj, "__wrapped__", None), "__self__", ""), (*args, *kwargs.values()))
         return super().call(context, obj, *args, **kwargs)
 
@@ -244,7 +244,7 @@ def _add_names(sandbox: Sandbox) -> None:
 
     environment = _compile_jinja_template("").environment
     sandbox.globals.update(environment.globals)
-    del sandbox.globals["lipsum"]  # random text, of any length
+    del sandbox.globals["lipsum"]  # writes random text of any length
     sandbox.filters.update({name: sandbox.guarded(name, function) for name, function in environment.filters.items()})
     sandbox.filters.update(sft_step=sandbox.step, sft_kept=sandbox.kept)
     sandbox.tests.update(environment.tests)

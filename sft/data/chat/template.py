@@ -33,11 +33,11 @@ class ChatTemplate:
     """A template with the names of the tokenizer's special tokens."""
 
     source: str
-    name: str  # for messages to users: `of org/model`, `chat.jinja`
+    name: str  # name in messages to users: `of org/model`, `chat.jinja`
     special_tokens: dict[str, Any]
     switches: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
 
-    @cached_property  # because every chat reads it
+    @cached_property  # cached, because every chat reads it
     def has_markers(self) -> bool:
         """Whether the template marks the assistant's text itself, by {% generation %} blocks."""
         return bool(_GENERATION.search(self.code))

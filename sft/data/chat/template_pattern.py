@@ -29,7 +29,7 @@ _INDENTS = (None, 4, 2)
 _ENCODERS = {indent: json.JSONEncoder(ensure_ascii=False, indent=indent) for indent in _INDENTS}
 _START, _END = "start", "end"
 _MARGIN = 64  # spaces that a template may add or remove
-_MOST_CHARACTERS = 2_000_000  # of all fillers; beyond that the fillers vary too much to be worth learning
+_MOST_CHARACTERS = 2_000_000  # limit for all fillers; above it, fillers vary too much to be learnt
 
 
 class ChatText(NamedTuple):
@@ -92,7 +92,7 @@ class TemplatePattern:
         for part, since, end in doubtful:
             is_moved = part.label in self._moved
             if (not is_moved or part in missed) and text.find(part.written, 0 if is_moved else since, end) >= 0:
-                return None  # unclear which of two texts is written here, and which one is missing
+                return None  # it is unknown which of two texts is written here, and which is missing
         return missed
 
     def _catch_up(
@@ -198,7 +198,7 @@ def _of_message(message: Message, forms: Mapping[str, int]) -> Iterator[tuple[st
         if isinstance(arguments, dict) and forms.get(_ARGUMENTS) == BY_LEAF:
             for key, value in arguments.items():
                 yield _KEY, key
-                if value is not None and not isinstance(value, bool):  # templates write true or True: fillers
+                if value is not None and not isinstance(value, bool):  # true and True count as filler
                     yield _VALUE, value if isinstance(value, str) else _json(value)
         elif isinstance(arguments, str):
             yield _ARGUMENTS, arguments

@@ -52,7 +52,7 @@ class Encoded:
     """Tokens of a text.  Token k covers the characters text[starts[k]:ends[k]]."""
 
     ids: np.ndarray  # int32 [n]
-    offsets: Callable[[], np.ndarray]  # int32 [2n]: start, end, start, end, ...; slow, so called only when needed
+    offsets: Callable[[], np.ndarray]  # int32 [2n]: start, end, start, end, ...; slow, called only if needed
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -82,7 +82,7 @@ class FolderTokenizer:
     digest: str
     template: ChatTemplate
     delimiters: TurnDelimiters
-    control: re.Pattern[str]  # matches control tokens: special tokens and those that end a turn
+    control: re.Pattern[str]  # matches control tokens: special tokens, and tokens that end a turn
     control_names: dict[int, str]  # control tokens by their ids
     control_heads: tuple[str, ...]  # the first two characters of control tokens, for a faster search
     hf: Any

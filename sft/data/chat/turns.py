@@ -32,7 +32,7 @@ _SPACES = re.compile(r"\s*")
 class Turn(NamedTuple):
     """One assistant turn: text[start:end] of the rendered chat, including the end-of-turn token."""
 
-    message: int  # index in the chat
+    message: int  # index of the message in the chat
     start: int
     end: int
     proof: Proof
@@ -93,7 +93,7 @@ def _prefix(chat: RenderedChat, i: int) -> Turn | None:
     if prompt is None or not text.startswith(prompt):
         return None
     start = len(prompt)
-    if _is_plain(message):  # then the turn is the content, the end of turn, and spaces around them
+    if _is_plain(message):  # the turn is content, end of turn, and spaces around them
         content, content_start = _content_of(message), _after_spaces(text, start)
         stop = _after_spaces(text, content_start + len(content))
         token = delimiters.end_at(text, stop)
@@ -155,7 +155,7 @@ def _difference(chat: RenderedChat, i: int, blanked: str, mark: str, thought: st
         thinking = _thinking_of(message)
         opened = before.rfind(delimiters.header) + len(delimiters.header) if delimiters.header in before else -1
         if not delimiters.header or opened < 0 or chat.tokenizer.control.search(before, opened):
-            return None  # it is not clear where the turn begins
+            return None  # the start of the turn is unknown
         if not written.strip().startswith(thinking) or between.strip() not in written[len(thinking) :]:
             return None
         start = opened  # <think> is a part of the assistant's text

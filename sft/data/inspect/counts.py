@@ -29,9 +29,9 @@ class DataSet(NamedTuple):
 
     part: str  # train, or the name of a held-out set
     paths: list[Path]
-    sources: list[str] | None  # of each file; None for held-out files, and if data.train names no sources
+    sources: list[str] | None  # source of each file; None for held-out files, and if data.train names no sources
     corpus: Corpus
-    rows: list[np.ndarray]  # of each file: LINE [rows], the uncut length of each row that was not skipped
+    rows: list[np.ndarray]  # per file LINE [rows]: the uncut length of each row that was not skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Counts:
     rows_skipped, reasons                effects of data.on_bad_row; the most frequent reason is first
     """
 
-    name: str  # of the file; `all` for several files
+    name: str  # name of the file; `all` for several files
     path: str | None  # null for several files
     part: str  # train, or the name of a held-out set
     source: str | None  # null if data.train names no sources, and for the sum of all training files

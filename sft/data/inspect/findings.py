@@ -62,7 +62,7 @@ class Scan(NamedTuple):
     wholes: np.ndarray
     prompts: np.ndarray
     openings: np.ndarray
-    num_runs: int  # runs are the turns of the assistant
+    num_runs: int  # number of runs, the turns of the assistant
     unfinished_runs: int  # number of runs that do not end with the end-of-turn token
     unfinished: list[int]  # ids of the first samples with unfinished runs
     longest_run: int  # length of the longest run in tokens

@@ -101,7 +101,7 @@ class _RoleCounter:
     messages: int = 0
     size: int = 0
     trained_size: int = 0
-    tokenised: int = 0  # messages
+    tokenised: int = 0  # number of tokenised messages
     tokenised_size: int = 0
     tokenised_tokens: int = 0
 
@@ -132,7 +132,7 @@ def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | T
     """Path, row number and content of every row of the files that was not skipped."""
     with console.track("reading rows", sum(map(len, data.rows)), "rows") as progress:
         for path, rows in zip(data.paths, data.rows, strict=True):
-            wanted = iter(rows["row"].tolist())  # in rising order
+            wanted = iter(rows["row"].tolist())  # row numbers, in rising order
             next_wanted = next(wanted, None)
             for number, content in read_rows(path):
                 if number == next_wanted:

@@ -57,9 +57,9 @@ class Survey:
     over_long: str
     on_bad_row: str
     refused: str | None  # why the trainer would refuse the data; null if it would accept them
-    files: tuple[Counts, ...]  # of data.train, then of the held-out sets
-    sources: tuple[Counts, ...]  # of each source that data.train names, over its files; empty without named sources
-    total: Counts  # over all training files
+    files: tuple[Counts, ...]  # counts of files of data.train, then of the held-out sets
+    sources: tuple[Counts, ...]  # counts of each source that data.train names; empty without named sources
+    total: Counts  # counts over all training files
     retention: tuple[Retention, ...]
     roles: tuple[Role, ...]
     roles_exact: bool

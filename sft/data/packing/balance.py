@@ -32,7 +32,7 @@ Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
 BALANCED = 0.002
 REASSIGN_ABOVE = 0.01
 NUM_PARTNERS, NUM_PAIRS = 6, 16  # ranks that the costliest rank tries to exchange with, and pairs of packs per rank
-MAX_SPLITS = 400  # per batch, for ranks and again for rows; limits the time
+MAX_SPLITS = 400  # per batch for ranks, and the same number for rows; limits the time
 FILL = 0.999  # share of a rank's capacity that single sequences may take; packs cannot be filled exactly
 
 

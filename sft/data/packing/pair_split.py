@@ -60,7 +60,7 @@ class PairSplitter:
         long_size, long_cost = ways @ self._sizes[long], ways @ self._costs[long]
         pool_size = int(self._sizes[long].sum() + self._sizes[rest].sum())
         most = self._limit - long_size  # size that the rest may add to the first pack
-        least = np.maximum(pool_size - self._limit - long_size, 0)  # size that it must add, so the second pack fits
+        least = np.maximum(pool_size - self._limit - long_size, 0)  # size that the rest must add; then pack 2 fits
         sizes, costs = _prefix_sums(self._sizes[rest]), _prefix_sums(self._costs[rest])
         num_short = min(len(rest), NUM_SHORT)
         all_short = sizes[num_short]

@@ -128,7 +128,7 @@ def compare_plans(first: Path, second: Path) -> list[str]:
     none: Counter[int] = Counter()
     keys = sorted({*members, *other_members})
     differ = [key for key in keys if members.get(key, none) != other_members.get(key, none)]
-    if header.get("data") != other_header.get("data"):  # then equal ids are different samples
+    if header.get("data") != other_header.get("data"):  # equal ids are different samples
         return [f"made from other data: {header.get('data')} and {other_header.get('data')}"]
     if not differ:
         return []

@@ -30,7 +30,7 @@ _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 2**20
 _HEAD = 4096  # the opening bracket of a list of rows must be within these bytes
-_STEP = np.zeros(256, dtype=np.int64)  # by how much a byte outside strings changes the nesting depth
+_STEP = np.zeros(256, dtype=np.int64)  # change of the nesting depth by a byte outside strings
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 _IS_STRUCTURE = np.isin(np.arange(256), list(b'[]{},"'))
 
@@ -61,7 +61,7 @@ def read_blocks(path: Path, offset: int, size: int = _BLOCK) -> Iterator[bytes]:
                 if len(block) > offset:
                     yield block[offset:]
                 offset = max(0, offset - len(block))
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # ValueError: pyarrow's errors
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:  # pyarrow raises ValueError
         action = "decompressed" if path.suffix in COMPRESSED else "read"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         raise DataError(f"data file {path} cannot be {action}: {reason}.") from error
@@ -105,7 +105,7 @@ def read_lines(blocks: Iterator[bytes], number: int) -> Iterator[tuple[int, byte
     """The rows of JSON lines, with their line numbers; the first block begins with line `number`."""
     pieces: list[bytes] = []
     size = 0
-    for block in chain(blocks, [b"\n"]):  # the added line end completes a last line that lacks one
+    for block in chain(blocks, [b"\n"]):  # the added line end completes the last line
         *ended, rest = block.split(b"\n")
         for line in ended:
             size += len(line)
@@ -129,7 +129,7 @@ def _limited(content: bytes, size: int) -> bytes | Unreadable:
 def scan_lines(blocks: Iterator[bytes], position: int) -> tuple[np.ndarray, np.ndarray]:
     """Offsets and numbers of the lines that are not blank; the first block begins with line 1 at byte `position`."""
     offsets, numbers = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    number, line_at, holds_row = 1, position, False  # of the line that continues in the next block
+    number, line_at, holds_row = 1, position, False  # state of the line that continues in the next block
     for block in blocks:
         codes = np.frombuffer(block, dtype=np.uint8)
         ends = np.append(np.flatnonzero(codes == ord("\n")), len(block))
@@ -172,7 +172,7 @@ def read_elements(blocks: Iterator[bytes], path: Path, number: int) -> Iterator[
         block = held + block
         odd = (len(block) - len(block.rstrip(b"\\"))) % 2
         held, block = block[len(block) - odd :], block[: len(block) - odd]  # the next block has the escaped byte
-        # Replace escapes by as many other bytes; every quote that is left begins or ends a string.
+        # Replace escapes by other bytes of the same length; every remaining quote begins or ends a string.
         codes = np.frombuffer(block.replace(b"\\\\", b"__").replace(b'\\"', b"__"), dtype=np.uint8)
         at = np.flatnonzero(_IS_STRUCTURE[codes])
         quotes = codes[at] == ord('"')

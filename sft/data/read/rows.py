@@ -40,7 +40,7 @@ class RowIndex:
     """
 
     num_rows: int
-    size: int  # of the file on disk, in bytes; read_rows refuses the index of a file that now has another size
+    size: int  # bytes of the file on disk; read_rows refuses the index if the file now has another size
     offsets: np.ndarray | None = None
     numbers: np.ndarray | None = None
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sft.errors import DataError
 
-MAX_DEPTH = 100  # tool schemas reach 20; functions and templates may recurse into a value this deep
+MAX_DEPTH = 100  # tool schemas reach 20; functions and templates can recurse to this depth
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -82,7 +82,7 @@ def _finite(digits: str) -> float:
 
 
 def _check_depth(value: object, text: str) -> None:
-    if text.count("[") + text.count("{") <= MAX_DEPTH:  # too few brackets to be deeper: skips the slow check
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # too few brackets for a deeper value: skips the slow check
         return
     level = [value]
     for _ in range(MAX_DEPTH):

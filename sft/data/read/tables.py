@@ -15,7 +15,7 @@ from typing import Any
 from sft.data.read.strict_json import Unreadable, parse_json
 from sft.errors import DataError
 
-_ROWS_AT_ONCE = 64  # few, because long rows need much memory as Python objects
+_ROWS_AT_ONCE = 64  # a small number, because long rows need much memory as Python objects
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; datasets writes Arrow's stream format
 
 Convert = Callable[[Any], Any]
@@ -43,7 +43,7 @@ def read_table(files: Sequence[Path], start: int) -> Iterator[dict[str, Any] | U
 
 def _parts(file: Path) -> Iterator[Part]:
     """Row groups of a parquet file, or record batches of an Arrow file."""
-    import pyarrow  # here, because the import is slow and most runs read JSON lines
+    import pyarrow  # imported late: the import is slow, and most runs read JSON lines
     from pyarrow import parquet
 
     if file.suffix == ".parquet":
@@ -82,7 +82,7 @@ def _rows(batch: Any) -> Iterator[dict[str, Any] | Unreadable]:
     convert = _struct(batch.schema)
     try:
         yield from [convert(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
-    except (ValueError, OverflowError, KeyError, DataError) as error:  # not UTF-8; a time that Python lacks
+    except (ValueError, OverflowError, KeyError, DataError) as error:  # not UTF-8, or a time that Python lacks
         if batch.num_rows == 1:
             yield Unreadable(str(error) if isinstance(error, DataError) else f"cannot be read: {error}")
         else:

@@ -151,10 +151,10 @@ GOOD = {"seconds": 0.1, "extra": SCORES, "flops": FLOPS}
     "changes, message",
     [
         ({}, ""),
-        ({"fused 256": {**GOOD, "seconds": 0.109}}, f"fused 256, of the time of {BASELINE}: 1.09, at most 1.08"),
-        ({"fused 256": {**GOOD, "extra": int(1.03 * SCORES)}}, "bytes extra: 34,561,064, at most 34,291,057"),
+        ({"fused 256": {**GOOD, "seconds": 0.109}}, f"fused 256, time / time of {BASELINE}: 1.09, at most 1.08"),
+        ({"fused 256": {**GOOD, "extra": int(1.03 * SCORES)}}, "extra bytes: 34,561,064, at most 34,291,057"),
         ({"fused 256": {**GOOD, "flops": FLOPS + 1}}, f"fused 256, FLOPs: {FLOPS + 1:,}, exactly {FLOPS:,}"),
-        ({CONCATENATE: {"extra": SCORES, "flops": 0}}, f"more than fused: {SCORES:,}, above {SCORES:,}"),
+        ({CONCATENATE: {"extra": SCORES, "flops": 0}}, f"compared with fused: {SCORES:,}, above {SCORES:,}"),
         ({RECOMPUTE: {"flops": FLOPS}}, f"{RECOMPUTE}, FLOPs: {FLOPS:,}, exactly {FLOPS // 3 * 4:,}"),
         ({RECOMPUTE: {"status": "out of memory"}}, ""),
     ],
@@ -197,17 +197,17 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(problem, "medians", lambda *a, **k: pytest.fail("a wrong way was timed"))
     assert bench.main(["loss_head", "--tiny"]) == 2
     output = capsys.readouterr()
-    assert f"{RECOMPUTE}: gradient 0, of norm" in output.err and BASELINE not in output.out  # no row
+    assert f"{RECOMPUTE}: gradient 0 differs by" in output.err and BASELINE not in output.out  # no row
 
 
 def test_which_results_are_close() -> None:
     right = [torch.ones(3), torch.ones(4)]
     check_close("way", {"a": right[0], "b": right[1]}, right, 1e-5)
-    with pytest.raises(Refused, match="way: b, of norm 2, is off by 1"):
+    with pytest.raises(Refused, match="way: b differs by 1 from a norm of 2"):
         check_close("way", {"a": right[0], "b": torch.tensor([1.0, 1, 1, 2])}, right, 1e-5)
-    with pytest.raises(Refused, match="way: b, of norm 2"):
+    with pytest.raises(Refused, match="way: b differs by"):
         check_close("way", {"a": right[0], "b": right[1] * torch.nan}, right, 1e-5)
-    with pytest.raises(Refused, match="way: 1 of 2 results"):
+    with pytest.raises(Refused, match="way: 1 results; expected 2"):
         check_close("way", {"a": right[0]}, right, 1e-5)
     with pytest.raises(Refused):  # of nothing supervised, exactly nothing
         check_close("way", {"a": torch.full((4,), 1e-9)}, [torch.zeros(4)], 1e-5)

@@ -127,11 +127,11 @@ def test_a_case_that_cannot_fit_is_a_row() -> None:
         options = bench.parse(["step", "--tiny", *arguments.split()])
         return str(process.measured(StepCase.read(case), options)["status"])
 
-    device = "203 GiB by arithmetic, 80 GiB there"
-    assert status("8b:32k:one", "--memory 80 --host-gib 128") == f"skipped: {device}; --try-all tries"
-    host = "122 GiB of host memory by arithmetic, 128 GiB there"
-    assert status("8b:32k:one:full+optim1", "--host-gib 128") == f"skipped: {host}; --try-all tries"
-    assert status("tiny:512:one", "--minutes -1") == "not begun: -1 minutes are over"
+    device = "needs at least 203 GiB, and the device has 80 GiB"
+    assert status("8b:32k:one", "--memory 80 --host-gib 128") == f"skipped: {device}; --try-all runs it"
+    host = "needs 122 GiB of host memory, and the host has 128 GiB"
+    assert status("8b:32k:one:full+optim1", "--host-gib 128") == f"skipped: {host}; --try-all runs it"
+    assert status("tiny:512:one", "--minutes -1") == "not started: -1 minutes have passed"
 
 
 def test_out_of_memory_and_failures_are_rows(
@@ -189,7 +189,7 @@ def test_a_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(attention_stand_in, "stand_in", lambda *a, **k: (right(*a, **k)[0] * 1.1, right(*a, **k)[1]))
     assert bench.main(["attention", "--tiny", "--cases", "256:one"]) == 2
     output = capsys.readouterr()
-    assert "attention: flash, cp 1, rank 0: the output, of norm " in output.err and "fwd ms" not in output.out
+    assert "attention: flash, cp 1, rank 0: the output differs by " in output.err and "fwd ms" not in output.out
 
 
 # --- which rows meet which bar -------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_all_bars_are_met() -> None:
     assert all(bar.value is None for bar in step_bars.bars(elsewhere))
 
 
-ROOFLINE, OFFLOAD = "4b at 64K, of the roofline of keep-attention", "1.7b from 64K on, time with activations offloaded"
+ROOFLINE, OFFLOAD = "4b at 64K, of the roofline of keep-attention", "1.7b from 64K on, time with activation offload"
 PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
 
 
@@ -226,14 +226,14 @@ PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
         ([step("4b:64k:one:full", of_keep=0.8), step("4b:64k:one:selective+offload", of_keep=0.86)], []),  # the best
         ([step("1.7b:128k:one:full", mfu=0.41)], ["1.7b at 128K, causal MFU: 0.41, at least 0.42"]),
         ([step("1.7b:64k:one:full", mfu=0.1)], []),
-        ([longest("8b", 0.94)], ["8b, longest context that fits over that of the equations: 0.94, at least 0.95"]),
+        ([longest("8b", 0.94)], ["8b, longest context that fits / predicted longest context: 0.94, at least 0.95"]),
         ([longest("8b", 0.95)], []),
-        ([PACKED, step("1.7b:32k:padded:full")], ["chat, packed over padded: 1.99, at least 2"]),
+        ([PACKED, step("1.7b:32k:padded:full")], ["chat, tokens per second packed / padded: 1.99, at least 2"]),
         ([PACKED, step("1.7b:32k:padded:selective"), step("4b:32k:padded:full")], []),
         (  # 2.1 s a step over 2 s; the worst pair counts
             [step(f"1.7b:{length}:one:full") for length in ("64k", "128k")]
             + [step("1.7b:64k:one:full+offload", seconds=10.1), step("1.7b:128k:one:full+offload0.5", seconds=10.5)],
-            [f"{OFFLOAD} over without: 1.05, at most 1.03"],
+            [f"{OFFLOAD} / time without: 1.05, at most 1.03"],
         ),
         ([step("1.7b:64k:one:full"), step("1.7b:64k:one:selective+offload", seconds=10.5)], []),
         ([step("1.7b:32k:one:full"), step("1.7b:32k:one:full+offload", seconds=20.0)], []),

@@ -146,11 +146,11 @@ def test_a_good_prediction_takes_three_tries_or_four() -> None:
 def test_a_search_ends_where_nothing_fits_or_nothing_is_known() -> None:
     def stopped(length: int) -> bool:
         if length > 100_000:
-            raise longest.Stopped("not begun: 5 minutes are over")
+            raise longest.Stopped("not started: 5 minutes have passed")
         return True
 
     assert (tries(0, 100_000).fits, tries(0, 100_000).ratio, tries(0, 100_000).fails) == (0, 0.0, 1000)
     assert (tries(5000, 0).fits, tries(5000, 0).ratio) == (5000, None)
     search = longest.search(100_000, stopped, 1000)
-    assert (search.fits, search.fails, search.stopped) == (100_000, None, "not begun: 5 minutes are over")
+    assert (search.fits, search.fails, search.stopped) == (100_000, None, "not started: 5 minutes have passed")
     assert longest.search(1000, lambda length: True, 1000).stopped == "12 tries"

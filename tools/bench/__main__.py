@@ -1,12 +1,13 @@
-"""Every benchmark by one command: speed, memory and arithmetic of parts of the trainer and of whole steps.
+"""Runs the benchmarks: speed, memory and FLOPs of whole training steps and of parts of the trainer.
 
-    python -m tools.bench list                              the subjects
-    python -m tools.bench loss_head                         all cases of one, as a Markdown table
-    python -m tools.bench loss_head --cases 1,0.1 --check   some of them; exit status 1 where a bar is missed
-    python -m tools.bench attention --tiny                  toy sizes, less than 20 s on one CPU core
-    python -m tools.bench step --judge a.jsonl b.jsonl      the bars, of rows that --json has written before
+    python -m tools.bench list                              print the subjects
+    python -m tools.bench loss_head                         measure all cases of one subject; print a Markdown table
+    python -m tools.bench loss_head --cases 1,0.1 --check   measure two cases, and compare the results with the bars
+    python -m tools.bench attention --tiny                  small sizes: less than 20 s on one CPU core
+    python -m tools.bench step --judge a.jsonl b.jsonl      compare rows that --json wrote earlier with the bars
 
-Exit status: 0, 1 where a case failed or --check misses a bar, 2 where nothing could be measured.
+A bar is a bound that a measured number must keep.  Exit status: 0; 1 if a case failed or, with --check or --judge, a
+bar is missed; 2 if nothing could be measured.
 """
 
 import argparse
@@ -18,26 +19,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SUBJECTS = {
-    "loss_head": "the loss and its gradients beside six other ways: time, memory, FLOPs",
+    "loss_head": "the loss and its gradients, compared with six other implementations: time, memory, FLOPs",
     "logprobs": "log-probs of given logits up to 128K x 128K, as in the table of SkyRL PR #1610",
-    "attention": "attention over packed documents by every kernel, alone and as the ranks of a cp group",
+    "attention": "attention over packed documents: every kernel, on one device and as the ranks of a cp group",
     "step": "whole training steps on one GPU: tokens/s, MFU, memory, share of the roofline",
-    "trades": "what each key that saves memory costs in time",
-    "longest": "the longest context that fits, by trying",
-    "peer": "plain transformers on one document, the longest that it survives",
-    "packing": "fill and time of an epoch's plan beside simpler ways to pack",
-    "balance": "how level work is over ranks and microbatches beside packs in order",
+    "trades": "the time that each memory-saving recipe key costs",
+    "longest": "the longest context that fits into memory, found by running steps",
+    "peer": "the longest document that plain transformers can train on",
+    "packing": "fill of packs and time of an epoch's plan, compared with simpler packing methods",
+    "balance": "balance of work over ranks and microbatches, compared with packs in order",
     "collate": "tokens per second from mapped files to microbatches",
-    "tokenize": "chats to tokens and masks beside datasets.map",
+    "tokenize": "chats to tokens and masks, compared with datasets.map",
     "cp_index": "index arithmetic of context parallelism for a pack of 1M tokens",
-    "metrics": "what the metrics of a step cost",
-    "checkpoint": "how long a save stalls training, and how long loading takes, beside torch.save and torch.load",
-    "convert": "Hugging Face to Megatron and back beside shutil.copyfile",
+    "metrics": "time and communication of the metrics of a step",
+    "checkpoint": "time of saves and loads and stalls of training, compared with torch.save and torch.load",
+    "convert": "conversion from Hugging Face to Megatron and back, compared with shutil.copyfile",
 }
 
 
 def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
-    """The options of a subject; with --tiny its tiny sizes are the defaults."""
+    """The parser of a subject's options.  With --tiny, the defaults are the small sizes."""
     module = importlib.import_module(f"tools.bench.{name}")
     subject = module.SUBJECT
     cases = subject.tiny_cases if tiny else subject.cases
@@ -47,18 +48,18 @@ def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--cases", metavar="A,B", default=",".join(cases), help="which; --list names those of the default")
-    add("--list", action="store_true", help="name the cases and stop")
-    add("--tiny", action="store_true", help="toy sizes of a few seconds on a CPU")
-    add("--json", type=Path, metavar="FILE", help="append every row to this file, a line of JSON each")
-    add("--minutes", type=float, default=float("inf"), help="begin no further case after so many")
+    add("--cases", metavar="A,B", default=",".join(cases), help="cases to measure; --list prints the default cases")
+    add("--list", action="store_true", help="print the cases and stop")
+    add("--tiny", action="store_true", help="small sizes: a few seconds on a CPU")
+    add("--json", type=Path, metavar="FILE", help="append every row to this file as a line of JSON")
+    add("--minutes", type=float, default=float("inf"), help="begin no case after this many minutes")
     if subject.has_bars:
-        add("--check", action="store_true", help="judge what was measured; exit status 1 where a bar is missed")
-        add("--judge", nargs="+", type=Path, metavar="FILE", help="measure nothing: judge rows written by --json")
+        add("--check", action="store_true", help="compare the results with the bars; exit status 1 if one is missed")
+        add("--judge", nargs="+", type=Path, metavar="FILE", help="measure nothing; check rows that --json wrote")
     if subject.device != "cpu":
         add("--device", choices=["auto", "cpu", "cuda"], default="cpu" if tiny else "auto")
     if subject.ways:
-        add("--ways", default="", metavar="A,B", help=f"some of {', '.join(subject.ways)}, by the start of their names")
+        add("--ways", default="", metavar="A,B", help=f"names, or starts of names, of {', '.join(subject.ways)}")
     for option, declared in subject.options.items():
         declared.add_to(parser, option, tiny=tiny)
     parser.set_defaults(subject=subject)
@@ -66,18 +67,21 @@ def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
 
 
 def ways_of(names: Sequence[str], text: str) -> list[str]:
-    """All of them, or those that the text starts: `fus,re` -> fused, recompute in backward.  Raises ValueError."""
+    """The names that begin with the parts of `text`, or all names if `text` is empty.  Raises ValueError.
+
+    fus,re -> fused, recompute in backward
+    """
     chosen: list[str] = []
     for start in text.split(","):
         matches = [name for name in names if name.lower().startswith(start.strip().lower())]
         if text and len(matches) != 1:
-            raise ValueError(f"--ways {start}: the start of {matches or 'none'} of {', '.join(names)}")
+            raise ValueError(f"--ways {start} must begin one of {', '.join(names)}; it begins {matches or 'none'}")
         chosen += matches
     return chosen
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """`names` and `cases` of the options are those that were asked for."""
+    """The options of a command line; `names` and `cases` hold the requested cases."""
     name, *others = argv
     parser = parser_of(name, "--tiny" in others)
     options = parser.parse_args(others)
@@ -97,7 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     wanted = getattr(options, "device", "cpu")
     has_gpu = torch.cuda.is_available()
     if not has_gpu and (wanted == "cuda" or (wanted == "auto" and subject.device == "gpu")):
-        parser.error("torch sees no CUDA device; --tiny tries the benchmark on the CPU")
+        parser.error("torch sees no CUDA device; --tiny runs the benchmark on the CPU")
     options.device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and has_gpu) else "cpu")
     return options
 

@@ -1,17 +1,17 @@
-"""Attention over packed documents: time, TFLOP/s and memory, alone and as the ranks of a context-parallel group.
+"""Attention over packed documents: time, TFLOP/s and memory, on one device and as the ranks of a cp group.
 
     python -m tools.bench attention                                    8K to 256K, three mixes, cp 1 to 16
     python -m tools.bench attention --cases 64k:one,128k:one --cp 1,8
 
-Not yet run on a GPU.  A case is LENGTH:MIX (tools/bench/mixes.py); the ways are those of tools/bench/attention_ways.py,
-`plain` for short packs only.  With cp above 1 every rank's share runs on this one device in turn, by the trainer's own
-code; what ranks would send each other is copied in memory instead.  So communication costs nothing, and `efficiency`
-(one device's time / cp / the slowest rank's) is that of computing alone.
+Not yet run on a GPU.  A case is LENGTH:MIX (tools/bench/mixes.py).  tools/bench/attention_ways.py lists the
+implementations; `plain` runs only on short packs.  With cp above 1, this one device runs the share of every rank in
+turn, by the trainer's own code.  Copies in memory replace the communication between ranks, so `efficiency` (time of one
+device / cp / time of the slowest rank) measures computation alone.
 
-A way whose results are not those of sdpa on a short pack is refused: nothing is timed then.  Medians of --repeats
-(fewer above 64K), the ranks of a row in turns.  `fwd+bwd` includes forward.  FLOPs are causal; backward counts 2.5
-times forward, as it computes the scores once more.  `slowest` is over the fastest rank.  `extra` is the most memory
-beyond the inputs, gradients included.
+If an implementation differs from sdpa on a short pack, nothing is timed.  Times are medians of --repeats repetitions
+(fewer above 64K); the ranks of a row take turns.  `fwd+bwd` includes forward.  FLOPs are causal; backward counts 2.5
+times forward, because backward recomputes the scores.  `slowest` is the time of the slowest rank / that of the fastest.
+`extra` is the peak memory beyond the inputs; it includes gradients.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from tools.bench.harness import Option, Subject
 from tools.bench.mixes import MIXES, boundaries_of, read_length
 from tools.bench.results import Column, Row
 
-MULTIPLE = 64  # of a document, enough for cp 16 and 32
-PLAIN_UP_TO = 8192  # tokens; plain torch has millions of small steps beyond
+MULTIPLE = 64  # document lengths are multiples of it; it allows cp up to 32
+PLAIN_UP_TO = 8192  # tokens; plain torch runs millions of small operations for longer packs
 
 Case = tuple[int, str]
 
@@ -42,7 +42,7 @@ def read(name: str) -> Case:
 
 
 def read_cp(text: str) -> list[int]:
-    """1 is always one of them."""
+    """The cp sizes of a text; 1 is always among them."""
     return sorted({1, *map(int, text.split(","))})
 
 
@@ -52,7 +52,7 @@ def pack_of(mix: str, length: int, options: argparse.Namespace) -> Pack:
 
 
 def prepare(options: argparse.Namespace) -> Iterator[Row]:
-    """Checks every way on a short pack of each mix; those that do not run here are rows, and left out."""
+    """Checks every way on a short pack of each mix.  Yields a row for each way that cannot run here, and removes it."""
     absent = {name: why for name in options.ways if (why := ways.why_not(name, options.device))}
     length = min(length for length, _ in options.cases)
     for mix in {mix: None for _, mix in options.cases}:
@@ -65,8 +65,8 @@ def prepare(options: argparse.Namespace) -> Iterator[Row]:
 def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     length, mix = case
     pack = pack_of(mix, length, options)
-    repeats = max(1, options.repeats // max(1, length // 65_536))  # a long one takes seconds
-    whole: Row | None = None  # flash on one device
+    repeats = max(1, options.repeats // max(1, length // 65_536))  # a long pack takes seconds
+    whole: Row | None = None  # the row of flash on one device
     for name, cp_size in rows_of(options.ways, options.cp, length):
         facts = {"way": f"{name}, cp {cp_size}" if cp_size > 1 else name, "length": length, "mix": mix, "cp": cp_size}
         facts |= {"documents": len(pack.boundaries) - 1, "repeats": repeats}
@@ -86,14 +86,14 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def rows_of(names: Sequence[str], cp_sizes: Sequence[int], length: int) -> list[tuple[str, int]]:
-    """(way, cp); flash alone first, which its ranks are compared with."""
+    """(way, cp) of each row.  The first row is flash on one device; the rows of its ranks are compared with it."""
     rows = [("flash", cp_size) for cp_size in cp_sizes if "flash" in names]
     others = [name for name in ways.NAMES[1:] if name in names and (name != "plain" or length <= PLAIN_UP_TO)]
     return rows + [(name, 1) for name in others]
 
 
 def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
-    """One entry a rank: seconds of forward, of both, and bytes.  The ranks take turns."""
+    """For each rank: seconds of forward, seconds of forward and backward, and extra bytes.  The ranks take turns."""
     shares = [(ways.whole(pack, name), pack.tensors[:3])]
     if name == "flash":
         shares = [ways.by_flash(pack, cp_size, rank)[:2] for rank in range(cp_size)]
@@ -117,9 +117,9 @@ def timed(pack: Pack, name: str, cp_size: int, repeats: int) -> list[Row]:
 
 
 def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) -> Row:
-    """flops: of forward of the whole pack; whole: what one device takes, where known.
+    """The row of a way.  flops: forward of the whole pack; whole: the row of one device, if known.
 
-    4 ranks that take 1.0, 1.0, 1.0 and 1.25 s of what one device does in 4 s: efficiency 4 / 4 / 1.25 = 80%
+    one device takes 4 s; 4 ranks take 1.0, 1.0, 1.0 and 1.25 s: efficiency 4 / 4 / 1.25 = 80%
     """
     fwd, both = (max(rank[key] for rank in ranks) for key in ("fwd_s", "both_s"))
     extra = [rank["extra"] for rank in ranks if rank["extra"] is not None]
@@ -136,7 +136,7 @@ def row_of(cp_size: int, ranks: Sequence[Row], flops: float, whole: Row | None) 
 
 def validate(options: argparse.Namespace) -> None:
     if options.repeats < 1 or any(MULTIPLE % (2 * size) for size in options.cp):
-        raise ValueError(f"--repeats must be at least 1, and each size of --cp a divisor of {MULTIPLE // 2}")
+        raise ValueError(f"--repeats must be at least 1, and each size in --cp must divide {MULTIPLE // 2}")
 
 
 LENGTHS = ("8k", "16k", "32k", "64k", "128k", "256k")
@@ -156,9 +156,9 @@ SUBJECT = Subject(
     ways=ways.NAMES,
     read=read,
     options={
-        "cp": Option("1,2,4,8,16", "1,2", "sizes of the group whose ranks run in turn", read=read_cp),
+        "cp": Option("1,2,4,8,16", "1,2", "sizes of the cp groups", read=read_cp),
         "heads": Option(32, 4),
-        "groups": Option(8, 2, "key and value heads"),
+        "groups": Option(8, 2, "number of key and value heads"),
         "head_dim": Option(128, 16),
         "repeats": Option(5, 1),
     },

@@ -1,4 +1,4 @@
-"""Whether every way to compute attention gives the results of sdpa, and the exchange between ranks without ranks."""
+"""Compares every attention implementation with sdpa, and replaces the communication of ranks by copies in memory."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,18 +17,18 @@ from tools.bench import attention_ways as ways
 from tools.bench.attention_ways import Pack, Way
 from tools.bench.clock import check_close
 
-TOLERANCE = 2e-2  # of the norm, bf16 on both sides
+TOLERANCE = 2e-2  # share of the norm; both results are bf16
 
 
 @contextmanager
 def in_memory_group(p: Pack, cp_size: int) -> Iterator[None]:
-    """What ranks send each other comes from copies in this device's memory."""
+    """Collectives of a cp group, replaced by copies in the memory of this device."""
     order = np.concatenate([context_parallel.local_indices(p.boundaries, cp_size, rank) for rank in range(cp_size)])
     both = torch.cat([x.detach() for x in p.tensors[1:3]], dim=-1)[torch.from_numpy(order).to(p.device)]
     work, num_gathers = SimpleNamespace(wait=lambda: None), itertools.count()
 
     def all_gather_into_tensor(out: Tensor, local: Tensor, group: Any, async_op: bool) -> Any:
-        num_heads = local.shape[1]  # of a head group; groups come in order, forward and backward
+        num_heads = local.shape[1]  # heads of a head group; forward and backward gather the groups in order
         first = next(num_gathers) * num_heads % both.shape[1]
         out.copy_(both[:, first : first + num_heads])
         return work
@@ -55,7 +55,7 @@ def backward(way: Way) -> None:
 
 
 def check(p: Pack, cp_sizes: Sequence[int], names: Sequence[str]) -> dict[str, str]:
-    """Ways that do not take these documents, and why.  Raises Refused where a result is not sdpa's."""
+    """The ways that cannot compute these documents, with reasons.  Raises Refused if a result differs from sdpa's."""
     expected = list(_results(ways.by_sdpa(p), p.tensors).values())
     refusals: dict[str, str] = {}
     for name in names:
@@ -79,7 +79,7 @@ def check(p: Pack, cp_sizes: Sequence[int], names: Sequence[str]) -> dict[str, s
 
 
 def _results(way: Way, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The output and the gradient of the queries; no gradient is left."""
+    """The output and the gradient of the queries.  Clears all gradients."""
     out, gradient = way()
     out.backward(gradient)
     dquery = inputs[0].grad

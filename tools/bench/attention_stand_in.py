@@ -1,4 +1,4 @@
-"""torch's flash kernel on a CPU: a stand-in of the same results, so that benchmarks of it can be tried anywhere."""
+"""Replaces torch's flash kernel on a CPU by code with the same results, so that its benchmarks run without a GPU."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from sft.mcore.attention.flash_kernel import Operators
 
 
 def operators_for(device: torch.device) -> Operators | None:
-    """None, which are torch's flash kernel; on a CPU a stand-in, so that the rest can be tried."""
+    """The replacement on a CPU; None on a GPU, where torch's flash kernel runs."""
     return None if device.type == "cuda" else Operators(stand_in, _stand_in_backward)
 
 
 def stand_in(
     query: Tensor, keys: Tensor, values: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *longest: Any, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel does, a sequence at a time, causal from the bottom right; no log-sum-exp."""
+    """Computes the kernel's output one sequence at a time, with a bottom-right causal mask.  Returns no log-sum-exp."""
     outs = []
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
@@ -37,7 +37,7 @@ def _stand_in_backward(
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """torch's own attention of one document, [t, heads, d]; causal where no mask is given."""
+    """torch's scaled_dot_product_attention of one document, [t, heads, d]; without a mask, the attention is causal."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     causal = mask is None
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)

@@ -1,12 +1,12 @@
-"""Ways to compute attention over one pack: the trainer's own, torch's, Transformer Engine's.
+"""Attention implementations over one pack: those of the trainer, of torch and of Transformer Engine.
 
-Decides which run on a device and gives each as a call; times nothing.
+Decides which implementations run on a device, and returns each as a function.  Measures no time.
 
-    flash   sft's path through torch's flash kernel, or a rank's share of it
-    plain   sft's path through plain torch
-    sdpa    torch's own attention, one call a document, by the kernel that torch chooses
-    cudnn   the same by cuDNN
-    te      Transformer Engine's DotProductAttention over packed documents, by the kernel that it chooses
+    flash   the trainer's code with torch's flash kernel, for the whole pack or for the share of a rank
+    plain   the trainer's code with plain torch
+    sdpa    torch's scaled_dot_product_attention, one call per document; torch chooses the kernel
+    cudnn   as sdpa, with the kernel of cuDNN
+    te      Transformer Engine's DotProductAttention over packed documents; Transformer Engine chooses the kernel
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ from tools.bench.attention_stand_in import operators_for, sdpa
 
 NAMES = ("flash", "sdpa", "te", "cudnn", "plain")
 FOREIGN = ("te", "cudnn")  # kernels that may refuse a shape
-REFUSALS = (RuntimeError, ValueError, AssertionError, ImportError)  # theirs, of many kinds
-BACKWARD = 2.5  # FLOPs of attention backward in units of forward: scores are computed once more
+REFUSALS = (RuntimeError, ValueError, AssertionError, ImportError)  # exceptions of these kernels
+BACKWARD = 2.5  # FLOPs of backward / FLOPs of forward; backward recomputes the scores
 
-Way = Callable[[], tuple[Tensor, Tensor]]  # the output, and the gradient that it gets
+Way = Callable[[], tuple[Tensor, Tensor]]  # returns the output, and the gradient of the loss by the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Pack:
 
     @classmethod
     def random(cls, boundaries: np.ndarray, heads: tuple[int, int, int], device: torch.device) -> "Pack":
-        """heads: query heads, key/value heads, head_dim.  bf16; query, key and value want gradients."""
+        """heads: query heads, key/value heads, head_dim.  Tensors are bf16; query, key and value require gradients."""
         num_heads, num_groups, head_dim = heads
         generator = torch.Generator(device).manual_seed(0)
         shapes = [(int(boundaries[-1]), count, head_dim) for count in (num_heads, num_groups, num_groups, num_heads)]
@@ -57,16 +57,16 @@ class Pack:
 
     @property
     def flops(self) -> float:
-        """Of a causal forward: scores and values, half of the square of each document.
+        """FLOPs of a causal forward: products for scores and values, over half of the square of each document.
 
-        documents of 2 and 4, 3 heads of 8: 2 * 24 * (4 + 16) = 960
+        documents of 2 and 4 tokens, 3 heads of size 8: 2 * 24 * (4 + 16) = 960
         """
         _, num_heads, head_dim = self.tensors[0].shape
         return 2.0 * num_heads * head_dim * float((np.diff(self.boundaries).astype(np.float64) ** 2).sum())
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """What keeps a way from running on this device; None where nothing is known to."""
+    """The reason why a way cannot run on this device; None if no reason is known."""
     if name not in FOREIGN:
         return None
     if device.type != "cuda":
@@ -75,22 +75,22 @@ def why_not(name: str, device: torch.device) -> str | None:
         try:
             import transformer_engine.pytorch  # noqa: F401
         except (ImportError, OSError, RuntimeError) as error:
-            return f"transformer_engine does not import here ({error})"
+            return f"transformer_engine cannot be imported ({error})"
     return None
 
 
 def is_refusal(name: str, error: Exception) -> bool:
-    """Whether that is a kernel which does not take this shape, rather than a fault."""
+    """Whether the error means that a kernel does not support the shape; other errors are faults."""
     return name in FOREIGN and isinstance(error, REFUSALS) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def reason(error: Exception) -> str:
-    """In a line."""
+    """The first line of the error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def whole(p: Pack, name: str) -> Way:
-    """The whole pack on one device.  The way must run here (`why_not`), and may refuse the shape when it is called."""
+    """A way over the whole pack, on a device for which `why_not` is None.  Its call may still refuse the shape."""
     if name == "flash":
         return by_flash(p, 1, 0)[0]
     ways: dict[str, Callable[[Pack], Way]] = {"plain": by_plain, "sdpa": by_sdpa, "cudnn": by_cudnn, "te": by_te}
@@ -146,7 +146,7 @@ def by_plain(p: Pack) -> Way:
 
 
 def by_flash(p: Pack, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
-    """The share of a rank; its own queries, keys and values; and where they are in the pack."""
+    """The share of a rank as a function; the queries, keys and values of the share; their positions in the pack."""
     kernel = FlashKernel.of(p.boundaries, cp_size, rank, p.device, operators_for(p.device))
     indices = context_parallel.local_indices(p.boundaries, cp_size, rank)
     rows = torch.from_numpy(indices).to(p.device)

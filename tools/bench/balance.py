@@ -1,12 +1,12 @@
-"""How level the work of a global batch is over ranks and over microbatches, and how long assigning it takes.
+"""Balance of the work of a global batch over ranks and over microbatches, and the time that the assignment takes.
 
-A case is MIX:MODEL:DPxMICROBATCHES; a mix is one of tools/bench/mixes.py, a model is known by its attention crossover.
-Efficiencies are percent, mean over largest, medians of 20 batches:
+A case is MIX:MODEL:DPxMICROBATCHES.  tools/bench/mixes.py defines the mix, and the model sets the attention crossover.
+An efficiency is mean work / largest work in percent; columns show medians of 20 batches:
 
-    next-fit, best-fit  the packs of those ways (tools/bench/packing.py), dealt out in turn
-    in order            our packs, dealt out in turn
-    level               our packs as sft/data/packing/balance.py assigns them; `worst` is its smallest
-    limit               what no assignment of full packs exceeds (sft/data/inspect/forecast.py)
+    next-fit, best-fit  packs of these methods (tools/bench/packing.py), assigned round robin
+    in order            packs of the trainer, assigned round robin
+    level               packs of the trainer, assigned by sft/data/packing/balance.py; `worst` is the smallest value
+    limit               an upper limit for any assignment of full packs (sft/data/inspect/forecast.py)
 """
 
 import argparse
@@ -25,9 +25,10 @@ from tools.bench.packing import MULTIPLE, WAYS
 from tools.bench.results import Bar, Column, Row
 
 CROSSOVERS = {"llama-8b": 57_000.0, "qwen3-30b-a3b": 15_400.0}
-SHAPES = ("8x4", "8x16", "32x1", "32x4")  # dp x microbatches of a rank
+SHAPES = ("8x4", "8x16", "32x1", "32x4")  # dp x microbatches per rank
 NUM_BATCHES = 20
-# Median efficiency per step, where the limit allows it; of the limit elsewhere; and per microbatch at 16 of a rank.
+# Bars: efficiency per step / limit, for limits above 0.99 and for lower limits; efficiency per microbatch with at least
+# 16 microbatches per rank; seconds of an assignment.
 STEP_BAR, LIMITED_BAR, MICROBATCH_BAR, ASSIGN_BAR_S = 0.99, 0.98, 0.95, 0.15
 
 Case = tuple[str, str, int, int]
@@ -43,7 +44,7 @@ def read(name: str) -> Case:
 
 @cache
 def plans_of(mix: str, num_lengths: int) -> tuple[np.ndarray, list[Plan]]:
-    """The lengths, and their plans by each way of WAYS."""
+    """The lengths of a mix, and their plan by each method in WAYS."""
     lengths = lengths_of(mix, num_lengths)
     return lengths, [way(lengths, SEQ_LENGTHS[mix]) for way in WAYS.values()]
 
@@ -55,7 +56,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     work = costs(lengths, doc_multiple=MULTIPLE, crossover=crossover)
 
     def efficiency_of(slots: Sequence[Sequence[Sequence[int]]]) -> tuple[float, float]:
-        """Per step, per microbatch."""
+        """The efficiency per step and per microbatch."""
         return efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))
 
     size = dp * num_microbatches
@@ -85,7 +86,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def row_of(dealt: np.ndarray, level: np.ndarray, limits: np.ndarray, num_microbatches: int) -> Row:
-    """dealt [batches, 3 ways, 2], level and limits [batches, 2]; the last axis is per step, per microbatch."""
+    """dealt [batches, 3 methods, 2]; level and limits [batches, 2].  The last axis is (per step, per microbatch)."""
     row: Row = {"num_microbatches": num_microbatches}
     for i, prefix in enumerate(("step", "microbatch")):
         ways = dict(zip(("next-fit", "best-fit", "in order"), np.median(dealt[:, :, i], axis=0).tolist()))
@@ -124,7 +125,7 @@ SUBJECT = Subject(
     tiny_cases=["chat:llama-8b:2x4"],
     read=read,
     options={
-        "samples": Option(1_000_000, 5000, "lengths of each mix"),
+        "samples": Option(1_000_000, 5000, "number of lengths per mix"),
     },
     bars=bars,
 )

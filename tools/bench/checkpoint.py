@@ -1,12 +1,13 @@
-"""How long a checkpoint stalls training, and how long loading one takes, beside torch.save and torch.load.
+"""Time that a save stalls training, and time of a load, compared with torch.save and torch.load.
 
     python -m tools.bench checkpoint                       two processes, 1 GiB of weights and moments, CPU
-    python -m tools.bench checkpoint --folder /mnt/nfs     on the file system that matters
+    python -m tools.bench checkpoint --folder /mnt/nfs     on a given file system
 
-A case is the precision of the weights.  Rows take turns; medians, of the slowest rank each time.  Every row moves the
-same bytes; each rank gives torch.save one file, and the disk has it before the clock stops.  What is read was just
-written, and comes from memory.  GB/s are of all ranks together.  `peak` is by how much a process grew at most.  `work`
-is a product of matrices with its two gradients; `ratio` is of the row named beside it.
+A case is the precision of the weights.  Rows are measured in turns; a time is the median over the turns of the slowest
+rank.  Every row moves the same bytes.  With torch.save, each rank writes one file.  Writes are flushed to the disk
+before the clock stops; loads read files that were just written, so the page cache provides the bytes.  GB/s is the sum
+over all ranks.  `peak` is the largest growth of a process.  `work` is a matrix product with its two gradients.
+`ratio` is the time / the time of the row in column `of`.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took, 
 from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
-STALL_BAR = 0.15  # of a sync save
+STALL_BAR = 0.15  # share of the time of a sync save
 VOCAB, HEAD = 4096, 64
-BYTES = {"bf16": 14, "fp32": 16}  # of a parameter: weight, the optimizer's own in fp32, and two moments
+BYTES = {"bf16": 14, "fp32": 16}  # per parameter: weight, main parameter in fp32, two moments
 COMPARED_WITH = {
     "torch.save": None,
     SYNC: "torch.save",
@@ -41,7 +42,7 @@ COMPARED_WITH = {
 
 
 def sizes_for(num_parameters: float) -> tuple[int, int]:
-    """(layers, hidden size) of a model of about that size, one layer for every 64 of its width, or fewer."""
+    """(layers, hidden size) of a model with about this many parameters, and at most one layer per 64 of hidden size."""
     hidden = HEAD
     while VOCAB * hidden + 13 * hidden**2 * (hidden // HEAD) < num_parameters:
         hidden += HEAD
@@ -84,11 +85,11 @@ def rows_of(turns: Mapping[str, Sequence[Took]], num_bytes: int) -> Iterator[Row
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """The first async save, which allocates, does not count."""
+    """The bar of the stall.  The first async save is left out, because it allocates memory."""
     for row in rows:
         if row["way"] == STALL:
             yield Bar(
-                name=f"{row['case']}, stall of an async save over a sync save", value=row["ratio"], bound=STALL_BAR
+                name=f"{row['case']}, stall of an async save / time of a sync save", value=row["ratio"], bound=STALL_BAR
             )
 
 
@@ -112,10 +113,10 @@ SUBJECT = Subject(
     tiny_cases=["bf16"],
     read=one_of(*BYTES),
     options={
-        "ranks": Option(2, help="data-parallel processes"),
-        "mib": Option(1024, 4, "about this much state in all"),
+        "ranks": Option(2, help="number of data-parallel processes"),
+        "mib": Option(1024, 4, "MiB of weights and optimizer states, approximately"),
         "repeats": Option(5, 1),
-        "folder": Option(None, help="where to make a temporary folder to write into", read=Path),
+        "folder": Option(None, help="folder in which a temporary folder is made", read=Path),
     },
     validate=validate,
     bars=bars,

@@ -26,18 +26,18 @@ from sft.parallel.layout import Layout
 from tools.bench import machine
 from tools.bench.results import Row
 
-UNITS = 20  # of work, timed without a save beside it
+UNITS = 20  # number of units of work that are timed without a concurrent save
 SYNC, FIRST, STALL = "sync save", "async save: first stall", "async save: stall"
 WORK, BESIDE = "work alone", "work beside an async save"
 
 
 class Took(NamedTuple):
     seconds: float
-    peak: int = 0  # bytes by which the process grew at most
+    peak: int = 0  # largest growth of the process in bytes
 
 
 def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list[Row]:
-    """On every rank: all turns of all rows, of the slowest rank each."""
+    """Runs on every rank.  Returns the times of all turns of all rows; each is the time of the slowest rank."""
     layout = Layout.resolve(config, dist.get_world_size())
     groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
     bench = RankBench(Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100), Path(folder))
@@ -60,9 +60,9 @@ def slowest(ranks: Sequence[dict[str, Took]]) -> dict[str, Took]:
 
 
 def timed(call: Callable[[], object]) -> Took:
-    """One call, started by all ranks at once."""
+    """Seconds and memory of one call, which all ranks start at the same time."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
     before = peak()
     dist.barrier()
     start = time.perf_counter()
@@ -75,12 +75,12 @@ def peak() -> int:
 
 
 class RankBench:
-    """Each method measures a few rows, and removes what was written for them."""
+    """Each public method measures a few rows, and removes the files that it wrote."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine, self.folder, self.step = engine, folder, 0
         conditions = Conditions(plan={}, recipe={}, layout={}, versions={})
-        self.saved_s: dict[int, float] = {}  # on rank 0, by step
+        self.saved_s: dict[int, float] = {}  # seconds of each save by step; only on rank 0
         note = self.saved_s.__setitem__
         self.sync, self.background = (
             Saver(CheckpointConfig(async_save=is_async), folder, conditions, engine.groups, QUIET, lambda: True, note)
@@ -90,10 +90,10 @@ class RankBench:
         self.a, self.b, self.c = (torch.randn(768, 768) for _ in range(3))
         for state in optimizer_shards.optimizer_slices(engine.optimizer):
             for name in optimizer_shards.MOMENTS:
-                state.tensors[name].normal_()  # zeros that nobody wrote have no memory yet
+                state.tensors[name].normal_()  # zeros that were never written have no memory yet
 
     def torch_save(self) -> dict[str, Took]:
-        """Of copies, as torch.save writes the whole of a buffer that a tensor is a part of."""
+        """Saves copies, because torch.save of a view writes the whole buffer that the view belongs to."""
         path = self.folder / f"rank{dist.get_rank()}.pt"
         tensors = [shard.data.clone() for shard in engine_state.snapshot(self.engine, {}).shards]
 

@@ -1,6 +1,6 @@
-"""Time and memory of calls, and whether what they computed is right.
+"""Measures time and memory of calls, and checks their results.
 
-Times on CUDA are between events of the stream, elsewhere the wall clock's.
+On CUDA, `time_on` measures between two events of the stream; on a CPU, it measures wall time.
 """
 
 import time
@@ -21,10 +21,10 @@ def medians(
     clock: Callable[[Callable[[], Any]], float],
     prepare: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-    """Median seconds of each call.  They take turns; the first round warms up and is not counted.
+    """Median seconds of each call.  The calls take turns; the first round is a warm-up and is not counted.
 
-    clock    seconds of one call: `wall`, `time_on(device)`, ...
-    prepare  comes before each call, untimed
+    clock    measures one call in seconds: `wall`, `time_on(device)`, ...
+    prepare  runs before each call and is not timed
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repeats + 1):
@@ -43,7 +43,7 @@ def wall(call: Callable[[], Any]) -> float:
 
 
 def wall_on(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """The wall clock around all that a call starts on the device."""
+    """A clock that measures wall time until all work that the call started on the device has finished."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def clock(call: Callable[[], Any]) -> float:
@@ -54,14 +54,14 @@ def wall_on(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 
 
 def cpu_time(call: Callable[[], Any]) -> float:
-    """Of this process, whoever else uses the machine."""
+    """Seconds of CPU time of this process; other processes on the machine do not change it."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def time_on(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """The clock of a device."""
+    """The clock for short calls on a device."""
     return _between_events if device.type == "cuda" else wall
 
 
@@ -75,7 +75,7 @@ def _between_events(call: Callable[[], Any]) -> float:
 
 
 def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
-    """The most bytes that a call takes beyond what is allocated before it; None on a CPU."""
+    """The peak of allocated bytes during a call, minus the bytes that were allocated before; None on a CPU."""
     if device.type != "cuda":
         call()
         return None
@@ -88,10 +88,10 @@ def peak_beyond(call: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def check_close(name: str, values: Mapping[str, Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
-    """Refused where a value is further from the expected one than `tolerance` of the latter's norm."""
+    """Raises Refused if the distance of a value from the expected one exceeds `tolerance` times the expected norm."""
     if len(values) != len(expected):
-        raise Refused(f"{name}: {len(values)} of {len(expected)} results. Nothing was timed.")
+        raise Refused(f"{name}: {len(values)} results; expected {len(expected)}. Nothing was timed.")
     for (label, value), reference in zip(values.items(), expected):
         distance, norm = float((value.float() - reference.float()).norm()), float(reference.float().norm())
-        if not distance <= tolerance * norm:  # also where it is NaN
-            raise Refused(f"{name}: {label}, of norm {norm:.4g}, is off by {distance:.4g}. Nothing was timed.")
+        if not distance <= tolerance * norm:  # true for NaN too
+            raise Refused(f"{name}: {label} differs by {distance:.4g} from a norm of {norm:.4g}. Nothing was timed.")

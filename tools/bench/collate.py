@@ -1,4 +1,4 @@
-"""Tokens per second that one core turns from mapped files into microbatches.
+"""Tokens per second that one core converts from memory-mapped files to microbatches.
 
 A case is a mix of lengths (tools/bench/mixes.py).
 """
@@ -34,7 +34,7 @@ LAYOUT = Layout(
 
 
 def whole(cu_seqlens: np.ndarray) -> np.ndarray:
-    """The local indices of cp 1."""
+    """All positions of the pack: the indices of a rank with cp 1."""
     return np.arange(cu_seqlens[-1])
 
 
@@ -59,7 +59,7 @@ def measure(mix: str, options: argparse.Namespace) -> Iterator[Row]:
             doc_multiple=data.doc_multiple, pack_multiple=LAYOUT.pack_multiple, pad_id=0, local_indices=whole
         )
         loader = Loader(corpus, plans, collator, LAYOUT, seq_length=data.seq_length, dp_rank=0)
-        num_steps = plans.steps_per_epoch(0)  # planned before the clock starts
+        num_steps = plans.steps_per_epoch(0)  # makes the plan before the clock starts
         counts: list[int] = []
         seconds = cpu_time(
             lambda: counts.extend(mb.num_real_tokens for step in range(num_steps) for mb in loader.microbatches(step))

@@ -1,13 +1,13 @@
-"""How fast models go to Megatron and back, beside `shutil.copyfile` of the same bytes, and the memory that takes.
+"""Time and memory of conversions to Megatron and back, compared with `shutil.copyfile` of the same bytes.
 
     python -m tools.bench convert                                   1 GiB of Llama-3.2-1B's layers
     python -m tools.bench convert --cases llama-3-8b --gib 2.9      two layers
-    python -m tools.bench convert --folder /mnt/nfs                 on the file system that matters
+    python -m tools.bench convert --folder /mnt/nfs                 on a given file system
 
-A case is the shape of the layers: a random model in bf16, of as many layers as fit --gib.  Rows take turns, each in a
-fresh process; medians, ratios to the copy of the same turn.  Importing libraries is not timed; the disk has everything
-before the clock stops.  What is read was just written, and comes from memory.  `peak` is by how much a process grew at
-most once its libraries were imported, `in all` includes them; the page cache counts for neither.
+A case is the shape of the layers of a random bf16 model, which has as many layers as fit --gib.  Rows take turns, each
+in a new process.  Times are medians, and ratios are to the copy of the same turn.  Imports of libraries are not timed.
+Writes are flushed before the clock stops; reads come from the page cache.  `peak` is the growth of the process after
+its imports, `in all` includes the imports; neither counts the page cache.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from tools.bench.fresh_process import ProcessTook
 from tools.bench.harness import Option, Refused, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
-BEYOND = 2 << 30  # bytes above the largest tensor that a conversion may take
-COPIES = 3.1  # of the model, that the disk holds at a time: it, its import, the way back, a little more
+BEYOND = 2 << 30  # bytes that a conversion may allocate in addition to the largest tensor
+COPIES = 3.1  # largest use of the disk in sizes of the model: model, import, export, and a margin
 COPY, IMPORT, FULL, SIZE = "copyfile", "import", "export, verify full", "export, verify size"
 WAYS = (COPY, IMPORT, FULL, SIZE)
 KEYS = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size tie_word_embeddings".split()
@@ -48,13 +48,13 @@ Turn = Mapping[str, ProcessTook]
 
 
 def config_of(shape: str, num_layers: int) -> dict[str, Any]:
-    """config.json of such a model."""
+    """The content of the model's config.json."""
     sizes = dict(zip(KEYS, SHAPES[shape]), num_hidden_layers=num_layers)
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", **sizes}
 
 
 def tensors_of(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of such a model, on the meta device."""
+    """The tensors of a model with this config.json, on the meta device."""
     model = architecture(content, CONFIG)
     mappings = model.family.mappings(model.model, model.vocab_size)
     parts = [part for mapping in mappings for part in mapping.sources]
@@ -66,19 +66,19 @@ def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def num_layers_for(shape: str, limit: float) -> int:
-    """The most layers of a model of at most `limit` bytes; at least one."""
+    """The largest number of layers of a model of at most `limit` bytes; at least one."""
     first, second = (num_bytes(tensors_of(config_of(shape, layers))) for layers in (1, 2))
     return max(1, 1 + int((limit - first) // (second - first)))
 
 
 def make(folder: Path, content: Mapping[str, Any]) -> None:
-    """A random model, tensor by tensor."""
+    """Writes a random model, one tensor at a time."""
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
     tensors, generator = tensors_of(content), torch.Generator().manual_seed(0)
 
     def values(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Bits of finite numbers; normal ones take five times as long."""
+        """Random bits of finite numbers; drawing normal numbers takes five times as long."""
         bits = torch.empty(tensor.shape, dtype=torch.int16).random_(0, 0x4000, generator=generator)
         return name, bits.view(tensor.dtype)
 
@@ -86,7 +86,7 @@ def make(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy() -> int:
-    """A command: the weights of a folder to another one, on the disk."""
+    """A command that copies the weights of a folder to another folder and flushes them."""
     source, target = map(Path, sys.argv[1:])
     target.mkdir()
     for file in sorted(source.glob("*.safetensors")):
@@ -97,7 +97,7 @@ def copy() -> int:
 
 
 def turn(folder: Path) -> Turn:
-    """Every way once.  `folder` holds the model, and nothing more afterwards."""
+    """Measures every way once.  `folder` holds the model; all other files are removed at the end."""
     model, copied, megatron, exported = (folder / name for name in ("model", "copied", "megatron", "exported"))
     took = {COPY: fresh_process.measured(folder, "tools.bench.convert:copy", model, copied)}
     shutil.rmtree(copied)
@@ -106,7 +106,7 @@ def turn(folder: Path) -> Turn:
         took[name] = fresh_process.measured(folder, "tools.export_hf:main", megatron, exported, "--verify", verify)
         before, after = (manifest.read(path) for path in (megatron / folders.name_of(0), exported))
         if before is None or after is None or before.facts["tensors"] != after.facts["tensors"]:
-            raise Refused("the way there and back gave other numbers")
+            raise Refused("import and export changed the tensors")
         shutil.rmtree(exported)
     shutil.rmtree(megatron)
     return took
@@ -119,8 +119,7 @@ def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
         folder = Path(name).resolve()
         needed, free = int(COPIES * num_bytes(tensors)), shutil.disk_usage(folder).free
         if free < needed:
-            lack = f"this takes {size(needed)} of disk, and {folder.parent} has {size(free)}"
-            raise Refused(f"{lack}; see --gib, --folder")
+            raise Refused(f"{folder.parent} has {size(free)} free of {size(needed)}; change --gib or --folder")
         make(folder / "model", content)
         turns = [turn(folder) for _ in range(options.repeats)]
         facts = {"layers": num_layers, "bytes": num_bytes(tensors), "file_system": machine.file_system(folder)}
@@ -147,7 +146,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 def validate(options: argparse.Namespace) -> None:
     if options.repeats < 1 or not options.gib > 0:
-        raise ValueError(f"--repeats {options.repeats} --gib {options.gib}: nothing to measure")
+        raise ValueError(f"--repeats {options.repeats} must be at least 1, and --gib {options.gib} above 0")
     if options.folder and not options.folder.is_dir():
         raise ValueError(f"--folder {options.folder} is not a folder")
 
@@ -167,9 +166,9 @@ SUBJECT = Subject(
     tiny_cases=["tiny"],
     read=one_of(*SHAPES),
     options={
-        "gib": Option(1.0, 0.001, "of at most so much, but one layer"),
-        "repeats": Option(3, 1, "turns of all rows"),
-        "folder": Option(None, help="where to make a temporary folder to write into", read=Path),
+        "gib": Option(1.0, 0.001, "size limit of the model; it has at least one layer"),
+        "repeats": Option(3, 1, "number of times that all rows are measured"),
+        "folder": Option(None, help="folder in which a temporary folder is made", read=Path),
     },
     validate=validate,
     bars=bars,

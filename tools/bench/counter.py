@@ -1,6 +1,6 @@
-"""Bytes alive, FLOPs of matrix products and bytes sent, counted where operations pass torch's dispatcher.
+"""Counts allocated bytes, FLOPs of matrix products and sent bytes of operations that pass torch's dispatcher.
 
-On a CPU, and without its allocator: what a kernel takes for itself while it runs is not seen.
+Bytes are counted by storages, on a CPU.  Memory that a kernel allocates internally while it runs is not counted.
 """
 
 import sys
@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
-_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # operation -> which argument
+_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # operation -> index of its first factor
 _SENT = {_c10d.allreduce_: 0, _c10d._allgather_base_: 1, _c10d._reduce_scatter_base_: 1}
 
 
 @dataclass(kw_only=True)
 class _Lifetime:
-    """Of one storage: alive at the operations `born` to `died` - 1."""
+    """The lifetime of a storage: it exists at the operations `born` to `died` - 1."""
 
     reference: StorageWeakRef
     num_bytes: int
@@ -30,7 +30,7 @@ class _Lifetime:
 
 
 class Counter(TorchDispatchMode):
-    """Counts while this mode is on, backward included.
+    """Counts while this mode is active, including backward.
 
     with Counter() as counter:
         a = torch.empty(100); b = torch.empty(50); del a; c = torch.empty(75)
@@ -42,8 +42,8 @@ class Counter(TorchDispatchMode):
         self.flops = 0
         self.bytes_sent = 0
         self._storages = storages
-        self._clock = 0  # operations so far
-        self._alive: dict[int, _Lifetime] = {}  # by the storage's address, which its weak reference keeps from reuse
+        self._clock = 0  # number of operations so far
+        self._alive: dict[int, _Lifetime] = {}  # by address; the weak reference keeps it from reuse
         self._ended: list[_Lifetime] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,8 @@ class Counter(TorchDispatchMode):
         return result
 
     def peak_bytes(self, *, beyond: Iterable[Tensor] = ()) -> int:
-        """Most bytes alive after any one operation, without the storages of those tensors, which must be alive."""
+        """The largest number of bytes alive after an operation.  Excludes storages of the tensors `beyond`, which must
+        still be alive."""
         self._clock += 1
         self._end_expired()
         excluded = {x.untyped_storage()._cdata for x in beyond}
@@ -69,7 +70,7 @@ class Counter(TorchDispatchMode):
         changes = [(life.born, life.num_bytes) for life in lifetimes]
         changes += [(life.died, -life.num_bytes) for life in lifetimes]
         peak = alive = 0
-        for _, change in sorted(changes):  # of the same moment, what is freed comes first
+        for _, change in sorted(changes):  # at the same operation, subtract freed bytes first
             alive += change
             peak = max(peak, alive)
         return peak

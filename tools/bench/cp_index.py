@@ -1,7 +1,7 @@
-"""How long the index arithmetic of context parallelism takes for one microbatch (sft/parallel/context_parallel.py).
+"""Time of the index arithmetic of context parallelism for one microbatch (sft/parallel/context_parallel.py).
 
-A case is DOCUMENTS:CP.  `indices` is local_indices of the most expensive rank, `inverse` is gathered_positions; a rank
-pays their sum for each microbatch.  Medians on one core.
+A case is DOCUMENTS:CP.  `indices` is the time of local_indices on the slowest rank, and `inverse` that of
+gathered_positions.  A rank calls both for each microbatch.  Times are medians on one core.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tools.bench.harness import Option, Subject
 from tools.bench.results import Bar, Column, Row
 
 TOKENS = 1 << 20
-BAR_MS = 10.0  # indices and inverse of 1M tokens in 1,000 documents
+BAR_MS = 10.0  # milliseconds of indices and inverse, for 1M tokens in 1,000 documents
 
 
 def read(name: str) -> tuple[int, int]:
@@ -60,11 +60,11 @@ SUBJECT = Subject(
         Column("inverse_s", "inverse ms", ".2f", 1e-3),
         Column("sum_s", "sum ms", ".2f", 1e-3),
     ],
-    cases=["1000:1", "1000:2", "1000:8", "1000:32", "1:8", "65536:8"],  # the last: as short as documents come
+    cases=["1000:1", "1000:2", "1000:8", "1000:32", "1:8", "65536:8"],  # the last case has the shortest documents
     tiny_cases=["1000:8", "1:8", "8192:8"],
     read=read,
     options={
-        "tokens": Option(TOKENS, 1 << 17, "of the pack"),
+        "tokens": Option(TOKENS, 1 << 17, "tokens of the pack"),
         "repeats": Option(31, 3),
     },
     bars=bars,

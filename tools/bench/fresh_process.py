@@ -1,4 +1,4 @@
-"""What a command takes in a process of its own: seconds and memory, both without importing its libraries."""
+"""Measures seconds and memory of a command in a new process, without the imports of the command's libraries."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class ProcessTook(NamedTuple):
-    """seconds; peak: bytes beyond the libraries; total: bytes with them"""
+    """Seconds of a command.  total: peak bytes of its process; peak: total minus the bytes after the imports"""
 
     seconds: float
     peak: int
@@ -25,9 +25,9 @@ class ProcessTook(NamedTuple):
 
 
 def measured(folder: Path, command: str, *words: object) -> ProcessTook:
-    """What a command, `module:function`, takes with these words as its command line.
+    """Runs the command `module:function` with these words as its arguments.
 
-    Raises Refused with its output where it fails.  `folder` is where it leaves its numbers.
+    The new process writes its numbers to a file in `folder`.  Raises Refused with the output if the command fails.
     """
     result, paths = folder / "took.json", [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.run(
@@ -44,12 +44,12 @@ def measured(folder: Path, command: str, *words: object) -> ProcessTook:
 
 
 def main(result: str, command: str, *words: str) -> int:
-    """In the process: run the command, and write what it took to the file `result`; its exit status."""
+    """Runs in the new process.  Runs the command, writes its seconds and bytes to `result`, returns its exit status."""
     module, _, name = command.partition(":")
     function: Callable[[], int] = getattr(importlib.import_module(module), name)
     sys.argv = [command, *words]
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
     before, start = memory()[0], time.perf_counter()
     status = function()
     seconds, total = time.perf_counter() - start, memory()[1]
@@ -58,7 +58,7 @@ def main(result: str, command: str, *words: str) -> int:
 
 
 def memory() -> tuple[int, int]:
-    """(now, at most) of this process, bytes.  getrusage would count what the parent held."""
+    """(current, peak) memory of this process in bytes.  getrusage would include the peak of the parent process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     values = dict(line.split(":") for line in lines if line.startswith("Vm"))
     return int(values["VmRSS"].split()[0]) << 10, int(values["VmHWM"].split()[0]) << 10

@@ -1,6 +1,6 @@
-"""What every benchmark has in common: named cases, one table, bars, JSON lines, an exit status.
+"""Runs a benchmark: measures its cases, prints a table and bars, writes JSON lines, and returns an exit status.
 
-A subject (one file beside this one) declares its cases, its columns and its bars, and measures one case at a time:
+A subject, one module of this folder, declares its cases, columns and bars, and measures one case at a time:
 
     python -m tools.bench cp_index --tiny
 
@@ -8,7 +8,7 @@ A subject (one file beside this one) declares its cases, its columns and its bar
     |--------|--------:|-----------:|-----------:|-------:|
     | 1000:8 | 131,072 |      1.120 |      0.320 |  1.440 |
 
-The table and its rows: results.py.
+results.py defines rows, the table and bars.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from tools.bench.results import DONE, Bar, Column, Row, Table, judge
 
 
 class Refused(Exception):
-    """A measurement that would mean nothing: a wrong result, a machine that lacks something.  Exit status 2."""
+    """A measurement would be meaningless: a result is wrong, or the machine lacks something.  Exit status 2."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A size or another choice of a subject, `--name` on the command line.
+    """A size or another setting of a subject, `--name` on the command line.
 
-    tiny  its value with --tiny; None: the default
-    read  text -> value; None: the type of the default.  A list collects every `--name VALUE`
+    tiny  default with --tiny; None: as without --tiny
+    read  converts text to a value; None: the type of the default.  A list collects the values of all `--name VALUE`
     """
 
     default: Any
@@ -56,15 +56,15 @@ def _no_bars(rows: Sequence[Row]) -> Iterable[Bar]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A benchmark.  Everything that differs between benchmarks is one of these fields.  With --tiny it takes less than
+    """A benchmark.  These fields hold everything in which benchmarks differ.  With --tiny, a benchmark takes less than
     20 s on one CPU core.
 
-    measure   yields the rows of a case, as they are measured
-    read      the case of a name; raises ValueError
-    ways      what is compared, where --ways can choose of it
-    validate  refuses options (ValueError) once they are parsed
+    measure   yields the rows of a case, each as soon as it is measured
+    read      converts a name to a case; raises ValueError
+    ways      names of the compared implementations, if --ways can select among them
+    validate  raises ValueError for parsed options that cannot be used
     prepare   runs once before the first case, yields rows, raises Refused
-    device    which devices it can run on; "gpu": also a CPU, but only with --tiny or where --device cpu is given
+    device    possible devices; "gpu": on a CPU only with --tiny or --device cpu
     """
 
     measure: Callable[[Any, argparse.Namespace], Iterator[Row]]
@@ -86,7 +86,7 @@ class Subject:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """The reader of cases that are a list of names."""
+    """A `read` function that accepts only these names."""
 
     def read(name: str) -> str:
         if name not in names:
@@ -97,7 +97,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def run(subject: Subject, options: argparse.Namespace, header: Mapping[str, Any]) -> int:
-    """Measures all cases.  1 where one failed, or with --check a bar is missed or none could be judged."""
+    """Measures all cases.  Returns 1 if a case failed or, with --check, if a bar is missed or there is no bar."""
     table, rows = Table(subject.columns, options.names), list[Row]()
 
     def keep(row: Row) -> None:
@@ -112,7 +112,7 @@ def run(subject: Subject, options: argparse.Namespace, header: Mapping[str, Any]
         keep(row)
     for name, case in zip(options.names, options.cases, strict=True):
         if time.monotonic() > options.ends_at:
-            keep({"case": name, "status": f"not begun: {options.minutes:g} minutes are over"})
+            keep({"case": name, "status": f"not started: {options.minutes:g} minutes have passed"})
             continue
         for row in subject.measure(case, options):
             keep({"case": name, **row})
@@ -123,7 +123,7 @@ def run(subject: Subject, options: argparse.Namespace, header: Mapping[str, Any]
 
 
 def append(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Adds a line of JSON to a file."""
+    """Appends the row to the file as a line of JSON."""
     if path:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

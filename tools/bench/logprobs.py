@@ -2,7 +2,7 @@
 
     python -m tools.bench logprobs --device cuda
 
-A case is VOCABULARY:TOKENS; at the default sizes, up to 128K x 128K, it takes tens of GiB.  `chunked` is sft's.
+A case is VOCABULARY:TOKENS.  The default sizes, up to 128K x 128K, need tens of GiB.  `chunked` is the trainer's code.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def read(name: str) -> tuple[int, int]:
 
 
 def given_logits(vocab: int, num_tokens: int, *, chunk: int, device: torch.device) -> Problem:
-    """bf16 logits in, the sum of the labels' log-probs out."""
+    """The input is bf16 logits, the result the sum of the labels' log-probs."""
     group = dist.group.WORLD
     assert group is not None
     generator = torch.Generator(device).manual_seed(0)
@@ -55,7 +55,7 @@ def given_logits(vocab: int, num_tokens: int, *, chunk: int, device: torch.devic
 
 
 def measure_case(case: tuple[int, int], options: argparse.Namespace) -> Iterator[Row]:
-    """Gradients are checked on a few chunks."""
+    """Measures a case.  Checks gradients on a few chunks only."""
     (vocab, num_tokens), chunk = case, options.chunk
     with ranks.alone(options.device.type), catch_out_of_memory() as errors:
         checked = given_logits(vocab, min(num_tokens, 2 * chunk + 1), chunk=chunk, device=options.device)

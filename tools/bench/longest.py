@@ -1,11 +1,11 @@
-"""The longest context that fits, by trying: each length in a process of its own, two steps.
+"""Finds the longest context that fits into memory.  Runs two steps of each tried length, in a new process.
 
     python -m tools.bench longest --cases 0.6b,1.7b --minutes 8
 
-Not yet run on a GPU.  A case is a shape of tools/bench/steps/case.py.  The search begins at what the equations
-predict; a try that runs out of memory leaves nothing behind for the next.  `ratio` is of that length.  Where by
-arithmetic nothing fits, as much of the optimizer as the host takes is offloaded.  Documents of --mix: `one` takes as
-much memory as `1k`, and far longer.
+Not yet run on a GPU.  A case is a shape of tools/bench/steps/case.py.  The search begins at the length that
+sft/estimate/memory.py predicts; `ratio` is the found length / the predicted length.  If no length is predicted to fit,
+the benchmark offloads as much of the optimizer as host memory can hold.  --mix sets the lengths of documents: `one`
+needs as much memory as `1k`, and takes far longer.
 """
 
 import argparse
@@ -20,36 +20,36 @@ from tools.bench.steps.case import SHAPES, StepCase
 from tools.bench.steps.options import OPTIONS, validate
 from tools.bench.steps.process import HOST, measured, memory_of
 
-CUDA_CONTEXT = 2**30  # bytes that CUDA takes for itself
-FIRST = 0.05  # of the predicted length: how far the second try is from the first; each further one twice as far
-TOLERANCE = 0.02  # between the longest that fits and the shortest that does not
+CUDA_CONTEXT = 2**30  # bytes of memory that CUDA itself uses
+FIRST = 0.05  # distance of the first two tries, as a share of the predicted length; each next distance doubles
+TOLERANCE = 0.02  # largest gap between the longest length that fits and the shortest that does not
 TRIES = 12
 
 
 @dataclass
 class Search:
-    """What is known of one model."""
+    """The state of the search for one model."""
 
     predicted: int
-    fits: int = 0  # tokens, the longest that was tried and fits; 0: none
-    fails: int | None = None  # the shortest that does not
+    fits: int = 0  # longest tried length that fits, in tokens; 0: none
+    fails: int | None = None  # shortest tried length that does not fit
     tried: list[tuple[int, bool]] = field(default_factory=list)
-    stopped: str | None = None  # why the search ended before it was sure
+    stopped: str | None = None  # why the search ended early
 
     @property
     def ratio(self) -> float | None:
-        """Of the predicted length; None where nothing is predicted to fit."""
+        """Found length / predicted length; None if no length is predicted to fit."""
         return self.fits / self.predicted if self.predicted else None
 
 
 class Stopped(Exception):
-    """A try that says nothing about memory."""
+    """A try ended for a reason other than memory."""
 
 
 def search(predicted: int, fits: Callable[[int], bool], grain: int) -> Search:
     """The longest multiple of `grain` that fits, to within TOLERANCE.
 
-    fits  whether a step of so many tokens fits; Stopped where that cannot be known
+    fits  whether a step of this many tokens fits; raises Stopped if that remains unknown
     """
     state, step = Search(predicted=predicted), FIRST
     length = _whole(predicted, grain)
@@ -61,7 +61,7 @@ def search(predicted: int, fits: Callable[[int], bool], grain: int) -> Search:
             return state
         state.tried.append((length, is_fitting))
         if is_fitting:
-            state.fits = length  # every try is above what fits, and below what does not
+            state.fits = length  # every try lies between `fits` and `fails`
         else:
             state.fails = length
         if state.fails is not None and state.fails - state.fits <= max(grain, TOLERANCE * state.fits):
@@ -72,7 +72,7 @@ def search(predicted: int, fits: Callable[[int], bool], grain: int) -> Search:
 
 
 def _next(state: Search, step: float, grain: int) -> tuple[int, float]:
-    """Further up while all fit, further down while none does, then the middle."""
+    """The next length: longer while all tries fit, shorter while none fits, then the middle of the interval."""
     if state.fails is None:
         return _whole(max(state.fits * (1 + step), state.fits + grain), grain), 2 * step
     if not state.fits:
@@ -109,7 +109,7 @@ def measure(shape: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def start_of(shape: str, options: argparse.Namespace) -> tuple[StepCase, int]:
-    """The case, and the longest context by the equations; the optimizer on the host where nothing fits without."""
+    """The case and its predicted longest context.  Offloads the optimizer if no length fits otherwise."""
     case = StepCase.read(f"{shape}:1k:{options.mix}:{options.keys}")
     device_gib, host_gib = memory_of(options)
     available = device_gib * 2**30 - (CUDA_CONTEXT if options.memory is None else 0)
@@ -126,15 +126,15 @@ def more_checks(options: argparse.Namespace) -> None:
     validate(options)
     StepCase.read(f"tiny:1k:{options.mix}:{options.keys}")
     if options.device == "cpu" and options.memory is None:
-        raise ValueError("on a CPU --memory must give a limit to search for")
+        raise ValueError("on a CPU, --memory must set the limit of the search")
 
 
 SUBJECT = Subject(
     measure=measure,
     columns=[
         Column("fits", "tokens fit", ","),
-        Column("fails", "do not fit", ","),
-        Column("predicted", "by the equations", ","),
+        Column("fails", "tokens do not fit", ","),
+        Column("predicted", "predicted", ","),
         Column("ratio", "ratio", ".3f"),
     ],
     cases=["0.6b", "1.7b", "4b", "8b"],
@@ -142,8 +142,8 @@ SUBJECT = Subject(
     read=read,
     options={
         **OPTIONS,
-        "memory": Option(None, 0.01, "GiB to search within; a CPU has no limit of its own", read=float),
-        "keys": Option("full", help="how memory is saved, like full+offload"),
+        "memory": Option(None, 0.01, "memory limit of the search in GiB; required on a CPU", read=float),
+        "keys": Option("full", help="memory-saving keys, such as full+offload"),
         "mix": Option("1k"),
     },
     validate=more_checks,

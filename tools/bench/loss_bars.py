@@ -1,7 +1,7 @@
-"""The bars of the loss head, by the rows that tools/bench/loss_head.py measures.
+"""The bars of the loss head, applied to the rows that tools/bench/loss_head.py measures.
 
-Counts (FLOPs and bytes) hold at any size.  Times hold on a CPU in fp32 at CPU_SIZES, or on one H200 in bf16 at
-CUDA_SIZES; where neither was measured they are not judged.
+Bars of FLOPs and bytes apply to every size.  Bars of time apply on a CPU in fp32 with CPU_SIZES, and on one H200 in
+bf16 with CUDA_SIZES; other rows have no bars of time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ CUDA_MS, CUDA_GIB, CUDA_CHUNK = 316.0, 3.3, 4096
 
 
 def extra_bar(chunk: int, row: Row) -> float:
-    """Bytes of `extra` for fused in fp32: one buffer of scores and 2% of it, and a few numbers a token."""
+    """Bytes of `extra` that fused may use in fp32: one buffer of logits plus 2%, and a few numbers per token."""
     return 1.02 * chunk * row["vocab"] / row["tp"] * 4 + 32 * row["tokens"]
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Of each case, every bar that applies."""
+    """All bars that apply to the cases of these rows."""
     for _, block in groupby(rows, key=lambda row: (row["fraction"], row["tokens"], row["vocab"], row["dtype"])):
         yield from _of_case({row["way"]: row for row in block if row.get("status", DONE) == DONE})
 
@@ -41,7 +41,7 @@ def _of_case(ways: Mapping[str, Row]) -> Iterator[Bar]:
     if other := ways.get(RECOMPUTE):
         yield Bar(name=f"{name}, {RECOMPUTE}, FLOPs", value=other["flops"], bound=4 * row["unit"], relation="exactly")
     if (other := ways.get(CONCATENATE)) and "extra" in other and "extra" in row:
-        title = f"{name}, {CONCATENATE}, bytes extra, more than fused"
+        title = f"{name}, {CONCATENATE}, extra bytes, compared with fused"
         yield Bar(name=title, value=other["extra"], bound=row["extra"], relation="above")
 
 
@@ -52,11 +52,11 @@ def _of_fused(chunk: int, row: Row, baseline: Row | None) -> Iterator[Bar]:
     sizes = (row["tokens"], row["hidden"], row["vocab"])
     if (row["device"], row["dtype"]) == ("cpu", "fp32"):
         if "extra" in row:
-            yield Bar(name=f"{name}, bytes extra", value=row["extra"], bound=extra_bar(chunk, row))
+            yield Bar(name=f"{name}, extra bytes", value=row["extra"], bound=extra_bar(chunk, row))
         ratio = CPU_RATIO.get((row["fraction"], chunk))
         if sizes == CPU_SIZES and ratio and baseline and baseline.get("seconds") and row.get("seconds"):
             share = row["seconds"] / baseline["seconds"]
-            yield Bar(name=f"{name}, of the time of {BASELINE}", value=share, bound=ratio)
+            yield Bar(name=f"{name}, time / time of {BASELINE}", value=share, bound=ratio)
     if (row["device"], row["dtype"], sizes, chunk, row["fraction"]) == ("cuda", "bf16", CUDA_SIZES, CUDA_CHUNK, 1.0):
         if row.get("seconds"):
             yield Bar(name=f"{name}, ms", value=row["seconds"] * 1e3, bound=CUDA_MS)

@@ -1,16 +1,16 @@
-"""Time, memory and arithmetic of the loss head, forward and backward, beside the ways it could be done instead.
+"""Time, memory and FLOPs of the loss head, forward and backward, compared with other implementations.
 
     python -m tools.bench loss_head --check              2,048 tokens x 1,024 hidden x 32,768 vocabulary
-    python -m tools.bench loss_head --cases 1 --tp 2     the vocabulary over two gloo ranks: what is sent
+    python -m tools.bench loss_head --cases 1 --tp 2     vocabulary split over two gloo ranks; counts sent bytes
     python -m tools.bench loss_head --cases 1 --device cuda --dtype bf16 --hidden 2048 --vocab 62080 --tokens 262144 \\
         --chunks 512,1024,2048,4096,8192,16384 --ways fused
 
-A case is the fraction of tokens that are supervised.  `fused C`, `chunked`, `full` and `token_statistics` are sft's;
-the others are those of tools/bench/loss_ways.py.  Ways that go in chunks take the largest of --chunks.  Over several
-ranks only sft's run, and `full` is what they are compared with; else the first row is.  A way whose gradients differ
-from that row's is refused: then nothing is timed.  What `extra` and `total` are: tools/bench/problem.py.  GEMM: FLOPs
-of matrix products in units of 2 x tokens x hidden x vocabulary rows of the rank.  `sent`: bytes that this rank puts
-into collectives.
+A case is the fraction of tokens that are supervised.  `fused C`, `chunked`, `full` and `token_statistics` are the
+trainer's code; tools/bench/loss_ways.py holds the others.  All chunked implementations but `fused C` use the largest of
+--chunks.  The reference is the first row.  On several ranks, only the trainer's code runs, and the reference is `full`.
+If gradients of an implementation differ from the reference, nothing is timed.  tools/bench/problem.py defines `extra`
+and `total`.  `GEMM`: FLOPs of matrix products in units of 2 x tokens x hidden x vocabulary rows of the rank.
+`bytes sent`: bytes that this rank passes to collectives.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from tools.bench.loss_problem import DTYPES, WAYS, Sizes, make_problem
 from tools.bench.problem import measure
 from tools.bench.results import Column, Row
 
-CHECKED_TOKENS = 8192  # gradients of more are checked on that many: the baseline would not fit
+CHECKED_TOKENS = 8192  # largest number of tokens for checking gradients: with more, the baseline would not fit
 
 
 def measure_on_rank(sizes: Sizes, only: Sequence[str], repeats: int, peak: bool) -> list[Row]:
-    """Every rank measures; all are in one process group."""
+    """Runs on every rank of the process group.  Returns the rows of this rank."""
     with ranks.tensor_parallel():
         problem = checked = make_problem(sizes, only)
         if sizes.tokens > CHECKED_TOKENS:
@@ -100,11 +100,11 @@ SUBJECT = Subject(
         "tokens": Option(Sizes.tokens, 24),
         "hidden": Option(Sizes.hidden, 8),
         "vocab": Option(Sizes.vocab, 50),
-        "chunks": Option("256,512", "5,9", "of fused", read=read_chunks),
+        "chunks": Option("256,512", "5,9", "chunk sizes of fused", read=read_chunks),
         "dtype": Option(Sizes.dtype, help="fp32 or bf16"),
-        "tp": Option(1, help="ranks; more than 1 on the CPU only"),
+        "tp": Option(1, help="number of ranks; more than 1 only on a CPU"),
         "repeats": Option(5, 1),
-        "no_peak": Option(False, help="do not count memory"),
+        "no_peak": Option(False, help="do not measure memory"),
     },
     validate=validate,
     bars=bars,

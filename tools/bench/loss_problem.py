@@ -1,4 +1,4 @@
-"""The inputs of the loss head, and each way to compute the loss of them."""
+"""Makes the inputs of the loss head, and the functions that compute the loss by each implementation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the problem is made of.  vocab: of all ranks; chunks: of fused."""
+    """Sizes of the inputs.  vocab: the vocabulary of all ranks; chunks: chunk sizes of fused"""
 
     tokens: int = 2048
     hidden: int = 1024
@@ -36,7 +36,7 @@ class Sizes:
 
 
 def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
-    """Hidden states and weight in; scores of about unit variance.  The same on every rank but for its vocabulary."""
+    """Random inputs whose logits have about unit variance.  Ranks differ only in their part of the vocabulary."""
     group = dist.group.WORLD
     assert group is not None
     device, dtype = torch.device(sizes.device), DTYPES[sizes.dtype]
@@ -68,7 +68,7 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
         CONCATENATE: partial(loss_ways.concatenate, hidden, weight, all_labels, largest),
         RECOMPUTE: partial(loss_ways.recompute, hidden, weight, all_labels, largest),
     }
-    if group.size() > 1:  # the others do not know of a vocabulary over ranks
+    if group.size() > 1:  # the other implementations cannot split the vocabulary over ranks
         ways = {"full": ways["full"]} | {n: ways[n] for n in ways if n not in (BASELINE, CONCATENATE, RECOMPUTE)}
     reference = next(iter(ways))
     chosen = {

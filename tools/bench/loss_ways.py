@@ -1,4 +1,4 @@
-"""The loss head as a user, or another trainer, would write it.  Labels of IGNORED are not supervised.
+"""The loss head as users or other trainers write it.  Tokens with label IGNORED are not supervised.
 
 hidden [t, 1, h], weight [v, h], labels [t] int64 -> the negative sum of the labels' log-probs
 """
@@ -19,7 +19,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def concatenate(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Chunks of the logits' log-probs in a list, concatenated at the end."""
+    """Computes all logits, then their log-probs chunk by chunk; concatenates the list of chunks at the end."""
     logits = F.linear(hidden.flatten(0, 1), weight)
     return _negative_sum(concatenated_logprobs(logits, labels, chunk), labels)
 
@@ -30,7 +30,7 @@ def concatenated_logprobs(logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 
 def recompute(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Log-probs in chunks of hidden states; backward computes their logits a second time."""
+    """Computes log-probs in chunks of hidden states; backward recomputes the logits of each chunk."""
     logprobs = _Recomputed.apply(hidden.flatten(0, 1), weight, labels.clamp(min=0), chunk)
     return _negative_sum(logprobs, labels)
 
@@ -40,7 +40,7 @@ def _negative_sum(logprobs: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Concatenated(torch.autograd.Function):
-    """Log-probs of given logits in chunks kept in lists, as SkyRL PR #1610 has it."""
+    """Log-probs of given logits, in chunks that are collected in a list, as in SkyRL PR #1610."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -63,7 +63,7 @@ class _Concatenated(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Log-probs from hidden states, logits taken a second time in backward, as SkyRL PR #1841 has it."""
+    """Log-probs from hidden states; backward recomputes the logits, as in SkyRL PR #1841."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:

@@ -17,7 +17,7 @@ from sft.checkpoint.train_state import installed
 
 
 def header(device: torch.device) -> dict[str, Any]:
-    """For a line of JSON; `text` is the same for people."""
+    """The header as values for JSON; `text` formats it."""
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%MZ", time.gmtime()),
         "command": shlex.join(sys.orig_argv),
@@ -39,7 +39,7 @@ def header(device: torch.device) -> dict[str, Any]:
 
 
 def text(facts: Mapping[str, Any]) -> str:
-    """Three lines."""
+    """The header as three lines of text."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     gpu = f", {facts['memory_gib']} GiB, driver {facts['driver']}, CUDA {facts['cuda']}" if "driver" in facts else ""
     host = f"{facts['cores']} cores, load {facts['load']}, {facts['host_gib']} GiB of host memory"
@@ -47,12 +47,12 @@ def text(facts: Mapping[str, Any]) -> str:
 
 
 def file_system(folder: Path) -> str:
-    """ext4"""
+    """The type of the file system that holds the folder, such as ext4."""
     return subprocess.check_output(["df", "--output=fstype", folder], text=True).split()[-1]
 
 
 def _host_bytes() -> int:
-    """Memory of this machine, or the part of it that this process may use."""
+    """Bytes of host memory that this process may use."""
     limits = [psutil.virtual_memory().total]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = Path(path).read_text(encoding="utf-8").strip() if Path(path).is_file() else ""

@@ -1,7 +1,7 @@
-"""What the metrics of a step cost: time beside the whole step of the demo's model, and bytes that a rank sends.
+"""Cost of the metrics of a step: their share of the time of a step of the demo's model, and bytes that a rank sends.
 
-A case is the number of chats in the pack, which fill 12,288 tokens.  Steps and the accumulation of the same
-microbatch's metrics take turns; medians of one process.
+A case is the number of chats in a pack of 12,288 tokens.  Steps and the accumulation of the metrics of the same
+microbatch are measured in turns, in one process.  Times are medians.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from tools.bench.counter import Counter
 from tools.bench.harness import Option, Subject
 from tools.bench.results import Bar, Column, Row
 
-SHARE_BAR = 0.01  # of the step's time
+SHARE_BAR = 0.01  # share of the time of a step
 BYTES_BAR = 64 << 10
-NUMBER_BYTES = 8  # of a document, float64
+NUMBER_BYTES = 8  # per document: a float64
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.yaml"
 
 
 def microbatch(config: Config, num_documents: int) -> Microbatch:
-    """Random chats that fill a pack, the last 40% of each supervised."""
+    """A pack of random chats; the last 40% of each chat are supervised."""
     rng = np.random.default_rng(0)
     multiple = config.data.doc_multiple
     length = config.data.seq_length // num_documents - multiple
@@ -47,7 +47,7 @@ def microbatch(config: Config, num_documents: int) -> Microbatch:
 
 
 def accumulate(accumulator: Accumulator, mb: Microbatch) -> None:
-    """All that a step does for its metrics once the pipeline's schedule is over."""
+    """All work that a step does for metrics after the pipeline schedule has ended."""
     nll, buckets = np.ones(mb.num_tokens), accumulator.buckets(mb)
     tokens = SupervisedTokens(objective=1.0, denominator=1.0, nll=nll, entropy=None, correct=nll, buckets=buckets)
     accumulator.totals([mb], [tokens])
@@ -72,7 +72,7 @@ def measure(num_documents: int, options: argparse.Namespace) -> Iterator[Row]:
         "step_s": seconds["step"],
         "metrics_s": seconds["metrics"],
         "share": seconds["metrics"] / seconds["step"],
-        "bytes_sent": counter.bytes_sent + NUMBER_BYTES * len(mb.lengths),  # the second is the all-reduce over cp
+        "bytes_sent": counter.bytes_sent + NUMBER_BYTES * len(mb.lengths),  # second term: the all-reduce over cp
     }
 
 
@@ -95,7 +95,7 @@ SUBJECT = Subject(
     tiny_cases=["3"],
     read=int,
     options={
-        "tokens": Option(12_288, 512, "of the pack"),
+        "tokens": Option(12_288, 512, "tokens of the pack"),
         "repeats": Option(7, 1),
     },
     bars=bars,

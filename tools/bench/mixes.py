@@ -1,8 +1,8 @@
-"""Lengths of documents to measure on, and how lengths are written.
+"""Distributions of document lengths for benchmarks, and the notation of lengths.
 
 one      a single document
 chat     log-normal with median 600
-longmix  98% of that, and 2% log-uniform from 8K to 128K
+longmix  98% as chat, and 2% log-uniform from 8K to 128K
 agent    log-normal with median 16K
 """
 
@@ -10,13 +10,13 @@ import math
 
 import numpy as np
 
-SEQ_LENGTHS = {"chat": 32_768, "longmix": 131_072, "agent": 131_072}  # the longest document of each
+SEQ_LENGTHS = {"chat": 32_768, "longmix": 131_072, "agent": 131_072}  # maximum length of a document
 MIXES = ("one", *SEQ_LENGTHS)
-NUM_LENGTHS = 20_000  # of a distribution that a pack is filled from
+NUM_LENGTHS = 20_000  # number of lengths from which packs are filled
 
 
 def lengths_of(mix: str, num_lengths: int) -> np.ndarray:
-    """Random lengths of chat, longmix or agent, always the same.  int64 [num_lengths]"""
+    """Random lengths of chat, longmix or agent, with a fixed seed.  int64 [num_lengths]"""
     rng = np.random.default_rng(0)
     chat = rng.lognormal(math.log(600), 1.1, num_lengths)
     lengths = {
@@ -28,7 +28,7 @@ def lengths_of(mix: str, num_lengths: int) -> np.ndarray:
 
 
 def lengths_to(mix: str, total: int, longest: int) -> np.ndarray:
-    """Lengths of the mix until their sum reaches `total`, none above `longest`.  int64"""
+    """Lengths of the mix, at most `longest` each, until their sum reaches `total`.  int64"""
     if mix == "one":
         return np.full(-(-total // longest), longest)
     lengths = np.minimum(lengths_of(mix, NUM_LENGTHS), longest)
@@ -37,7 +37,7 @@ def lengths_to(mix: str, total: int, longest: int) -> np.ndarray:
 
 
 def boundaries_of(mix: str, total: int, multiple: int) -> np.ndarray:
-    """cu_seqlens of a full pack of that mix, every document a multiple of `multiple`.  int32 [documents + 1]"""
+    """cu_seqlens of a full pack of the mix; document lengths are multiples of `multiple`.  int32 [documents + 1]"""
     sizes = -(-lengths_to(mix, total, total) // multiple) * multiple
     inner = np.cumsum(sizes)
     return np.array([0, *inner[inner < total], total], dtype=np.int32)

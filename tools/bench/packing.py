@@ -1,6 +1,6 @@
-"""Packing an epoch: how full the packs are and how long the plan takes, beside simpler ways to pack.
+"""Fill of packs and time of an epoch's plan, compared with simpler packing methods.
 
-A case is a mix of lengths (tools/bench/mixes.py), clipped to its seq_length.  `ours` is sft/data/packing/plan.py.
+A case is a mix of lengths (tools/bench/mixes.py), clipped to the mix's seq_length.  `ours` is sft/data/packing/plan.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from tools.bench.mixes import SEQ_LENGTHS, lengths_of
 from tools.bench.results import Bar, Column, Row
 
 MULTIPLE = 32
-FILL_BAR, PLAN_BAR_S = 0.994, 1.0  # of a million lengths
+FILL_BAR, PLAN_BAR_S = 0.994, 1.0  # seconds per million lengths
 
 
 def ours(lengths: np.ndarray, seq_length: int) -> Plan:
@@ -25,7 +25,7 @@ def ours(lengths: np.ndarray, seq_length: int) -> Plan:
 
 
 def next_fit(lengths: np.ndarray, seq_length: int) -> Plan:
-    """In order, a new pack where the last one is full."""
+    """Packs in order, and opens a new pack if a length does not fit into the last one."""
     counts, free = [0], seq_length
     for size in aligned(lengths, MULTIPLE).tolist():
         if size > free:
@@ -37,7 +37,7 @@ def next_fit(lengths: np.ndarray, seq_length: int) -> Plan:
 
 
 def best_fit_decreasing(lengths: np.ndarray, seq_length: int) -> Plan:
-    """Longest first, each into the fullest pack that takes it, any pack open: as full as first-fit decreasing."""
+    """Puts each length, longest first, into the fullest pack with room.  The fill is that of first-fit decreasing."""
     order = np.argsort(-lengths, kind="stable")
     packs_by_free: list[list[int]] = [[] for _ in range(seq_length // MULTIPLE + 1)]
     non_empty, num_packs, pack_of = 0, 0, []  # bit r of `non_empty`: packs_by_free[r] has a pack
@@ -51,7 +51,7 @@ def best_fit_decreasing(lengths: np.ndarray, seq_length: int) -> Plan:
         pack_of.append(pack)
         packs_by_free[free - size].append(pack)
         non_empty |= 1 << (free - size)
-    packs = shuffled(num_packs, 0, 0)[np.array(pack_of)]  # in the order made, all packs of a batch would be alike
+    packs = shuffled(num_packs, 0, 0)[np.array(pack_of)]  # shuffled, because neighbouring packs hold similar lengths
     return plan_of(order[np.argsort(packs, kind="stable")], np.bincount(packs), lengths, seq_length, MULTIPLE)
 
 
@@ -95,7 +95,7 @@ SUBJECT = Subject(
     tiny_cases=list(SEQ_LENGTHS),
     read=one_of(*SEQ_LENGTHS),
     options={
-        "samples": Option(1_000_000, 5000, "lengths of each mix"),
+        "samples": Option(1_000_000, 5000, "number of lengths per mix"),
     },
     bars=bars,
 )

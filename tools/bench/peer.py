@@ -1,10 +1,10 @@
-"""Plain transformers on one document, as a user writes it without a trainer: the longest that it survives.
+"""The longest document that plain transformers can train on, in code that a user writes without a trainer.
 
     python -m tools.bench peer --cases 1.7b,4b --minutes 7
 
 Not yet run on a GPU.  A case is a shape of tools/bench/steps/case.py.  128K tokens are tried first, then 64K, 32K and
-16K, until one fits.  Columns are those of `python -m tools.bench step --help`; what the peer is:
-tools/bench/steps/transformers_peer.py.
+16K, until one fits.  `python -m tools.bench step --help` explains the columns, and
+tools/bench/steps/transformers_peer.py holds the code.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Ways to compute one loss: each is counted once, its gradients are compared, and only then all are timed in turns.
+"""Compares ways to compute one loss: counts FLOPs and bytes of each, checks its gradients, then times all in turns.
 
-extra   most bytes alive at once that are neither input nor what ends as a gradient.  On a CPU counted at every
-        operation (tools/bench/counter.py), on CUDA the allocator's peak less inputs and gradients
-total   the same with inputs and gradients
+extra   peak bytes without inputs and final gradients.  On a CPU, tools/bench/counter.py counts them at every operation;
+        on CUDA, they are the allocator's peak minus inputs and gradients
+total   peak bytes with inputs and gradients
 """
 
 from collections.abc import Callable, Iterator
@@ -18,16 +18,16 @@ from tools.bench.clock import check_close, medians, wall_on
 from tools.bench.counter import Counter
 from tools.bench.results import DONE, Row
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a gradient's norm
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # share of a gradient's norm
 OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Ways to one loss, and the tensors it depends on.  The first way is what the others are compared with."""
+    """Ways to compute one loss, and the inputs of the loss.  The first way is the reference of the others."""
 
     ways: dict[str, Callable[[], Tensor]]
-    leaves: tuple[Tensor, ...]  # want gradients
+    leaves: tuple[Tensor, ...]  # inputs that require gradients
     constants: tuple[Tensor, ...]
 
     def backward(self, name: str) -> None:
@@ -48,7 +48,7 @@ class Problem:
 
 
 def measure(problem: Problem, checked: Problem, *, repeats: int, peak: bool = True) -> Iterator[Row]:
-    """A row for every way of `problem`, once its gradients of `checked` (the same, or smaller) are right."""
+    """Yields a row for every way of `problem`.  Checks gradients on `checked`: the same problem, or a smaller one."""
     reference = next(iter(checked.ways))
     checked.backward(reference)
     expected = list(checked.gradients.values())
@@ -70,7 +70,7 @@ def measure(problem: Problem, checked: Problem, *, repeats: int, peak: bool = Tr
 
 
 def count(problem: Problem, name: str, *, peak: bool = True) -> Row:
-    """One run; its gradients are left in the leaves."""
+    """Counts FLOPs and bytes of one run.  Leaves the gradients in the leaves."""
     problem.clear()
     inputs = (*problem.leaves, *problem.constants)
     on_cuda = problem.device.type == "cuda"
@@ -81,7 +81,7 @@ def count(problem: Problem, name: str, *, peak: bool = True) -> Row:
         problem.backward(name)
     if errors:
         return {"status": OUT_OF_MEMORY}
-    bytes_sent = counter.bytes_sent if dist.get_world_size() > 1 else 0  # a rank alone sends to nobody
+    bytes_sent = counter.bytes_sent if dist.get_world_size() > 1 else 0  # a single rank sends nothing
     row: Row = {"status": DONE, "flops": counter.flops, "bytes_sent": bytes_sent}
     if not peak:
         return row
@@ -98,7 +98,7 @@ def count(problem: Problem, name: str, *, peak: bool = True) -> Row:
 
 @contextmanager
 def catch_out_of_memory() -> Iterator[list[str]]:
-    """The list is empty afterwards if there was enough of it."""
+    """Catches out-of-memory errors of the body; the list holds the message of a caught error."""
     errors: list[str] = []
     try:
         yield errors

@@ -1,4 +1,4 @@
-"""A measurement on several ranks: gloo processes of this machine, or this process alone."""
+"""Runs a measurement on several ranks: gloo processes on this machine, or this process as the only rank."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from tools.bench.results import Row
 
 
 def rows_of_rank0(size: int, measure: Callable[..., Sequence[Row]], *arguments: Any) -> list[Row]:
-    """The rows that rank 0 of `size` processes measured.  `measure(*arguments)` runs on every rank, in a gloo group.
+    """The rows that rank 0 of `size` processes measured.  Every rank runs `measure(*arguments)`, in a gloo group.
 
-    Raises Refused where a rank does, RuntimeError with its traceback where a rank fails.
+    Raises Refused if a rank raises it, and RuntimeError with the traceback of a rank that fails.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         try:
@@ -45,7 +45,7 @@ def _on_rank(rank: int, size: int, folder: str, measure: Callable[..., Sequence[
     except Refused as error:
         (Path(folder) / f"refused-{rank}").write_text(str(error), encoding="utf-8")
         sys.stderr.flush()
-        os._exit(2)  # other ranks may wait for this one in a collective: leave nothing to clean up
+        os._exit(2)  # skips cleanup, because other ranks may wait for this one in a collective
     if rank == 0:
         (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     if dist.is_initialized():
@@ -54,7 +54,7 @@ def _on_rank(rank: int, size: int, folder: str, measure: Callable[..., Sequence[
 
 @contextmanager
 def alone(device_type: str) -> Iterator[None]:
-    """This process as the only rank."""
+    """A process group in which this process is the only rank."""
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -65,7 +65,7 @@ def alone(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def tensor_parallel() -> Iterator[None]:
-    """All ranks of the process group are one tensor-parallel group, also for megatron-core, which looks it up."""
+    """Registers all ranks as one tensor-parallel group in the parallel_state of megatron-core."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     try:
         yield

@@ -1,7 +1,7 @@
-"""Rows of a benchmark, the table that prints them, and the bounds that they are judged by.
+"""Rows of a benchmark, the table that shows the rows, and the bars that apply to them.
 
-A row is a mapping of plain values, so that it can be a line of JSON.  A row with a `status` other than "done" was not
-measured, and its status says why.  `notes` of a row are printed below the table.
+A row is a mapping of plain values and is written as a line of JSON.  A row with a `status` other than "done" was not
+measured; its status gives the reason.  The table prints the `notes` of rows at its end.
 """
 
 import operator
@@ -16,7 +16,7 @@ COMPARISONS = {"at most": operator.le, "at least": operator.ge, "exactly": opera
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a row: its key, its title, how it is printed (a format of Python) and its unit in that of the row.
+    """A column: key of the value in a row, title, Python format, and unit by which the value is divided.
 
     key "extra" in bytes, title "extra MiB", spec ",.1f", unit 2**20: 1572864 -> 1.5
     """
@@ -34,7 +34,7 @@ class Column:
 
 
 class Table:
-    """Prints rows of Markdown as they come, wide enough for what is usual."""
+    """Formats rows as a Markdown table.  Widths are fixed before the first row, so rows can be printed one by one."""
 
     def __init__(self, columns: Sequence[Column], names: Sequence[str]) -> None:
         self._columns = columns
@@ -63,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bound and what was measured; `value` None: nothing here measured it."""
+    """A bound and the measured value; a value of None was not measured."""
 
     name: str
     value: float | None
@@ -90,7 +90,7 @@ def _number(value: float) -> str:
 
 
 def judge(bars: Iterable[Bar]) -> int:
-    """Prints the bars; 1 where one is missed, or where there is none."""
+    """Prints the bars.  Returns 1 if a bar is missed or if there is no bar."""
     bars = list(bars)
     print("\n" + "\n".join(str(bar) for bar in bars))
     num_missed, num_unmeasured = sum(bar.is_missed for bar in bars), sum(bar.value is None for bar in bars)

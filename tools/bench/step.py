@@ -1,19 +1,20 @@
-"""A whole training step on one GPU: tokens per second, FLOPs, memory, where the time goes, beside what is possible.
+"""Whole training steps on one GPU: tokens per second, FLOPs, memory, and shares of time, compared with a roofline.
 
-    python -m tools.bench step --minutes 20 --json rows.jsonl       the cases of --list, in that order
+    python -m tools.bench step --minutes 20 --json rows.jsonl       the cases that --list prints, in this order
     python -m tools.bench step --cases 4b:128k:one:full,4b:64k:chat
-    python -m tools.bench step --judge rows.jsonl more.jsonl        the bars, of rows of several runs
+    python -m tools.bench step --judge rows.jsonl more.jsonl        compare the rows of several runs with the bars
 
-Not yet run on a GPU.  A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py): random weights of a Qwen3
-shape, one pack a step, the second half of every sample supervised.  MEMORY is none, selective (the default) or full,
-and any of +offload0.5 (+offload is 1), +tile4k and +optim0.5: train.recompute, train.offload_fraction, train.mlp_tile,
-optim.offload_fraction.  --set reaches every other recipe key.  Every case has a process of its own, and one that does
-not fit is a row.  After a step that warms up, steps are timed for --seconds, and one more is profiled (the timed one
-itself where steps are longer than --seconds).
+Not yet run on a GPU.  A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of
+a Qwen3 shape, a step has one pack, and the second half of every sample is supervised.  MEMORY is none, selective (the
+default) or full for train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1), +tile4k
+(train.mlp_tile) and +optim0.5 (optim.offload_fraction).  --set sets other recipe keys.  Every case runs in a new
+process; a case that runs out of memory is a row with this status.  After one warm-up step, steps are timed for
+--seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed and profiled.
 
-MFU counts causal attention, and the head where supervised, against --peak-tflops.  `of keep`, `of full`: of the floors
-of keep-attention and of full recomputation, of rates that the case itself measured (tools/bench/steps/roofline.py).
-`by eq.` is what sft/estimate/memory.py says the device holds, `host` what the process took of host memory.
+MFU divides by --peak-tflops the FLOPs of layers, of causal attention, and of the head for supervised tokens.  `of keep`
+and `of full` are shares of the roofline with keep-attention and with full recomputation, computed from rates that the
+case measured (tools/bench/steps/roofline.py).  `by eq.` is the device memory that sft/estimate/memory.py predicts, and
+`host` is the host memory that the process used.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tools.bench.steps.case import StepCase
 from tools.bench.steps.options import OPTIONS, STEP_COLUMNS, validate
 from tools.bench.steps.process import measured
 
-# By importance: --minutes may leave no time for the last.
+# Most important cases first, because --minutes may end the run before the last ones.
 CASES = (
     "1.7b:64k:one:selective 4b:64k:one:selective+offload 1.7b:128k:one:selective+offload "
     "4b:128k:one:selective+offload0.8 4b:128k:one:full 1.7b:32k:chat 1.7b:32k:padded "
@@ -45,7 +46,7 @@ def measure(case: StepCase, options: argparse.Namespace) -> Iterator[Row]:
 def describe(case: StepCase) -> str:
     estimate = case.estimate("cuda")
     device, host = estimate.device / 2**30, estimate.host / 2**30
-    return f"{str(case):<42} {device:>7.1f} GiB, host {host:>6.1f} GiB, by the equations"
+    return f"{str(case):<42} {device:>7.1f} GiB, host {host:>6.1f} GiB, predicted by sft/estimate/memory.py"
 
 
 SUBJECT = Subject(

@@ -1,10 +1,11 @@
-"""What each key that saves memory costs in time: the same step with one key after the other.
+"""The time that each memory-saving recipe key costs: measures the same step with different keys.
 
     python -m tools.bench trades --cases 1.7b:64k --minutes 9
 
-Not yet run on a GPU.  A case is SHAPE:LENGTH, on one document, or SHAPE:LENGTH+FLAGS where all of them have those
-flags: 8b:32k+optim1.  Columns are those of `python -m tools.bench step --help`; `ratio` is of the time of the first
-row.  The first is measured once more at the end: how far apart the two are is how far the others are to be trusted.
+Not yet run on a GPU.  A case is SHAPE:LENGTH, for a step of one document, or SHAPE:LENGTH+FLAGS, for example
+8b:32k+optim1, if all rows of the case have these flags.  `python -m tools.bench step --help` explains the columns.
+`ratio` is the time / the time of the first row.  The last row repeats the first; the difference of the two times shows
+the error of the measurement.
 """
 
 import argparse
@@ -45,7 +46,7 @@ SUBJECT = Subject(
     tiny_cases=["tiny:256"],
     read=read,
     describe=lambda cases: "\n".join(map(str, cases)),
-    options={**OPTIONS, "keys": Option(0, 1, "only the first so many rows; 0: all")},
+    options={**OPTIONS, "keys": Option(0, 1, "measure only this many rows of a case; 0: all")},
     validate=validate,
     bars=bars,
     device="gpu",

@@ -1,9 +1,10 @@
-"""The bars of a training step on one GPU, of the rows that `step`, `trades` and `longest` write.
+"""The bars of a training step on one GPU, for rows of the subjects `step`, `trades` and `longest`.
 
-    python -m tools.bench step --check                          judges what that run measured
-    python -m tools.bench step --judge rows.jsonl more.jsonl    judges rows of several runs together
+    python -m tools.bench step --check                          apply the bars to the rows of this run
+    python -m tools.bench step --judge rows.jsonl more.jsonl    apply the bars to the rows of several runs together
 
-Only what a GPU measured counts; where several rows speak of a bar, the best of them does.
+Only rows that were measured on a GPU count.  If several rows belong to a bar, the bar uses the best row, except for
+the bar of activation offload, which uses the worst pair of rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +17,13 @@ from tools.bench.steps.case import StepCase
 
 ROOFLINE, MFU, PACKED, LONGEST, OFFLOAD = 0.85, 0.42, 2.0, 0.95, 1.03
 MODELS, ALL_MODELS = ("1.7b", "4b"), ("0.6b", "1.7b", "4b", "8b")
-LONG = 65_536  # tokens from which offloading must be hidden by computing
+LONG = 65_536  # tokens; from this length on, computation must hide activation offload
 
 Steps = Sequence[tuple[StepCase, Mapping[str, Any]]]
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Every bar; those that no row speaks of are not measured."""
+    """All bars; a bar without rows has the value None."""
     rows = [row for row in rows if row.get("device") == "cuda" and row.get("status") == DONE]
     steps = [(StepCase.read(row["step"]), row) for row in rows if "step" in row and ":peer" not in row["step"]]
     yield from _rates(steps)
@@ -44,19 +45,19 @@ def _rates(steps: Steps) -> Iterator[Bar]:
 
 
 def _packed(steps: Steps) -> Bar:
-    """Real tokens a second of chats, packed over padded."""
+    """Real tokens per second of chats: packed / padded."""
     rates = {c: row["tokens_per_s"] for c, row in steps}
     ratios = [
         rate / rates[padded]
         for c, rate in rates.items()
         if c.mix == "chat" and (padded := replace(c, mix="padded")) in rates
     ]
-    name = "chat, packed over padded"
+    name = "chat, tokens per second packed / padded"
     return Bar(name=name, value=max(ratios, default=None), bound=PACKED, relation="at least")
 
 
 def _offload(steps: Steps) -> Iterator[Bar]:
-    """Seconds of a step with activations offloaded over those without: the worst of all pairs of a shape."""
+    """Seconds of a step with activation offload / seconds without it: the largest ratio of a shape."""
     seconds = {c: row["seconds"] / row["steps"] for c, row in steps}
     for shape in MODELS:
         ratios = [
@@ -64,12 +65,12 @@ def _offload(steps: Steps) -> Iterator[Bar]:
             for c, taken in seconds.items()
             if c.shape == shape and c.offload and c.length >= LONG and (without := replace(c, offload=0.0)) in seconds
         ]
-        name = f"{shape} from {short(LONG)} on, time with activations offloaded over without"
+        name = f"{shape} from {short(LONG)} on, time with activation offload / time without"
         yield Bar(name=name, value=max(ratios, default=None), bound=OFFLOAD)
 
 
 def _longest(rows: Sequence[Row]) -> Iterator[Bar]:
     for shape in ALL_MODELS:
         ratios = [row["ratio"] for row in rows if row.get("longest") == shape and row["ratio"] is not None]
-        name = f"{shape}, longest context that fits over that of the equations"
+        name = f"{shape}, longest context that fits / predicted longest context"
         yield Bar(name=name, value=max(ratios, default=None), bound=LONGEST, relation="at least")

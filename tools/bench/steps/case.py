@@ -1,12 +1,12 @@
-"""A training step to measure: a shape, a length, a mix of documents, and the recipe keys that trade memory.
+"""A training step to measure: a shape, a length, a mix of documents, and the recipe keys that save memory.
 
     4b:64k:one:selective+offload0.8+tile4k+optim1
 
     train.recompute: selective    train.offload_fraction: 0.8    train.mlp_tile: 4096    optim.offload_fraction: 1.0
 
-What is not named is off, and a share without a number is 1; without any of it recomputation is selective.  `peer` in
-its place is plain transformers.  Mixes are those of tools/bench/mixes.py, `1k` (documents of 1,024 tokens) and
-`padded` (16 samples of chat, each padded to the longest of them).
+Keys that are not named are off.  A share without a number is 1.  Without any key, train.recompute is selective.  `peer`
+instead of keys runs plain transformers.  Mixes: those of tools/bench/mixes.py, `1k` (documents of 1,024 tokens) and
+`padded` (16 samples of chat, each padded to the longest of the 16).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ VOCAB = 151_936
 STEP_MIXES = (*MIXES, "padded", "1k")
 RECOMPUTE = ("none", "selective", "full", "peer")
 SIZES = "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_dim tie_embeddings".split()
-SHAPES = {  # of Qwen3
+SHAPES = {  # shapes of Qwen3 models
     "0.6b": (28, 1024, 3072, 16, 8, 128, True),
     "1.7b": (28, 2048, 6144, 16, 8, 128, True),
     "4b": (36, 2560, 9728, 32, 8, 128, True),
@@ -52,7 +52,7 @@ class StepCase:
 
     @classmethod
     def read(cls, text: str) -> "StepCase":
-        """`4b:64k:chat:full+offload`.  Raises ValueError."""
+        """Reads a case, such as `4b:64k:chat:full+offload`.  Raises ValueError."""
         shape, length, mix, *memory_keys = [*text.lower().split(":"), "", ""]
         memory_keys = [key for key in memory_keys if key]
         if shape not in SHAPES or mix not in STEP_MIXES or len(memory_keys) > 1:
@@ -60,10 +60,10 @@ class StepCase:
         return cls(shape=shape, length=read_length(length), mix=mix).using(*memory_keys)
 
     def using(self, text: str = "selective") -> "StepCase":
-        """The same with `full+offload+tile4k+optim0.5`.  Raises ValueError."""
+        """This case with other memory keys, such as `full+offload+tile4k+optim0.5`.  Raises ValueError."""
         first, *flags = text.split("+")
         if first not in RECOMPUTE:
-            raise ValueError(f"{first} is not one of {', '.join(RECOMPUTE)}, which come first")
+            raise ValueError(f"memory keys must begin with one of {', '.join(RECOMPUTE)}; got {first}")
         case = replace(self, recompute=first)
         for flag in flags:
             name = flag.rstrip("0123456789.k")
@@ -80,7 +80,7 @@ class StepCase:
 
     @property
     def memory_keys(self) -> str:
-        """`selective+offload0.5+tile4k+optim1`; `offload` is all of it"""
+        """The memory keys as text: `selective+offload0.5+tile4k+optim1`; `offload` has the share 1"""
         flags = [f"offload{self.offload:g}" if self.offload != 1 else "offload"] if self.offload else []
         flags += [f"tile{short(self.tile).lower()}"] if self.tile else []
         flags += [f"optim{self.optim:g}"] if self.optim else []
@@ -102,7 +102,7 @@ class StepCase:
         return ModelConfig(**self.sizes, qk_norm=True)
 
     def config(self, device: str, *, seq_length: int = 0, multiple: int = 64, also: Sequence[str] = ()) -> Config:
-        """The recipe of this case.  seq_length: 0 is `length`; also: further KEY=VALUE, which win."""
+        """The recipe of this case.  seq_length: 0 means `length`; also: KEY=VALUE that override the case"""
         keys = {f"model.{name}": value for name, value in self.sizes.items()} | {
             "model.vocab_size": self.vocab,
             "run.device": device,
@@ -118,16 +118,16 @@ class StepCase:
         return parse_recipe(RECIPE, "bench step", [*overrides, *also]).config
 
     def estimate(self, device: str, *, also: Sequence[str] = ()) -> memory.Memory:
-        """By the equations of sft/estimate/memory.py, on one device."""
+        """The memory of one device that sft/estimate/memory.py predicts."""
         config = self.config(device, also=also)
         return memory.estimate(config, Layout.resolve(config, 1), self.vocab)
 
     def longest(self, device: str, bytes_available: float, *, also: Sequence[str] = ()) -> int:
-        """Tokens that fit by the same equations."""
+        """The longest context, in tokens, that sft/estimate/memory.py predicts to fit."""
         config = self.config(device, also=also)
         return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available)
 
     def at_least(self, device: str, also: Sequence[str] = ()) -> float:
-        """Bytes without which no step is possible: weights, gradients, optimizer, and what layers keep."""
+        """Bytes that every step needs: weights, gradients, optimizer states and saved tensors of layers."""
         estimate = self.estimate(device, also=also)
         return estimate.static + estimate.layers

@@ -1,4 +1,4 @@
-"""Steps by the clock: one that warms up, those that count, and a trace of the last or of one more."""
+"""Times steps: one warm-up step, then the timed steps, and a trace of one step."""
 
 import json
 import tempfile
@@ -14,18 +14,18 @@ import torch
 from tools.bench.clock import wall_on
 from tools.bench.steps.roofline import RANGE
 
-Step = Callable[[int], dict[str, float]]  # the step's number -> tokens, labels, squares, data_wait_s, peak_bytes, loss
+Step = Callable[[int], dict[str, float]]  # number -> tokens, labels, squares, data_wait_s, peak_bytes, loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How a case is measured; plain values, as it goes to a process of its own.
+    """How a case is measured.  Holds plain values, because another process receives the options as JSON.
 
-    steps        timed at most; none is begun after `seconds`
+    steps        largest number of timed steps; no step begins after `seconds`
     overrides    KEY=VALUE of the recipe
-    kernels      of attention, whose best rates the floors take
-    memory_gib   that torch may take of the device; None: all
-    only_fits    measure nothing but the most memory of two steps
+    kernels      attention kernels; the roofline uses the best rates among them
+    memory_gib   device memory that torch may allocate; None: all
+    only_fits    measure only the peak memory of two steps
     """
 
     device: str = "cuda"
@@ -39,7 +39,7 @@ class StepOptions:
 
 
 def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dict[str, Any]:
-    """Sums over the steps that count.  ranges: name -> (owner, the name of its function), shown in the trace."""
+    """Sums over the timed steps.  ranges: name -> (object, name of its function), marked in the trace by the name"""
     device, totals = torch.device(options.device), dict[str, float]()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -65,13 +65,13 @@ def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dic
 
 
 def most_memory(step: Step, device: torch.device) -> dict[str, Any]:
-    """Of two steps: the first makes the optimizer's states, and the second finds them there."""
+    """The peak memory of two steps: the optimizer's states are allocated in the first, and exist in the second."""
     facts = [timed(step, index, device)[1] for index in range(2)]
     return {"peak_bytes": max(step_facts["peak_bytes"] for step_facts in facts) or None, "tokens": facts[-1]["tokens"]}
 
 
 def timed(step: Step, index: int, device: torch.device) -> tuple[float, dict[str, float]]:
-    """Seconds of a whole step by the wall clock, with all work that it started on the device."""
+    """Wall time of a step in seconds, until all its work on the device has finished, and the facts of the step."""
     facts: list[dict[str, float]] = []
     return wall_on(device)(lambda: facts.append(step(index))), facts[0]
 
@@ -79,7 +79,7 @@ def timed(step: Step, index: int, device: torch.device) -> tuple[float, dict[str
 def profiled(
     step: Step, index: int, device: torch.device, ranges: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
-    """The events of a step in Chrome's format, its seconds, its facts."""
+    """The trace events of a step in Chrome's format, the seconds of the step, and its facts."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     with ExitStack() as patches:

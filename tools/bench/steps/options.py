@@ -1,4 +1,4 @@
-"""What the four benchmarks of whole steps share: their options and their columns."""
+"""Options and columns that the four benchmarks of whole steps share."""
 
 import argparse
 
@@ -21,25 +21,25 @@ STEP_COLUMNS = [
 ]
 DEFAULTS = StepOptions()
 OPTIONS = {
-    "set": Option([], help="KEY=VALUE of the recipe, of all cases"),
-    "steps": Option(DEFAULTS.steps, 1, "timed at most"),
-    "seconds": Option(DEFAULTS.seconds, 5.0, "no further step is timed after so many"),
-    "limit": Option(400.0, help="seconds of one case"),
-    "kernels": Option(",".join(DEFAULTS.kernels), help="of attention, whose best rates the floors take"),
-    "peak_tflops": Option(DEFAULTS.peak_tflops, help="of the device, dense bf16"),
-    "memory": Option(None, help="GiB that torch may take of the device; all by default", read=float),
-    "host_gib": Option(None, help="memory of the host; what the machine has by default", read=float),
-    "try_all": Option(False, help="also cases that by arithmetic cannot fit"),
+    "set": Option([], help="KEY=VALUE of the recipe, for all cases"),
+    "steps": Option(DEFAULTS.steps, 1, "largest number of timed steps"),
+    "seconds": Option(DEFAULTS.seconds, 5.0, "no step begins after this many seconds"),
+    "limit": Option(400.0, help="time limit of a case in seconds"),
+    "kernels": Option(",".join(DEFAULTS.kernels), help="attention kernels; the roofline uses their best rates"),
+    "peak_tflops": Option(DEFAULTS.peak_tflops, help="peak TFLOP/s of the device, dense bf16"),
+    "memory": Option(None, help="GiB that torch may allocate on the device; default: all", read=float),
+    "host_gib": Option(None, help="host memory in GiB; default: that of the machine", read=float),
+    "try_all": Option(False, help="also run cases that are predicted not to fit"),
 }
 
 
 def validate(options: argparse.Namespace) -> None:
-    """Raises ValueError.  `work` of the options is what a case's own process gets."""
+    """Checks the options, and sets `work`, the options that the process of a case receives.  Raises ValueError."""
     kernels = tuple(options.kernels.split(","))
     if unknown := sorted({*kernels} - {*DEFAULTS.kernels}):
-        raise ValueError(f"--kernels {', '.join(unknown)}: of {', '.join(DEFAULTS.kernels)}")
+        raise ValueError(f"--kernels {', '.join(unknown)}: expected some of {', '.join(DEFAULTS.kernels)}")
     if options.steps < 1 or not options.seconds > 0:
-        raise ValueError("--steps and --seconds: nothing to measure")
+        raise ValueError("--steps must be at least 1, and --seconds above 0")
     options.work = StepOptions(
         device="cpu" if options.device == "cpu" else "cuda", steps=options.steps, seconds=options.seconds,
         overrides=tuple(options.set), kernels=kernels, peak_tflops=options.peak_tflops, memory_gib=options.memory,

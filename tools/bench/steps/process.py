@@ -1,6 +1,6 @@
-"""One case of a training step in a process of its own, so that whatever becomes of it is a row.
+"""Measures a training step in a new process, so that every outcome, also a crash, becomes a row.
 
-Its process is `python -m tools.bench.steps.process CASE RESULT OPTIONS`, the last of which is JSON.
+The process is `python -m tools.bench.steps.process CASE RESULT OPTIONS`; RESULT is a file, and OPTIONS is JSON.
 """
 
 import argparse
@@ -23,22 +23,22 @@ from tools.bench.steps.loop import StepOptions
 from tools.bench.steps.roofline import shares, with_notes, with_rates
 
 ROOT = Path(__file__).resolve().parents[3]
-GRACE_S = 90  # that the last case may take beyond --minutes
-HOST = 0.9  # of the host's memory that a case may take by arithmetic
+GRACE_S = 90  # seconds that the last case may run beyond --minutes
+HOST = 0.9  # share of host memory that the predicted use of a case may reach
 
 
 def measured(case: StepCase, options: argparse.Namespace, *, only_fits: bool = False) -> Row:
-    """The row of a case; its status says more where nothing was measured."""
+    """The row of a case.  If nothing was measured, its status gives the reason."""
     work: StepOptions = replace(options.work, only_fits=only_fits)
     row: Row = {"step": str(case)}
     seconds_left = options.ends_at - time.monotonic()
     if seconds_left < 0:
-        return {**row, "status": f"not begun: {options.minutes:g} minutes are over"}
+        return {**row, "status": f"not started: {options.minutes:g} minutes have passed"}
     if case.recompute != "peer":
         estimate = case.estimate(work.device, also=work.overrides)
         row |= {"by_equations": estimate.device, "host_by_equations": estimate.host}
         if not options.try_all and not only_fits and (lack := _lack(case, options)):
-            return {**row, "status": f"skipped: {lack}; --try-all tries"}
+            return {**row, "status": f"skipped: {lack}; --try-all runs it"}
     limit_s = min(options.limit, seconds_left + GRACE_S)
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
@@ -56,7 +56,7 @@ def measured(case: StepCase, options: argparse.Namespace, *, only_fits: bool = F
 
 
 def memory_of(options: argparse.Namespace) -> tuple[float, float]:
-    """GiB of the device (0: not known) and of the host, less what --memory and cgroups take."""
+    """GiB of the device (0: unknown) and of the host.  --memory and --host-gib override the sizes of the machine."""
     device_gib = options.memory or 0.0
     if not device_gib and options.device.type == "cuda":
         device_gib = torch.cuda.get_device_properties(options.device).total_memory / 2**30
@@ -64,20 +64,20 @@ def memory_of(options: argparse.Namespace) -> tuple[float, float]:
 
 
 def _lack(case: StepCase, options: argparse.Namespace) -> str | None:
-    """What is not there by arithmetic."""
+    """The memory that a case is predicted to lack; None if it may fit."""
     device_gib, host_gib = memory_of(options)
     work: StepOptions = options.work
     least = case.at_least(work.device, work.overrides)
     if device_gib and least > device_gib * 2**30:
-        return f"{least / 2**30:.0f} GiB by arithmetic, {device_gib:.0f} GiB there"
+        return f"needs at least {least / 2**30:.0f} GiB, and the device has {device_gib:.0f} GiB"
     of_host = case.estimate(work.device, also=work.overrides).host
-    if of_host > HOST * host_gib * 2**30:  # and what is pinned cannot be swapped out
-        return f"{of_host / 2**30:.0f} GiB of host memory by arithmetic, {host_gib:.0f} GiB there"
+    if of_host > HOST * host_gib * 2**30:  # pinned memory cannot be swapped out
+        return f"needs {of_host / 2**30:.0f} GiB of host memory, and the host has {host_gib:.0f} GiB"
     return None
 
 
 def child(case: StepCase, work: StepOptions) -> Row:
-    """What this process measures."""
+    """Runs in the new process.  Returns the row that it measures."""
     start = time.monotonic()
     try:
         _limit_memory(case, work)
@@ -96,7 +96,7 @@ def child(case: StepCase, work: StepOptions) -> Row:
 
 
 def _limit_memory(case: StepCase, work: StepOptions) -> None:
-    """As --memory asks; a CPU runs out of it where the equations say so."""
+    """Limits the memory to --memory.  On a CPU, raises an out-of-memory error if the predicted memory is larger."""
     if work.memory_gib is None:
         return
     if work.device == "cuda":

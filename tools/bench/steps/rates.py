@@ -1,4 +1,4 @@
-"""Rates of this device now, which the floors of a step are made of: products, copies, attention."""
+"""Measures the rates of this device that determine the roofline of a step: products, copies, attention."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from tools.bench.steps.case import StepCase
 
 
 def constants(case: StepCase, kernels: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """FLOP/s and bytes/s.  None of its tensors are left."""
+    """The rates in FLOP/s and bytes/s.  Frees all tensors that were used."""
     attention, absent = attention_rates(case, device, kernels)
     measured = {**rates(device), "attention": attention, "attention not run": absent}
     if device.type == "cuda":
@@ -23,7 +23,7 @@ def constants(case: StepCase, kernels: Sequence[str], device: torch.device) -> d
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Of a large product, and of copies: on the device (what is read and what is written), and over the bus."""
+    """Rates of a large matrix product, of copies on the device (bytes read + written), and of copies over the bus."""
     on_cuda = device.type == "cuda"
     n, size = (8192, 1 << 30) if on_cuda else (64, 1 << 16)
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
@@ -42,7 +42,7 @@ def rates(device: torch.device) -> dict[str, float]:
 def attention_rates(
     case: StepCase, device: torch.device, kernels: Sequence[str]
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """FLOP/s of each kernel that runs here, on one document of the length: forward, backward; and why others do not."""
+    """FLOP/s of kernels on one document of the case's length, forward and backward; why other kernels cannot run."""
     model = case.model
     heads = (model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim)
     pack = ways.Pack.random(np.array([0, case.length], dtype=np.int32), heads, device)
@@ -63,7 +63,7 @@ def attention_rates(
 
 
 def _seconds(way: ways.Way, pack: ways.Pack, times: int) -> tuple[float, float]:
-    """Median of forward, of backward; the first of each warms up."""
+    """Median seconds of forward and of backward, without the first run, which is a warm-up."""
     clock = time_on(pack.device)
     forward, backward = [], []
     for _ in range(times):

@@ -1,9 +1,9 @@
-"""What follows from a measured step: FLOPs, how far from the roofline, and where the time went.  Arithmetic only.
+"""Computes numbers of a measured step: FLOPs, share of the roofline, and shares of time by component.
 
-The floors are made of rates that the same process measured: matrix products of layers at 650 / 790 of the rate of an
-8192 x 8192 x 8192 product, 8 times a parameter where the MLP and the projections are recomputed and 6 times where not,
-the head's 6 times; attention at the best rate that kernels show on one document of that length, forward once
-(keep-attention) or twice (full), backward once.
+The floor of a step is the least time that it could take, by rates that the same process measured.  Matrix products of
+layers count with 650 / 790 of the rate of an 8192 x 8192 x 8192 product: 8 FLOPs per parameter and token if the MLP and
+the projections are recomputed, otherwise 6; the head counts 6.  Attention counts with the best rate of the kernels on
+one document of this length: forward once (keep-attention) or twice (full), and backward once.
 """
 
 import re
@@ -15,22 +15,22 @@ from tools.bench.attention_ways import BACKWARD
 from tools.bench.results import Row
 from tools.bench.steps.case import StepCase
 
-LINEAR = 650 / 790  # of the rate of a large product: what matrix products of a layer are granted
+LINEAR = 650 / 790  # rate of matrix products of a layer / rate of a large product
 COMPONENTS = ("attention", "linear", "head", "optimizer", "copies", "other", "idle", "data")
-RANGE = "sft: "  # what names of our profiler ranges begin with
+RANGE = "sft: "  # prefix of the names of our profiler ranges
 
 
 def useful_flops(case: StepCase, row: Mapping[str, Any]) -> float:
-    """Of forward and backward of what the row's steps saw."""
+    """FLOPs of forward and backward for the tokens of the row's steps."""
     per_token, per_label, per_square = train_flops(case.model, case.vocab)
     return per_token * row["tokens"] + per_label * row["labels"] + per_square * row["squares"]
 
 
 def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: float, backward: float) -> dict[str, float]:
-    """Seconds that the row's steps take at least, by what is recomputed; rates in FLOP/s."""
+    """The least seconds of the row's steps, for each kind of recomputation.  Rates are in FLOP/s."""
     per_token, per_label, per_square = train_flops(case.model, case.vocab)
     layers, head = per_token * row["tokens"], per_label * row["labels"]
-    attention = per_square * row["squares"] / 3  # of one forward
+    attention = per_square * row["squares"] / 3  # FLOPs of one forward
     linear = LINEAR * gemm
     none = (layers + head) / linear + attention / forward + BACKWARD * attention / backward
     keep = none + layers / 3 / linear
@@ -38,7 +38,7 @@ def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: floa
 
 
 def with_rates(case: StepCase, row: Row, peak_tflops: float) -> Row:
-    """The row with what follows from its measurements."""
+    """The row with the rates and floors that follow from its measurements."""
     seconds, flops = row["seconds"], useful_flops(case, row)
     rates = {"tokens_per_s": row["tokens"] / seconds, "tflops": flops / seconds / 1e12}
     if row["device"] == "cuda":
@@ -50,9 +50,9 @@ def with_rates(case: StepCase, row: Row, peak_tflops: float) -> Row:
 
 
 def shares(events: Iterable[Mapping[str, Any]], wall_s: float) -> dict[str, float]:
-    """Component -> share of the step, from a trace of one: what runs within a range of ours is that range's.
+    """Component -> share of the time of a traced step.  A kernel inside one of our ranges belongs to that range.
 
-    Copies run beside products where activations are offloaded, and all shares then add up to more than 1.
+    With activation offload, copies run at the same time as products, so the shares add up to more than 1.
     """
     complete = [e for e in events if e.get("ph") == "X"]
     ranges = [e for e in complete if e.get("cat") == "gpu_user_annotation" and e["name"].startswith(RANGE)]
@@ -68,7 +68,7 @@ def shares(events: Iterable[Mapping[str, Any]], wall_s: float) -> dict[str, floa
 
 
 def _kind_of(kernel: Mapping[str, Any]) -> str:
-    """By its name; attention first, whose names have `cutlass` in them too."""
+    """The component of a kernel by its name.  Attention is checked first, because its names also contain `cutlass`."""
     if kernel["cat"] != "kernel":
         return "copies"
     name = kernel["name"].lower()
@@ -78,7 +78,7 @@ def _kind_of(kernel: Mapping[str, Any]) -> str:
 
 
 def with_notes(row: Row) -> Row:
-    """The row with seconds a step, and its constants and shares as text."""
+    """The row with seconds per step, and with its rates and shares as text."""
     constants = row["constants"]
     rates = [f"{n} {r['forward'] / 1e12:.0f} / {r['backward'] / 1e12:.0f}" for n, r in constants["attention"].items()]
     notes = [row["backend"], f"product {constants['gemm'] / 1e12:.0f} TFLOP/s; attention {', '.join(rates)}"]

@@ -1,4 +1,4 @@
-"""Steps of sft on random tokens: its recipe, planner, loader and engine, with random weights.
+"""Steps of the trainer on random tokens, with random weights: recipe, plan, loader and engine are those of sft.
 
 The second half of every sample is supervised.
 """
@@ -28,13 +28,13 @@ from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions, measured, most_memory
 from tools.bench.steps.rates import constants
 
-NUM_PADDED = 16  # samples of the mix `padded`
+NUM_PADDED = 16  # number of samples of the mix `padded`
 MULTIPLE = 64
-NUM_STEPS = 1000  # of the schedule, more than are timed
+NUM_STEPS = 1000  # steps of the schedule; fewer are timed
 
 
 class RandomCorpus:
-    """Random tokens; the second half of every sample is supervised."""
+    """A corpus of random tokens; the second half of every sample is supervised."""
 
     sources = ("random",)
 
@@ -52,7 +52,7 @@ class RandomCorpus:
 
 
 def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
-    """Steps of one rank."""
+    """Measures the steps of one rank."""
     device = torch.device(options.device)
     rates = {} if options.only_fits else constants(case, options.kernels, device)
     seq_length, multiple, _ = documents_of(case, 1)
@@ -82,20 +82,20 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
 def engine_and_loader(
     case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups, *, num_steps: int
 ) -> tuple[engine_module.Engine, Loader]:
-    """The engine of this rank with random weights, and what it reads: random packs for so many steps."""
+    """The engine of this rank with random weights, and a loader of random packs for `num_steps` steps."""
     with mock.patch.object(model_module, "_draw", partial(_draw, groups.device)):
         engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS)
     lengths = documents_of(case, num_steps * config.train.global_batch_size + 2)[2]
     corpus: Any = RandomCorpus(lengths, case.vocab)
     indices = partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=groups.cp_rank)
     loader = make_loader(config, layout, corpus, pad_id=0, local_indices=indices, dp_rank=groups.dp_rank)
-    loader.plans.plan(0)  # before any clock starts
+    loader.plans.plan(0)  # makes the plan before a clock starts
     return engine, loader
 
 
 def documents_of(case: StepCase, num_packs: int) -> tuple[int, int, np.ndarray]:
-    """data.seq_length, data.doc_multiple, and lengths of documents for so many packs."""
-    if case.mix == "1k":  # as much memory as one document, and little time
+    """data.seq_length, data.doc_multiple, and the lengths of documents for `num_packs` packs."""
+    if case.mix == "1k":  # needs as much memory as one document, and little time
         size = min(1024, case.length)
         return case.length, MULTIPLE, np.full(-(-num_packs * case.length // size), size)
     if case.mix != "padded":
@@ -106,12 +106,12 @@ def documents_of(case: StepCase, num_packs: int) -> tuple[int, int, np.ndarray]:
 
 
 def host_bytes() -> int:
-    """What this process holds in host memory: what is resident, or what is pinned where that is more."""
+    """Host memory of this process in bytes: the larger of its resident memory and its pinned memory."""
     resident: int = psutil.Process().memory_info().rss
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
     return max(resident, int(pinned))
 
 
 def _draw(device: torch.device, shard: Any, seed: int, std: float) -> Tensor:
-    """A random weight, made where it is needed: the trainer's own way takes a minute for billions of numbers."""
+    """A random weight, drawn on the device.  The trainer's own function takes a minute for billions of numbers."""
     return torch.randn(tuple(shard.data.shape), device=device) * std

@@ -1,6 +1,6 @@
-"""Steps of what a user writes without a trainer: transformers on one document.
+"""Steps of plain transformers on one document, in code that a user writes without a trainer.
 
-torch's own attention, fp32 weights under bf16 autocast, gradient checkpointing, fused AdamW, full logits.
+scaled_dot_product_attention, fp32 weights under bf16 autocast, gradient checkpointing, fused AdamW, full logits.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
 
 
 def network_of(case: StepCase, device: torch.device) -> Any:
-    """Random weights of the shape of the case."""
+    """A transformers model of the case's shape, with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = case.model

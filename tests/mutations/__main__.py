@@ -1,7 +1,7 @@
-"""`make test-mutations`: apply each deliberate fault to a copy of the repository, and require that its tests fail.
+"""`make test-mutations`: puts each deliberate fault into a copy of the repository, and checks that its tests fail.
 
-Prints a table: fault, the test that noticed it, seconds.  Exit code 1 if a fault was not noticed, if its tests did not
-run, or if they fail without it.
+Prints a table: fault, test that failed, seconds.  Exit code 1 if no test failed for a fault, if the tests of a fault
+did not run, or if they fail without the fault.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from tests.mutations.table import REPOSITORY, Fault, read_table
 from tests.mutations.warm_pytest import Outcome, run_pytest
 
-LIMIT_S = 900  # of the tests of one fault
+LIMIT_S = 900  # time limit for the tests of one fault
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     if arguments.sample:
         seed = _git("rev-parse", "HEAD").strip()
         faults = random.Random(seed).sample(faults, min(arguments.sample, len(faults)))
-        print(f"{len(faults)} faults, drawn by the commit {seed[:12]}")
+        print(f"{len(faults)} faults, chosen by the commit {seed[:12]}")
     if not faults:
         print(f"no fault matches {arguments.only!r}", file=sys.stderr)
         return 2
@@ -45,9 +45,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("--only", default="", metavar="PATTERN", help="faults whose room, words or file match")
-    parser.add_argument("--sample", type=int, metavar="N", help="N faults, drawn by the commit")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies to work in at once")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only faults whose name or file matches")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N faults; the commit determines which")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies that are tested at once")
     return parser.parse_args()
 
 
@@ -57,13 +57,13 @@ def _git(*arguments: str) -> str:
 
 @contextmanager
 def _copies(jobs: int) -> Iterator[SimpleQueue[Path]]:
-    """`jobs` copies of the working tree, each beside a link to what tests may read next to the repository."""
+    """`jobs` copies of the working tree, each with a link to the folder that tests read beside the repository."""
     copies: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         for number in range(jobs):
             copy = Path(folder) / str(number) / "repository"
             for name in _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines():
-                if (REPOSITORY / name).is_file():  # not one that was removed and not committed
+                if (REPOSITORY / name).is_file():  # skips files whose removal is not committed
                     (copy / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(REPOSITORY / name, copy / name)
             if (REPOSITORY.parent / "shared").exists():
@@ -73,17 +73,17 @@ def _copies(jobs: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def _passes_without_faults(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> bool:
-    """Whether the tests of all faults pass in an unchanged copy: otherwise they would notice anything."""
+    """Whether the tests of all faults pass in an unchanged copy.  If not, a failure would not show the fault."""
     copy = copies.get()
     outcome = run_pytest(copy, sorted({argument for fault in faults for argument in fault.tests.split()}), limit_s=7200)
     copies.put(copy)
     if not outcome.passed:
-        print(f"without a fault the tests do not pass:\n{outcome.failures}")
+        print(f"tests fail without a fault:\n{outcome.failures}")
     return outcome.passed
 
 
 def _run_all(faults: Sequence[Fault], copies: SimpleQueue[Path]) -> list[tuple[Fault, Outcome]]:
-    """Apply every fault in one of the copies; print a line each.  Returns those that no test noticed."""
+    """Tests every fault in one of the copies, and prints a line for each.  Returns faults that made no test fail."""
 
     def run(fault: Fault) -> tuple[Fault, Outcome]:
         copy = copies.get()

@@ -1,4 +1,4 @@
-"""What the server of warm_pytest.py imports before it forks, so that no forked process has to."""
+"""The server of warm_pytest.py imports this module before it forks, so forked processes need not import libraries."""
 
 import warnings
 

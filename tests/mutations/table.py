@@ -1,12 +1,12 @@
-"""The table of deliberate faults: one YAML file a room, one entry a fault.
+"""Reads the table of deliberate faults: one YAML file per package, one entry per fault.
 
-    - fault: a rank holds its first chunk twice          what is wrong, in the words of somebody who sees it
+    - fault: a rank holds its first chunk twice          the wrong behaviour, in words
       file: sft/parallel/context_parallel.py
-      line: 2 * cp_size - 1 - cp_rank                    a text that stands once in the file
+      line: 2 * cp_size - 1 - cp_rank                    a text that the file contains exactly once
       becomes: cp_rank
-      tests: tests/unit/test_context_parallel.py         which tests must fail: arguments of pytest, separated by spaces
+      tests: tests/unit/test_context_parallel.py         tests that must fail: arguments of pytest, separated by spaces
 
-`line` may be a part of a line or several lines.  A fault is one change that a tired engineer could make.
+`line` may be a part of a line or several lines.  A fault is a single change that an engineer could make by mistake.
 """
 
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ class Fault:
         return f"{self.room}: {self.fault}"
 
     def apply(self, repository: Path) -> str:
-        """The text of the file with the fault.  Raises ValueError where the line is not there exactly once."""
+        """The text of the file with the fault.  Raises ValueError if the file does not contain `line` exactly once."""
         text = (repository / self.file).read_text()
         count = text.count(self.line)
         if count != 1:
-            raise ValueError(f"{self.name}: {self.file} has {count} times {self.line!r}, and must have it once.")
+            raise ValueError(f"{self.name}: {self.file} must contain {self.line!r} once; it contains it {count} times.")
         return text.replace(self.line, self.becomes)
 
 
 def read_table(folder: Path = FOLDER) -> list[Fault]:
-    """Every fault, by room in alphabetical order."""
+    """All faults; the files of the table are in alphabetical order."""
     return [
         Fault(room=path.stem, **entry)
         for path in sorted(folder.glob("*.yaml"))

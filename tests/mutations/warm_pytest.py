@@ -1,7 +1,7 @@
-"""Runs pytest in processes that have imported the large libraries already: each begins in 1 s instead of 6.
+"""Runs pytest in processes that have already imported the large libraries, so each starts in 1 s instead of 6.
 
-A server imports them once and forks a process for each call.  `sft`, `tools` and `tests` are not among them: the forked
-process imports them from the copy of the repository that it tests.
+A server imports the libraries once, and forks a process for each call.  The server does not import `sft`, `tools` and
+`tests`: the forked process imports them from the copy of the repository that it tests.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ _server.set_forkserver_preload(["tests.mutations.libraries"])
 
 @dataclass(frozen=True)
 class Outcome:
-    code: int | None  # of pytest; None: the tests hung
+    code: int | None  # exit code of pytest; None: the tests hung
     seconds: float
     output: str
 
@@ -34,12 +34,12 @@ class Outcome:
 
     @property
     def noticed(self) -> bool:
-        """Tests failed, by a failure and not by an error before they ran; a hang is noticed too, by the time limit."""
+        """Whether a test failed or hung.  An error before the tests ran does not count."""
         return self.code in (FAILED, None)
 
     @property
     def failures(self) -> str:
-        """The end of the output from the first failure on, at most 4,000 characters."""
+        """The output from the first failure on, at most 4,000 characters."""
         start = re.search(r"^=+ (?:FAILURES|ERRORS) =+$", self.output, re.MULTILINE)
         return self.output[start.start() :][:4000] if start else self.output[-4000:]
 
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def run_pytest(copy: Path, tests: Sequence[str], *, limit_s: float) -> Outcome:
-    """Run tests in `copy`, whose `sft` goes before an installed one."""
+    """Runs tests in `copy`.  They import `sft` from the copy, even if another `sft` is installed."""
     started = time.monotonic()
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
         process = _server.Process(target=_in_copy, args=(str(copy), list(tests), output.name))
@@ -67,9 +67,10 @@ def run_pytest(copy: Path, tests: Sequence[str], *, limit_s: float) -> Outcome:
 
 
 def _in_copy(copy: str, tests: list[str], output: str) -> None:
-    """Without bytecode, which Python takes for fresh if a changed file has its size and was written in the same second.
+    """Runs pytest in the forked process.
 
-    Leaves by os._exit: threads and pools that the tests left behind must not keep the process.
+    Writes no bytecode: Python would use the bytecode of a file that was changed in the same second and kept its size.
+    Ends by os._exit, because threads and pools of the tests could keep the process alive.
     """
     os.setsid()
     os.chdir(copy)

@@ -1,18 +1,20 @@
-"""What only a kernel could have told, told in its place.  `python -m tests.standin.answers train ...` is `sft` so.
+"""Replaces functions of sft whose results only kernels could compute.
 
-finite     whether weights are finite is computed on the device, where nothing is computed: they are
-objects    lists and dictionaries that all ranks send each other go through kernels with NCCL, and with gloo do not
+`python -m tests.standin.answers train ...` runs `sft train ...` with these replacements:
+
+finite     the check for finite weights, which runs on the device, always returns true
+objects    collectives of Python objects between all ranks use gloo, because NCCL would pass the objects through kernels
 """
 
 from typing import Any
 
 import torch.distributed as dist
 
-_all_ranks: list[Any] = []  # over gloo
+_all_ranks: list[Any] = []  # the gloo group of all ranks
 
 
 def give() -> None:
-    """From now on in this process, before it joins others."""
+    """Installs the replacements in this process.  Call it before the process group is created."""
     from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 
     torch_dist_files.are_finite = lambda tensors: True
@@ -34,7 +36,7 @@ def give() -> None:
 
 
 def _of_gloo(group: Any) -> Any:
-    """The same ranks over gloo where they are all; a part of them is left as it is."""
+    """The gloo group if `group` contains all ranks; otherwise `group` itself."""
     is_all = group is None or dist.get_world_size(group) == dist.get_world_size()
     return _all_ranks[0] if is_all else group
 

@@ -1,7 +1,8 @@
-"""The library of the stand-in: compiled once for each torch, and what to set so that a process loads it.
+"""Compiles the library of the stand-in, once for each torch, and makes the environment in which a process loads it.
 
-Our own C knows the functions that matter.  Every other one that torch or Transformer Engine asks of CUDA's runtime,
-cuBLAS or NCCL, and every other one of the driver and of cuDNN, is made here: it does nothing and succeeds.
+Our C code implements the functions that tests need.  This module generates all other functions that torch or
+Transformer Engine use of CUDA's runtime, cuBLAS and NCCL, and all other functions of the driver and of cuDNN.  A
+generated function does nothing and returns success.
 """
 
 import hashlib
@@ -19,24 +20,24 @@ ROOT = HERE.parents[1]
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 TORCH = PACKAGES / "torch"
 TE = PACKAGES / "transformer_engine" / "wheel_lib"
-NAME = "libcuda.so.1"  # which torch and Triton look for; as it is loaded already, they get this one
+NAME = "libcuda.so.1"  # torch and Triton open this name, and get our library, because it is already loaded
 SOURCES = ("cuda.c", "driver.c", "nccl.c", "blas.c", "dnn.c")
-DECLARATIONS = HERE / "declarations"  # instead of CUDA's headers where they are absent: for our C alone, not for torch
-STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")  # most of what is asked of a function is ignored
+DECLARATIONS = HERE / "declarations"  # for our C code if CUDA's headers are absent
+STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")  # functions ignore most of their parameters
 REPLACED = ("libcudart", "libcublas", "libcublasLt", "libnccl", "libcudnn", "libnvrtc")
-BY_NAME = ("libcudart", "libcudnn")  # which Transformer Engine opens by their names, and asks for functions of any
-WORLD = 8  # devices that are shown
+BY_NAME = ("libcudart", "libcudnn")  # Transformer Engine opens these by name, and looks up functions
+WORLD = 8  # number of devices
 H200_BYTES = 150_754_820_096
-# An int takes any arguments that are passed in registers or by the caller's stack, and 0 is success for all of them.
+# A function without declared parameters accepts all arguments, and 0 means success in all these libraries.
 NOTHING = '__attribute__((visibility("default"))) int {name}(void) {{ return 0; }}\n'
 
 
 class NoStandin(RuntimeError):
-    """It cannot be had here; says why."""
+    """The stand-in cannot be built here; the message gives the reason."""
 
 
 def environment(library: Path) -> dict[str, str]:
-    """Of a process that runs on the stand-in; STANDIN_BYTES and STANDIN_DEVICES are its size."""
+    """The environment of a process on the stand-in.  STANDIN_BYTES and STANDIN_DEVICES set memory and devices."""
     return {
         **os.environ,
         "LD_PRELOAD": os.pathsep.join(map(str, [library, *_others(library)])),
@@ -50,7 +51,7 @@ def environment(library: Path) -> dict[str, str]:
 
 
 def has_cuda() -> bool:
-    """Whether torch here is a build for CUDA, from the package index: with NVIDIA's libraries in wheels."""
+    """Whether the installed torch is a CUDA build from the package index, with NVIDIA's libraries in wheels."""
     return (TORCH / "lib" / "libtorch_cuda.so").exists() and bool(_replaced())
 
 
@@ -59,14 +60,14 @@ def _replaced() -> list[Path]:
 
 
 def _others(library: Path) -> list[Path]:
-    """Beside it: what it is by the other names."""
+    """Files beside the library that load it under other names."""
     return [library.with_name(path.name) for path in _replaced() if path.name.startswith(BY_NAME)]
 
 
 def library() -> Path:
-    """Compiled if it is not there, within the environment.  Raises NoStandin."""
+    """The library; compiles it into the Python environment if it is missing.  Raises NoStandin."""
     if not has_cuda():
-        raise NoStandin("torch here is no build for CUDA: run make test-standin")
+        raise NoStandin("the installed torch is not built for CUDA: run make test-standin")
     callers, wheels = [*sorted((TORCH / "lib").glob("lib*.so")), *sorted(TE.glob("*.so"))], _replaced()
     known = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in (*callers, *wheels)]
     digest = hashlib.sha256(str(known).encode())
@@ -82,13 +83,13 @@ def library() -> Path:
 def _check_tools() -> None:
     if absent := [tool for tool in ("gcc", "nm") if not shutil.which(tool)]:
         raise NoStandin(
-            f"The stand-in for CUDA is compiled when it is first used, and {' and '.join(absent)} "
-            "cannot be found.  On Debian and Ubuntu: apt install gcc binutils libc6-dev."
+            f"{' and '.join(absent)} cannot be found, and the first use of the stand-in for CUDA compiles it.  On "
+            "Debian and Ubuntu: apt install gcc binutils libc6-dev."
         )
 
 
 def cuda_headers() -> list[Path]:
-    """Folders of CUDA's headers: of the wheels, of which two do not come with torch, or of a toolkit."""
+    """Folders of CUDA's headers, from wheels or from a toolkit.  Torch does not install two of the wheels."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
     folders = [*sorted(PACKAGES.glob("nvidia/*/include")), toolkit]
     for header, wheel in (
@@ -102,9 +103,9 @@ def cuda_headers() -> list[Path]:
     ):
         if not any((folder / header).exists() for folder in folders):
             raise NoStandin(
-                f"The stand-in for CUDA is compiled with CUDA's own headers, and {header} is in none of "
-                f"{', '.join(map(str, folders))}.  It comes with pip install {wheel}, of the version of torch's CUDA, "
-                "or with a CUDA toolkit, whose folder CUDA_HOME names."
+                f"The stand-in for CUDA needs CUDA's headers, and {header} is in none of "
+                f"{', '.join(map(str, folders))}.  Run pip install {wheel} with the version of torch's CUDA, or "
+                "install a CUDA toolkit and set CUDA_HOME to its folder."
             )
     return [folder for folder in folders if folder.exists()]
 
@@ -112,7 +113,7 @@ def cuda_headers() -> list[Path]:
 def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
     headers = cuda_headers()
     library.parent.mkdir(parents=True, exist_ok=True)
-    mine = library.with_name(f"{os.getpid()}.so")  # several may compile at once
+    mine = library.with_name(f"{os.getpid()}.so")  # several processes may compile at the same time
     rest = library.with_name(f"{os.getpid()}.c")
     try:
         compile_sources(mine, headers)
@@ -122,7 +123,7 @@ def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
         missing = (wanted & offered | by_name | set(_of_driver(headers))) - set(_symbols(mine, "--defined-only"))
         rest.write_text("".join(NOTHING.format(name=name) for name in sorted(missing)))
         compile_sources(mine, headers, str(rest))
-        for other in _others(library):  # empty, but for that name and for needing ours
+        for other in _others(library):  # an empty library with this name that depends on ours
             made = other.with_name(f"{os.getpid()}{other.name}")
             soname = ["-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{other.name}"]
             _run("gcc", "-shared", *soname, "-o", str(made), str(mine))
@@ -134,7 +135,7 @@ def _compile(library: Path, callers: list[Path], wheels: list[Path]) -> None:
 
 
 def compile_sources(library: Path, headers: Sequence[Path], *more: str) -> None:
-    """Our own C into `library`.  more: sources and flags besides.  Raises NoStandin with what gcc says."""
+    """Compiles our C code into `library`.  more: further sources and flags.  Raises NoStandin with gcc's output."""
     flags = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-Wl,-soname,{NAME}"]
     flags += [f"-I{folder}" for folder in headers]
     _run("gcc", *flags, "-o", str(library), *(str(HERE / name) for name in SOURCES), *more)
@@ -146,7 +147,7 @@ def _symbols(path: Path, which: str) -> Iterator[str]:
 
 
 def _of_driver(headers: list[Path]) -> Iterator[str]:
-    """Names of the driver's functions: those declared, and those that a macro makes of them."""
+    """Names of the driver's functions: declared names, and names that macros substitute for them."""
     text = next(folder / "cuda.h" for folder in headers if (folder / "cuda.h").exists()).read_text(errors="replace")
     yield from re.findall(r"\bCUDAAPI (cu[A-Z]\w*)\(", text)
     yield from re.findall(r"^\s*#\s*define\s+cu[A-Z]\w*\s+(cu[A-Z]\w*)$", text, flags=re.MULTILINE)
@@ -155,5 +156,5 @@ def _of_driver(headers: list[Path]) -> Iterator[str]:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode != 0:
-        raise NoStandin(f"{command[0]} could not make the stand-in for CUDA: {done.stderr.strip()[-2000:]}")
+        raise NoStandin(f"{command[0]} could not build the stand-in for CUDA: {done.stderr.strip()[-2000:]}")
     return done.stdout

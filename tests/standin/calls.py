@@ -1,6 +1,7 @@
-"""What a process asks of our C alone, without torch: `python -m tests.standin.calls LIBRARY memory`, or for a rank
-`... LIBRARY collectives RANK FILE`, where FILE is what the two ranks share.  It prints the answers as JSON;
-tests/unit/test_standin_library.py knows what they must be.
+"""Calls our C code without torch, and prints the answers as JSON; tests/unit/test_standin_library.py checks them.
+
+python -m tests.standin.calls LIBRARY memory
+python -m tests.standin.calls LIBRARY collectives RANK FILE      FILE is shared by the two ranks
 """
 
 import ctypes
@@ -13,18 +14,18 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 Answers = dict[str, Any]
-INT64, BFLOAT16, FLOAT32 = 4, 9, 7  # of ncclDataType_t
-SUM, PROD, MAX, MIN = range(4)  # of ncclRedOp_t
-TIMES, SIZES = 3, [1 + message % 3 for message in range(30)]  # of groups, and numbers of the messages in each
+INT64, BFLOAT16, FLOAT32 = 4, 9, 7  # values of ncclDataType_t
+SUM, PROD, MAX, MIN = range(4)  # values of ncclRedOp_t
+TIMES, SIZES = 3, [1 + message % 3 for message in range(30)]  # groups, and the length of each message
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What this process, which runs on the stand-in, did so far.  Names and order as in cuda.c."""
+    """Counters of this process since its start.  Names and order are those of cuda.c."""
 
-    waits: int = 0  # of the host for the device; waiting again for what is done does not count
-    kernels: int = 0  # a product of matrices and an attention of cuDNN's are one each
-    most_host_bytes: int = 0  # page-locked at a time
+    waits: int = 0  # waits of the host for the device; a wait for finished work does not count
+    kernels: int = 0  # a matrix product counts as one kernel, and so does an attention of cuDNN
+    most_host_bytes: int = 0  # peak of page-locked memory
 
     def since(self, before: "Counts") -> "Counts":
         return Counts(*(now - then for now, then in zip(astuple(self), astuple(before))))
@@ -63,8 +64,8 @@ def memory(cuda: Any) -> Answers:
     freed = _left(cuda)
     huge, again = _malloc(cuda, 2**64 - 1)[0], _malloc(cuda, 600)[0]
     return {
-        "401 of 400": refused, "its address": nothing.value, "errors": errors, "400 of 400": exact, "left": full,
-        "left after free": freed, "far too much": huge, "600 again": again,
+        "401 of 400": refused, "address of the refused block": nothing.value, "errors": errors, "400 of 400": exact,
+        "left": full, "left after free": freed, "2**64 - 1": huge, "600 after the refusals": again,
     }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def _kernel(cuda: Any, stream: c_void_p, blocks: int = 1) -> int:
 
 
 def waits(cuda: Any) -> Answers:
-    """How often the host waited for the device so far, by what it did last."""
+    """The number of waits of the host for the device, after each of these operations."""
     one, two, event, ms = c_void_p(), c_void_p(), c_void_p(), c_float()
     cuda.cudaStreamCreate(byref(one))
     cuda.cudaStreamCreate(byref(two))
@@ -96,18 +97,18 @@ def waits(cuda: Any) -> Answers:
 
     return {
         "kernels": after(_kernel(cuda, one), cuda.cudaEventRecord(event, one), _kernel(cuda, one)),
-        "an event": after(finish_event(event)),
-        "it again": after(finish_event(event)),
-        "its stream, which went on": after(finish(one)),
-        "that again": after(finish(one)),
-        "an idle stream": after(finish(two)),
-        "one behind what is done": after(follow(two, event, 0), finish(two)),
-        "one behind what is not": after(
+        "wait for an event": after(finish_event(event)),
+        "second wait for the event": after(finish_event(event)),
+        "wait for its stream with a later kernel": after(finish(one)),
+        "second wait for the stream": after(finish(one)),
+        "wait for an idle stream": after(finish(two)),
+        "stream that follows a finished event": after(follow(two, event, 0), finish(two)),
+        "stream that follows an unfinished event": after(
             _kernel(cuda, one), cuda.cudaEventRecord(event, one), follow(two, event, 0), finish(two)
         ),
-        "the device": after(_kernel(cuda, one), cuda.cudaDeviceSynchronize()),
-        "a stream after it": after(finish(one)),
-        "ms are more than none": not cuda.cudaEventElapsedTime(byref(ms), event, event) and ms.value > 0,
+        "wait for the device": after(_kernel(cuda, one), cuda.cudaDeviceSynchronize()),
+        "stream after the device": after(finish(one)),
+        "elapsed time is above 0": not cuda.cudaEventElapsedTime(byref(ms), event, event) and ms.value > 0,
     }
 
 
@@ -150,7 +151,10 @@ def collectives(cuda: Any, rank: int, file: str) -> Answers:
 
 
 def _groups_in_order(cuda: Any, comm: c_void_p, peer: int) -> int:
-    """Sends `peer` and gets of it 1 number, 2, 3, 1, ... in a group; number i of message m is 1000 m + i."""
+    """In each group, exchanges messages of 1, 2, 3, 1, ... numbers with `peer`; number i of message m is 1000 m + i.
+
+    Returns the number of groups whose messages arrived in order.
+    """
     in_order = 0
     for _ in range(TIMES):
         sent = [(c_longlong * n)(*(1000 * m + i for i in range(n))) for m, n in enumerate(SIZES)]
@@ -169,7 +173,7 @@ def messages(cuda: Any, rank: int, file: str) -> Answers:
 
 
 def own_messages(cuda: Any, rank: int, file: str) -> Answers:
-    """Of a communicator of one rank, to itself: nothing depends on who is first."""
+    """Sends messages to the same rank, in a communicator of one rank, so the order of ranks does not matter."""
     return {"groups in order": _groups_in_order(cuda, _join(cuda, rank, file, size=1), rank)}
 
 
@@ -179,7 +183,7 @@ def sizes_differ(cuda: Any, rank: int, file: str) -> Answers:
 
 
 def main(library: str, name: str, words: Sequence[str]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # where ranks differ they abort, which is no crash to look into
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ranks that differ abort on purpose, so no core dump is needed
     cuda = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     answers = globals()[name](cuda, *(int(word) if word.isdigit() else word for word in words))
     print(json.dumps(answers), flush=True)

@@ -1,4 +1,4 @@
-"""Tests on the stand-in for CUDA: `make test-standin`.  Elsewhere they are skipped, and say why."""
+"""Tests on the stand-in for CUDA: `make test-standin`.  In other environments they are skipped with a reason."""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from tests.standin import build
 
 @pytest.fixture(scope="session", autouse=True)
 def standin() -> Iterator[None]:
-    """Compiled once.  Without torch for CUDA there is nothing to try; without a compiler that is a failure.  What ranks
-    share is in a folder that is gone afterwards, however they ended."""
+    """Compiles the stand-in once.  Skips the tests without torch for CUDA, and fails without a compiler.  Ranks share
+    files in a temporary folder, which is removed at the end, also after a failure."""
     if not build.has_cuda():
-        pytest.skip("torch here is no build for CUDA: run make test-standin")
+        pytest.skip("the installed torch is not built for CUDA: run make test-standin")
     build.library()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         patch.setenv("STANDIN_SHARED", shared)

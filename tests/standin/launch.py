@@ -1,4 +1,4 @@
-"""Processes on the stand-in: started by torchrun, waited for, and all ended."""
+"""Starts processes on the stand-in, waits for them, and ends all of them."""
 
 import contextlib
 import importlib.util
@@ -14,16 +14,16 @@ import pytest
 
 from tests.standin import build
 
-TIMEOUT_S = 240  # nothing here takes a minute, and ranks that wait in vain for each other say so after 90 s (nccl.c)
+TIMEOUT_S = 240  # every test takes less than a minute; ranks that hang in NCCL report it after 90 s (nccl.c)
 PORTABLE, TE = "attention.backend=portable", "attention.backend=te"
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None and build.TE.exists()
 NEEDS_TE = pytest.mark.skipif(
-    not HAS_TE, reason="Transformer Engine is not installed here; its part for torch is built from source"
+    not HAS_TE, reason="Transformer Engine is not installed; its torch extension must be built from source"
 )
 
 
 def start(*words: str, ranks: int = 0, also: Mapping[str, str] = {}) -> "subprocess.Popen[str]":
-    """`python -m` what the words say, by torchrun where `ranks` says how many.  also: of its environment."""
+    """Starts `python -m` with these words, under torchrun if `ranks` is above 0.  also: environment variables"""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks else []
     return subprocess.Popen(
         [sys.executable, "-m", *torchrun, *words],
@@ -33,7 +33,7 @@ def start(*words: str, ranks: int = 0, also: Mapping[str, str] = {}) -> "subproc
 
 
 def finish(process: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> str:
-    """What it said.  Nothing of it is left, however this ends.  Raises AssertionError where it takes too long."""
+    """The output of the process.  Ends all its processes in every case.  Raises AssertionError at the time limit."""
     try:
         return process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired as late:
@@ -44,14 +44,14 @@ def finish(process: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> st
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """Of its ranks, too: they leave with torchrun (`leave_with_parent`)."""
+    """Kills the process.  Its ranks end too, because they end with torchrun (`leave_with_parent`)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def steps(case: str, overrides: Sequence[str], *, ranks: int = 1, also: Mapping[str, str] = {}) -> list[dict[str, Any]]:
-    """What each rank of steps.py found, in order of rank.  Raises AssertionError with all they said."""
+    """The results of each rank of steps.py, in order of ranks.  Raises AssertionError with the output of all ranks."""
     process = start("tests.standin.steps", case, json.dumps(list(overrides)), ranks=ranks, also=also)
     said = finish(process)
     found = [json.loads(line) for line in said.splitlines() if line.startswith('{"rank"')]

@@ -1,10 +1,10 @@
-"""Peak memory of training steps by torch's own allocator against sft/estimate/memory.py, as JSON lines.
+"""Compares the peak memory of torch's allocator in training steps with sft/estimate/memory.py, as JSON lines.
 
-    python -m tests.standin.memory_rows                                     the rows that are tested
-    python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  these: a case of `step`, @ layout
+    python -m tests.standin.memory_rows                                            all rows that are tested
+    python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  rows: a case of `step`, @, a layout
 
-measured is the most that torch had allocated on any rank in two steps; device is what the equations say of the
-fullest, and host is both for its page-locked memory.  All in bytes.
+measured: the largest memory that torch allocated on any rank in two steps; device: the estimate for the rank that needs
+most; host_measured and host: the same for page-locked memory.  All sizes are in bytes.
 """
 
 import json
@@ -48,7 +48,7 @@ ROWS_TE = (
 
 
 def read(row: str) -> tuple[StepCase, list[str], int]:
-    """The case, overrides for its layout, processes.  A pipeline gets two microbatches a stage, all else one."""
+    """The case, overrides for its layout, and the number of processes.  A pipeline gets 2 * pp microbatches."""
     name, _, layout = row.partition("@")
     parts = [part for part in layout.split(",") if part]
     keys = dict(part.split("=") for part in parts if "=" in part)
@@ -63,7 +63,7 @@ def read(row: str) -> tuple[StepCase, list[str], int]:
 
 
 def measure(row: str) -> dict[str, Any]:
-    """Raises AssertionError with what the processes said where a step failed."""
+    """Measures a row.  Raises AssertionError with the output of the processes if a step fails."""
     case, also, ranks = read(row)
     found = launch.steps(str(case), also, ranks=ranks)
     seq_length, multiple, _ = documents_of(case, 1)

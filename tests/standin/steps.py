@@ -1,4 +1,4 @@
-"""Training steps of one rank on the stand-in, and what they did: a line of JSON.
+"""Runs training steps of one rank on the stand-in, and prints memory and counters as a line of JSON.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.standin.steps 4b:64k:one '["parallel.cp=2"]'
 """
@@ -23,12 +23,12 @@ from tests.standin.calls import Counts, counted
 from tools.bench.steps import trainer
 from tools.bench.steps.case import StepCase
 
-NUM_STEPS = 2  # the first makes the optimizer's states and what torch compiles; the second finds them there
-FREE = "SFT_STANDIN_FREE"  # in the environment: within the last step's passes no wait is allowed
+NUM_STEPS = 2  # the first allocates optimizer states and compiles kernels; counters are those of the second
+FREE = "SFT_STANDIN_FREE"  # environment variable: forward and backward of the last step must not wait for the GPU
 
 
 def main(name: str, also: Sequence[str]) -> None:
-    leave_with_parent()  # torchrun is killed where this takes too long
+    leave_with_parent()  # the test kills torchrun at its time limit
     answers.give()
     case = StepCase.read(name)
     seq_length, multiple, _ = trainer.documents_of(case, 1)
@@ -52,12 +52,12 @@ def main(name: str, also: Sequence[str]) -> None:
         "step": asdict(steps[-1]),
         "passes": asdict(within[-1]),
     }
-    os.write(sys.stdout.fileno(), (json.dumps(found) + "\n").encode())  # at once: ranks share a pipe
+    os.write(sys.stdout.fileno(), (json.dumps(found) + "\n").encode())  # in one write, because ranks share a pipe
     process_groups.stop()
 
 
 def _watched(schedule: Callable[..., Any], within: list[Counts], *given: Any, **how: Any) -> Any:
-    """Forward and backward of all microbatches, and what they did."""
+    """Runs forward and backward of all microbatches, and appends the counters of this call to `within`."""
     is_last = len(within) == NUM_STEPS - 1
     before = counted()
     if is_last and FREE in os.environ:

@@ -1,4 +1,4 @@
-"""What our C is compiled with where CUDA's headers are absent says what they say."""
+"""The declarations that replace absent CUDA headers agree with CUDA's headers."""
 
 import re
 from pathlib import Path

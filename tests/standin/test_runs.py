@@ -1,5 +1,5 @@
-"""Whole runs of recipes/demo.yaml on "cuda", in several layouts: their ends and their checkpoints.  And tests of
-tests/gpu that look at no number."""
+"""Whole runs of recipes/demo.yaml on "cuda", in several layouts: exit codes and checkpoints.  Also runs tests of
+tests/gpu that do not depend on computed numbers."""
 
 import signal
 import time
@@ -17,7 +17,7 @@ RECIPE = "recipes/demo.yaml"
 DEMO = (
     "run.device=cuda",
     "run.precision=bf16",
-    "model.head_dim=64",  # a width that the flash kernel has
+    "model.head_dim=64",  # a head size that the flash kernel supports
     "model.num_layers=4",
     "data.seq_length=2048",
     "train.num_epochs=null",
@@ -49,7 +49,7 @@ def command(folder: Path, *overrides: str, steps: int = STEPS) -> list[str]:
 
 
 def runs(folder: Path, *overrides: str, ranks: int, steps: int = STEPS) -> str:
-    """To its end, with a checkpoint there."""
+    """Runs the trainer to its last step, and checks that the last step has a checkpoint."""
     process = launch.start(*command(folder, *overrides, steps=steps), ranks=ranks)
     said = launch.finish(process)
     assert process.returncode == 0, said[-6000:]
@@ -112,7 +112,7 @@ GPU_TESTS = (
     "tests/gpu/test_memory.py::test_an_end_for_want_of_memory_leaves_a_snapshot",
     "tests/gpu/test_training.py::test_a_gpu_is_not_waited_for_within_the_passes",
 )
-# So that a block is as large as was asked for; else torch counts up to 1 MiB more of it, by what it had cached before.
+# With this setting, blocks have the requested sizes.  Without it, torch may add up to 1 MiB, depending on its cache.
 EXACT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 

@@ -1,5 +1,5 @@
-"""Training steps: peak memory against sft/estimate/memory.py, on one device and on several; and how often they wait for
-the GPU: a few times a step, and never between its kernels."""
+"""Training steps on one device and on several: their peak memory agrees with sft/estimate/memory.py, and they wait for
+the GPU only a few times per step, never during forward and backward."""
 
 import json
 
@@ -8,15 +8,15 @@ import pytest
 from tests.standin import launch, memory_rows
 from tests.standin.steps import FREE
 
-# Of the equations.  Above: workspaces, small tensors, rounding by the allocator; 1.1 % was found.  Much more would be
-# runs that end for want of memory though they were said to fit.  Below: they add up the most of parts that need not
-# be there together, which costs a context that would have fitted and no more; 3.5 % was found.
+# Shares of the estimate.  Measured memory is up to 1.1% above it, by workspaces, small tensors and rounding of the
+# allocator.  With much more, runs that are estimated to fit would run out of memory.  Measured memory is up to 3.5%
+# below the estimate, which adds peaks that may occur at different times; this only refuses contexts that would fit.
 MOST_ABOVE, MOST_BELOW = 0.02, 0.06
 
 
 CASE = "0.6b:32k:one"
-EACH = 3  # waits of a microbatch: objective, log-probabilities, correctness (Engine._supervised_tokens)
-STEP = 5  # of a step besides: twice what the objective is divided by, twice tallies, once the norm of the gradient
+EACH = 3  # waits per microbatch: objective, log-probabilities, correctness (Engine._supervised_tokens)
+STEP = 5  # further waits per step: two for denominators, two for metrics, one for the gradient norm
 ROWS = [*memory_rows.ROWS, *(pytest.param(row, marks=launch.NEEDS_TE) for row in memory_rows.ROWS_TE)]
 TE_WAYS = ("p2p", "all_gather", "a2a")
 
@@ -31,7 +31,7 @@ def test_peak(row: str) -> None:
 @pytest.mark.parametrize("way", ["selective", "none", "full", "selective+offload", "selective+tile4k"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_step_waits_a_few_times_and_its_passes_never(microbatches: int, way: str) -> None:
-    """Twice over: torch's own guard would raise, and the stand-in counts what that does not see."""
+    """Checks waits in two ways: torch's sync debug mode raises, and the stand-in counts waits that torch misses."""
     overrides = [launch.PORTABLE, f"train.global_batch_size={microbatches}"]
     (found,) = launch.steps(f"{CASE}:{way}", overrides, also={FREE: "1"})
     assert found["passes"]["kernels"] > 1000 * microbatches, found

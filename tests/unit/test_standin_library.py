@@ -73,13 +73,13 @@ def ask_ranks(library: Path, tmp_path: Path) -> AskRanks:
 def test_memory_is_counted_and_refused_beyond_what_the_device_has(ask: Ask) -> None:
     assert ask("memory", STANDIN_BYTES=1000) == {
         "401 of 400": OUT_OF_MEMORY,
-        "its address": None,
+        "address of the refused block": None,
         "errors": [OUT_OF_MEMORY, OUT_OF_MEMORY, 0],  # looked at, taken, gone
         "400 of 400": 0,
         "left": 0,
         "left after free": 600,
-        "far too much": OUT_OF_MEMORY,
-        "600 again": 0,
+        "2**64 - 1": OUT_OF_MEMORY,
+        "600 after the refusals": 0,
     }
 
 
@@ -91,16 +91,16 @@ def test_the_peak_of_page_locked_memory_stays_and_takes_nothing_of_the_device(as
 def test_a_wait_counts_once_for_work_that_was_not_waited_for(ask: Ask) -> None:
     assert ask("waits") == {
         "kernels": 0,
-        "an event": 1,
-        "it again": 1,
-        "its stream, which went on": 2,
-        "that again": 2,
-        "an idle stream": 2,
-        "one behind what is done": 2,
-        "one behind what is not": 3,
-        "the device": 4,
-        "a stream after it": 4,
-        "ms are more than none": True,
+        "wait for an event": 1,
+        "second wait for the event": 1,
+        "wait for its stream with a later kernel": 2,
+        "second wait for the stream": 2,
+        "wait for an idle stream": 2,
+        "stream that follows a finished event": 2,
+        "stream that follows an unfinished event": 3,
+        "wait for the device": 4,
+        "stream after the device": 4,
+        "elapsed time is above 0": True,
     }
 
 

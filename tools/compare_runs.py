@@ -1,17 +1,17 @@
-"""Where two runs part: for each metric the first step at which they differ, and by how much at most.
+"""Compares two runs: for each metric, the first step at which they differ, and the largest difference.
 
     python -m tools.compare_runs runs/a runs/b                 -> one line per metric; exit code 0, 1 or 2
     python -m tools.compare_runs a/metrics.jsonl b --rtol 1e-3
 
-Reads metrics.jsonl (tools/run_records.py); needs nothing but Python.  Train records and those of each held-out set are
-compared apart, each on the steps that both runs have; a shorter run is compared as far as it goes.  Exit code 0 where
-nothing differs, 1 where something does, 2 where the runs cannot be compared.
+Reads metrics.jsonl (tools/run_records.py); needs only Python.  Train records and the records of each held-out set are
+compared separately, on the steps that both runs have.  Exit code 0: no difference; 1: a difference; 2: the runs cannot
+be compared.
 
-What counts as a difference: tools/metric_differences.py.  A metric or a step that only one run has is one, unless
---ignore-missing; steps before the later start or after the earlier end are named and are none.
+tools/metric_differences.py decides which values differ.  A metric or a step that only one run has is a difference,
+except with --ignore-missing.  Steps before the later start or after the earlier end are listed, but are no difference.
 
-Nested values are named with "/": `loss by position/0-4K/loss`.  Text and lists are not compared, nor, without
---all, what depends on the clock or the machine (TIMED).  A resumed run may repeat steps: the last record of a
+Names of nested values contain "/": `loss by position/0-4K/loss`.  Text and lists are not compared.  Metrics that depend
+on the clock or the machine (TIMED) are compared only with --all.  A resumed run may repeat steps; the last record of a
 step counts.
 """
 
@@ -26,9 +26,9 @@ from tools.run_records import RunError, RunMetrics, kinds_of, read_metrics
 
 
 def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int]:
-    """What to say of records that one run lacks, and how many of them lie where both were."""
+    """Lines about records that only one run has, and the number of these records at steps that both runs reached."""
     lines, num_inside = list[str](), 0
-    order = {name: i for i, name in enumerate(kinds_of(a, b))}  # train is 0: a run that begins at 0 has no record of it
+    order = {name: i for i, name in enumerate(kinds_of(a, b))}  # train is 0; no run has a train record of step `first`
     first, last = (max(a.first, b.first), 1), min((run.last[0], order[run.last[1]]) for run in (a, b))
     for letter, run, other in (("A", a, b), ("B", b, a)):
         alone = [step for step in run.records.get(kind, {}) if step not in other.records.get(kind, {})]
@@ -38,7 +38,7 @@ def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int
         if inside:
             lines.append(f"only {letter} has {kind} {spans(inside)}")
         if outside:
-            lines.append(f"only {letter} has {kind} {spans(outside)}, where the other had not begun or had ended")
+            lines.append(f"only {letter} has {kind} {spans(outside)}, outside the steps of the other run")
     return lines, num_inside
 
 
@@ -54,7 +54,7 @@ def alone_names(kind: str, left: Sequence[str], right: Sequence[str]) -> list[st
 def report(
     a: RunMetrics, b: RunMetrics, tolerance: Tolerance, *, ignore_missing: bool, compare_all: bool
 ) -> tuple[list[str], bool]:
-    """What to print, and whether the runs differ; RunError where they have no step in common."""
+    """The lines to print, and whether the runs differ.  Raises RunError if the runs have no step in common."""
     kinds = kinds_of(a, b)
     pairs = {kind: common(a.records.get(kind, {}), b.records.get(kind, {})) for kind in kinds}
     if not any(pairs.values()):
@@ -84,7 +84,7 @@ def report(
 
 
 def common(left: dict[int, Metrics], right: dict[int, Metrics]) -> dict[int, tuple[Metrics, Metrics]]:
-    """Records of the steps in both, in the order of steps."""
+    """The records of the steps that both runs have, in the order of steps."""
     return {step: (left[step], right[step]) for step in sorted(left) if step in right}
 
 
@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("b", type=Path, metavar="B", help="run folder, or its metrics.jsonl")
     parser.add_argument("--rtol", type=tolerance_of, default=1e-6, help="relative tolerance of floats (1e-6)")
     parser.add_argument("--atol", type=tolerance_of, default=0.0, help="absolute tolerance of floats (0)")
-    parser.add_argument("--all", action="store_true", help="compare timing-like metrics too")
-    parser.add_argument("--ignore-missing", action="store_true", help="what only one run has is no difference")
+    parser.add_argument("--all", action="store_true", help="also compare metrics of time and memory")
+    parser.add_argument("--ignore-missing", action="store_true", help="ignore metrics and steps that only one run has")
     arguments = parser.parse_args(argv)
     tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)
     try:

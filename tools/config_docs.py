@@ -1,4 +1,4 @@
-"""docs/config.md, the page of every key, from the models in sft/config/.  tools/pages.py writes it."""
+"""Makes docs/config.md, the page of all keys, from the models in sft/config/.  tools/pages.py writes the page."""
 
 import textwrap
 
@@ -23,7 +23,7 @@ the run.
 
 
 def page(text: str = "") -> str:
-    """The whole page, whatever it was before."""
+    """The text of the page.  Does not depend on the old text."""
     parts = [INTRODUCTION]
     for group, model in sections().items():
         parts.append(f"\n## {group}\n\n{_purpose(group)}\n\n")
@@ -32,7 +32,7 @@ def page(text: str = "") -> str:
 
 
 def _group(key: str) -> str:
-    """The heading that a key stands below: data.train.NAME.weight -> data"""
+    """The heading under which the page lists a key: data.train.NAME.weight -> data"""
     name = named(key)
     return (key if name is None else NAMED).rpartition(".")[0]
 
@@ -46,7 +46,7 @@ def _purpose(group: str) -> str:
 
 
 def _item(key: str) -> str:
-    """Two lines of a list, wrapped: key, type and default; meaning."""
+    """A list item of two wrapped lines: first key, type and default, then meaning."""
     info = leaves()[key]
     default = "required" if info.is_required() else f"default `{'{}' if key == OPEN else write(info.default)}`"
     return "".join(

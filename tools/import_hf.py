@@ -1,9 +1,9 @@
-"""A Hugging Face model -> a Megatron checkpoint that a run starts from.
+"""Converts a Hugging Face model to a Megatron checkpoint from which a run can start.
 
     python -m tools.import_hf models/Qwen3-8B checkpoints/qwen3-8b
-    ... then model.init_from=checkpoints/qwen3-8b
+    then set model.init_from=checkpoints/qwen3-8b
 
-One process, no GPU; memory does not grow with the model.  Which models: docs/models.md.
+Runs in one process, without a GPU; memory does not grow with the model.  docs/models.md lists supported models.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from sft.hf.convert.import_hf import import_hf
 def main() -> int:
     parser = argparse.ArgumentParser(description="Convert a Hugging Face model to a Megatron checkpoint.")
     parser.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and safetensors files")
-    parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to create")
     arguments = parser.parse_args()
     try:
         import_hf(arguments.source, arguments.target, Console(0))

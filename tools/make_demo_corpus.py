@@ -1,11 +1,11 @@
-"""Writes a real chat corpus from text that every machine has: Python's own documentation and sources.
+"""Writes a chat corpus from the documentation and sources of the installed Python.
 
     python -m tools.make_demo_corpus --out demo
 
-train.jsonl and heldout.jsonl hold questions about the standard library: mostly short ones ("What does
-json.dumps do?"), and documents up to --max-tokens ("Here is the source of module json ... What does function
-dumps do?") in which the answer is far from the question.  Nothing is imported, only read.  The same
-Python and arguments always give the same files; held-out questions are about other modules than training's.
+train.jsonl and heldout.jsonl hold questions about the standard library.  Most are short ("What does json.dumps do?").
+Others are documents of up to --max-tokens ("Here is the source of module json: ...  What does function dumps do?"), in
+which the answer is far from the question.  The tool reads modules and does not import them.  The same Python and
+arguments always give the same files.  Questions of heldout.jsonl are about modules that train.jsonl does not contain.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from sft.data.chat.encode_chat import Chat, encode_chat
 from sft.data.chat.messages import Message
 from sft.data.chat.tokenizer import ByteTokenizer
 
-HELD_OUT = 0.1  # of modules, topics and samples
-LONG_SHARE = 0.06  # of samples
+HELD_OUT = 0.1  # share of modules, topics and samples
+LONG_SHARE = 0.06  # share of samples
 TOPIC_SHARE = 0.1
 
 
@@ -63,17 +63,17 @@ def modules() -> Iterator[Module]:
 
 
 def num_tokens(messages: list[Message]) -> int:
-    """Length of a chat in tokens of the byte tokenizer."""
+    """The length of a chat in tokens of the byte tokenizer."""
     return len(encode_chat(Chat(messages, None), ByteTokenizer())[0])
 
 
 def chat(*turns: tuple[str, str]) -> list[Message]:
-    """Messages of questions and answers."""
+    """The messages of a chat from pairs of question and answer."""
     return [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
 
 
 def short_sample(module: Module, rng: random.Random) -> list[Message]:
-    """One to three questions about functions of a module, some with the function's source."""
+    """A chat of one to three questions about functions of a module; some contain the function's source."""
     turns = []
     for function in rng.sample(module.functions, min(rng.choice((1, 1, 2, 3)), len(module.functions))):
         question = f"What does {module.name}.{function.name} do?"
@@ -85,8 +85,8 @@ def short_sample(module: Module, rng: random.Random) -> list[Message]:
 
 
 def long_sample(pool: list[Module], target: int, rng: random.Random) -> list[Message]:
-    """Module sources to make a chat of at most `target` tokens, then a question about a part of them."""
-    budget = target - 1000  # the question, the answer (at most 700 characters) and the template
+    """A chat of at most `target` tokens: sources of modules, then a question about one function in them."""
+    budget = target - 1000  # leaves room for the question, the answer (at most 700 characters) and the template
     text: list[str] = []
     asked: list[tuple[str, Function]] = []
     while budget > 0:
@@ -107,7 +107,7 @@ def long_sample(pool: list[Module], target: int, rng: random.Random) -> list[Mes
 
 
 def topic_sample(name: str, limit: int) -> list[Message]:
-    """A topic of Python's help, as many of its paragraphs as fit `limit` tokens."""
+    """A chat about a topic of Python's help, with as many paragraphs of the topic as fit into `limit` tokens."""
     text = topics[name].strip()
     while len(text.encode()) > limit - 200:
         text = text[: len(text) // 2].rpartition("\n\n")[0] or text[: limit // 2]
@@ -115,7 +115,8 @@ def topic_sample(name: str, limit: int) -> list[Message]:
 
 
 def samples(count: int, pool: list[Module], names: list[str], limits: list[int], seed: str) -> list[list[Message]]:
-    """`count` chats in random order; long ones of each of `limits`, then shorter by up to 4 times."""
+    """`count` chats in random order.  The first long chat of each limit has nearly this length; further long chats are
+    up to 4 times shorter."""
     rng = random.Random(seed)
     num_long, num_topics = max(1, round(LONG_SHARE * count)), min(round(TOPIC_SHARE * count), len(names))
     made = []
@@ -130,7 +131,7 @@ def samples(count: int, pool: list[Module], names: list[str], limits: list[int],
 
 
 def write(path: Path, rows: list[list[Message]]) -> None:
-    """Writes JSON lines and prints what they hold."""
+    """Writes chats as JSON lines and prints their number and lengths."""
     text = "".join(json.dumps({"messages": messages}, ensure_ascii=False) + "\n" for messages in rows)
     path.write_text(text, encoding="utf-8")
     lengths = sorted(num_tokens(messages) for messages in rows)
@@ -143,9 +144,9 @@ def write(path: Path, rows: list[list[Message]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a chat corpus from Python's documentation and sources.")
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--samples", type=int, default=600, help="chats, a tenth of them held out")
-    parser.add_argument("--max-tokens", type=int, default=12_000, help="longest chat, in bytes")
-    parser.add_argument("--long", type=int, help="also make some chats of nearly this many tokens, say 65536")
+    parser.add_argument("--samples", type=int, default=600, help="number of chats; a tenth of them are held out")
+    parser.add_argument("--max-tokens", type=int, default=12_000, help="longest chat in byte tokens")
+    parser.add_argument("--long", type=int, help="also make chats of nearly this many tokens, for example 65536")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.samples < 2 or min(options.max_tokens, options.long or options.max_tokens) < 2000:

@@ -1,7 +1,7 @@
-"""The tables of docs/performance.md that follow from sft/estimate/memory.py: arithmetic, not measurements.
+"""Makes the tables of docs/performance.md that sft/estimate/memory.py predicts; nothing is measured.
 
-python -m tools.memory_table            print them
-python -m tools.memory_table --write    put them into the page
+python -m tools.memory_table            print the tables
+python -m tools.memory_table --write    write the tables into the page
 """
 
 import argparse
@@ -22,7 +22,7 @@ LENGTHS = (65_536, 131_072, 1_048_576)
 CARDS = (80e9, 141e9)
 WAYS = ("selective", "full", "selective+offload", "full+offload+tile4k")
 LLAMA = ("model.num_layers=32", "model.ffn_hidden_size=14336", "model.vocab_size=128256", "model.qk_norm=false")
-MODELS: dict[str, tuple[str, int, Sequence[str]]] = {  # the nearest shape of bench_step, vocabulary, what differs
+MODELS: dict[str, tuple[str, int, Sequence[str]]] = {  # shape of StepCase, vocabulary, overrides
     "Llama-8B": ("8b", 128_256, LLAMA),
     "Qwen3-1.7B": ("1.7b", 151_936, ()),
     "Qwen3-4B": ("4b", 151_936, ()),
@@ -38,12 +38,12 @@ def resolved(model: str, way: str, cp: int) -> tuple[Config, Layout, int]:
 
 
 def tables() -> str:
-    """All of them, Markdown."""
+    """All tables in Markdown."""
     return "\n".join([*_tokens(), "", *_lengths(1), "", *_lengths(GPUS), ""])
 
 
 def _tokens() -> Iterator[str]:
-    yield "| model | weights, gradients, optimizer: one GPU | 8, cp 8 | a token in a layer: none | selective | full |"
+    yield "| model | weights, gradients, optimizer: 1 GPU | 8 GPUs, cp 8 | token and layer: none | selective | full |"
     yield "|---|---|---|---|---|---|"
     for model in MODELS:
         alone, node = (memory.estimate(*resolved(model, "full", cp)).static for cp in (1, GPUS))
@@ -58,7 +58,7 @@ def _lengths(cp: int) -> Iterator[str]:
     lengths = " | ".join(short(length) if length < 1_000_000 else "1M" for length in LENGTHS)
     where = "one GPU" if cp == 1 else f"each of {cp} GPUs, cp {cp}"
     cards = " | ".join(f"longest in {card / 1e9:.0f} GB" for card in CARDS)
-    yield f"| {where}: GB, and GB of its host | {lengths} | {cards} |"
+    yield f"| {where}: GB + GB of host memory | {lengths} | {cards} |"
     yield "|---|" + "---|" * (len(LENGTHS) + len(CARDS))
     for model in MODELS:
         for way in WAYS:
@@ -80,16 +80,16 @@ def _tokens_of(tokens: int) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the tables in their place."""
+    """The page with new tables between its marks."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    assert rest and after is not None, f"{PAGE} has lost its marks"
+    assert rest and after is not None, f"{PAGE} lacks the marks {BEGIN!r} and {END!r}"
     return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
     if parser.parse_args(argv).write:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:

@@ -1,9 +1,9 @@
-"""How one metric differs between two runs, where first and by how much at most; and the table that shows it.
+"""Compares the values of a metric in two runs: the first difference, the largest difference, and a table of both.
 
-floats    differ beyond max(rtol x the larger magnitude, atol); NaN differs from everything
-integers  (counts, false and true) differ unless equal
+floats    differ if the difference exceeds max(rtol x the larger magnitude, atol); NaN differs from every value
+integers  (counts, false and true) differ unless they are equal
 null      differs from every number
-absent    in one of two records is a difference, unless missing values are ignored
+absent    a value that only one of two records has is a difference, unless missing values are ignored
 """
 
 import json
@@ -25,10 +25,10 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One metric over the steps at which both runs have a record.
+    """The comparison of one metric over the steps of which both runs have a record.
 
-    first     step and both values, as text, where they first differ; None where they never do
-    largest   difference, and relative to the larger magnitude; None where no two numbers could be subtracted
+    first     step and both values, as text, of the first difference; None if there is none
+    largest   largest absolute and largest relative difference; None if no two numbers could be subtracted
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Row:
 
 
 def is_timed(name: str) -> bool:
-    """By the first and the last part of the name; those between are the user's: `loss by source/sentiment/loss`."""
+    """Decides by the first and last part of the name; users name the parts between: `loss by source/sentiment/loss`."""
     parts = name.lower().split("/")
     return any(word in part for part in (parts[0], parts[-1]) for word in TIMED)
 
@@ -54,7 +54,7 @@ def do_differ(a: Value, b: Value, tolerance: Tolerance) -> bool:
 
 
 def distance(a: Value, b: Value) -> tuple[float, float] | None:
-    """Absolute and relative difference; None where there is none (null, NaN, two infinities)."""
+    """Absolute and relative difference; None if it is undefined (null, NaN, two infinities)."""
     if a is None or b is None or math.isnan(a - b):
         return None
     size = max(abs(a), abs(b))
@@ -64,7 +64,7 @@ def distance(a: Value, b: Value) -> tuple[float, float] | None:
 def compare(
     kind: str, name: str, pairs: dict[int, tuple[Metrics, Metrics]], tolerance: Tolerance, ignore_missing: bool
 ) -> Row:
-    """One metric over the common steps in their order; where neither record has it, the step does not count."""
+    """Compares one metric over the common steps in order.  Ignores steps of which neither record has the metric."""
     num_steps, different, distances = 0, list[tuple[int, str, str]](), list[tuple[float, float]]()
     for step, (left, right) in pairs.items():
         num_steps += name in left or name in right
@@ -88,12 +88,12 @@ def compare(
 
 
 def shown(metrics: Metrics, name: str) -> str:
-    """A value in as many digits as it has."""
+    """A value as text with all its digits."""
     return json.dumps(metrics[name]) if name in metrics else "absent"
 
 
 def spans(steps: Collection[int], limit: int = 8) -> str:
-    """[1, 2, 3, 7, 9, 10] -> "1-3, 7, 9-10"; where there are more than `limit`: "0, 30, 60, ..., 300 (11 in all)" """
+    """[1, 2, 3, 7, 9, 10] -> "1-3, 7, 9-10"; with more than `limit` ranges: "0, 30, 60, ..., 300 (11 in all)" """
     ends: list[list[int]] = []
     for step in sorted(steps):
         if ends and step == ends[-1][1] + 1:
@@ -105,7 +105,7 @@ def spans(steps: Collection[int], limit: int = 8) -> str:
 
 
 def short(number: float) -> str:
-    """A count as it is, else 3 digits."""
+    """An integer with all digits, another number with 3."""
     return str(number) if isinstance(number, int) else f"{number:.3g}"
 
 

@@ -1,7 +1,7 @@
-"""The tables of docs/metrics.md, and docs/metrics.schema.json, from the rows in sft/metrics/rows.py.
+"""Makes the tables of docs/metrics.md, and docs/metrics.schema.json, from the rows in sft/metrics/rows.py.
 
-tools/pages.py writes them.  A table stands between `<!-- rows: HEADING -->` and `<!-- end -->`; the rest of the page
-is written by hand.
+tools/pages.py writes both files.  A table is between `<!-- rows: HEADING -->` and `<!-- end -->`; people write the rest
+of the page.
 """
 
 import json
@@ -42,7 +42,7 @@ def _where(row: Row) -> str:
 
 
 def schema_text(text: str = "") -> str:
-    """The whole of docs/metrics.schema.json, whatever it was before."""
+    """The text of docs/metrics.schema.json.  Does not depend on the old text."""
     return json.dumps(schema(), indent=1) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Writes the pages that follow from our code: docs/config.md, docs/metrics.md and its schema, docs/architecture.md.
+"""Generates pages from our code: docs/config.md, docs/metrics.md and its schema, docs/architecture.md.
 
-python -m tools.pages            write all of them
-python -m tools.pages --check    exit 1 where one of them is out of date
+python -m tools.pages            write all pages
+python -m tools.pages --check    exit status 1 if a page is out of date
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from tools import config_docs, metrics_docs, room_diagram
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# The text of a page as it is -> as it should be.
+# Each function converts the current text of a page to the generated text.
 PAGES: Mapping[str, Callable[[str], str]] = {
     "config.md": config_docs.page,
     "metrics.md": metrics_docs.page,
@@ -23,7 +23,7 @@ PAGES: Mapping[str, Callable[[str], str]] = {
 
 def main(argv: list[str] | None = None, folder: Path = DOCS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say which are out of date")
+    parser.add_argument("--check", action="store_true", help="only print which pages are out of date")
     is_check = parser.parse_args(argv).check
     texts = {folder / name: (folder / name).read_text(encoding="utf-8") for name in PAGES}
     stale = {path: text for path, before in texts.items() if (text := PAGES[path.name](before)) != before}

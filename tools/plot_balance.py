@@ -1,9 +1,9 @@
-"""Draws docs/packing.svg: one global batch on 8 ranks of 4 microbatches, packs in order and made level.
+"""Draws docs/packing.svg: one global batch on 8 ranks with 4 microbatches each, in order and balanced.
 
     python -m tools.plot_balance
 
-Lengths are those of `longmix` in tools/bench/mixes.py, at 128K; a bar is a rank's work in a step, a block of it a
-sequence (short ones of a pack together); a black line ends a microbatch.
+Lengths have the distribution `longmix` of tools/bench/mixes.py, with seq_length 128K.  A bar is the work of a rank in a
+step.  A block in a bar is a sequence, or all short sequences of a pack.  A black line ends a microbatch.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ SHADES = ((65536, "#1f4e79"), (16384, "#2e75b6"), (LONG, "#9dc3e6"), (0, "#deebf
 
 
 def panel(title: str, slots: Slots, lengths: np.ndarray, work: np.ndarray, scale: float, top: int) -> list[str]:
-    """Bars of all ranks, and lines at their mean and their largest."""
+    """SVG elements: the bars of all ranks, and lines at the mean and at the largest bar."""
     loads = [sum(int(work[i]) for ids in rank for i in ids) for rank in slots]
     mean, largest = sum(loads) / DP, max(loads)
     parts = [f'<text x="{LEFT}" y="{top}" font-weight="bold">{title}: {mean / largest:.0%} of ideal</text>']
@@ -61,7 +61,7 @@ def main() -> None:
         'font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
         *panel("packs as planned, in order", plain, lengths, work, scale, 18),
-        *panel("the same sequences, made level", level, lengths, work, scale, 18 + PANEL),
+        *panel("the same sequences, balanced", level, lengths, work, scale, 18 + PANEL),
     ]
     for index, (least, colour) in enumerate(SHADES):
         x, y = LEFT + 140 * index, 2 * PANEL + 12

@@ -1,16 +1,14 @@
-"""One picture of one or several runs: loss, gradient norm, learning rate, tokens per second, loss by position.
+"""Draws one or several runs: loss, gradient norm, learning rate, tokens per second, loss by position.
 
     python -m tools.plot_run runs/demo                        -> runs/demo/plot.png
     python -m tools.plot_run runs/a runs/b --out compare.png  -> both runs in each panel
 
-Reads metrics.jsonl of each run folder (tools/run_records.py); needs matplotlib (pip install -e '.[plot]').  Every step
-is a point of the faint line; the strong one is a centred mean over a twentieth of the run; evaluations are dots, each
-held-out set with a mark of its own.
-A resumed run may repeat steps: the last record of a step counts.
+Reads metrics.jsonl of each run folder (tools/run_records.py); needs matplotlib (pip install -e '.[plot]').  The faint
+line shows every step, and the strong line a centred mean over a twentieth of the run.  Markers show evaluations; each
+held-out set has its own marker.  A resumed run may repeat steps; the last record of a step counts.
 
-Loss by position is drawn where a run has it: of the first held-out set if there are two evaluations, else of
-training.
-One run: a line for each bucket.  Several: a panel for each bucket, in which the runs meet.
+If a run has loss by position, it is drawn for the first held-out set if there are two evaluations, otherwise for
+training.  For one run, a panel has a line for each bucket.  For several runs, each bucket has a panel with all runs.
 """
 
 import argparse
@@ -34,16 +32,16 @@ PANELS = [  # metric, title, unit
     ("learning-rate", "learning rate", ""),
     ("tokens-per-second", "throughput", "real tokens per second, all ranks"),
 ]
-MARKS = "osD^vP*X"  # of held-out sets
+MARKS = "osD^vP*X"  # markers of held-out sets
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f"]
-COLUMNS = 4  # of panels of buckets, at most
+COLUMNS = 4  # largest number of columns of bucket panels
 
 
 def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray, str]:
-    """Steps, values (a metric that is absent or null is a gap) and "first to last" of one metric."""
+    """Steps, values and the text "first to last" of one metric.  Absent values and null are gaps (NaN)."""
     values = np.array([entry.get(key) for entry in records], dtype=float)
     known = values[np.isfinite(values)]
-    span = f"{known[0]:.3f} to {known[-1]:.3f}" if len(known) else "without a value"
+    span = f"{known[0]:.3f} to {known[-1]:.3f}" if len(known) else "no values"
     return np.array([entry["step"] for entry in records]), values, span
 
 
@@ -104,7 +102,7 @@ def finish(axes: Axes, title: str, unit: str) -> None:
 
 
 def draw(runs: Sequence[PlottedRun], out: Path) -> None:
-    """Draws all runs into one PNG.  Earlier runs are wider, so that equal curves all show."""
+    """Draws all runs into one PNG.  Earlier runs have wider lines, so equal curves remain visible."""
     widths = [1.6 + 2.4 * (len(runs) - 1 - i) / max(1, len(runs) - 1) for i in range(len(runs))]
     data, curves = positions(runs)
     more = 3.2 * grid(len(runs), len(names_of(curves)))[0]  # inches

@@ -1,4 +1,4 @@
-"""What plot_run draws of a run: its records by step, smoothed values, loss by position."""
+"""The data of a run that plot_run draws: records by step, smoothed values, loss by position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ Curves = dict[str, np.ndarray]  # bucket -> steps and losses, [2, points]
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedRun:
-    """Records of one run in the order of their steps; each has "step" and its metrics by name.
+    """Records of one run in the order of steps; each has "step" and metrics by name.
 
-    eval  by held-out set, in the order of the file
+    eval  records of each held-out set; the sets are in the order of the file
     """
 
     name: str
@@ -41,15 +41,15 @@ def read_run(folder: Path) -> PlottedRun:
 
 
 def by_step(records: list[dict]) -> list[dict]:
-    """Each step once, in the order of steps."""
+    """The last record of each step, in the order of steps."""
     by_number = {entry["step"]: entry for entry in records}
     return [by_number[step] for step in sorted(by_number)]
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred mean over SMOOTH of all values, one-sided at both ends; gaps (NaN) are left out.
+    """Centred means; each covers the share SMOOTH of all values, and fewer at both ends.  Gaps (NaN) are left out.
 
-    20 values or fewer: the values themselves
+    For 20 values or fewer, the result is the values themselves.
     """
     reach = round(SMOOTH * len(values)) // 2
     is_known = np.isfinite(values)
@@ -67,7 +67,7 @@ def held_out(name: str) -> str:
 
 
 def by_position(records: Sequence[dict]) -> Curves:
-    """Steps and losses of each bucket where it has tokens; a bucket that never has any is left out."""
+    """Steps and losses of each bucket, at steps where it has tokens; buckets without any tokens are left out."""
     points: dict[str, list[tuple[int, float]]] = {}
     for entry in records:
         for bucket, part in (entry.get(BY_POSITION) or {}).items():
@@ -76,7 +76,7 @@ def by_position(records: Sequence[dict]) -> Curves:
 
 
 def positions(runs: Sequence[PlottedRun]) -> tuple[str, list[Curves]]:
-    """Which data, the same for all runs that have any, and the curves of each run; those of training smoothed."""
+    """The name of the drawn data, the same for all runs, and the curves of each run; train curves are smoothed."""
     first = next((name for run in runs for name in run.eval), "eval")
     apart, train = [by_position(run.eval.get(first, [])) for run in runs], [by_position(run.train) for run in runs]
     is_curve = [any(curve.shape[1] > 1 for curve in curves.values()) for curves in apart]

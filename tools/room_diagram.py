@@ -1,6 +1,6 @@
-"""The diagram of docs/architecture.md: the packages of sft/ and which may import which, by the contract in setup.cfg.
+"""Makes the diagram of docs/architecture.md: packages of sft/ and allowed imports, by the contract in setup.cfg.
 
-tools/pages.py writes it into the page.
+tools/pages.py writes the diagram into the page.
 """
 
 import ast
@@ -30,7 +30,7 @@ def purpose(package: str, root: Path = ROOT) -> str:
 
 
 def diagram(root: Path = ROOT) -> str:
-    """One block a layer, an arrow from each to the next; packages of one block do not import each other."""
+    """One block per layer, and an arrow from each block to the next.  Packages of a block do not import each other."""
     blocks = []
     for packages in layers(root):
         blocks.append("".join(f"  {name:14}{purpose(name, root)}\n" for name in packages))
@@ -38,7 +38,7 @@ def diagram(root: Path = ROOT) -> str:
 
 
 def page(text: str, root: Path = ROOT) -> str:
-    """The page `text` with today's diagram in it."""
+    """The page `text` with the current diagram."""
     before, start, rest = text.partition(START)
     assert start, f"architecture.md has no block that opens with {START!r}"
     return before + start + diagram(root) + END + rest.partition(END)[2]

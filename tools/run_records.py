@@ -1,7 +1,7 @@
-"""Reads metrics.jsonl of a run, for the tools that compare and draw runs; needs nothing but Python.
+"""Reads metrics.jsonl of a run, for the tools that compare and draw runs.  Needs only Python.
 
-Schema 1 to 5 are read.  A resumed run may repeat steps, and its reader decides which record counts.  A last line that a
-killed run left half written is left out.
+Reads schemas 1 to 5.  A resumed run may repeat steps; callers decide which record of a step counts.  The last line is
+skipped if it is incomplete because the run was killed.
 """
 
 import json
@@ -16,17 +16,17 @@ TRAIN, EVAL = "train", "eval"
 
 
 class RunError(Exception):
-    """A run that cannot be read: one paragraph for the user, exit code 2."""
+    """A run cannot be read.  The message is for users; the exit code is 2."""
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """All records of a run folder or of a metrics.jsonl, among them at least one step or evaluation."""
+    """All records of a run folder or of a metrics.jsonl.  Raises RunError if they hold no step and no evaluation."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
         *lines, tail = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise RunError(
-            f"{path} does not exist. Give the folder of a run (run.dir of its recipe, like runs/demo) "
+            f"{path} does not exist. Give the folder of a run (run.dir of its recipe, such as runs/demo) "
             "or its metrics.jsonl."
         ) from None
     except OSError as error:
@@ -40,10 +40,10 @@ def read_records(run: Path) -> list[dict[str, Any]]:
         if record.get("schema") not in SCHEMAS:
             raise RunError(
                 f"{path} has schema {record.get('schema')}; this tool reads {SCHEMAS[0]} to {SCHEMAS[-1]}. "
-                "Use the tool of the version that made the run."
+                "Use the tool of the version of sft that made the run."
             )
     if not any(record["kind"] in (TRAIN, EVAL) for record in records):
-        raise RunError(f"{path} has no step and no evaluation: the run has only begun, or ended before its first.")
+        raise RunError(f"{path} has no step and no evaluation: the run has not finished a step, or ended before that.")
     return records
 
 
@@ -54,7 +54,7 @@ def held_out_set(record: dict[str, Any]) -> str:
 
 
 def _is_whole(tail: bytes) -> bool:
-    """Whether what follows the last line break is a record; else a killed run left it half written."""
+    """Whether the text after the last line break is a record; a killed run may leave an incomplete record."""
     try:
         return isinstance(json.loads(tail), dict)
     except ValueError:
@@ -67,12 +67,12 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError as error:  # not JSON, or not even UTF-8
         reason = getattr(error, "msg", "not UTF-8")
         raise RunError(
-            f"{path}:{number} is not JSON ({reason}): the file is damaged, or is not the metrics of a run. "
+            f"{path}:{number} is not JSON ({reason}): the file is damaged, or does not hold the metrics of a run. "
             "Remove that line, or give the folder of a run."
         ) from error
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or type(record.get("step")) is not int:
         raise RunError(
-            f"{path}:{number} is not a record with a kind and a whole step: not the metrics of a run of sft. "
+            f"{path}:{number} is not a record with a kind and an integer step: the file does not hold metrics of sft. "
             "Give the folder of a run."
         )
     return record
@@ -80,10 +80,10 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """Metrics of one run by kind and step; a kind is `train`, `eval`, or of other held-out sets `eval NAME`.
+    """Metrics of one run by kind and step.  A kind is `train`, `eval`, or `eval NAME` for a named held-out set.
 
-    first  the step it began after: it has evaluations of that step, and no training
-    last   step and kind of its last record: it did not write what comes later in the order of kinds
+    first  the step after which the run began; it has evaluations of this step, but no train record
+    last   step and kind of its last record; of this step, the run lacks the kinds that follow in the order of kinds
     """
 
     path: Path
@@ -99,13 +99,13 @@ def read_metrics(path: Path) -> RunMetrics:
     for entry in entries:
         if (kind := kind_of(entry)) is not None:
             records.setdefault(kind, {})[entry["step"]] = flat({k: v for k, v in entry.items() if k != "step"})
-    kinds = list(records)  # in the order in which a run writes them where it writes several after one step
+    kinds = list(records)  # in the order in which a run writes the records of one step
     step, order = max((step, kinds.index(kind)) for kind, steps in records.items() for step in steps)
     return RunMetrics(path=path, first=entries[0]["step"], last=(step, kinds[order]), records=records)
 
 
 def kind_of(entry: dict[str, Any]) -> str | None:
-    """What a record is compared with; None where it is of no step: `start`"""
+    """The kind of a record; None for records of no step, such as `start`."""
     if entry["kind"] == EVAL:
         name = held_out_set(entry)
         return EVAL if name == EVAL else f"{EVAL} {name}"

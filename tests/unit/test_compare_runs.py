@@ -139,8 +139,8 @@ def test_a_shorter_run_is_compared_as_far_as_it_goes(compare: Compare) -> None:
     assert code == 0
     assert lines[2:5] == [
         "compared: train 1-2; eval 0",
-        "only A has train 3-4, where the other had not begun or had ended",
-        "only A has eval 2, where the other had not begun or had ended",
+        "only A has train 3-4, outside the steps of the other run",
+        "only A has eval 2, outside the steps of the other run",
     ]
 
 
@@ -162,7 +162,7 @@ def test_held_out_sets_are_compared_apart(tmp_path: Path, compare: Compare) -> N
 def test_a_held_out_set_after_the_end_of_the_other_run(compare: Compare) -> None:
     records = [held_out(0), held_out(0, set="code"), train(1), held_out(1)]
     _, lines = compare([*records, held_out(1, set="code")], records)
-    assert "only A has eval code 1, where the other had not begun or had ended" in lines
+    assert "only A has eval code 1, outside the steps of the other run" in lines
 
 
 def test_a_step_missing_where_both_were(tmp_path: Path, compare: Compare) -> None:
@@ -181,7 +181,7 @@ def test_a_run_that_began_later(tmp_path: Path, capsys: pytest.CaptureFixture[st
     b = write(tmp_path / "b", START | {"step": 2}, train(3))
     assert compare_runs.main([str(a), str(b)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "only A has train 1-2, where the other had not begun or had ended" in lines and "only A has eval 2" in lines
+    assert "only A has train 1-2, outside the steps of the other run" in lines and "only A has eval 2" in lines
 
 
 def test_the_last_record_of_a_step_counts(compare: Compare) -> None:

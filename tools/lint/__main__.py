@@ -1,4 +1,4 @@
-"""Runs all checks of this folder over the files that git tracks."""
+"""Runs all checks of this folder on the files that git tracks."""
 
 import argparse
 import subprocess
@@ -9,25 +9,25 @@ from pathlib import Path
 from tools.lint import limits, references, words
 from tools.lint.source import Fault, Source
 
-EXEMPT = ("CHANGELOG.md", "tools/lint/words.py", "tests/unit/test_lint_house.py")  # these speak of what was
+EXEMPT = ("CHANGELOG.md", "tools/lint/words.py", "tests/unit/test_lint_house.py")  # these quote retired words
 
 
 def sources(root: Path) -> list[Source]:
-    """Our Python and Markdown files: those that git tracks or would, so that a new file counts before its commit."""
+    """All Python and Markdown files that git does not ignore, including files that are not committed yet."""
     listing = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"]
     names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
     return [Source.read(root, name) for name in sorted(set(names)) if (root / name).exists()]
 
 
 def check(root: Path, files: list[Source]) -> list[Fault]:
-    """All faults, by file and line."""
+    """All faults, sorted by file and line."""
     checked = [file for file in files if file.path not in EXEMPT]
     faults = [*words.check(checked), *references.check(root, checked, files), *limits.check(checked)]
     return sorted(faults, key=lambda fault: (fault.path, fault.line, fault.text))
 
 
 def report(faults: list[Fault]) -> str:
-    """One row a folder: words, references, limits."""
+    """A table with one row per folder: numbers of faults in words, references and limits."""
     counts = Counter[tuple[str, str]]((fault.folder, fault.kind) for fault in faults)
     kinds = ("word", "reference", "limit")
     rows = [f"{'folder':32}" + "".join(f"{kind + 's':>12}" for kind in kinds)]

@@ -1,4 +1,4 @@
-"""How long things may be.  A function that grows past its limit holds two concepts: split those, do not compress."""
+"""Limits of length.  Split a function that exceeds its limit into two concepts; do not compress its code."""
 
 import ast
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from tools.lint.source import Fault, Source
 
 FUNCTION_LINES = 60
-PARAMETERS = 8  # without self and cls; Triton kernels take what the hardware wants
-FILE_LINES = 320  # of sft/
+PARAMETERS = 8  # without self and cls; Triton kernels may have more
+FILE_LINES = 320  # of a file in sft/
 METHODS = 16
 COLUMNS = 120
-TOP_ENTRIES = 20  # of sft/
+TOP_ENTRIES = 20  # at the top of sft/
 
 
 def check(files: list[Source]) -> list[Fault]:
@@ -26,7 +26,7 @@ def check(files: list[Source]) -> list[Fault]:
 
 
 def _columns(file: Source) -> Iterator[tuple[int, str]]:
-    """Of pages: flake8 looks at Python.  A link or a table cell that holds nothing but code cannot be broken."""
+    """Lines of Markdown pages that are too long; flake8 checks Python files."""
     for number, line in enumerate(file.lines, 1):
         if not file.is_python and len(line) > COLUMNS:
             yield number, f"{len(line)} columns; at most {COLUMNS}"

@@ -1,4 +1,4 @@
-"""What our code names, so that prose can be compared with it."""
+"""Collects the names in our code, with which the names in prose are compared."""
 
 import ast
 import builtins
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 from tools.lint.source import Source
 
-# Names of other software, and of files that a user has.
+# Names from other software and from files of users.
 FOREIGN = """GraceTime KillWait PreemptMode JobRequeue PreemptParameters TransformerConfig ParallelDims
 HybridDeviceOptimizer _extra_state _communicate_shapes lm_head.weight Dataset.save_to_disk""".split()
 
 
 @dataclass
 class Names:
-    """What our code names: `uses` holds every name in it, `attributes` those of each module, package and class."""
+    """Names in our code: `uses` holds all names, `attributes` the names inside each module, package and class."""
 
     uses: set[str] = field(default_factory=lambda: {*dir(builtins), *FOREIGN})
-    imported: set[str] = field(default_factory=set)  # packages, ours and others
+    imported: set[str] = field(default_factory=set)  # imported names and packages
     attributes: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod

@@ -1,13 +1,13 @@
-"""Names, paths and links in prose that lead nowhere: what was renamed, moved or removed since it was written.
+"""Finds names, paths and links in prose whose targets do not exist, because they were renamed, moved or removed.
 
-Decides by form which words in backticks are ours to check:
+The form of a word in backticks decides how it is checked:
 
-    `sft/batch.py` `pack.py` `data/packing/`      a path: there must be such a file or folder
-    `batch.Microbatch` `data.seq_length`          begins with a module, a class or a group of a recipe
-    `Microbatch` `_resolves` `check(files)`       a class, a private name, a call: something must be called so
+    `sft/batch.py` `pack.py` `data/packing/`      a path: the file or folder must exist
+    `batch.Microbatch` `data.seq_length`          a dotted name of a module, a class or a group of a recipe: must exist
+    `Microbatch` `_resolves` `check(files)`       a class, a private name, a call: our code must contain the name
     [text](page.md#heading)                       a link: the page and its heading must exist
 
-Names of other packages are not checked: a name is known if any of our code uses it, or if `names.FOREIGN` lists it.
+Names of other packages count as existing if our code uses them, or if `names.FOREIGN` lists them.
 """
 
 import re
@@ -31,14 +31,14 @@ _FILE_ENDINGS = "json jsonl jinja yaml md png svg txt pt parquet gz lock log sba
 
 
 def check(root: Path, checked: list[Source], files: list[Source]) -> list[Fault]:
-    """`checked` is read, `files` is all that names are looked up in."""
+    """Faults in the prose of `checked`.  Names may be defined in any of `files`."""
     names = Names.of(files)
     faults = []
     for file in checked:
         for line, text in file.prose:
             stale = [*_stale_names(root, file, text, names), *_stale_paths(root, file, text)]
             stale += [] if file.is_python else _stale_links(root, file, text)
-            faults += [Fault(file.path, line, "reference", f"{fault}; name what is there now") for fault in stale]
+            faults += [Fault(file.path, line, "reference", f"{fault}; use the current name") for fault in stale]
     return faults
 
 
@@ -61,19 +61,19 @@ def _stale_names(root: Path, file: Source, text: str, names: Names) -> Iterator[
 
 
 def _exists(root: Path, file: Source, path: str) -> bool:
-    """Whether `path` is a file or folder of ours, or looks like one of a user: `runs/a/`, `stacks/`."""
+    """Whether `path` exists in the repository, or looks like a path of a user: `runs/a/`, `stacks/`."""
     first = path.split("/")[0]
     bases = (root, root / "sft", root / "tests", (root / file.path).parent)
     if any(next(base.glob(path.rstrip("/")), None) for base in bases):
         return True
-    if "/" not in path:  # a module by its file name alone
+    if "/" not in path:  # only a file name
         return "*" in path or any(next((root / top).rglob(path), None) for top in ("sft", "tools", "tests"))
     is_ours = first in _ROOMS or ((root / "sft" / first).is_dir() and path.count("/") + path.endswith(".py") > 1)
     return not is_ours
 
 
 def _resolves(dotted: str, names: Names, *, on_page: bool) -> bool:
-    """Whether `dotted` can be followed.  A comment may name variables beside it, a page names modules and classes."""
+    """Whether `dotted` exists.  Comments may begin with any name in our code, pages only with imported names."""
     first, *rest = dotted.split(".")
     if rest[-1] in _FILE_ENDINGS or dotted in names.uses:
         return True
@@ -103,12 +103,12 @@ def _stale_links(root: Path, file: Source, text: str) -> Iterator[str]:
             continue
         page = (root / file.path).parent / path if path else root / file.path
         if not page.exists():
-            yield f"the link {target} leads to no file"
+            yield f"the file of link {target} does not exist"
         elif heading and heading not in _headings(page):
-            yield f"the link {target} leads to no heading"
+            yield f"the heading of link {target} does not exist"
 
 
 def _headings(page: Path) -> set[str]:
-    """As GitHub writes them in links: "What `sft check` says" -> what-sft-check-says"""
+    """The headings of a page in the form of GitHub's links: "What `sft check` says" -> what-sft-check-says"""
     titles = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""A file as the checks see it: its lines, its syntax tree, and which of its text is prose."""
+"""A file for the checks: its lines, its syntax tree, and its prose."""
 
 import ast
 import io
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing to mend.  As text: `docs/data.md:12: limit: 130 columns; at most 120`."""
+    """A fault that a check found.  As text: `docs/data.md:12: limit: 130 columns; at most 120`."""
 
     path: str
     line: int
@@ -20,7 +20,7 @@ class Fault:
 
     @property
     def folder(self) -> str:
-        """What a report counts by: sft/data, sft/mcore/loss, tools, docs/data.md."""
+        """The folder, or page, by which a report counts: sft/data, sft/mcore/loss, tools, docs/data.md."""
         parts = self.path.split("/")
         depth = 3 if parts[:2] == ["sft", "mcore"] else 2
         return "/".join(parts[:depth] if len(parts) > depth or parts[0] == "docs" else parts[:-1]) or self.path
@@ -54,7 +54,7 @@ class Source:
 
     @cached_property
     def prose(self) -> list[tuple[int, str]]:
-        """(line, text) of what people read: all of a page but its code blocks; comments and docstrings of a module."""
+        """(line, text) of the prose: a page without its code blocks, or comments and docstrings of a module."""
         if self.is_python:
             return sorted([*self._comments(), *self._docstrings()])
         prose, is_code = [], False
@@ -70,7 +70,7 @@ class Source:
         return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
     def _docstrings(self) -> list[tuple[int, str]]:
-        """A string that is a statement: of a module, class or function, or of the field above it."""
+        """Lines of strings that are statements: docstrings of modules, classes, functions and fields."""
         statements = (node.value for node in ast.walk(self.tree) if isinstance(node, ast.Expr))
         strings = [node for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         return [

@@ -1,7 +1,7 @@
-"""Retired words and what replaces them: one word for one thing.  docs/glossary.md has the words to use.
+"""Finds retired words, and names the words to use instead: one word for one thing, as in docs/glossary.md.
 
-A word counts wherever it stands as a word or as a part of a name, upper or lower case.  Files on disk and keys of a
-recipe keep their names (KEPT), and plain English stays where a word is retired as a name only (IN_NAMES).
+A word is found by itself and as a part of a name, in upper and lower case.  Names of files on disk and keys of a recipe
+are allowed (KEPT).  Words in IN_NAMES are retired in names only; in prose they are allowed.
 """
 
 import ast
@@ -50,7 +50,7 @@ KEPT = (  # names on disk and keys of a recipe
     r"on_bad_row",
     r"bad_steps/",
     r'"bad_steps"',
-    r"\bnum_bad\b",  # in the state that checkpoints hold
+    r"\bnum_bad\b",  # in the state in checkpoints
     r"\bbad_in_a_row\b",
     r"feed[-_]forward",
     r"\.tell\(\)",  # a method of Python's files
@@ -90,7 +90,7 @@ def _in_names(file: Source) -> Iterator[tuple[int, str]]:
             continue
         if name in WHOLE_NAMES:
             yield number, f"`{name}`; a name is a noun that says what it holds"
-        if _KEPT.search(f'"{name}"') or "row" in name:  # bad rows of data are called so
+        if _KEPT.search(f'"{name}"') or "row" in name:  # rows of data may be called bad
             continue
         for word in _WORD.findall(name):
             if instead := IN_NAMES.get(word.lower()):
@@ -98,7 +98,7 @@ def _in_names(file: Source) -> Iterator[tuple[int, str]]:
 
 
 def _bound(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of everything that the module names: functions, classes, parameters, variables, attributes."""
+    """(line, name) of all names that a module defines: functions, classes, parameters, variables, attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name

@@ -215,7 +215,8 @@ def test_all_bars_are_met() -> None:
     assert all(bar.value is None for bar in step_bars.bars(elsewhere))
 
 
-ROOFLINE, OFFLOAD = "4b at 64K, of the roofline of keep-attention", "1.7b from 64K on, time with activation offload"
+ROOFLINE = "4b at 64K, share of the roofline with keep-attention"
+OFFLOAD = "1.7b from 64K on, time with activation offload"
 PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
 
 

@@ -157,10 +157,10 @@ SUBJECT = Subject(
     read=read,
     options={
         "cp": Option("1,2,4,8,16", "1,2", "sizes of the cp groups", read=read_cp),
-        "heads": Option(32, 4),
+        "heads": Option(32, 4, "number of query heads"),
         "groups": Option(8, 2, "number of key and value heads"),
-        "head_dim": Option(128, 16),
-        "repeats": Option(5, 1),
+        "head_dim": Option(128, 16, "size of a head"),
+        "repeats": Option(5, 1, "timed repetitions"),
     },
     validate=validate,
     prepare=prepare,

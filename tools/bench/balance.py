@@ -102,9 +102,8 @@ def row_of(dealt: np.ndarray, level: np.ndarray, limits: np.ndarray, num_microba
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     for row in rows:
         bound = STEP_BAR if row["step limit"] > STEP_BAR else LIMITED_BAR
-        yield Bar(
-            name=f"{row['case']}, step, of the limit", value=row["step of limit"], bound=bound, relation="at least"
-        )
+        name = f"{row['case']}, step, share of the limit"
+        yield Bar(name=name, value=row["step of limit"], bound=bound, relation="at least")
         if row["num_microbatches"] >= 16:
             bound = min(MICROBATCH_BAR, row["microbatch limit"])
             name = f"{row['case']}, microbatch"

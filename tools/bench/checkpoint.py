@@ -115,7 +115,7 @@ SUBJECT = Subject(
     options={
         "ranks": Option(2, help="number of data-parallel processes"),
         "mib": Option(1024, 4, "MiB of weights and optimizer states, approximately"),
-        "repeats": Option(5, 1),
+        "repeats": Option(5, 1, "timed repetitions"),
         "folder": Option(None, help="folder in which a temporary folder is made", read=Path),
     },
     validate=validate,

@@ -65,7 +65,7 @@ SUBJECT = Subject(
     read=read,
     options={
         "tokens": Option(TOKENS, 1 << 17, "tokens of the pack"),
-        "repeats": Option(31, 3),
+        "repeats": Option(31, 3, "timed repetitions"),
     },
     bars=bars,
 )

@@ -75,8 +75,8 @@ SUBJECT = Subject(
     tiny_cases=["40:9", "40:20", "70:9"],
     read=read,
     options={
-        "chunk": Option(1024, 4),
-        "repeats": Option(5, 1),
+        "chunk": Option(1024, 4, "tokens per chunk"),
+        "repeats": Option(5, 1, "timed repetitions"),
     },
     device="gpu",
 )

@@ -144,7 +144,7 @@ SUBJECT = Subject(
         **OPTIONS,
         "memory": Option(None, 0.01, "memory limit of the search in GiB; required on a CPU", read=float),
         "keys": Option("full", help="memory-saving keys, such as full+offload"),
-        "mix": Option("1k"),
+        "mix": Option("1k", help="mix of document lengths"),
     },
     validate=more_checks,
     bars=bars,

@@ -96,7 +96,7 @@ SUBJECT = Subject(
     read=int,
     options={
         "tokens": Option(12_288, 512, "tokens of the pack"),
-        "repeats": Option(7, 1),
+        "repeats": Option(7, 1, "timed repetitions"),
     },
     bars=bars,
 )

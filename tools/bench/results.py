@@ -75,7 +75,7 @@ class Bar:
         return self.value is not None and not COMPARISONS[self.relation](self.value, self.bound)
 
     def __str__(self) -> str:
-        """`met           1.7b at 64K, of the roofline: 0.91, at least 0.85`"""
+        """`met           1.7b at 64K, share of the roofline: 0.91, at least 0.85`"""
         if self.value is None:
             return f"{'not measured':<14}{self.name}"
         verdict = "MISSED" if self.is_missed else "met"

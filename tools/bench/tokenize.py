@@ -117,9 +117,9 @@ SUBJECT = Subject(
     read=read,
     prepare=prepare,
     options={
-        "chats": Option(2000, 20),
+        "chats": Option(2000, 20, "number of chats"),
         "words": Option(145, 40, "words per chat; 145 words are about 600 tokens of the tests' tokenizer"),
-        "repeats": Option(5, 1),
+        "repeats": Option(5, 1, "timed repetitions"),
     },
     bars=bars,
 )

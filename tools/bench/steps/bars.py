@@ -34,8 +34,8 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 def _rates(steps: Steps) -> Iterator[Bar]:
     for length, key, bound, title in (
-        (LONG, "of_keep", ROOFLINE, "of the roofline of keep-attention"),
-        (2 * LONG, "of_keep", ROOFLINE, "of the roofline of keep-attention"),
+        (LONG, "of_keep", ROOFLINE, "share of the roofline with keep-attention"),
+        (2 * LONG, "of_keep", ROOFLINE, "share of the roofline with keep-attention"),
         (2 * LONG, "mfu", MFU, "causal MFU"),
     ):
         for shape in MODELS:

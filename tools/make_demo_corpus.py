@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=600, help="number of chats; a tenth of them are held out")
     parser.add_argument("--max-tokens", type=int, default=12_000, help="longest chat in byte tokens")
     parser.add_argument("--long", type=int, help="also make chats of nearly this many tokens, for example 65536")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     options = parser.parse_args()
     if options.samples < 2 or min(options.max_tokens, options.long or options.max_tokens) < 2000:
         parser.error("--samples must be at least 2, --max-tokens and --long at least 2000")

@@ -57,7 +57,8 @@ def parser_of(name: str, tiny: bool) -> argparse.ArgumentParser:
         add("--check", action="store_true", help="compare the results with the bars; exit status 1 if one is missed")
         add("--judge", nargs="+", type=Path, metavar="FILE", help="measure nothing; check rows that --json wrote")
     if subject.device != "cpu":
-        add("--device", choices=["auto", "cpu", "cuda"], default="cpu" if tiny else "auto")
+        default = "cpu" if tiny else "auto"
+        add("--device", choices=["auto", "cpu", "cuda"], default=default, help="device to measure on")
     if subject.ways:
         add("--ways", default="", metavar="A,B", help=f"names, or starts of names, of {', '.join(subject.ways)}")
     for option, declared in subject.options.items():

@@ -54,7 +54,7 @@ class Console:
     def track(
         self, title: str, total: int | None, unit: str, lines: bool = True, *, start: int = 0
     ) -> Iterator[Progress]:
-        """A context manager that shows the progress of work that reports it.
+        """A context that shows a progress bar.  The caller advances the bar with the `Progress` that it yields.
 
         total  number of units, None if unknown; `start` units are already done
 

@@ -101,9 +101,9 @@ def _excerpt(window: _Window, weights: np.ndarray, prompt: int) -> Excerpt:
 def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterator[_Window]:
     """Windows of at most `capacity` tokens.  Exactly one of them supervises each supervised label.
 
-    A window takes turns while they fit, each with all tokens since the previous turn.  The next window begins with the
-    end of the prompt and continues where the previous window stopped.  The first token after this gap is not
-    supervised, so no label is predicted across the gap.
+    A window takes turns while they fit, each with all tokens since the previous turn.  The next window repeats the last
+    tokens of the prompt, and then continues where the previous window stopped.  The first token after this gap is
+    not supervised, so no label is predicted across the gap.
     """
     if not spans or capacity < 2:  # a label needs a previous token
         return

@@ -2,10 +2,11 @@
 
     user/content/ -> assistant/content/    <|im_end|>\\n<|im_start|>assistant
 
-Texts are contents, reasoning (also at the start of a content), names and arguments of tool calls, tool results, and
-names and descriptions of tools and of their parameters.  Ids, names of speakers and other keys of a message are not
-texts.  A filler is the template's own text between two texts.  If a rendering consists only of texts and known fillers,
-the template left out every text that the rendering lacks.  Otherwise the omitted texts are unknown.
+A text is a string that the model should see: the content of a message, its reasoning (a key of its own, or at the start
+of the content), the name or an argument of a tool call, a tool result, or the name or description of a tool or of a
+parameter.  Ids, names of speakers and other keys of a message are not texts.  A filler is the template's own text
+between two texts.  If a rendering consists only of texts and known fillers, the template left out every text that the
+rendering lacks.  Otherwise the omitted texts are unknown.
 """
 
 import json
@@ -218,7 +219,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def asides_of(messages: list[Message]) -> list[str]:
-    """Strings that differ from chat to chat but are not texts, such as ids and names; longer strings first."""
+    """Ids, names of speakers and other strings of messages that are not texts (see the module), longest first."""
     asides: set[str] = set()
     for message in messages:
         if len(message) > 2 and not message.keys() <= _PLAIN:

@@ -28,10 +28,10 @@ LIMITED = 0.95  # if no assignment can reach this efficiency, the forecast sugge
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Upper limits of efficiency for any assignment; 1 means no limit.
+    """Upper limits of dp efficiency (mean cost of a rank / largest cost) for any assignment; 1 means no limit.
 
     longest     one rank computes at least the longest sequence:  total cost / (dp * cost of the longest sequence)
-    full        this rank also computes the tokens that the other ranks have no room for
+    full        like `longest`; in addition, the other ranks fill up, and this rank computes the remaining tokens
     microbatch  the limit if ranks wait for each other after every microbatch
 
     Cost 100 of the longest sequence, total cost 400, dp 8 -> longest 400 / (8 * 100) = 0.5.  Only a larger cp helps: dp
@@ -159,7 +159,7 @@ def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) 
 
 
 def _larger_cp(config: Config, layout: Layout, corpus: Corpus, loader: Loader, looked_at: list[int]) -> str:
-    """A line with the smallest larger cp that lifts the limit to LIMITED; tp, pp and the world size stay the same."""
+    """Advice: the next larger cp with which `Bounds.full` is at least LIMITED.  tp, pp and world size stay the same."""
     advice = "no larger cp that fits would help"
     ranks = layout.world_size // smallest_world(config) * layout.cp  # dp * cp
     for cp in range(2 * layout.cp, ranks + 1, layout.cp):

@@ -134,8 +134,8 @@ def _best_fit(sizes: list[int], limit: int, free: int) -> list[int]:
 class EpochPlans:
     """The plans of one run, for samples with real lengths `lengths`, int64 [n].
 
-    mixture   decides how often an epoch contains each source; None: once
-    replayed  plans read from a file, which replace new plans
+    mixture   decides how often an epoch contains each source; with None, an epoch contains every source once
+    replayed  plans that were read from a file and that are used instead of newly made plans
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Shuffles reproducibly: a seed and a turn give the same permutation in every process, machine and release.
+"""Shuffles reproducibly: the permutation depends only on n, the seed and `turn`, in every process, on every
+machine and in every release.  `turn` counts the permutations of a run.
 
 numpy does not promise the same random numbers in every release, and a resumed run needs the same order.
 """

@@ -223,7 +223,7 @@ def load(wanted: dict[str, Any], source: Path | SafeReader, planner: SafeLoadPla
 
 
 def common_state(source: Path | SafeReader) -> dict[str, Any]:
-    """The plain values of a checkpoint, from the file or object that its version of core writes.  Not collective."""
+    """The values of a checkpoint that are not sharded tensors.  Core 0.16 writes them as a file, 0.19 as an object."""
     reader = _reader(source)
     folder = reader.folder
     if (folder / COMMON_FILE).exists() or (folder / COMMON_FILE).is_symlink():

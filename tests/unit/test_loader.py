@@ -121,7 +121,7 @@ def test_pad_to_seq_length_gives_one_shape() -> None:
     assert sum(part.num_documents for part in parts) == 5
     assert sum(part.num_tokens for part in parts) == corpus.num_supervised.sum()
     assert sum(part.num_real_tokens for part in parts) == corpus.lengths.sum() == 95
-    assert [part.max_seqlen for part in parts if not part.sample_ids] == [8] * (len(parts) - len(made.plans.plan(0)))
+    assert [part.max_seqlen for part in parts if not part.sample_ids] == [64] * (len(parts) - len(made.plans.plan(0)))
 
 
 COLUMNS = ("documents", "tokens", "labels", "loss_weights", "position_ids")
@@ -229,15 +229,37 @@ def test_filler_is_added_only_where_needed(length: int, multiple: int, expected:
     made = make_pack([sample([1] * length)], doc_multiple=32, pad_id=0, pack_multiple=multiple)
     assert len(made.tokens) == expected == made.cu_seqlens[-1]
     assert (np.diff(made.cu_seqlens) > 0).all()
-    assert np.diff(made.cu_seqlens)[1:].tolist() == [32] * ((expected - length) // 32)
+    assert np.diff(made.cu_seqlens)[1:].tolist() == [expected - length] * (expected > length)
 
 
 def test_filler_up_to_a_length() -> None:
     pack = make_pack([sample([1] * 33)], doc_multiple=32, pad_id=0, pad_to_length=160)
-    check(pack, cu_seqlens=[0, 64, 96, 128, 160], lengths=[33, 0, 0, 0], sources=[0, 0, 0, 0])
+    check(pack, cu_seqlens=[0, 64, 160], lengths=[33, 0], sources=[0, 0], position_ids=[*range(64), *range(96)])
+
+
+@pytest.mark.parametrize(
+    "real, doc_multiple, pack_multiple, pad_to, fillers",
+    [
+        (33, 32, 1024, 0, [960]),  # for FP8 or sequence parallelism: one document, not 30
+        (33, 32, 1, 65_536, [4_096] * 15 + [4_032]),  # 65,472 tokens: attention over one of them would cost as much
+        (0, 32, 1, 8_192, [4_096, 4_096]),
+        (33, 96, 1, 9_600, [4_032, 4_032, 1_440]),  # each a multiple of 96, for cp 16
+        (33, 8_192, 1, 24_576, [8_192, 8_192]),
+    ],
+)
+def test_fillers_are_few(real: int, doc_multiple: int, pack_multiple: int, pad_to: int, fillers: list[int]) -> None:
+    """Kernels take time for each document.  No filler is longer than 4,096 tokens, and none is counted."""
+    samples = [sample([1] * real)] if real else []
+    settings = {"doc_multiple": doc_multiple, "pack_multiple": pack_multiple, "pad_to_length": pad_to}
+    pack = make_pack(samples, pad_id=0, **settings)
+    assert np.diff(pack.cu_seqlens)[len(samples) :].tolist() == fillers
+    part = local_part(pack, np.arange(len(pack.tokens)), doc_multiple=doc_multiple)
+    aligned_real = -(-real // doc_multiple) * doc_multiple
+    assert (part.num_documents, part.num_real_tokens, part.num_aligned_tokens) == (len(samples), real, aligned_real)
+    assert not pack.loss_mask[aligned_real:].any() and len(pack.tokens) == aligned_real + sum(fillers)
 
 
 def test_a_pack_without_samples_is_filler() -> None:
     made = make_pack([], doc_multiple=4, pad_id=3, pack_multiple=8)
-    check(made, tokens=[3] * 8, labels=[3] * 8, loss_mask=[0] * 8, cu_seqlens=[0, 4, 8], lengths=[0, 0])
-    assert made.sample_ids == () and made.max_seqlen == 4
+    check(made, tokens=[3] * 8, labels=[3] * 8, loss_mask=[0] * 8, cu_seqlens=[0, 8], lengths=[0])
+    assert made.sample_ids == () and made.max_seqlen == 8

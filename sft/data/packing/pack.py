@@ -18,6 +18,10 @@ from sft.parallel.alignment import aligned
 
 LocalIndices = Callable[[np.ndarray], np.ndarray]
 
+# Longest filler document.  Kernels take time for each document, and attention takes time with the square of a length:
+# at 4,096 tokens it is a small part of the work on a token.
+FILLER_TOKENS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
@@ -60,10 +64,10 @@ def make_pack(
     The last token of a document and its padding predict nothing; their labels are `pad_id`, a valid id that no
     computation uses.
 
-    Filler documents of `doc_multiple` tokens follow until the length is at least `pad_to_length` and a multiple of
-    `pack_multiple`.  The samples must not exceed `pad_to_length`.  Attention over short filler documents costs little.
+    Filler documents follow, as few as possible with at most `FILLER_TOKENS` each, until the length is at least
+    `pad_to_length` and a multiple of `pack_multiple`.  The samples must not exceed `pad_to_length`.
 
-        one document of 96 tokens, pack_multiple 64, doc_multiple 32 -> one filler document, length 128
+        one document of 96 tokens, pack_multiple 512, doc_multiple 32 -> one filler document of 416 tokens
         no sample -> at least one filler document
     """
     real_lengths = np.array([len(sample.tokens) for sample in samples], dtype=np.int32)
@@ -71,10 +75,11 @@ def make_pack(
     aligned_total = int(aligned(real_lengths, doc_multiple).sum())
     assert not pad_to_length or (aligned_total <= pad_to_length and pad_to_length % doc_multiple == 0)
     total = aligned(max(aligned_total, pad_to_length, 1), lcm(pack_multiple, doc_multiple))
-    filler = np.zeros((total - aligned_total) // doc_multiple, dtype=np.int32)
+    filler_starts = np.arange(aligned_total, total, max(FILLER_TOKENS // doc_multiple, 1) * doc_multiple)
+    filler = np.zeros(len(filler_starts), dtype=np.int32)  # a filler document has no real token
     lengths = np.concatenate([real_lengths, filler])
-    # A filler document has no real token.  It is as long as a document with a single token.
-    cu_seqlens = np.concatenate([[0], np.cumsum(aligned(np.maximum(lengths, 1), doc_multiple))]).astype(np.int32)
+    real_starts = np.cumsum([0, *aligned(real_lengths, doc_multiple)])[:-1]
+    cu_seqlens = np.concatenate([real_starts, filler_starts, [total]]).astype(np.int32)
     tokens = np.full(total, pad_id, dtype=np.int32)
     labels = np.full(total, pad_id, dtype=np.int32)
     loss_weights = np.zeros(total, dtype=np.float32)

@@ -66,6 +66,7 @@ def check(arguments: Namespace) -> None:
     layout = _layout(recipe, launched if arguments.world_size is None else arguments.world_size)
     _check_wandb(recipe)
     _print_group("layout", layout.equations(recipe.config.data.seq_length))
+    _print_rotary(recipe)
     if arguments.no_data:
         built_in = recipe.config.data.tokenizer == "byte"
         vocab_size = _tokenizer(recipe).vocab_size if built_in else None
@@ -74,6 +75,15 @@ def check(arguments: Namespace) -> None:
     else:
         _check_paths(recipe)
         _check_data(recipe, layout)
+
+
+def _print_rotary(recipe: "Recipe") -> None:
+    """Print whether packs are too long for the fused rotary kernel of a backend that the run may use."""
+    from sft.mcore.attention.fused_rotary import why_not
+
+    config = recipe.config
+    if config.attention.may_fuse_rotary(config.run.device) and (problem := why_not(config)):
+        _print_group("rotary", [f"with te: {problem}"])
 
 
 def _check_data(recipe: "Recipe", layout: "Layout") -> None:

@@ -16,11 +16,12 @@ class BackendTraits:
     needs_cuda: bool  # the backend does not run on a CPU
     has_fp8: bool  # the backend supports run.fp8
     reads_cp_comm: bool  # parallel.cp_comm and cp_a2a have an effect
+    has_fused_rotary: bool  # rotates queries and keys in a kernel that limits the length of a pack
 
 
 BACKENDS: Mapping[str, BackendTraits] = {
-    "te": BackendTraits(needs_cuda=True, has_fp8=True, reads_cp_comm=True),
-    "portable": BackendTraits(needs_cuda=False, has_fp8=False, reads_cp_comm=False),
+    "te": BackendTraits(needs_cuda=True, has_fp8=True, reads_cp_comm=True, has_fused_rotary=True),
+    "portable": BackendTraits(needs_cuda=False, has_fp8=False, reads_cp_comm=False, has_fused_rotary=False),
 }
 
 
@@ -43,6 +44,11 @@ class AttentionConfig(Section):
 
     def may_read_cp_comm(self, device: str) -> bool:
         """Whether an allowed backend reads parallel.cp_comm.  `device` is run.device: "auto", "cuda" or "cpu"."""
-        return any(
-            traits.reads_cp_comm for traits in self.candidates.values() if not (traits.needs_cuda and device == "cpu")
-        )
+        return any(traits.reads_cp_comm for traits in self._runnable(device))
+
+    def may_fuse_rotary(self, device: str) -> bool:
+        """Whether an allowed backend rotates in a fused kernel.  `device` is run.device."""
+        return any(traits.has_fused_rotary for traits in self._runnable(device))
+
+    def _runnable(self, device: str) -> list[BackendTraits]:
+        return [traits for traits in self.candidates.values() if not (traits.needs_cuda and device == "cpu")]

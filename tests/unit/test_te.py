@@ -84,6 +84,19 @@ def test_both_backends_store_the_same_tensors(overrides: list[str]) -> None:
     assert len(te) >= 16
 
 
+ROTARY = """
+for length in ("1048576", "1048608"):
+    config, core, chunk = built("te", ["model.qk_norm=true", "model.head_dim=512", "data.seq_length=" + length])
+    attention = chunk.decoder.layers[0].self_attention.core_attention
+    print(">", type(attention).__name__, core.apply_rope_fusion, chunk.position_embedding_type)
+"""
+
+
+def test_attention_rotates_where_the_fused_kernel_cannot() -> None:
+    """From 1,048,576 tokens of 4 x 512 numbers on."""
+    assert out_of(ROTARY) == ["TEDotProductAttention True rope", "RotatingAttention False none"]
+
+
 RECIPES = """
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
 for name in ("delayed", "tensorwise", "blockwise", "mxfp8"):

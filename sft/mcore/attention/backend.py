@@ -37,6 +37,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]  # as attention.backend in the recipe
     final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
     has_te_kernels: ClassVar[bool]  # uses kernels of Transformer Engine; False: norms mark outputs as recomputable
+    attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
 
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
@@ -49,7 +50,7 @@ class AttentionBackend(ABC):
     def transformer_fields(self) -> dict[str, bool]:
         """Fields of TransformerConfig that the backend decides."""
         experts = {} if self.config.model.moe.num_experts is None else {"moe_grouped_gemm": self.has_te_kernels}
-        return {"apply_rope_fusion": self.has_te_kernels, **experts}
+        return {"apply_rope_fusion": not self.attention_rotates, **experts}
 
     @abstractmethod
     def layer_spec(self) -> ModuleSpec:
@@ -57,7 +58,7 @@ class AttentionBackend(ABC):
 
     def rotary_table(self, device: torch.device) -> RotaryTable | None:
         """Angles with which megatron-core rotates queries and keys; None: attention itself rotates them."""
-        return None
+        return None if self.attention_rotates else RotaryTable(self.frequencies(device))
 
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
@@ -71,7 +72,10 @@ class AttentionBackend(ABC):
         Padded and unpadded boundaries are the same tensor, because causal attention cannot see padding at the end of a
         document.  Some Transformer Engine releases drop keys if the two boundaries differ.
         """
-        boundaries = send(cu_seqlens, positions.device)
+        device, boundaries = positions.device, send(cu_seqlens, positions.device)
+        rotation = None
+        if self.attention_rotates:
+            rotation = Rotation.of(positions.flatten(), self.frequencies(device), params_dtype(self.config))
         return PackedDocuments(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -80,6 +84,7 @@ class AttentionBackend(ABC):
             cu_seqlens_kv_padded=boundaries,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
+            rotation=rotation,
         )
 
     def frequencies(self, device: torch.device) -> Tensor:

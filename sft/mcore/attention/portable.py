@@ -15,10 +15,9 @@ from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
 from sft.config import Config
-from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, params_dtype
+from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import Kernel, packed_attention
-from sft.mcore.attention.rope import Rotation
 from sft.mcore.norm import RMSNorm
 
 MakeKernel = Callable[[np.ndarray, int, int, torch.device], Kernel]  # cu_seqlens of the whole pack, cp size, cp rank
@@ -30,6 +29,7 @@ class Portable(AttentionBackend):
     name = "portable"
     final_norm = RMSNorm
     has_te_kernels = False
+    attention_rotates = True
 
     def __init__(self, config: Config, reason: str, make_kernel: MakeKernel) -> None:
         super().__init__(config, reason)
@@ -52,9 +52,8 @@ class Portable(AttentionBackend):
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
-        device, packed = positions.device, super().documents(cu_seqlens, max_seqlen, positions, cp_size, cp_rank)
-        packed.kernel = self._make_kernel(cu_seqlens.cpu().numpy(), cp_size, cp_rank, device)
-        packed.rotation = Rotation.of(positions.flatten(), self.frequencies(device), params_dtype(self.config))
+        packed = super().documents(cu_seqlens, max_seqlen, positions, cp_size, cp_rank)
+        packed.kernel = self._make_kernel(cu_seqlens.cpu().numpy(), cp_size, cp_rank, positions.device)
         return packed
 
 

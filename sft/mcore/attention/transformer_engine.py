@@ -1,21 +1,24 @@
 """The `te` backend: Transformer Engine's layers and attention, on CUDA.
 
-megatron-core builds the layers and applies the rotary embedding.  Transformer Engine does context parallelism, as
-`parallel.cp_comm` selects.
+megatron-core builds the layers, and applies the rotary embedding with Transformer Engine's fused kernel.  If a pack may
+be too long for that kernel, attention rotates queries and keys in plain torch.  Transformer Engine does context
+parallelism, as `parallel.cp_comm` selects.
 """
 
 import importlib.metadata
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
+from torch import Tensor
 
 from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore import fp8
-from sft.mcore.attention.backend import AttentionBackend
-from sft.mcore.attention.rope import RotaryTable
+from sft.mcore.attention import fused_rotary
+from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 
 # First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
@@ -27,16 +30,35 @@ class TransformerEngine(AttentionBackend):
     has_te_kernels = True
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, "Transformer Engine")
+        problem = fused_rotary.why_not(config)
+        super().__init__(config, f"Transformer Engine; {problem}" if problem else "Transformer Engine")
+        self.attention_rotates = problem is not None
 
     def layer_spec(self) -> ModuleSpec:
         experts = self.config.model.moe.num_experts
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
         )
+        if self.attention_rotates:
+            attention = spec.submodules.self_attention.submodules
+            attention.core_attention = rotating(attention.core_attention)
+        return spec
 
-    def rotary_table(self, device: torch.device) -> RotaryTable:
-        return RotaryTable(self.frequencies(device))
+
+def rotating(attention: Any) -> Any:
+    """A subclass of core's class for Transformer Engine's attention, which rotates queries and keys in plain torch."""
+
+    class RotatingAttention(attention):
+        def forward(
+            self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedDocuments, **core: Any
+        ) -> Any:
+            """query [t, heads, d], key [t, key heads, d]"""
+            rotation = packed_seq_params.rotation
+            assert rotation is not None
+            rotated = rotation.apply(query), rotation.apply(key)
+            return super().forward(*rotated, *args, packed_seq_params=packed_seq_params, **core)
+
+    return RotatingAttention
 
 
 def why_not(config: Config, device_type: str) -> str | None:

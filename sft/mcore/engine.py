@@ -19,7 +19,7 @@ from torch import Tensor
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.flops import train_flops
-from sft.mcore import device, experts, model
+from sft.mcore import device, experts, model, pipeline
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.attention.selection import choose
@@ -163,9 +163,10 @@ class Engine:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self.chunks),
             num_microbatches=len(microbatches),
-            seq_length=self.config.data.seq_length,  # unused: pipeline stages send each other the shapes of tensors
+            seq_length=self.config.data.seq_length,  # unused: packs differ in length
             micro_batch_size=1,
             forward_only=forward_only,
+            **pipeline.schedule_arguments(microbatches, self.layout, self.groups, self.core_config),
         )
         return results
 

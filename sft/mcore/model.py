@@ -88,9 +88,10 @@ def transformer_config(
         # With pp 2 and virtual stages the next stage is also the previous one, so batched exchange is ambiguous.
         overlap_p2p_comm=layout.virtual_stages > 1,
         batch_p2p_comm=layout.virtual_stages == 1,
+        batch_p2p_sync=False,  # a wait of the host after each batch, for a race that torch no longer has
         sequence_parallel=layout.sequence_parallel,
         cp_comm_type=config.parallel.cp_comm,
-        variable_seq_lengths=True,  # packs differ in length: pipeline stages send each other the shapes
+        variable_seq_lengths=True,  # packs differ in length: `pipeline.PackCommunicator` gives the shapes
         moe_token_dispatcher_type="alltoall",  # core demands it with variable_seq_lengths, dense or not
         **_expert_fields(model, layout),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens

@@ -48,3 +48,11 @@ def test_passes_under_context_parallelism_wait_neither(way: list[str]) -> None:
     overrides = [*way, "parallel.cp=2"]
     for found in launch.steps(CASE, overrides, ranks=2, also={FREE: "1"}):
         assert found["passes"]["waits"] == 0, found
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_pipeline_stages_exchange_without_a_wait(virtual_stages: int) -> None:
+    """Hidden states and gradients of four packs of other lengths."""
+    overrides = [launch.PORTABLE, "parallel.pp=2", f"parallel.virtual_stages={virtual_stages}"]
+    for found in launch.steps("0.6b:32k:chat", [*overrides, "train.global_batch_size=4"], ranks=2, also={FREE: "1"}):
+        assert found["passes"]["waits"] == 0, found

@@ -99,6 +99,15 @@ NAMES: dict[str, str] = {
         "context_parallel_size hierarchical_context_parallel_sizes expert_model_parallel_size "
         "expert_tensor_parallel_size create_gloo_process_groups distributed_timeout_minutes"
     ),
+    "pipeline_parallel.p2p_communication.P2PCommunicator": "pp_group config",
+    "pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes": (
+        "self tensor_send_next tensor_send_prev recv_prev recv_next"
+    ),
+    "pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving": "p2p_communicator pg_collection",
+    "pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving": "p2p_communicator pg_collection",
+    "pipeline_parallel.schedules.get_schedule_table": (
+        "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage"
+    ),
     "tensor_parallel.checkpoint": "function distribute_saved_activations",
     "tensor_parallel.copy_to_tensor_model_parallel_region": "input_ group",
     "tensor_parallel.gather_from_sequence_parallel_region": "input_ group",
@@ -234,6 +243,16 @@ def test_forward_ends_in_postprocess_and_names_the_hidden_states() -> None:
     assert "returnself._postprocess(hidden_states=hidden_states," in text("models.gpt.GPTModel.forward")
     parameters = list(inspect.signature(find("models.gpt.GPTModel._postprocess")).parameters)
     assert parameters[:2] == ["self", "hidden_states"]
+
+
+def test_core_asks_for_shapes_once_per_exchange() -> None:
+    """`pipeline.PackCommunicator` counts on it.  Besides, the host waits only with batch_p2p_sync."""
+    exchange = text("pipeline_parallel.p2p_communication.P2PCommunicator._communicate")
+    arguments = "tensor_send_next,tensor_send_prev,recv_prev,recv_next"
+    call = f"recv_prev_shape,recv_next_shape=self._communicate_shapes({arguments})"
+    assert f"ifconfig.variable_seq_lengthsorconfig.mtp_standalone:{call}" in exchange
+    assert "ifconfig.batch_p2p_commandconfig.batch_p2p_sync:" in exchange and exchange.count("synchronize()") == 1
+    assert text("pipeline_parallel.p2p_communication.P2PCommunicator").count("self._communicate_shapes(") == 1
 
 
 def test_rotary_embedding_is_asked_as_our_table_answers() -> None:

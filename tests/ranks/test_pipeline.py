@@ -1,0 +1,80 @@
+"""Pipeline stages exchange packs of other lengths without telling each other shapes: the host never waits for a device.
+
+That the numbers are those of one stage is tests/ranks/test_one_curve.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sft.mcore.pipeline import PackCommunicator
+from tests.builders import answer
+from tests.ranks import scenarios
+from tests.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+PIPELINES = [["parallel.pp=2"], ["parallel.pp=2", "parallel.virtual_stages=2"]]
+LENGTHS = [32, 64, 96, 128]  # of the four packs of a step
+
+
+def packs(engine: Any) -> list[Any]:
+    samples = [answer(length, 8, seed=length, last=scenarios.VOCAB) for length in LENGTHS]
+    return [scenarios.microbatch_of(engine, [sample]) for sample in samples]
+
+
+def waits(overrides: list[str]) -> tuple[int, int]:
+    """How often a training step and a held-out pass would have waited for a GPU, and how many shapes were sent."""
+    sent: list[torch.dtype] = []
+    batch = dist.batch_isend_irecv
+
+    def recording(ops: list[Any]) -> Any:
+        sent.extend(op.tensor.dtype for op in ops)
+        return batch(ops)
+
+    with scenarios.running(overrides) as engine:
+        with (
+            mock.patch.object(torch.cuda, "synchronize") as synchronize,
+            mock.patch.object(dist, "batch_isend_irecv", recording),
+        ):
+            engine.train_step(packs(engine))
+            engine.evaluate(packs(engine))
+        return synchronize.call_count, sent.count(torch.int64)
+
+
+@pytest.mark.parametrize("overrides", PIPELINES)
+def test_an_exchange_does_not_wait(ranks: Ranks, overrides: list[str]) -> None:
+    assert ranks(2).run(waits, overrides) == [(0, 0)] * 2
+
+
+def received(overrides: list[str]) -> tuple[list[int], list[int]]:
+    """Tokens of the hidden states from the previous stage, and of the gradients from the next, in order."""
+    with scenarios.running(overrides) as engine:
+        exchange = PackCommunicator(packs(engine), engine.layout, engine.groups, engine.core_config)
+        rows = []
+        for shapes in exchange._from_previous, exchange._from_next:
+            tokens, ones, hidden = zip(*shapes) if (shapes := list(shapes)) else ((), (), ())
+            assert {*ones} <= {1} and {*hidden} <= {32}
+            rows.append(list(tokens))
+        return rows[0], rows[1]
+
+
+@pytest.mark.parametrize(
+    "world_size, overrides, expected",
+    [
+        (2, PIPELINES[0], [([], [32, 64, 96, 128]), ([32, 64, 96, 128], [])]),
+        # Packs go through both chunks of a rank two at a time: the second rank receives each pack twice.
+        (2, PIPELINES[1], [(LENGTHS, [32, 64] * 2 + [96, 128] * 2), ([32, 64] * 2 + [96, 128] * 2, LENGTHS)]),
+        # Half of the tokens are those of a tp rank, and a quarter those of a tp and cp rank.
+        (4, [*PIPELINES[0], "parallel.tp=2", "parallel.sequence_parallel=true"], [([], [16, 32, 48, 64])] * 2),
+        (4, [*PIPELINES[0], "parallel.cp=2"], [([], [16, 32, 48, 64])] * 2),
+    ],
+)
+def test_shapes_in_order(
+    ranks: Ranks, world_size: int, overrides: list[str], expected: list[tuple[list[int], list[int]]]
+) -> None:
+    found = ranks(world_size).run(received, overrides)
+    assert found[: len(expected)] == expected

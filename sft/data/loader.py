@@ -6,9 +6,9 @@ without samples holds filler documents.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from sft.batch import Microbatch
+from sft.batch import Microbatch, Sample
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.packing.balance import Slots, assign
@@ -59,6 +59,15 @@ class Loader:
         epoch, batch = self.plans.locate(step)
         return self._microbatches(self.plans.plan(epoch), batch)
 
+    def samples(self, step: int) -> list[list[Sample]]:
+        """The samples of each of this rank's microbatches of a step."""
+        epoch, batch = self.plans.locate(step)
+        return self._samples(self.plans.plan(epoch), batch)
+
+    def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
+        """This rank's part of the pack of these samples."""
+        return self._collator.microbatch(samples)
+
     def eval_batches(self) -> Iterator[list[Microbatch]]:
         """All packs once, unshuffled, `num_microbatches` per rank at a time; packs of filler complete the last one."""
         if self._eval_plan is None:
@@ -67,8 +76,11 @@ class Loader:
             yield self._microbatches(self._eval_plan, batch)
 
     def _microbatches(self, plan: Plan, batch: int) -> list[Microbatch]:
+        return [self.microbatch(samples) for samples in self._samples(plan, batch)]
+
+    def _samples(self, plan: Plan, batch: int) -> list[list[Sample]]:
         slots = self._slots(plan, batch)[self._dp_rank]
-        return [self._collator.microbatch([self._corpus.sample(i) for i in sample_ids]) for sample_ids in slots]
+        return [[self._corpus.sample(i) for i in sample_ids] for sample_ids in slots]
 
     def _slots(self, plan: Plan, batch: int) -> Slots:
         return assign(

@@ -57,10 +57,6 @@ class Engine:
 
         sources: names of the sources, for the loss of each source; data_wait_s: how long this rank waited for data
         """
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
         self.scheduler.step(1)
         if totals.num_tokens == 0:
@@ -79,10 +75,24 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = ()) -> Totals:
         """Loss over microbatches, without gradients."""
+        return self._run(microbatches, sources, forward_only=True)
+
+    def measure(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> list[tuple[Tensor, RowStatistics]]:
+        """Run this rank's microbatches forward and, unless `forward_only`, backward; update nothing.
+
+        Returns the objective of each microbatch and the statistics of its supervised tokens on this rank, on the
+        device; on all pipeline stages but the last, an empty list.  Backward sets gradients to zero first, and leaves
+        the reduced gradients, divided by the denominator of the global batch, in `main_grad`.
+        """
         for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            return self._run(microbatches, sources, forward_only=True)
+            chunk.train(not forward_only)
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self._set_denominator(microbatches, sum(map(self._denominator_of, microbatches)))
+        with torch.set_grad_enabled(not forward_only):
+            return self._schedule(microbatches, self._loss, forward_only=forward_only)
 
     def _run(
         self,
@@ -92,23 +102,20 @@ class Engine:
         forward_only: bool,
         data_wait_s: float = 0.0,
     ) -> Totals:
-        denominators = [self._denominator_of(mb) for mb in microbatches]
-        if not forward_only:
-            self._set_denominator(microbatches, sum(denominators))
-        # Results of each microbatch on the last pipeline stage; empty on other stages.  The tensors stay on the device
-        # until all microbatches are done, so that the host does not wait for the GPU between them.
-        measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
+        # The tensors stay on the device until all microbatches are done, so that the host does not wait for the GPU
+        # between them.
+        measured = self.measure(microbatches, forward_only=forward_only)
         accumulator = self._accumulator(sources)
         tokens = [
             SupervisedTokens(  # copied to the CPU
                 objective=objective.item(),
-                denominator=denominator,
+                denominator=self._denominator_of(mb),
                 nll=-rows.logprob.cpu().double().numpy(),
                 entropy=None if rows.entropy is None else rows.entropy.cpu().numpy(),
                 correct=rows.correct.cpu().numpy(),
                 buckets=accumulator.buckets(mb),
             )
-            for mb, denominator, (objective, rows) in zip(microbatches, denominators, measured)
+            for mb, (objective, rows) in zip(microbatches, measured)
         ]
         self.local_losses = [part.objective for part in tokens]
         peaks = {"data_wait_s": data_wait_s, **device.peak_memory(self.groups.device)}
@@ -226,3 +233,13 @@ class Engine:
             self.groups.tp,
             sequence_parallel=self.layout.sequence_parallel,
         )
+
+
+def release(engine: Engine) -> None:
+    """Free the model, its optimizer and the process groups that both hold.
+
+    Gradient hooks of parameters make reference cycles that run through C++, where Python's collector does not see them.
+    """
+    for chunk in engine.chunks:
+        vars(chunk).clear()
+    vars(engine).clear()

@@ -45,10 +45,13 @@ class ProcessGroups(Position):
         return self.is_last_stage and self.tp_rank == 0
 
 
-def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) -> ProcessGroups:
+def start(
+    layout: Layout, device: torch.device, *, seed: int, timeout_s: int, store: dist.Store | None = None
+) -> ProcessGroups:
     """Join the process group that torchrun describes in the environment, and build every group of `layout`.
 
-    A process started without torchrun is a world of size 1.
+    A process started without torchrun is a world of size 1.  A process that joins a second time needs a new `store`:
+    the store of the environment still holds the addresses of the first time.
     """
     if device.type == "cpu" and layout.etp > 1:  # checked here, where run.device = auto is resolved
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
@@ -56,7 +59,10 @@ def start(layout: Layout, device: torch.device, *, seed: int, timeout_s: int) ->
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=timeout_s)
-        if "RANK" in os.environ:
+        if store is not None:
+            rank = int(os.environ["RANK"])
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=layout.world_size)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)

@@ -26,8 +26,7 @@ from sft.data.packing.plan import EpochPlans
 from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
-from sft.mcore.engine import Engine
-from sft.mcore.loss import Targets, token_statistics
+from sft.mcore.engine import Engine, release
 from sft.mcore.optimizer import offload
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
@@ -88,15 +87,7 @@ def running(overrides: Sequence[str], vocab: int = VOCAB) -> Iterator[Engine]:
     finally:
         process_groups.stop()
         if engine:
-            _let_go(engine)
-
-
-def _let_go(engine: Engine) -> None:
-    """Break the cycles between parameters and their gradient hooks, which run through C++ where Python's collector
-    does not see them.  A leaked model keeps its groups, and a group keeps threads that poll."""
-    for chunk in engine.chunks:
-        vars(chunk).clear()
-    vars(engine).clear()
+            release(engine)  # a leaked model keeps its groups, and a group keeps threads that poll
 
 
 def loader_of(engine: Engine, corpus: Any) -> Loader:
@@ -241,20 +232,8 @@ def gradients(
 
 def local_token_losses(engine: Engine, microbatch: Microbatch) -> Tensor | None:
     """-log p(label) of every local token, float32 [t], on the last pipeline stage; None elsewhere."""
-    losses: list[Tensor] = []
-
-    def keep(chunk: Any, mb: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        labels = mb.labels.to(hidden.device).flatten()
-        rows = torch.arange(labels.numel(), device=hidden.device)
-        targets = Targets(rows=rows, labels=labels, weights=torch.ones_like(labels, dtype=torch.float32))
-        losses.append(-token_statistics(hidden, engine._vocab_shard(chunk), targets, engine.config.loss).logprob)
-        return losses[0].sum(), torch.zeros((), dtype=torch.int), None
-
-    for chunk in engine.chunks:
-        chunk.eval()
-    with torch.no_grad():
-        engine._schedule([microbatch], keep, forward_only=True)
-    return losses[0] if losses else None
+    everywhere = replace(microbatch, loss_weights=torch.ones_like(microbatch.loss_weights))
+    return next((-rows.logprob for _, rows in engine.measure([everywhere], forward_only=True)), None)
 
 
 def token_losses(overrides: Sequence[str], packs: Sequence[Sequence[Sample]]) -> list[Any]:

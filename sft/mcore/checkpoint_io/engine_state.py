@@ -33,7 +33,7 @@ CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these diction
 
 def snapshot(engine: Engine, plain: dict[str, Any]) -> torch_dist_files.Snapshot:
     """This rank's part of the engine's state, together with `plain` (JSON-like values).  Collective."""
-    model = _model_state(engine)
+    model = model_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
     tensors = [*sharded_tensors(model), *optimizer_shards.sharded_slices(slices, model, main=main)]
@@ -61,7 +61,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     """
     reader = safe_reader.SafeReader(folder)
     common, stored = safe_reader.common_state(reader), safe_reader.tensors(reader)
-    model = _model_state(engine)
+    model = model_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     # An fp32 run without the distributed optimizer has no fp32 weights besides the model's own.
     main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in stored)), "")
@@ -94,7 +94,7 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 
 def load_weights(engine: Engine, folder: Path) -> None:
     """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective."""
-    tensors, reader = list(sharded_tensors(_model_state(engine))), safe_reader.SafeReader(folder)
+    tensors, reader = list(sharded_tensors(model_state(engine))), safe_reader.SafeReader(folder)
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
     torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
     engine.optimizer.reload_model_params()
@@ -105,7 +105,7 @@ def is_finite(engine: Engine) -> bool:
     return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
 
 
-def _model_state(engine: Engine) -> dict[str, Any]:
+def model_state(engine: Engine) -> dict[str, Any]:
     """The sharded state dict of each model chunk, under the name that Megatron-LM gives the chunk."""
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it

@@ -19,6 +19,7 @@ from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
 from sft.config import CheckpointConfig, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError
+from sft.mcore import initial_weights
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -51,6 +52,7 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
     if config.model.init_from:
         start_from(engine, config.model.init_from, config.checkpoint.verify, console)
     else:
+        initial_weights.initialise(engine)
         console.say(f"started from random weights (seed {config.run.seed})")
     return TrainState()
 

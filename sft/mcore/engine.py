@@ -32,7 +32,11 @@ from sft.parallel.layout import Layout
 
 
 class Engine:
-    """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run."""
+    """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run.
+
+    has_weights   whether the model was loaded or initialised; no step is possible before
+    local_losses  losses of the microbatches of this rank's last step, summed over tokens
+    """
 
     def __init__(
         self, config: Config, layout: Layout, groups: ProcessGroups, *, vocab_size: int, num_steps: int
@@ -47,8 +51,8 @@ class Engine:
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
         self._denominator = 0.0  # of the global batch of this step
-        # Losses of the microbatches of this rank's last step, summed over tokens, for the dump of a non-finite step.
         self.local_losses: list[float] = []
+        self.has_weights = False
 
     def train_step(
         self, microbatches: Sequence[Microbatch], *, sources: Sequence[str] = (), data_wait_s: float = 0.0
@@ -84,6 +88,7 @@ class Engine:
         device; on all pipeline stages but the last, an empty list.  Backward sets gradients to zero first, and leaves
         the reduced gradients, divided by the denominator of the global batch, in `main_grad`.
         """
+        assert self.has_weights, "no weights were loaded or drawn"
         for chunk in self.chunks:
             chunk.train(not forward_only)
         if not forward_only:

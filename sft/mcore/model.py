@@ -1,12 +1,11 @@
 """Builds megatron-core's GPTModel from the recipe's model config.
 
 One function builds `TransformerConfig`, which only sft/mcore uses.  The model returns hidden states, never logits.  The
-loss head (sft/mcore/loss) projects hidden states.  Random initial weights are a function of (seed, parameter name), so
-they are the same on every layout.
+loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: `initial_weights.py` draws them, or
+`checkpoint_io` loads them.
 """
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -77,6 +76,9 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        init_method=_leave_without_value,
+        output_layer_init_method=_leave_without_value,
+        embedding_init_method=_leave_without_value,
         use_cpu_initialization=device_type == "cpu",
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -107,6 +109,11 @@ def transformer_config(
         return TransformerConfig(**fields, **model.megatron)
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
+
+
+def _leave_without_value(weight: Tensor) -> None:
+    """Core's initialisation of a matrix: draws nothing.  A matrix that is neither loaded nor drawn is NaN."""
+    torch.nn.init.constant_(weight, math.nan)
 
 
 def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> None:
@@ -180,11 +187,9 @@ def _with_experts(spec: ModuleSpec) -> ModuleSpec:
 def build(
     config: Config, layout: Layout, groups: ProcessGroups, vocab_size: int, backend: AttentionBackend
 ) -> list[DistributedDataParallel]:
-    """The model chunks of this rank (one, or `virtual_stages`), wrapped for data parallelism."""
+    """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism."""
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
-    for chunk in chunks:
-        initialise(chunk, config.run.seed, config.model.init_std, config.model.num_layers)
     overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -247,25 +252,6 @@ def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
             param.allreduce = False
 
 
-@torch.no_grad()
-def initialise(chunk: HiddenStatesGPT, seed: int, std: float, num_layers: int) -> None:
-    """Set random weights that are the same on every layout.
-
-    Each rank draws whole parameters, seeded by their names, and keeps its part.  Matrices are normal with `std`.
-    Matrices that write to the residual stream have std / sqrt(2 num_layers) (GPT-2).  Biases are 0, norms are 1.  Each
-    expert has its own random weights.
-    """
-    for shard in sharded_tensors(chunk.sharded_state_dict()):
-        part = shard.data
-        if "bias" in shard.key:
-            part.zero_()
-        elif part.dim() == 1:
-            part.fill_(1.0)
-        else:
-            writes_residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
-            part.copy_(_draw(shard, seed, std / math.sqrt(2 * num_layers) if writes_residual else std))
-
-
 def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:
     """Every tensor of this rank that a sharded state dict describes, including the tensors that factories make."""
     for leaf in nested_values(state):
@@ -273,14 +259,3 @@ def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor
             yield from sharded_tensors([leaf.build()])
         elif isinstance(leaf, ShardedTensor) and leaf.data is not None:
             yield leaf
-
-
-def _draw(shard: ShardedTensor, seed: int, std: float) -> Tensor:
-    """This rank's part of a random parameter.  The seed depends on the indices of leading axes (layer, gate or up)."""
-    leading = shard.prepend_axis_num
-    name = f"{shard.key}{shard.global_offset[:leading]}"
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    whole = torch.randn(shard.global_shape[leading:], generator=generator) * std
-    offsets = shard.global_offset[leading:]
-    return whole[tuple(slice(o, o + n) for o, n in zip(offsets, shard.data.shape))]

@@ -7,6 +7,7 @@ from pathlib import Path
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine
+from sft.mcore.initial_weights import initialise
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tests.ranks import scenarios
@@ -23,7 +24,9 @@ def running(overrides: Sequence[str]) -> Iterator[Engine]:
     layout = Layout.resolve(config, 1)
     place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
     try:
-        yield Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
+        engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)
+        initialise(engine)
+        yield engine
     finally:
         process_groups.stop()
 

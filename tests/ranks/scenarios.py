@@ -27,6 +27,7 @@ from sft.flops import attention_crossover
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine, release
+from sft.mcore.initial_weights import initialise
 from sft.mcore.optimizer import offload
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
@@ -74,8 +75,11 @@ LENGTHS = [200, 37, 64, 5, 111, 90, 2, 256, 33, 150, 31, 75] * 4
 
 
 @contextmanager
-def running(overrides: Sequence[str], vocab: int = VOCAB) -> Iterator[Engine]:
-    """An engine on the layout that `overrides` of RECIPE give on this many ranks; gone afterwards."""
+def running(overrides: Sequence[str], vocab: int = VOCAB, *, has_weights: bool = True) -> Iterator[Engine]:
+    """An engine with random weights on the layout that `overrides` of RECIPE give on this many ranks; gone afterwards.
+
+    has_weights: False leaves it without any
+    """
     config = parse_recipe(RECIPE, "tests", list(overrides)).config
     join()
     layout = Layout.resolve(config, dist.get_world_size())
@@ -83,6 +87,8 @@ def running(overrides: Sequence[str], vocab: int = VOCAB) -> Iterator[Engine]:
     engine = None
     try:
         engine = Engine(config, layout, place, vocab_size=vocab, num_steps=config.train.num_steps or 1)
+        if has_weights:
+            initialise(engine)
         yield engine
     finally:
         process_groups.stop()

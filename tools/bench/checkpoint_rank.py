@@ -21,6 +21,7 @@ from sft.console import QUIET
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine
+from sft.mcore.initial_weights import initialise
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from tools.bench import machine
@@ -40,7 +41,9 @@ def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list
     """Runs on every rank.  Returns the times of all turns of all rows; each is the time of the slowest rank."""
     layout = Layout.resolve(config, dist.get_world_size())
     groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
-    bench = RankBench(Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100), Path(folder))
+    engine = Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100)
+    initialise(engine)
+    bench = RankBench(engine, Path(folder))
     num_bytes = all_gather_objects(lambda: engine_state.snapshot(bench.engine, {}).num_bytes, groups.control)
     turns: dict[str, list[Took]] = {}
     for turn in range(repeats + 1):

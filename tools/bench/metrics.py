@@ -15,6 +15,7 @@ from sft.config import Config
 from sft.data.packing.pack import local_part, make_pack
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine
+from sft.mcore.initial_weights import initialise
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
@@ -60,6 +61,7 @@ def measure(num_documents: int, options: argparse.Namespace) -> Iterator[Row]:
     groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=60)
     try:
         engine = Engine(config, layout, groups, vocab_size=259, num_steps=100)
+        initialise(engine)
         mb = microbatch(config, num_documents)
         accumulator = engine._accumulator(("train",))
         calls = {"step": lambda: engine.train_step([mb]), "metrics": lambda: accumulate(accumulator, mb)}

@@ -81,6 +81,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
         states: dict[str, Any] = {key: None}
         safe_reader.load(states, reader)
         rng.restore(engine.groups, states[key][0])
+    engine.has_weights = True
     return common
 
 
@@ -98,6 +99,7 @@ def load_weights(engine: Engine, folder: Path) -> None:
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
     torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
     engine.optimizer.reload_model_params()
+    engine.has_weights = True
 
 
 def is_finite(engine: Engine) -> bool:

@@ -6,20 +6,18 @@ The second half of every sample is supervised.
 import time
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
 
 from sft.batch import Sample
 from sft.config import Config
 from sft.data.loader import Loader, make_loader
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
-from sft.mcore import model as model_module
 from sft.mcore import process_groups
+from sft.mcore.initial_weights import initialise
 from sft.mcore.optimizer import build
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
@@ -83,8 +81,8 @@ def engine_and_loader(
     case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups, *, num_steps: int
 ) -> tuple[engine_module.Engine, Loader]:
     """The engine of this rank with random weights, and a loader of random packs for `num_steps` steps."""
-    with mock.patch.object(model_module, "_draw", partial(_draw, groups.device)):
-        engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS)
+    engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS)
+    initialise(engine)
     lengths = documents_of(case, num_steps * config.train.global_batch_size + 2)[2]
     corpus: Any = RandomCorpus(lengths, case.vocab)
     indices = partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=groups.cp_rank)
@@ -110,8 +108,3 @@ def host_bytes() -> int:
     resident: int = psutil.Process().memory_info().rss
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_available() else 0
     return max(resident, int(pinned))
-
-
-def _draw(device: torch.device, shard: Any, seed: int, std: float) -> Tensor:
-    """A random weight, drawn on the device.  The trainer's own function takes a minute for billions of numbers."""
-    return torch.randn(tuple(shard.data.shape), device=device) * std

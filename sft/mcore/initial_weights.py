@@ -1,0 +1,114 @@
+"""Draws the random weights of a new run.
+
+A value is a function of (seed, parameter name, position in the parameter), so it is the same on every layout.  On a CPU
+one generator draws a whole parameter in sequence, and a rank drops the values of other ranks (7 ns per value).  On a
+GPU each block of rows has its own seed, and a rank draws only the blocks that contain its rows.  So a GPU run and a CPU
+run start from different values; model.init_from gives them the same ones.
+
+A block is the most that exists beside the model.  A whole embedding of 151,936 x 8,192 would take 4.6 GiB in fp32.
+`checkpoint_io` loads weights instead, and then nothing is drawn.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from sft.config import ModelConfig
+from sft.mcore.engine import Engine
+from sft.mcore.model import sharded_tensors
+
+# Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
+# values, torch's values would depend on the number of threads.
+_BLOCK_SIZE = {"cpu": 1 << 22, "cuda": 1 << 17}
+_VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes would give other values
+
+
+@torch.no_grad()
+def initialise(engine: Engine) -> None:
+    """Set random weights.
+
+    Matrices are normal with model.init_std.  Matrices that write to the residual stream have init_std / sqrt(2
+    num_layers) (GPT-2).  Biases are 0, norms are 1.  Each expert has its own random weights.
+    """
+    for chunk in engine.chunks:
+        for shard in sharded_tensors(chunk.module.sharded_state_dict()):
+            _set_part(shard, engine.config.model, engine.config.run.seed)
+    engine.optimizer.reload_model_params()
+    engine.has_weights = True
+
+
+def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
+    part, axes = shard.data, shard.prepend_axis_num
+    if "bias" in shard.key:
+        part.zero_()
+    elif part.dim() == 1:
+        part.fill_(1.0)
+    else:
+        writes_residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
+        std = model.init_std / math.sqrt(2 * model.num_layers) if writes_residual else model.init_std
+        name = f"{seed}:{shard.key}{shard.global_offset[:axes]}"  # with the indices of layer, expert, gate or up
+        draw = draw_in_sequence if part.device.type == "cpu" else draw_by_block
+        draw(part, name, std, shape=shard.global_shape[axes:], offset=shard.global_offset[axes:])
+
+
+def draw_in_sequence(
+    part: Tensor,
+    name: str,
+    std: float,
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    block_size: int = _BLOCK_SIZE["cpu"],
+) -> None:
+    """Set `part`, which begins at `offset` of a parameter of `shape`, to what one generator gives for the parameter."""
+    generator = _generator(part.device, name)
+    rows = max(1, block_size // math.prod(shape[1:]) // _VECTOR) * _VECTOR
+    for start, stop in _blocks(shape[0], rows):
+        if start >= offset[0] + part.shape[0]:
+            break
+        _copy_rows(torch.empty(stop - start, *shape[1:]).normal_(generator=generator).mul_(std), start, part, offset)
+
+
+def draw_by_block(
+    part: Tensor,
+    name: str,
+    std: float,
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int],
+    block_size: int = _BLOCK_SIZE["cuda"],
+) -> None:
+    """Set `part` like `draw_in_sequence`, from the blocks that contain its rows."""
+    rows = max(1, block_size // math.prod(shape[1:]))
+    for start, stop in _blocks(shape[0], rows):
+        if start < offset[0] + part.shape[0] and stop > offset[0]:
+            generator = _generator(part.device, f"{name}:{start}")
+            block = torch.empty(stop - start, *shape[1:], device=part.device)
+            _copy_rows(block.normal_(generator=generator).mul_(std), start, part, offset)
+
+
+def _generator(device: torch.device, name: str) -> torch.Generator:
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _blocks(num_rows: int, rows: int) -> Iterator[tuple[int, int]]:
+    """First row and end of each block of `rows` rows; the last block also has the remaining rows.
+
+    10 rows in blocks of 4 -> (0, 4), (4, 10)        3 rows in blocks of 4 -> (0, 3)
+    """
+    count = max(1, num_rows // rows)
+    for index in range(count):
+        yield index * rows, (index + 1) * rows if index + 1 < count else num_rows
+
+
+def _copy_rows(block: Tensor, start: int, part: Tensor, offset: Sequence[int]) -> None:
+    """Copy what `block`, the rows from `start` on of a whole parameter, and `part` have in common."""
+    first, last = max(start, offset[0]), min(start + block.shape[0], offset[0] + part.shape[0])
+    if first < last:
+        columns = tuple(slice(begin, begin + size) for begin, size in zip(offset[1:], part.shape[1:]))
+        part[first - offset[0] : last - offset[0]].copy_(block[(slice(first - start, last - start), *columns)])

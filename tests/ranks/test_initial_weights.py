@@ -1,0 +1,105 @@
+"""Which starts draw random weights, and that the weights are the same on every layout."""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sft.checkpoint import resume
+from sft.console import Console
+from sft.mcore.model import sharded_tensors
+from tests.ranks import saving, scenarios
+from tests.ranks.pool import RankPool
+from tests.ranks.saving import SMALL
+
+Ranks = Callable[[int], RankPool]
+
+RANDOM = ("aten::normal", "aten::uniform", "aten::rand", "aten::bernoulli", "aten::trunc_normal")
+SHARDED, TP, PP = ["run.precision=bf16", "parallel.distributed_optimizer=true"], ["parallel.tp=2"], ["parallel.pp=2"]
+EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.ep=2"]
+
+
+class Draws(TorchDispatchMode):
+    """Counts the random operations of torch on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket._qualified_op_name.startswith(RANDOM)
+        return func(*args, **(kwargs or {}))
+
+
+def start(overrides: list[str], folder: str, save: bool = False) -> tuple[int, str]:
+    """Start a run as the trainer does.  Returns the random operations until its first step, and its weights' hash."""
+    draws = Draws()
+    with ExitStack() as contexts:
+        with draws:
+            engine = contexts.enter_context(scenarios.running([*SMALL, *overrides], has_weights=False))
+            run = saving.Run(engine, folder)
+            resume.restore(engine, run.saver, engine.config, run.saver._conditions, Console(1))
+        weights = scenarios.parameter_hash(engine)
+        run.train(1)
+        if save:
+            run.save(1, wait=True)
+            weights = scenarios.parameter_hash(engine)
+    return draws.count, weights
+
+
+@pytest.mark.parametrize("overrides", [SHARDED, EXPERTS], ids=" ".join)
+def test_a_start_draws_weights_only_if_it_loads_none(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
+    folder, other = str(tmp_path / "a"), str(tmp_path / "b")
+    fresh = ranks(2).run(start, overrides, folder, True)
+    assert all(count > 0 for count, _ in fresh)
+    saved = [(0, weights) for _, weights in fresh]
+    assert ranks(2).run(start, overrides, folder) == saved
+    assert ranks(2).run(start, [*overrides, f"model.init_from={folder}"], other) == saved
+    assert ranks(2).run(start, [*overrides, f"checkpoint.resume={folder}"], other) == saved
+
+
+def use_without_weights(use: str) -> str:
+    with scenarios.running(SMALL, has_weights=False) as engine:
+        microbatches = scenarios.loader_of(engine, scenarios.SkewedCorpus([100] * 4)).microbatches(0)
+        assert all(param.isnan().all() for chunk in engine.chunks for param in chunk.parameters() if param.dim() > 1)
+        with pytest.raises(AssertionError) as error:
+            getattr(engine, use)(microbatches)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("use", ["train_step", "evaluate"])
+def test_a_model_that_is_neither_loaded_nor_drawn_is_not_used(ranks: Ranks, use: str) -> None:
+    assert ranks(1).run(use_without_weights, use) == ["no weights were loaded or drawn"]
+
+
+def differing(overrides: list[str]) -> list[str]:
+    """The matrices of this rank that are not their part of a draw of the whole parameter."""
+    names, count = [], 0
+    with scenarios.running(overrides) as engine:
+        for chunk in engine.chunks:
+            for shard in sharded_tensors(chunk.module.sharded_state_dict()):
+                axes, part = shard.prepend_axis_num, shard.data
+                if part.dim() < 2:
+                    continue
+                digest = hashlib.sha256(f"7:{shard.key}{shard.global_offset[:axes]}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                std = 0.02 / 8**0.5 if "proj" in shard.key or "fc2" in shard.key else 0.02
+                expected = torch.randn(shard.global_shape[axes:], generator=generator) * std
+                for axis, (begin, size) in enumerate(zip(shard.global_offset[axes:], part.shape)):
+                    expected = expected.narrow(axis, begin, size)
+                count += 1
+                if not torch.equal(part, expected.to(part.dtype)):
+                    names.append(shard.key)
+    assert count >= 4
+    return names
+
+
+@pytest.mark.parametrize("overrides", [TP, PP, EXPERTS], ids=" ".join)
+def test_weights_of_a_layout_are_parts_of_the_same_parameters(ranks: Ranks, overrides: list[str]) -> None:
+    """Bitwise, and the values of earlier versions."""
+    assert ranks(2).run(differing, overrides) == [[], []]

@@ -138,7 +138,7 @@ def test_a_switch_is_named_and_works() -> None:
     assert omitted.count == 2 and omitted.why == f"{KEEPS}."
     kept = corpus(path, **overrides, chat_template_kwargs={"preserve_thinking": True}, on_omitted="error")
     assert kept.row_reports[Path(path)].omitted == () and kept.lengths[0] > corpus(path, **overrides).lengths[0]
-    assert len(list(Path("cache").iterdir())) == 2  # it is part of the store's name
+    assert len(list(Path("cache").glob("?" * 32))) == 2  # it is part of the store's name
     on, off = switched(preserve_thinking=True), switched(preserve_thinking=False)
     assert load_tokenizer(on).digest != load_tokenizer(off).digest
 

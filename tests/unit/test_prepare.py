@@ -34,8 +34,9 @@ NO_ANSWER = "no assistant turn, so no token is supervised."
 
 
 def files_of(cache: Path) -> dict[str, bytes]:
-    """Every file below `cache`, by its path in it."""
-    return {str(path.relative_to(cache)): path.read_bytes() for path in sorted(cache.rglob("*")) if path.is_file()}
+    """Every file of the stores and of the work below `cache`, by its path in it."""
+    paths = (path for folder in sorted(cache.glob("?" * 32 + "*")) for path in sorted(folder.rglob("*")))
+    return {str(path.relative_to(cache)): path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(workers, "encode_rows", block)
     with pytest.raises(KeyboardInterrupt):
         corpus_of(path, num_workers=1)
-    [work] = (tmp_path / "cache").iterdir()
+    [work] = (tmp_path / "cache").glob("*.work")
     assert len(list(work.iterdir())) == 3
     second = work / "part-000000008-000000016"
     damaged = second.read_bytes()
@@ -156,7 +157,7 @@ def test_killed_before_any_change_of_the_disk(tmp_path: Path) -> None:
     for number in count():
         _, said = started(lambda: killed(number))
         ended = said() == expected
-        stores = [store for store in (tmp_path / str(number)).glob("*") if store.suffix != ".work"]
+        stores = (tmp_path / str(number)).glob("?" * 32)
         assert all(open_store(store, verify=True) for store in stores)
         assert corpus_of(path, cache=tmp_path / str(number), **settings).digest == expected
         assert files_of(tmp_path / str(number)) == files_of(tmp_path / "whole"), number
@@ -257,7 +258,7 @@ def test_a_damaged_store_is_made_again(tmp_path: Path) -> None:
     path, log = write(tmp_path / "a.jsonl", ROW, LONG), []
     digest = corpus_of(path).digest
     whole = files_of(tmp_path / "cache")
-    [store] = (tmp_path / "cache").iterdir()
+    [store] = (tmp_path / "cache").glob("?" * 32)
     tokens = (store / "tokens.npy").read_bytes()
     (store / "tokens.npy").write_bytes(tokens[:-20] + bytes([tokens[-20] ^ 1]) + tokens[-19:])
     assert corpus_of(path, log=log, verify=True).digest == digest

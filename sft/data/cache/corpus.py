@@ -110,10 +110,11 @@ def file_names(paths: Sequence[Path]) -> list[str]:
 def find_prepared(
     paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
 ) -> list[Path]:
-    """The folder of each file's store.  Does not tokenise or write; errors name `command`, which prepares the files.
+    """The folder of each file's store.  Does not tokenise; errors name `command`, which prepares the files.
 
-    Reads all bytes of the files, so only one rank calls this function and broadcasts the folders.  Raises DataError if
-    a file cannot be read or is not prepared, if no sample is left, or if data.on_omitted refuses a chat.
+    Reads all bytes of files whose digest is not remembered, so only one rank calls this function and broadcasts the
+    folders.  Raises DataError if a file cannot be read or is not prepared, if no sample is left, or if data.on_omitted
+    refuses a chat.
     """
     for path in paths:
         check_file(Path(path))

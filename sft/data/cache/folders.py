@@ -5,6 +5,7 @@ that makes samples of rows (`ENCODING`).  Samples do not depend on the parallel 
 
     cache_dir/3f9a...      the complete store of one file (`store.py`)
     cache_dir/3f9a....work  parts of an unfinished store, also after its process was killed (`workers.py`)
+    cache_dir/digests      digests of data files (`digests.py`)
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sft.config import DataConfig
+from sft.data.cache.digests import content_digest, files_of
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.errors import DataError
 
@@ -38,7 +40,7 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
         else [version(name) for name in ("transformers", "tokenizers", "jinja2")]
     )
     parts = {
-        "content": content_digest(file),
+        "content": content_digest(file, cache_dir),
         "kind": file.suffix,
         "tokenizer": tokenizer.digest,
         "settings": {name: getattr(data, name) for name in _SETTINGS},
@@ -53,18 +55,9 @@ def work_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.work")
 
 
-def content_digest(path: Path) -> str:
-    """SHA-256 of the bytes of a file, or of the names and bytes of all files of a folder."""
-    if path.is_dir():
-        parts = [f"{part.relative_to(path)} {content_digest(part)}" for part in _files(path)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def stamp(path: Path) -> Stamp:
     """Sizes and modification times of a file or folder; they change whenever a program writes to it."""
-    stats = [part.stat() for part in (_files(path) if path.is_dir() else [path])]
+    stats = [part.stat() for part in (files_of(path) if path.is_dir() else [path])]
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
@@ -78,10 +71,6 @@ def check_unchanged(path: Path, before: Stamp) -> None:
         raise DataError(
             f"data file {path} changed while it was tokenised.  Start the command again when the file is complete."
         )
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(part for part in folder.rglob("*") if part.is_file())
 
 
 class Stale(NamedTuple):
@@ -102,7 +91,7 @@ def sweep(cache_dir: Path, used: Collection[Path]) -> list[Stale]:
         for folder in sorted(cache_dir.iterdir()) if cache_dir.is_dir() else []:
             store = folder.with_name(folder.name.removesuffix(".work"))
             if _OURS.fullmatch(folder.name) and folder.is_dir() and (store not in used or store != folder):
-                stale.append(Stale(folder, sum(part.stat().st_size for part in _files(folder))))
+                stale.append(Stale(folder, sum(part.stat().st_size for part in files_of(folder))))
                 shutil.rmtree(folder)
     except OSError as error:
         raise DataError(f"unused data in data.cache_dir {cache_dir} cannot be removed: {error}.") from error

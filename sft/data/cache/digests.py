@@ -1,0 +1,67 @@
+"""Computes the digests of data files, and remembers them in the cache, so that later starts read no raw data.
+
+    cache_dir/digests/5c1e....json    {"path": "/data/chat.jsonl", "state": [...], "sha256": "3f..."}
+
+A digest counts as long as path, size, inode, and the times of the last change of content and of inode are the same.
+Every program that writes to a file changes one of these times.  Clocks have limited resolution, so the digest of a file
+that was changed less than two seconds before is not remembered.
+"""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from sft.atomic_files import replace_text
+
+FOLDER = "digests"
+_RECENT_NS = 2_000_000_000  # the coarsest resolution of a file system's clock (FAT)
+
+
+def content_digest(path: Path, cache_dir: Path) -> str:
+    """SHA-256 of the bytes of a file, or of the names and bytes of all files of a folder."""
+    if path.is_dir():
+        parts = [f"{part.relative_to(path)} {content_digest(part, cache_dir)}" for part in files_of(path)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    name = str(path.absolute())
+    memo = cache_dir / FOLDER / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    before = _state(path)
+    if (digest := _remembered(memo, name, before)) is not None:
+        return digest
+    started = time.time_ns()
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    _, _, modified_ns, changed_ns = before
+    if _state(path) == before and max(modified_ns, changed_ns) + _RECENT_NS < started:
+        _remember(memo, {"path": name, "state": before, "sha256": digest})
+    return digest
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(part for part in folder.rglob("*") if part.is_file())
+
+
+def _state(path: Path) -> list[int]:
+    """Size, inode, and the times of the last change of content and of inode, which change with the content."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _remembered(memo: Path, name: str, state: list[int]) -> str | None:
+    try:
+        content = json.loads(memo.read_text(encoding="utf-8"))
+        return str(content["sha256"]) if (content["path"], content["state"]) == (name, state) else None
+    except (OSError, ValueError, KeyError, TypeError):  # nothing is remembered, or the memo is damaged
+        return None
+
+
+def _remember(memo: Path, content: dict[str, object]) -> None:
+    """Write the memo.  A cache that this user cannot write to stays as it is: then the next start reads the file."""
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        temporary = memo.with_name(f"{memo.name}-{os.getpid()}")
+        replace_text(temporary, json.dumps(content))
+        os.replace(temporary, memo)
+    except OSError:
+        pass

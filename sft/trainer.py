@@ -73,7 +73,14 @@ class Trainer:
         checkpoints, config = self.folder / "checkpoints", self.config
         self.data = DataPipeline(config, recipe.arguments, layout, groups, console)
         self.num_steps = self.data.num_steps
-        self.engine = Engine(config, layout, groups, vocab_size=self.data.vocab_size, num_steps=self.num_steps)
+        self.engine = Engine(
+            config,
+            layout,
+            groups,
+            vocab_size=self.data.vocab_size,
+            num_steps=self.num_steps,
+            progress=lifecycle.progress,
+        )
         self.conditions = Conditions(
             plan=self.data.plan, recipe=values(config), layout=layout.sizes, versions=installed()
         )
@@ -134,7 +141,7 @@ class Trainer:
         return self.data.batch(step)
 
     def _train_step(self, step: int, batch: GlobalBatch, *, waited_s: float) -> StepResult:
-        self.lifecycle.phase(f"step {step + 1}: forward, backward and update")
+        self.lifecycle.phase(f"step {step + 1}")
         result = self.engine.train_step(batch.microbatches, sources=self.data.train.sources, data_wait_s=waited_s)
         assert result.num_documents == len(batch.samples), (result.num_documents, batch.samples)
         return result

@@ -21,7 +21,10 @@ from sft.config.section import UNREPORTED
 OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
 NAMED = "data.train"  # a list of files, or a mapping from names of sources to groups of keys
 # Old and new names of keys.  Recipes and checkpoints may use the old name, with a warning.
-RENAMED = {"train.max_bad_steps": "train.max_nonfinite_steps"}
+RENAMED = {
+    "run.step_timeout_s": "run.progress_timeout_s",
+    "train.max_bad_steps": "train.max_nonfinite_steps",
+}
 # Names of values and keys in other trainers and earlier versions, and our names.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
 _ELSEWHERE = {

@@ -24,8 +24,8 @@ class RunConfig(Section):
     """Random seed of initial weights and data order."""
     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
     """Seconds that a rank may wait for another rank, also while rank 0 reads the data files at the start."""
-    step_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)
-    """Seconds that a step, evaluation or save may take.  Then every rank writes its stacks, and the run ends."""
+    progress_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)
+    """Seconds that a forward or backward pass of a microbatch, or a save, may take.  Then the run ends with stacks."""
     exit_after_minutes: Annotated[float, Field(gt=0.0)] | None = Field(None, json_schema_extra=UNREPORTED)
     """Minutes after which the run saves and exits.  A SLURM job also saves and exits run.grace_s before its end."""
     grace_s: Positive = Field(100, json_schema_extra=UNREPORTED)

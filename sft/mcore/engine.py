@@ -6,7 +6,7 @@ other code divides gradients.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from sft.mcore.attention.selection import choose
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
 from sft.mcore.optimizer import build
 from sft.mcore.process_groups import ProcessGroups
+from sft.mcore.progress import Passes, named
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
 from sft.parallel.layout import Layout
@@ -36,10 +37,18 @@ class Engine:
 
     has_weights   whether the model was loaded or initialised; no step is possible before
     local_losses  losses of the microbatches of this rank's last step, summed over tokens
+    progress      called with the name of each part of a step when the part begins
     """
 
     def __init__(
-        self, config: Config, layout: Layout, groups: ProcessGroups, *, vocab_size: int, num_steps: int
+        self,
+        config: Config,
+        layout: Layout,
+        groups: ProcessGroups,
+        *,
+        vocab_size: int,
+        num_steps: int,
+        progress: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
         self.backend = choose(config, groups.device.type)
@@ -50,6 +59,8 @@ class Engine:
         self.core_config = self.chunks[0].config
         self.core_config.grad_scale_func = self.optimizer.scale_loss
         self.core_config.finalize_model_grads_func = self._finalize
+        self._progress = progress
+        self._passes = Passes(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
         self._denominator = 0.0  # of the global batch of this step
         self.local_losses: list[float] = []
         self.has_weights = False
@@ -62,6 +73,7 @@ class Engine:
         sources: names of the sources, for the loss of each source; data_wait_s: how long this rank waited for data
         """
         totals = self._run(microbatches, sources, data_wait_s=data_wait_s, forward_only=False)
+        self._progress("update of the weights")
         self.scheduler.step(1)
         if totals.num_tokens == 0:
             grad_norm = 0.0
@@ -97,7 +109,9 @@ class Engine:
             self.optimizer.zero_grad()
             self._set_denominator(microbatches, sum(map(self._denominator_of, microbatches)))
         with torch.set_grad_enabled(not forward_only):
-            return self._schedule(microbatches, self._loss, forward_only=forward_only)
+            measured = self._schedule(microbatches, self._loss, forward_only=forward_only)
+        self._passes.finish()
+        return measured
 
     def _run(
         self,
@@ -137,6 +151,7 @@ class Engine:
 
         Routers add means over real tokens to the objective, so they scale the means by denominator / real tokens.
         """
+        self._progress("sum of the loss weights over ranks")
         real = sum(mb.num_real_tokens for mb in microbatches) if self.groups.cp_rank == 0 else 0  # of whole packs
         total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
@@ -169,7 +184,7 @@ class Engine:
 
     def _schedule(self, microbatches: Sequence[Microbatch], loss: Any, *, forward_only: bool) -> list[Any]:
         assert len(microbatches) > 0
-        iterators = [iter(microbatches) for _ in self.chunks]
+        iterators = [named(microbatches, chunk, len(self.chunks)) for chunk in range(len(self.chunks))]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, loss),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -182,13 +197,18 @@ class Engine:
         )
         return results
 
-    def _forward_step(self, loss: Any, microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
-        mb = next(microbatches)
+    def _forward_step(
+        self, loss: Any, microbatches: Iterator[tuple[str, Microbatch]], chunk: Any
+    ) -> tuple[Tensor, Any]:
+        name, mb = next(microbatches)
+        self._passes.begin(f"forward of {name}")
         tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
         documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, self.layout.cp, self.groups.cp_rank)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
             hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=document_of_token)
+        if hidden.requires_grad:  # autograd calls the hook when backward of this microbatch reaches this stage
+            hidden.register_hook(lambda grad: self._passes.begin(f"backward of {name}"))
         return hidden, partial(loss, chunk, mb)
 
     def _make_save_policy(self) -> SavePolicy:
@@ -226,6 +246,7 @@ class Engine:
 
         Core would divide by a token count, an int32 of at least 1.  The denominator may be fractional and below 1.
         """
+        self._passes.begin("sum of the gradients over ranks")
         finalize_model_grads(chunks, None, **core)
         scale = 1.0 / (self._denominator or 1.0)  # without a supervised token all gradients are 0
         for chunk in chunks:

@@ -52,7 +52,7 @@ class Lifecycle:
                 StopSignals(grace_s=run.grace_s, deadline=ends, report=self._console.say)
             )
             self._watchdog = contexts.enter_context(
-                Watchdog(run.step_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
+                Watchdog(run.progress_timeout_s, self._folder, self._position.rank, on_hang=self._report_hang)
             )
             contexts.push(self._report_error)
             self.step = broadcast_from_rank0(self._next_step, control)
@@ -73,8 +73,12 @@ class Lifecycle:
             self._console.say(line)
 
     def phase(self, name: str) -> None:
-        """Begin the phase `name`; run.step_timeout_s limits how long it may take."""
+        """Begin the phase `name`.  run.progress_timeout_s limits the time until the next call of phase or progress."""
         self._watchdog.phase(name)
+
+    def progress(self, part: str) -> None:
+        """Begin a part of the phase, such as a pass of a microbatch."""
+        self._watchdog.progress(part)
 
     def stop_reason(self) -> str | None:
         """The reason to stop the run, or None.  Collective."""
@@ -132,7 +136,7 @@ class Lifecycle:
     def _report_hang(self, message: str) -> None:
         """Record a hang as a failure.  Called by the watchdog's thread before it ends the process."""
         where = f"{self._folder}/stacks has the stacks of the ranks that hang; look first at a rank without a file"
-        hang = TrainingHangs(f"{message.splitlines()[0]} (run.step_timeout_s).  {where}")
+        hang = TrainingHangs(f"{message.splitlines()[0]} (run.progress_timeout_s).  {where}")
         self._report_error(TrainingHangs, hang, None)
 
     def _report_error(self, kind: object, error: BaseException | None, traceback: object) -> None:

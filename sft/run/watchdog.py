@@ -29,7 +29,7 @@ _active: "Watchdog | None" = None
 
 
 class Watchdog:
-    """Ends this process with exit code 1 when a phase lasts longer than `timeout_s` (None: never).
+    """Ends this process with exit code 1 when a phase, or a part of it, lasts longer than `timeout_s` (None: never).
 
     The stacks are appended to `folder`/stacks/rank_00003.txt, and printed on stderr.  `on_hang` gets the same text,
     whose first line has rank, phase, seconds and time.  The process then waits `linger_s`, so that other ranks that
@@ -50,7 +50,8 @@ class Watchdog:
         self._path = folder / "stacks" / f"rank_{rank:05d}.txt"
         self._on_hang, self._leave = on_hang, leave
         self._pid = os.getpid()
-        self._phase: tuple[str, float] | None = None  # name and start time of the current phase
+        self._name = ""  # of the phase
+        self._phase: tuple[str, float] | None = None  # name and start time of the current phase, or part of it
         self._file: TextIO | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._check, name="watchdog", daemon=True)
@@ -82,6 +83,15 @@ class Watchdog:
                 self._path.parent.rmdir()
 
     def phase(self, name: str) -> None:
+        """Begin the phase `name`, from now on at most `timeout_s`."""
+        self._name = name
+        self._begin(name)
+
+    def progress(self, part: str) -> None:
+        """Begin a part of the phase, from now on at most `timeout_s`.  Any thread may call it."""
+        self._begin(f"{self._name}: {part}")
+
+    def _begin(self, name: str) -> None:
         if self._timeout_s is not None and os.getpid() == self._pid:
             self._phase = name, time.monotonic()
             self._arm()

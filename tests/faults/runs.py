@@ -33,7 +33,7 @@ from tests.launching import environments, records
 TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one start
 _OPTIONS = "SFT_FAULTS_TORCHRUN"
 RECIPE = """
-run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 20, step_timeout_s: 30, grace_s: 30}}
+run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 20, progress_timeout_s: 30, grace_s: 30}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4}}
 data: {{train: {folder}/chat.jsonl, eval: {folder}/held_out.jsonl, seq_length: 256, cache_dir: {folder}/cache}}
 parallel: {{cp: 2}}

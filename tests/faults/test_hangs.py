@@ -6,11 +6,12 @@ import pytest
 
 from tests.faults.runs import STEP, Case, Fault, MakeCase
 
-SHORT = ["run.step_timeout_s=3"]
+SHORT = ["run.progress_timeout_s=3"]
 LONG = {"step": 4, "do": "sleep", "s": 300}
 DATA = {"at": "sft.data.loader:Loader.microbatches", "rank": 1, **LONG}
 COLLECTIVE = {"at": "sft.mcore.engine:finalize_model_grads", "rank": 0, **LONG}
 SAVE = {"at": "sft.checkpoint.saver:engine_state.write", "rank": 1, **LONG}
+MICROBATCH = {"at": "sft.mcore.engine:lm_loss", "rank": 1, "call": 2, **LONG}
 EVALUATION = {"at": "sft.run.evaluation:evaluate", "rank": 0, **LONG}
 
 
@@ -23,10 +24,15 @@ def stacks(one: Case, rank: int) -> str:
 @pytest.mark.parametrize(
     "fault,phases,frame",
     [
-        pytest.param(DATA, ["step 4: forward", "step 4: data"], "inject.py", id="data"),
+        pytest.param(DATA, ["step 4: sum of the loss weights over ranks'", "step 4: data'"], "inject.py", id="data"),
         pytest.param(
-            COLLECTIVE, ["step 4: forward", "step 4: forward"], "inject.py", id="collective", marks=pytest.mark.quick
+            MICROBATCH,
+            ["step 4: backward of microbatch 2 of 2'", "step 4: forward of microbatch 2 of 2'"],
+            "inject.py",
+            id="microbatch",
+            marks=pytest.mark.quick,
         ),
+        pytest.param(COLLECTIVE, ["step 4: sum of the gradients over ranks'"] * 2, "inject.py", id="collective"),
         pytest.param(SAVE, ["saving step 4", "saving step 4"], "inject.py", id="save"),
         pytest.param(EVALUATION, [None, "held-out eval after step 4"], "evaluate", id="evaluation"),
     ],
@@ -48,6 +54,16 @@ def test_a_hang_is_named(case: MakeCase, fault: Fault, phases: list[str | None],
     one.finish_the_same()
 
 
+@pytest.mark.row("H1")
+def test_a_step_may_last_longer_than_the_limit(case: MakeCase) -> None:
+    """Each of its two microbatches takes 3 s, and a pass may take 5 s."""
+    one = case()
+    slow = {"at": "sft.mcore.engine:lm_loss", "step": 3, "every": True, "do": "sleep", "s": 3}
+    start = one.start(slow, more=["run.progress_timeout_s=5"]).ends(0)
+    assert len(start.fired()) == 4, start.told()
+    one.assert_same_end()
+
+
 @pytest.mark.row("H2")
 def test_a_rank_leaves_out_a_collective(case: MakeCase) -> None:
     """Collectives that do not match may also end by an error, at once."""
@@ -65,7 +81,7 @@ def test_a_rank_is_stopped(case: MakeCase, rank: int) -> None:
     start = one.start({"at": STEP, "step": 4, "rank": rank, "do": "stop"}, more=SHORT)
     start.until(lambda: start.codes()[other] is not None, 45)
     assert start.codes()[other] == 1, start.told()
-    assert f"rank {other}: 'step 4: forward" in stacks(one, other), start.told()
+    assert f"rank {other}: 'step 4: sum of the loss weights" in stacks(one, other), start.told()
     assert one.status()["status"] == "failed-retryable", one.status()
     start.signal(signal.SIGKILL, rank)
     start.wait(10)
@@ -78,7 +94,7 @@ def test_a_stopped_run_that_wakes_up_does_no_harm(case: MakeCase) -> None:
     one, other = case(), case()
     other.overrides[0] = one.overrides[0]
     stop = {"at": "sft.run.lifecycle:Lifecycle.after_step", "step": 4, "do": "stop"}
-    start = one.start(stop, more=["run.step_timeout_s=null"])
+    start = one.start(stop, more=["run.progress_timeout_s=null"])
     start.until(lambda: len(start.fired()) == 2)
     (one.run / "run.lock").unlink()  # as its refusal says, where no such run is known to exist
     other.finish()
@@ -95,5 +111,5 @@ def test_a_stopped_run_that_wakes_up_does_no_harm(case: MakeCase) -> None:
 def test_torchrun_ends_a_run_in_which_one_rank_sleeps(case: MakeCase) -> None:
     one = case()
     one.torchrun({"at": STEP, "rank": 1, **LONG}, more=SHORT).ends(1)
-    assert "'step 4: forward" in stacks(one, 0) + stacks(one, 1)
+    assert "'step 4: sum of the loss weights" in stacks(one, 0) + stacks(one, 1)
     one.finish_the_same()

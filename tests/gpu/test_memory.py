@@ -80,7 +80,9 @@ def bytes_after_forward(overrides: list[str], num_layers: int) -> int:
             before = torch.cuda.memory_allocated()
             for chunk in engine.chunks:
                 chunk.train()
-            hidden, _ = engine._forward_step(lambda *told: None, iter([microbatch]), engine.chunks[0])
+            hidden, _ = engine._forward_step(
+                lambda *told: None, iter([("microbatch 1 of 1", microbatch)]), engine.chunks[0]
+            )
             torch.cuda.synchronize()
             found = torch.cuda.memory_allocated() - before
             del hidden

@@ -7,7 +7,7 @@ builds the whole trainer below the data on the layout that the overrides of RECI
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -75,7 +75,13 @@ LENGTHS = [200, 37, 64, 5, 111, 90, 2, 256, 33, 150, 31, 75] * 4
 
 
 @contextmanager
-def running(overrides: Sequence[str], vocab: int = VOCAB, *, has_weights: bool = True) -> Iterator[Engine]:
+def running(
+    overrides: Sequence[str],
+    vocab: int = VOCAB,
+    *,
+    has_weights: bool = True,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Iterator[Engine]:
     """An engine with random weights on the layout that `overrides` of RECIPE give on this many ranks; gone afterwards.
 
     has_weights: False leaves it without any
@@ -86,7 +92,8 @@ def running(overrides: Sequence[str], vocab: int = VOCAB, *, has_weights: bool =
     place = process_groups.start(layout, device.start("cpu"), seed=config.run.seed, timeout_s=60)
     engine = None
     try:
-        engine = Engine(config, layout, place, vocab_size=vocab, num_steps=config.train.num_steps or 1)
+        num_steps = config.train.num_steps or 1
+        engine = Engine(config, layout, place, vocab_size=vocab, num_steps=num_steps, progress=progress)
         if has_weights:
             initialise(engine)
         yield engine

@@ -64,7 +64,7 @@ def one_document(engine: Any) -> Any:
 def forward(engine: Any, microbatch: Any) -> torch.Tensor:
     for chunk in engine.chunks:
         chunk.train()
-    hidden, _ = engine._forward_step(lambda *told: None, iter([microbatch]), engine.chunks[0])
+    hidden, _ = engine._forward_step(lambda *told: None, iter([("microbatch 1 of 1", microbatch)]), engine.chunks[0])
     assert isinstance(hidden, torch.Tensor)
     return hidden
 

@@ -25,6 +25,7 @@ def read(text: str, *overrides: str) -> Recipe:
 def test_every_new_name_is_a_key_and_no_old_one_is() -> None:
     assert set(RENAMED.values()) <= set(leaves())
     assert not set(RENAMED) & set(leaves())
+    assert RENAMED == {OLD: NEW, "run.step_timeout_s": "run.progress_timeout_s"}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_change_of_how_it_trains_is_told() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.step_timeout_s", "run.exit_after_minutes",
+    ["run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.progress_timeout_s", "run.exit_after_minutes",
      "log.every", "checkpoint.save_every", "profile.memory.ranks", "data.num_workers", "data.cache_dir"],
 )  # fmt: skip
 def test_what_changes_no_number_is_silent(key: str) -> None:

@@ -61,6 +61,23 @@ def test_a_hang_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
     assert done.stderr == text
 
 
+def test_a_phase_whose_parts_end_in_time_is_no_hang(tmp_path: Path) -> None:
+    """The phase lasts longer than the timeout; the part that hangs is named."""
+    program = """
+with Watchdog(0.5, folder, 3, on_hang=on_hang, linger_s=0.1) as dog:
+    dog.phase("step 12")
+    for microbatch in range(1, 9):
+        dog.progress(f"forward of microbatch {microbatch} of 8")
+        time.sleep(0.08)
+    print("in time", flush=True)
+    hang_in_collective()
+"""
+    done = run(program, tmp_path)
+    assert done.returncode == 1
+    told = r"rank 3: 'step 12: forward of microbatch 8 of 8' has not ended after \d+ s, .* UTC\n"
+    assert re.fullmatch(f"in time\non_hang {told}", done.stdout), done.stdout
+
+
 def test_a_second_hang_does_not_wipe_the_first(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "rank_00003.txt").write_text("the first\n")

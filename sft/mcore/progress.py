@@ -1,0 +1,79 @@
+"""Reports each pass of a step, and keeps the host at most two passes ahead of the GPU.
+
+A pass is the forward or the backward pass of one microbatch on this rank, or the sum of gradients over ranks.  The
+watchdog ends a rank that begins no pass for `run.progress_timeout_s`, so a step may take much longer than a pass.
+
+The host only queues the work of a GPU.  Without a limit, the host could queue all passes of a step, and then wait for
+all of them in one call.  So each pass records a CUDA event when it begins.  Before the host queues a pass, it waits
+until the GPU has begun the pass two before.  The GPU then still has the whole previous pass in its queue, so it does
+not idle.
+
+The watchdog's thread could ask for the events instead.  But a thread that calls CUDA may block, when the GPU hangs or
+another thread holds a lock of the driver.  The limit also bounds how long a collective waits in the queue: NCCL's
+timeout (`run.timeout_s`) counts from the moment when the host queues the collective.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from sft.batch import Microbatch
+
+PENDING_PASSES = 2  # passes that the host has queued and the GPU may not have begun
+
+
+def named(microbatches: Sequence[Microbatch], chunk: int, num_chunks: int) -> Iterator[tuple[str, Microbatch]]:
+    """("microbatch 1 of 8", ...), or with virtual stages ("microbatch 1 of 8 in model chunk 1 of 2", ...), ..."""
+    where = f" in model chunk {chunk + 1} of {num_chunks}" if num_chunks > 1 else ""
+    for number, microbatch in enumerate(microbatches, 1):
+        yield f"microbatch {number} of {len(microbatches)}{where}", microbatch
+
+
+class Event(Protocol):
+    """The part of torch.cuda.Event that this module uses."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Passes:
+    """The passes of one engine.
+
+    report     called with the name of the pass that the host queues, or whose end on the GPU the host waits for
+    new_event  None on a CPU
+
+    The host begins      forward 1   backward 1   forward 2    backward 2    forward 3
+    after the GPU began  -           -            forward 1    backward 1    forward 2
+    """
+
+    def __init__(self, report: Callable[[str], None], new_event: Callable[[], Event] | None) -> None:
+        self._report, self._new_event = report, new_event
+        self._begun: deque[tuple[str, Event]] = deque()  # passes that the GPU may not have begun
+        self._on_gpu: str | None = None  # the newest pass that the GPU has begun, as far as the host has asked
+
+    def begin(self, name: str) -> None:
+        """The host begins to queue the pass `name`."""
+        if self._new_event is not None:
+            if len(self._begun) == PENDING_PASSES:
+                self._wait_for_oldest()
+            event = self._new_event()
+            event.record()
+            self._begun.append((name, event))
+        self._report(name)
+
+    def finish(self) -> None:
+        """Wait until the GPU has begun every pass.  Called when the host has queued the last pass of a step."""
+        while self._begun:
+            self._wait_for_oldest()
+        if self._on_gpu is not None:
+            self._report(self._on_gpu)
+        self._on_gpu = None
+
+    def _wait_for_oldest(self) -> None:
+        name, event = self._begun.popleft()
+        if not event.query():
+            if self._on_gpu is not None:
+                self._report(f"{self._on_gpu}, on the GPU")
+            event.synchronize()
+        self._on_gpu = name

@@ -1,0 +1,67 @@
+"""When the host waits for a GPU between passes, and what it reports meanwhile.  The events are fakes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sft.mcore.progress import Event, Passes
+
+
+@dataclass
+class Fake:
+    """An event of a GPU that has begun no pass before the host waits for it, or (is_done) each pass at once."""
+
+    number: int
+    is_done: bool
+    log: list[str]
+
+    def record(self) -> None:
+        self.log.append(f"record {self.number}")
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.number}")
+
+
+def events(log: list[str], *, are_done: bool) -> Callable[[], Event]:
+    def new() -> Event:
+        return Fake(sum(line.startswith("record") for line in log) + 1, are_done, log)
+
+    return new
+
+
+def step(passes: Passes, log: list[str]) -> list[str]:
+    for name in ("forward 1", "backward 1", "forward 2", "backward 2"):
+        passes.begin(name)
+    passes.finish()
+    return log
+
+
+def test_the_host_is_at_most_two_passes_ahead() -> None:
+    """A pass is queued when the pass two before has begun; while the host waits, the pass on the GPU is reported."""
+    log: list[str] = []
+    expected = [
+        "record 1", "forward 1",
+        "record 2", "backward 1",
+        "wait 1", "record 3", "forward 2",
+        "forward 1, on the GPU", "wait 2", "record 4", "backward 2",
+        "backward 1, on the GPU", "wait 3", "forward 2, on the GPU", "wait 4", "backward 2",
+    ]  # fmt: skip
+    passes = Passes(log.append, events(log, are_done=False))
+    assert step(passes, log) == expected
+    log.clear()
+    assert step(passes, log) == expected  # the next step begins anew
+
+
+def test_the_host_does_not_wait_for_a_pass_that_has_begun() -> None:
+    log: list[str] = []
+    assert step(Passes(log.append, events(log, are_done=True)), log) == [
+        "record 1", "forward 1", "record 2", "backward 1", "record 3", "forward 2", "record 4", "backward 2",
+        "backward 2",
+    ]  # fmt: skip
+
+
+def test_a_cpu_has_no_events() -> None:
+    log: list[str] = []
+    assert step(Passes(log.append, None), log) == ["forward 1", "backward 1", "forward 2", "backward 2"]

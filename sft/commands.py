@@ -6,6 +6,7 @@ Heavy modules are imported where they are first used, so that help and error mes
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -60,6 +61,8 @@ def status(arguments: Namespace) -> int:
 def check(arguments: Namespace) -> None:
     recipe = _recipe(arguments)
     if arguments.explain is not None:
+        from sft.recipe.explain import explain
+
         print(explain(recipe, arguments.explain))
         return
     launched = _launched_world_size()
@@ -71,6 +74,7 @@ def check(arguments: Namespace) -> None:
         built_in = recipe.config.data.tokenizer == "byte"
         vocab_size = _tokenizer(recipe).vocab_size if built_in else None
         _print_model(recipe, layout, vocab_size)
+        _print_time(recipe, layout, vocab_size, recipe.config.data.seq_length)
         _print_group("data", ["not read (--no-data)"])
     else:
         _check_paths(recipe)
@@ -105,6 +109,7 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
         *length_lines(recipe.config, plan),
     ]
     _print_group("data", lines)
+    _print_time(recipe, layout, tokenizer.vocab_size, int(corpus.lengths.max()))
     for name, held_out in corpora.items():
         _print_group(name, held_out.summary().splitlines())
 
@@ -182,34 +187,6 @@ def plan(arguments: Namespace) -> int:
     if arguments.write is not None:
         _print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
     return 0
-
-
-def explain(recipe: "Recipe", key: str) -> str:
-    """The value, origin, type and meaning of `key`, or of every key in the group `key`.
-
-    model.head_dim = 128
-        from     derived: hidden_size / num_attention_heads
-        type     a whole number of at least 1 or null; default null
-        meaning  Width of a head; null means hidden_size / num_attention_heads.
-    """
-    from sft.config.keys import OPEN, RENAMED, expected, leaves, show, unknown, values
-    from sft.recipe.resolved import derived
-
-    current, substitutes = values(recipe.config), derived(recipe.config)
-    paragraphs = [f"{key} is now called {RENAMED[key]}"] if key in RENAMED else []
-    key = RENAMED.get(key, key)
-    for name in (k for k in current if k == key or k.startswith(f"{key}.")):
-        value = substitutes[name][0] if name in substitutes else current[name]
-        info = leaves()[name if name in leaves() else OPEN]
-        default = "; required" if info.is_required() else f"; default {show(info.default)}"
-        paragraphs.append(
-            f"{name} = {show(value)}\n    from     {recipe.origins[name]}\n"
-            f"    type     {expected(name)}{default if name in leaves() else ''}\n"
-            f"    meaning  {info.description}"
-        )
-    if not paragraphs:
-        raise ConfigError(unknown(key, f"command line: --explain {key}"))
-    return "\n".join(paragraphs)
 
 
 def _recipe(arguments: Namespace) -> "Recipe":
@@ -303,6 +280,14 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None)
     rows = vocab_rows(model, tokenizer_size or 0)
     _print_group("model", [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"])
     _print_group("memory", describe(recipe.config, layout, rows))
+
+
+def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:
+    """Print the estimated time of a step, without the loss head if the size of the vocabulary is unknown."""
+    from sft.estimate.time import describe
+
+    vocab_size = recipe.config.model.vocab_size or tokenizer_size or 0
+    _print_group("time", describe(recipe.config, layout, vocab_size, longest, os.environ, time.time()))
 
 
 def _progress() -> "Console":

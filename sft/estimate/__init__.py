@@ -1,1 +1,1 @@
-"""Computes the memory that a recipe needs."""
+"""Computes the memory that a recipe needs, and estimates the time of a step."""

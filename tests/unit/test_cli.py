@@ -91,6 +91,9 @@ data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents
         steps per epoch 5 = 19 packs / global_batch_size 4, rounded up
         num_steps 10 = 2.00 epochs
+time    estimated and not measured: a step 9.1e-07 s, a microbatch 4.6e-07 s, if packs of 1,024 tokens hold \
+documents of 34
+        assumed: 35% of 989 TFLOP/s (H100 SXM; log.peak_tflops sets the peak)
 """
     assert Path("runs/a/cache").is_dir()
 
@@ -107,8 +110,9 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a.yaml", "--no-data"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
-    assert printed[-6] == "model   parameters 115,392 with a vocabulary of 259"
-    assert printed[-5].startswith("memory  per rank, estimated and not measured: ")
+    assert printed[-8] == "model   parameters 115,392 with a vocabulary of 259"
+    assert printed[-7].startswith("memory  per rank, estimated and not measured: ")
+    assert printed[-4].startswith("time    estimated and not measured: a step 1.6e-05 s, "), printed[-4]
     assert printed[-2:] == ["data    not read (--no-data)", ""]
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
     printed_without = capsys.readouterr().out

@@ -68,6 +68,8 @@ class Config(Section):
             )
         if no_cuda and self.attention.needs_cuda:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
+        if no_cuda and self.parallel.ep_comm == "deepep":
+            yield "parallel.ep_comm", "needs CUDA, and run.device is cpu; use alltoall"
         if fp8 and tile:
             yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
         if fp8 and no_cuda:

@@ -30,7 +30,12 @@ class ParallelConfig(Section):
     cp_a2a: Positive | None = None
     """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a).  A ring (p2p) connects the groups."""
 
+    ep_comm: Literal["alltoall", "deepep"] = "alltoall"
+    """How tokens travel to experts: NCCL's all-to-all, or the kernels of the package deep_ep (not yet run on GPUs)."""
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.ep_comm == "deepep" and self.ep * self.etp == 1:
+            yield "ep_comm", "sends tokens to other ranks, which needs ep > 1; raise ep, or use alltoall"
         if self.virtual_stages > 1 and self.pp == 1:
             yield "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"
         size, fitting = self.cp_a2a, [size for size in divisors(self.cp) if 1 < size < self.cp]

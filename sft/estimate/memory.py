@@ -88,7 +88,11 @@ class LayerBytes:
             attention["normed input"] = hidden
             if model.qk_norm:
                 attention["normed queries and keys"] = rank.width * (backend.queries + backend.pairs / 2)
-        return LayerBytes(attention=attention, mlp=model_bytes.mlp(model, rank) if recompute == "none" else {})
+        mlp = model_bytes.mlp(model, rank)
+        if recompute == "selective":
+            kept = model_bytes.kept_by_selective(model, norm_outputs_are_saved=backend.norm_outputs_are_saved)
+            mlp = {name: mlp[name] for name in mlp if name in kept}
+        return LayerBytes(attention=attention, mlp=mlp)
 
     @property
     def by_name(self) -> dict[str, float]:

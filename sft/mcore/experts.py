@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from sft.mcore.activations.recompute import recomputed
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
@@ -39,7 +42,14 @@ class ExpertLayer(MoELayer):
     padding_mask holds document numbers, int32 [1, t], -1 for padding: it is the only per-token argument that core
     passes to experts through pipeline stages, sequence parallelism and recomputation.  Core's own `forward` would
     convert the numbers to booleans.
+
+    recompute: backward recomputes the experts from the tokens that they have received.  The tokens are not sent again,
+    and the host does not wait again for the number of tokens of each expert.
     """
+
+    def __init__(self, *args: Any, recompute: bool = False, **core: Any) -> None:
+        super().__init__(*args, **core)
+        self._recompute = recompute
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
@@ -48,9 +58,23 @@ class ExpertLayer(MoELayer):
         assert padding_mask is not None and intermediate_tensors is None
         weights, chosen = self.router(hidden_states, padding_mask)
         sent, weights = self.preprocess(hidden_states, weights, chosen)
-        output, _ = self.routed_experts_compute(*self.dispatch(sent, weights))
+        tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
+        output = self.token_dispatcher.combine_preprocess(self._compute(tokens, counts, weights))
         combined: Tensor = self.postprocess(self.combine(output), None)
         return combined, None
+
+    def _compute(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """tokens [n, h] that this rank has received, sorted by expert; counts [experts]; weights [n] -> [n, h]"""
+        output: Tensor
+        if not (self._recompute and self.training):
+            output, _ = self.experts(tokens, counts, weights)
+        elif self.config.fp8:  # Transformer Engine's checkpoint restores the first pass's scales
+            tracker = tensor_parallel.random.get_cuda_rng_tracker
+            output, _ = te_checkpoint(self.experts, False, tracker, self.tp_group, tokens, counts, weights)
+        else:
+            parameters = self.experts.parameters()
+            output = recomputed(lambda rows: self.experts(rows, counts, weights)[0], tokens, [weights, *parameters])
+        return output
 
 
 class Router(TopKRouter):

@@ -6,6 +6,7 @@ loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: 
 """
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,7 +21,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from sft.config import Config, ModelConfig
+from sft.config import Config, ModelConfig, ParallelConfig
 from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention import rope
@@ -51,7 +52,7 @@ _CUDA_TRANSFORMER_FIELDS = dict(
     bias_activation_fusion=True,
     gradient_accumulation_fusion=False,  # fusion needs an attribute of the weight that saved-tensor hooks lose
 )
-_READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core itself reads
+_READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core reads; model.megatron may set them
 
 
 def transformer_config(
@@ -94,7 +95,7 @@ def transformer_config(
         sequence_parallel=layout.sequence_parallel,
         cp_comm_type=config.parallel.cp_comm,
         variable_seq_lengths=True,  # packs differ in length: `pipeline.PackCommunicator` gives the shapes
-        moe_token_dispatcher_type="alltoall",  # core demands it with variable_seq_lengths, dense or not
+        **_dispatcher_fields(config.parallel, device_type),
         **_expert_fields(model, layout),
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
         **fp8.fields(config.run.fp8),
@@ -105,8 +106,10 @@ def transformer_config(
         **_recompute_fields(config.train.recompute),
     )
     _check_megatron_fields(model, fields)
+    defaults = {"moe_permute_fusion": backend.has_te_kernels and model.moe.num_experts is not None}
+    assert set(defaults) <= set(_READ_BY_CORE)
     try:
-        return TransformerConfig(**fields, **model.megatron)
+        return TransformerConfig(**fields, **{**defaults, **model.megatron})
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"megatron-core refuses this model: {error}") from error
 
@@ -135,6 +138,19 @@ def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> Non
             f"model.megatron sets {', '.join(clash)}, but the recipe has its own keys for these fields; use those "
             "keys."
         )
+
+
+def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:
+    """How tokens are sent to experts.  Core refuses its own default with variable_seq_lengths, dense or not."""
+    if parallel.ep_comm == "alltoall":
+        return dict(moe_token_dispatcher_type="alltoall")
+    if device_type != "cuda" or importlib.util.find_spec("deep_ep") is None:
+        why = "runs on CUDA only, and this run is on the CPU" if device_type != "cuda" else "is not installed here"
+        raise ConfigError(
+            "parallel.ep_comm = deepep needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which "
+            f"{why}.  parallel.ep_comm=alltoall runs everywhere."
+        )
+    return dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
 
 
 def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -166,21 +182,23 @@ def _recompute_fields(recompute: str) -> dict[str, Any]:
 def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
     """The modules of one transformer layer."""
     train = config.train
-    spec = backend.layer_spec()
-    recompute = train.recompute == "selective" or train.mlp_tile is not None
-    spec.module, spec.params = Layer, {"recompute": recompute, "tile": train.mlp_tile}
-    return _with_experts(spec) if config.model.moe.num_experts else spec
+    spec, is_selective = backend.layer_spec(), train.recompute == "selective"
+    if config.model.moe.num_experts:
+        spec.module = Layer
+        return _with_experts(spec, recompute=is_selective)
+    spec.module, spec.params = Layer, {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
+    return spec
 
 
-def _with_experts(spec: ModuleSpec) -> ModuleSpec:
+def _with_experts(spec: ModuleSpec, *, recompute: bool) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
     # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
-        mlp.submodules.router, mlp.module = Router, ExpertLayer
+        mlp.submodules.router, mlp.module, mlp.params = Router, ExpertLayer, {"recompute": recompute}
     else:
         mlp.keywords["submodules"].router = Router
-        spec.submodules.mlp = partial(ExpertLayer, **mlp.keywords)
+        spec.submodules.mlp = partial(ExpertLayer, **mlp.keywords, recompute=recompute)
     return spec
 
 

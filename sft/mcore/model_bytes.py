@@ -61,12 +61,25 @@ def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str,
     sent = rank.sequence * top_k * rank.width * model.hidden_size
     ffn = rank.sequence * top_k * rank.width * model.resolved_expert_ffn
     return {
-        "router": 2 * FP32 * rank.sequence * num_experts,  # scores and probabilities
+        # Scores, probabilities and weights, and two masks; of each choice, two indices and two numbers.
+        "router": rank.sequence * ((3 * FP32 + 2) * num_experts + 24 * top_k),
         "sent to experts": sent * rank.etp,  # each etp rank sees all tokens of its expert, and a part of its width
         "gate and up": 2 * ffn,
         "gated": ffn,
         "from experts": sent,
     }
+
+
+def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> set[str]:
+    """Names of the bytes of `mlp` that train.recompute = selective does not recompute.
+
+    Of a dense layer none.  Of experts the tokens that a rank has received, so that no token is sent again.
+    """
+    if model.moe.num_experts is None:
+        return set()
+    return {"MLP norm's scale", "router", "sent to experts"} | (
+        {"MLP's normed input"} if norm_outputs_are_saved else set()
+    )
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:

@@ -8,12 +8,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sft.mcore.activations import offload, saved_tensors
 from tests.ranks import scenarios
+from tests.ranks.alive import Alive
 from tests.ranks.layouts import GRADIENT_TOLERANCE
 from tests.ranks.pool import RankPool
 
@@ -32,28 +30,6 @@ WIDE = [
     "train.global_batch_size=1",
 ]
 MOE = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=32", "model.moe.aux_loss_coef=1e-2"]
-
-
-class Alive(TorchDispatchMode):
-    """Storages that operations made, and that something still refers to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in given:
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.num_bytes())
-        return result
-
-    def num_bytes(self) -> int:
-        self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
-        return sum(size for _, size in self._storages.values())
 
 
 def one_document(engine: Any) -> Any:

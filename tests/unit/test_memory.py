@@ -104,13 +104,15 @@ def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
 
 
 def test_a_token_among_experts() -> None:
-    """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers; 8 scores twice."""
+    """Sent to 2 of 8 experts of width 2: twice hidden 4 there and back, 2 x 2 x 2 and 2 x 2 numbers."""
     dense, sparse = (PortableBytes(model=layout_config(model=sizes).model) for sizes in (TINY, EXPERTS))
     found = LayerBytes.of(sparse, "none").by_name
     assert (found["sent to experts"], found["from experts"]) == (16, 16)
-    assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 64)
-    kept = LayerBytes.of(sparse, "selective").by_name.keys()
-    assert kept == LayerBytes.of(dense, "selective").by_name.keys()
+    assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 8 * 14 + 2 * 24)
+    assert LayerBytes.of(sparse, "selective").mlp == {"MLP norm's scale": 4, "router": 160, "sent to experts": 16}
+    assert LayerBytes.of(dense, "selective").mlp == {} == LayerBytes.of(sparse, "full").mlp
+    te = TransformerEngineBytes(model=sparse.model)
+    assert LayerBytes.of(te, "selective").mlp.keys() == {*LayerBytes.of(sparse, "selective").mlp, "MLP's normed input"}
 
 
 # --- weights, gradients, optimizer -------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""Recomputation of a function in backward, at once or tile by tile."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def recomputed(
+    function: Callable[[Tensor], Tensor], hidden: Tensor, weights: Iterable[Tensor], *, tile: int | None = None
+) -> Tensor:
+    """`function(hidden)`, of which only `hidden` [t, ...] is saved; backward computes the function again.
+
+    weights: all other tensors that need a gradient; with a tile, only parameters
+    tile: the function is applied to so many rows at a time, forward and backward; None: to all rows at once
+    """
+    out: Tensor = _TiledRecompute.apply(function, tile, hidden, *weights)
+    return out
+
+
+class _TiledRecompute(torch.autograd.Function):
+    """Each tile gives a gradient of every weight, in the weight's dtype.
+
+    The gradients of all tiles except the last are added to `main_grad`, in fp32, as core adds the gradients of
+    microbatches.  The gradient of the last tile is returned to autograd, which starts a gradient reduction that waits
+    for this weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[[Tensor], Tensor], tile: int | None, hidden: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.function, ctx.tile, ctx.weights = function, tile or len(hidden), weights
+        ctx.save_for_backward(hidden)
+        if ctx.tile >= len(hidden):
+            return function(hidden)
+        out = torch.empty_like(hidden)
+        for rows, out_rows in zip(hidden.split(ctx.tile), out.split(ctx.tile)):
+            out_rows.copy_(function(rows))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        dhidden = torch.empty_like(hidden)
+        tiles = list(zip(hidden.split(ctx.tile), grads[0].split(ctx.tile), dhidden.split(ctx.tile)))
+        for rows, grad, drows in tiles[:-1]:
+            for weight, dweight in zip(ctx.weights, _tile_backward(ctx, rows, grad, drows)):
+                weight.main_grad.add_(dweight)
+        return None, None, dhidden, *_tile_backward(ctx, *tiles[-1])
+
+
+def _tile_backward(ctx: Any, rows: Tensor, grad: Tensor, drows: Tensor) -> list[Tensor]:
+    """Return the gradients of the weights, and write the gradient of `rows` to `drows`."""
+    rows = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        out = ctx.function(rows)
+    result, *dweights = torch.autograd.grad(out, (rows, *ctx.weights), grad)
+    drows.copy_(result)
+    return dweights

@@ -1,0 +1,75 @@
+"""Selective recomputation with experts: tokens are sent once, and the layer keeps what the estimate says."""
+
+import gc
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from tests.ranks import scenarios
+from tests.ranks.alive import Alive
+from tests.ranks.layouts import AUX, MOE
+from tests.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+NUM_LAYERS = 2
+BYTES_TOLERANCE = 0.02  # of a layer: the equations leave out a few masks and indices, which differ by version of core
+# Per layer: tokens and their weights go to the experts, and outputs come back.  Backward sends the three gradients.
+SENT, SENT_BACK = 3, 3
+
+
+def messages(overrides: list[str]) -> tuple[list[int], list[int]]:
+    """All-to-alls of forward and of backward; how often tokens were counted, for which the host waits."""
+    with scenarios.running([*MOE, *AUX, f"model.num_layers={NUM_LAYERS}", *overrides]) as engine:
+        microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([100, 60]).sample(i) for i in (0, 1)])
+        for chunk in engine.chunks:
+            chunk.train()
+        engine._set_denominator([microbatch], 1.0)
+        preprocess = MoEAlltoAllTokenDispatcher.preprocess
+        with (
+            mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent,
+            mock.patch.object(
+                MoEAlltoAllTokenDispatcher, "preprocess", autospec=True, side_effect=preprocess
+            ) as counted,
+        ):
+            hidden, _ = engine._forward_step(lambda *told: None, iter([microbatch]), engine.chunks[0])
+            forward = sent.call_count, counted.call_count
+            hidden.sum().backward()
+            both = sent.call_count, counted.call_count
+    return [forward[0], both[0] - forward[0]], [forward[1], both[1]]
+
+
+@pytest.mark.parametrize(
+    "recompute, backward, counted",
+    [("none", SENT_BACK, 1), ("selective", SENT_BACK, 1), ("full", SENT + SENT_BACK, 2)],
+)
+def test_tokens_are_sent_once(ranks: Ranks, recompute: str, backward: int, counted: int) -> None:
+    for sent, counts in ranks(2).run(messages, ["parallel.ep=2", "parallel.cp=2", f"train.recompute={recompute}"]):
+        assert sent == [SENT * NUM_LAYERS, backward * NUM_LAYERS]
+        assert counts == [NUM_LAYERS, counted * NUM_LAYERS]
+
+
+def bytes_kept(num_layers: int) -> float:
+    """After a forward pass of a pack of one document, in bytes per token."""
+    wide = ["model.hidden_size=64", "model.num_query_groups=2", "model.head_dim=16", "run.precision=bf16"]
+    experts = [*MOE, AUX[0], "model.moe.ffn_hidden_size=32", f"model.num_layers={num_layers}"]
+    with scenarios.running([*wide, *experts, "train.recompute=selective"]) as engine:
+        microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([256]).sample(0)])
+        engine._set_denominator([microbatch], 1.0)
+        for chunk in engine.chunks:
+            chunk.train()
+        with Alive() as alive:
+            hidden, _ = engine._forward_step(lambda *told: None, iter([microbatch]), engine.chunks[0])
+        gc.collect()
+        assert isinstance(hidden, torch.Tensor)
+        return alive.num_bytes() / 256
+
+
+def test_bytes_of_a_layer_and_token(ranks: Ranks) -> None:
+    """A dense layer's 972 (tests/ranks/test_saved_tensors.py); the norm's 4; two times 64 numbers that are sent to
+    experts, 256; four experts' scores, probabilities, weights and masks, 56; two choices, 48."""
+    (two,), (four,) = (ranks(1).run(bytes_kept, layers) for layers in (2, 4))
+    assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=BYTES_TOLERANCE)

@@ -1,0 +1,71 @@
+"""How megatron-core is told to permute tokens and to send them to experts."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+
+from sft.errors import ConfigError
+from sft.mcore import model
+from sft.mcore.attention.portable import Portable
+from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.parallel.layout import Layout
+from tests.builders import RECIPE, parsed, refusal_lines
+
+MOE = ["model.moe.num_experts=4", "model.moe.top_k=2"]
+DEEPEP = [*MOE, "parallel.ep=2", "parallel.cp=2", "parallel.ep_comm=deepep"]
+
+
+def fields(monkeypatch: pytest.MonkeyPatch, device_type: str, *overrides: str) -> dict[str, Any]:
+    """The arguments of TransformerConfig, which without Transformer Engine would refuse its kernels."""
+    config = parsed(*overrides).config
+    te = device_type == "cuda" and config.attention.backend != "portable"
+    backend = TransformerEngine(config) if te else Portable(config, "", TorchKernel.of)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "TransformerConfig", lambda **named: named)
+        patch.setattr(model, "_check_megatron_fields", lambda *given: None)
+        layout = Layout.resolve(config, config.parallel.cp)
+        return dict(vars(model)["transformer_config"](config, layout, device_type, backend))
+
+
+@pytest.mark.parametrize(
+    "device_type, overrides, fused",
+    [
+        ("cuda", MOE, True),
+        ("cuda", [*MOE, "model.megatron={moe_permute_fusion: false}"], False),
+        ("cuda", [*MOE, "attention.backend=portable"], False),
+        ("cuda", [], False),
+        ("cpu", MOE, False),
+    ],
+)
+def test_tokens_are_permuted_in_one_kernel_with_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, overrides: list[str], fused: bool
+) -> None:
+    assert fields(monkeypatch, device_type, *overrides)["moe_permute_fusion"] is fused
+
+
+def test_tokens_are_sent_by_deepep_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fields(monkeypatch, "cuda", *MOE)["moe_token_dispatcher_type"] == "alltoall"
+    with pytest.raises(ConfigError) as caught:
+        fields(monkeypatch, "cuda", *DEEPEP)
+    assert str(caught.value) == (
+        "parallel.ep_comm = deepep needs the package deep_ep (https://github.com/deepseek-ai/DeepEP), which is not "
+        "installed here.  parallel.ep_comm=alltoall runs everywhere."
+    )
+    with pytest.raises(ConfigError, match="which runs on CUDA only, and this run is on the CPU"):
+        fields(monkeypatch, "cpu", *DEEPEP)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    found = fields(monkeypatch, "cuda", *DEEPEP)
+    assert (found["moe_token_dispatcher_type"], found["moe_flex_dispatcher_backend"]) == ("flex", "deepep")
+    assert found["moe_router_dtype"] == "fp32"  # DeepEP takes no other weights
+
+
+def test_deepep_is_refused_where_it_cannot_work() -> None:
+    assert "ep_comm=deepep) sends tokens to other ranks, which needs ep > 1;" in " ".join(
+        refusal_lines(RECIPE, *DEEPEP, "parallel.ep=1")
+    )
+    assert "ep_comm=deepep) needs CUDA, and run.device is cpu" in " ".join(
+        refusal_lines(RECIPE, *DEEPEP, "run.device=cpu")
+    )

@@ -50,10 +50,9 @@ python:
 
 venv: $(READY)
 
-$(READY): setup.cfg pyproject.toml constraints.txt | python
+$(READY): setup.cfg pyproject.toml constraints.txt launch/install.sh | python
 	@echo "== installing pinned dependencies into $(VENV) (once; several minutes, gigabytes where torch comes with CUDA)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable '.[dev,plot]' --constraint constraints.txt
+	PYTHON='$(PYTHON)' launch/install.sh $(INSTALL) --extras dev,plot $(VENV)
 	@touch $@
 
 demo: $(READY)
@@ -130,6 +129,8 @@ lint: $(READY)
 	$(BIN)/python -m $(BLACK) --check $(CODE) || { echo "black would rewrite files: run make fmt" >&2; exit 1; }
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck .ci/run launch/*.sh launch/slurm.sbatch
+	$(BIN)/hadolint launch/Dockerfile
 	$(BIN)/python -m tools.lint
 	$(BIN)/python -m tools.pages --check
 

@@ -24,7 +24,7 @@ from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
 from sft.mcore.attention.selection import choose
 from sft.mcore.loss import RowStatistics, Targets, VocabShard, lm_loss
-from sft.mcore.optimizer import build
+from sft.mcore.optimizer import build, host_threads
 from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import Passes, named
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
@@ -55,6 +55,8 @@ class Engine:
         self.chunks = model.build(config, layout, groups, vocab_size, self.backend)
         self._save_policy = self._make_save_policy()
         self.optimizer = build.build_optimizer(config, self.chunks)
+        if config.optim.offload_fraction:
+            host_threads.use(self.optimizer, groups.control)
         self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
         self.core_config = self.chunks[0].config
         self.core_config.grad_scale_func = self.optimizer.scale_loss

@@ -1,6 +1,7 @@
 """Adam in host memory: where its states are, and that neither a curve nor a checkpoint tells how many of them."""
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
-from sft.mcore.optimizer import build, offload
+from sft.mcore.optimizer import build, host_threads, offload
 from sft.mcore.optimizer.offload import adam_instances
 from tests.ranks import scenarios
 from tests.ranks.layouts import AUX, MOE
@@ -46,6 +47,42 @@ def alike(function: Callable[..., Any], *args: Any) -> Any:
 
     with mock.patch.object(build, "build_optimizer", build_alike):
         return function(*args)
+
+
+# --- threads -----------------------------------------------------------------------------------------------------
+
+
+def threads(overrides: list[str]) -> tuple[set[int], int]:
+    """In Adam's update, on ranks that may all run on the same six cores; and afterwards."""
+    with (
+        mock.patch.object(os, "sched_getaffinity", lambda process: set(range(6))),
+        scenarios.running(overrides) as engine,
+    ):
+        seen: set[int] = set()
+        for part in offload.chained_optimizers(engine.optimizer):
+            for adam in part.optimizer.sub_optimizers:
+                adam.register_step_pre_hook(lambda *given: seen.add(torch.get_num_threads()))
+        engine.train_step(scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS)).microbatches(0))
+        return seen, torch.get_num_threads()
+
+
+def test_the_host_updates_with_its_cores(ranks: Ranks) -> None:
+    assert ranks(2).run(threads, [*BF16, *share(1)]) == [({3}, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    "others, expected",
+    [
+        ([("a", range(128))] * 8, 16),  # nobody is bound
+        ([("a", range(64))] * 4 + [("a", range(64, 128))] * 4, 16),  # bound to a socket
+        ([("a", range(6)), ("a", range(6, 8))], 6),
+        ([("a", range(8)), ("b", range(8)), ("b", range(8))], 8),  # another machine
+        ([("a", range(2))] * 8, 1),
+        ([("a", range(4)), ("a", range(2))], 3),  # two cores alone, two halves
+    ],
+)
+def test_threads_of_a_rank(others: list[host_threads.Cores], expected: int) -> None:
+    assert host_threads.num_threads(others, 0) == expected
 
 
 # --- where the states are ----------------------------------------------------------------------------------------

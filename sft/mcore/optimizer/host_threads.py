@@ -1,0 +1,47 @@
+"""CPU threads of Adam in host memory: all cores of the rank.  Both launchers start a rank with one thread."""
+
+import os
+import socket
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+
+from sft.mcore.optimizer.offload import adam_instances
+from sft.parallel.collectives import all_gather_objects
+
+Cores = tuple[str, Collection[int]]  # a machine, and the cores on which a rank may run
+
+
+def use(optimizer: MegatronOptimizer, group: dist.ProcessGroup) -> None:
+    """Make each Adam in host memory step with the threads of this rank.  Collective."""
+    ranks = all_gather_objects(lambda: (socket.gethostname(), _cores()), group)
+    threads, threads_outside = num_threads(ranks, dist.get_rank(group)), torch.get_num_threads()
+    for adam in adam_instances(optimizer):
+        if all(param.device.type == "cpu" for settings in adam.param_groups for param in settings["params"]):
+            adam.register_step_pre_hook(_set_threads(threads))
+            adam.register_step_post_hook(_set_threads(threads_outside))
+
+
+def num_threads(ranks: Sequence[Cores], rank: int) -> int:
+    """The cores of `rank`, where ranks that may run on the same core share it equally.  At least 1.
+
+    8 cores: two ranks that may run on all -> 4; one bound to cores 0 to 5, and one to cores 6 and 7 -> 6 and 2
+    """
+    machine, cores = ranks[rank]
+    neighbours = [others for name, others in ranks if name == machine]
+    return max(1, int(sum(Fraction(1, sum(core in others for others in neighbours)) for core in cores)))
+
+
+def _cores() -> Collection[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
+
+
+def _set_threads(number: int) -> Any:
+    def hook(*unused: Any) -> None:
+        torch.set_num_threads(number)
+
+    return hook

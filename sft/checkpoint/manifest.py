@@ -5,9 +5,9 @@ manifest is written after all other files.
 """
 
 import errno
-import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +16,11 @@ from typing import Any, Literal
 
 from sft.atomic_files import replace_text
 from sft.errors import CheckpointError
+from sft.file_digest import Entry, entry_of
 
 NAME = "manifest.json"
 FORMAT = "sft checkpoint 1"
 Verify = Literal["off", "size", "full"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,59 +33,6 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.files.values())
-
-
-def entry_of(path: Path) -> Entry:
-    """Size and digest of a file.  Reads the whole file: 1 to 2 GB/s per core from the page cache."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return Entry(num_bytes=file.tell(), sha256=digest.hexdigest())
-
-
-class HashingFile:
-    """A new file, whose size and digest are computed during writing.
-
-    `write` keeps an OSError for `check` and `finish` instead of raising it.  torch.save, which calls `write`, would
-    turn the OSError into another error, which differs between versions of torch.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._stream, self._digest, self.num_bytes = path.open("wb", buffering=0), hashlib.sha256(), 0
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if self._error is None:
-            try:
-                self._put(view)
-            except OSError as error:
-                self._error = error
-        self._digest.update(view)
-        self.num_bytes += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing; torch.save needs this method."""
-
-    def check(self) -> None:
-        """Raise the OSError of an earlier write."""
-        if self._error is not None:
-            raise self._error
-
-    def finish(self) -> Entry:
-        """Flush the file to disk, close it, and return its size and digest."""
-        self.check()
-        os.fsync(self._stream.fileno())
-        self.close()
-        return Entry(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def _put(self, view: memoryview) -> None:
-        written = 0
-        while written < len(view):
-            written += self._stream.write(view[written:])
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -125,21 +67,34 @@ def read(folder: Path) -> Manifest | None:
 def damage(folder: Path, manifest: Manifest, *, verify: Verify, share: tuple[int, int] = (0, 1)) -> list[str]:
     """One line for each file that differs from its manifest entry.
 
-    share: (i, n) reads the i-th of n equal parts of the files with `verify` full; part 0 checks all sizes
+    share: (i, n) reads the i-th of n parts of the files with `verify` full; part 0 checks all sizes
     Raises OSError if a file cannot be read at the moment, which does not mean that the checkpoint is damaged.
     """
     if verify == "off":
         return []
     index, num_shares = share
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name))
+    own = _shares(manifest, num_shares)[index]
     problems = []
-    for name in by_size if index == 0 else by_size[index::num_shares]:
+    for name in manifest.files if index == 0 else own:
         path, entry = folder / name, manifest.files[name]
         if problem := _size_problem(path, entry):
             problems.append(problem)
-        elif verify == "full" and name in by_size[index::num_shares] and entry_of(path) != entry:
+        elif verify == "full" and name in own and entry_of(path) != entry:
             problems.append(f"{path} differs from the file that was saved: its SHA-256 is another")
     return problems
+
+
+def _shares(manifest: Manifest, count: int) -> list[list[str]]:
+    """The names of the files in `count` shares.
+
+    If as many ranks wrote shards, share i has the files of rank i.  On the same layout, rank i then loads its optimizer
+    states from these files, which its node still has in memory.  Otherwise the shares have equally many files.
+    """
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name))
+    writers = {name: int(match[1]) if (match := re.match(r"__(\d+)_", name)) else 0 for name in by_size}
+    if set(writers.values()) == set(range(count)):
+        return [[name for name in by_size if writers[name] == rank] for rank in range(count)]
+    return [by_size[index::count] for index in range(count)]
 
 
 def refuse(folder: Path, problems: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from sft.console import Console, size
 from sft.errors import CheckpointError, StorageError
 from sft.mcore import device
 from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.checkpoint_io.torch_dist_files import CopyBuffers, Snapshot
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -55,7 +56,7 @@ class Saver:
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
-        self._buffers = CopyBuffers()
+        self._buffers, self._plans = CopyBuffers(), SavePlans()
         self._job: _Job | None = None
         self._failures = 0
         self._saved_step: int | None = None
@@ -115,7 +116,7 @@ class Saver:
         if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not finite; such a state is never saved.")
         plain = {"iteration": state.step, "sft": {"state": asdict(state), **asdict(self._conditions)}}
-        snapshot = engine_state.snapshot(engine, plain)
+        snapshot = engine_state.snapshot(engine, plain, self._plans)
         if copy:
             snapshot = snapshot.copied(self._buffers, self._groups.control)
         num_bytes = sum(all_gather_objects(lambda: snapshot.num_bytes, self._groups.control))
@@ -143,8 +144,8 @@ class Saver:
         device.enter(self._groups.device)
         try:
             all_gather_objects(snapshot.refuse_nonfinite, group)
-            engine_state.write(snapshot, temporary, group)
-            digests = all_gather_objects(partial(self._digests, temporary), group)
+            written = engine_state.write(snapshot, temporary, group, self._plans)
+            digests = all_gather_objects(partial(self._entries, temporary, written), group)
             files = {name: entry for of_rank in digests for name, entry in of_rank.items()}
             final = broadcast_from_rank0(partial(self._publish, temporary, state, files), group)
         except BaseException:
@@ -157,11 +158,11 @@ class Saver:
         if self._groups.rank == 0:
             self._on_published(state.step, took_s)
 
-    def _digests(self, folder: Path) -> dict[str, manifest.Entry]:
-        """Digests of the files that this rank wrote.  The page cache still holds these files."""
-        rank, names = self._groups.rank, manifest.names_in(folder)
-        own = [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]
-        return {name: manifest.entry_of(folder / name) for name in own}
+    def _entries(self, folder: Path, written: dict[str, manifest.Entry]) -> dict[str, manifest.Entry]:
+        """Sizes and digests of this rank's files.  Rank 0 reads the small files, which hold no shards."""
+        others = [name for name in manifest.names_in(folder) if not name.startswith("__")]
+        own = others if self._groups.rank == 0 else []
+        return written | {name: manifest.entry_of(folder / name) for name in own}
 
     def _publish(self, temporary: Path, state: TrainState, files: dict[str, manifest.Entry]) -> Path:
         self._refuse_lost_folder()

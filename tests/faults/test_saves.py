@@ -78,7 +78,7 @@ def test_a_save_that_fails_is_told_and_training_goes_on(case: MakeCase, hit: Hit
 @pytest.mark.row("S4")
 def test_a_bug_in_the_background_ends_the_run(case: MakeCase) -> None:
     one = case(ASYNC)
-    one.start({"at": "sft.checkpoint.saver:manifest.entry_of", "rank": 1, "call": 3, "do": "error"}).ends(1)
+    one.start({"at": "sft.checkpoint.saver:manifest.entry_of", "rank": 0, "call": 7, "do": "error"}).ends(1)
     assert one.status()["status"] == "failed-retryable", one.status()
     one.finish_the_same()
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.errors import CheckpointError, StorageError
-from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, torch_dist_files
+from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, save_plans, torch_dist_files
 from tests.covering import Case
 from tests.ranks import layouts, scenarios
 from tests.ranks.layouts import AUX, MOE
@@ -251,9 +251,10 @@ def test_the_index_of_many_parts_is_read_once(ranks: Ranks, tmp_path: Path) -> N
 def write_half(folder: str) -> str:
     with scenarios.running([]) as engine:
         half = ShardedTensor.from_rank_offsets("a", torch.ones(2, 3), (0, 0, 2))
-        one = torch_dist_files.select_shards([half], [], engine.groups.collection.dp_cp, {})
+        plans = save_plans.SavePlans()
+        one = torch_dist_files.select_shards([half], [], engine.groups.collection.dp_cp, {}, plans)
         with pytest.raises(StorageError) as error:
-            torch_dist_files.write(one, Path(folder), None)
+            torch_dist_files.write(one, Path(folder), None, plans)
         return str(error.value)
 
 

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader, save_plans
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import ASYNC, Run, listing, run_of
 
@@ -46,7 +47,7 @@ def train_on_while_saving(overrides: list[str], folder: str) -> dict[str, Any]:
     with run_of(overrides, folder) as run, pytest.MonkeyPatch.context() as patch:
         trained, write = threading.Event(), engine_state.write
         if ASYNC in overrides:
-            held_back = lambda *given: (trained.wait(END_OF_TEST), write(*given))  # noqa: E731
+            held_back = lambda *given: trained.wait(END_OF_TEST) and write(*given)  # noqa: E731
             patch.setattr(saving.engine_state, "write", held_back)
         run.train(1)
         was = run.hash()
@@ -70,10 +71,10 @@ def save_every_step_in_the_background(folder: str) -> bool:
     with run_of([ASYNC], folder) as run, pytest.MonkeyPatch.context() as patch:
         before, write, hashes = [], engine_state.write, []
 
-        def note(*given: Any) -> None:
+        def note(*given: Any) -> Any:
             before.append([folders.step_of(path) for path in folders.published(Path(folder))])
             threading.Event().wait(0.2)
-            write(*given)
+            return write(*given)
 
         patch.setattr(saving.engine_state, "write", note)
         for step in (1, 2, 3):
@@ -83,6 +84,35 @@ def save_every_step_in_the_background(folder: str) -> bool:
         run.saver.drain(must_succeed=True)
         assert before == [[], [1], [1, 2]]
         return [run.loaded(step) for step in (1, 2, 3)] == hashes
+
+
+@pytest.mark.parametrize("overrides", [[ASYNC], ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.ep=2"]])
+def test_later_saves_reuse_the_plans_of_the_first(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
+    """Each checkpoint holds its own state, rank 0 plans once, and nobody reads what it has just written."""
+    given = [*overrides, "parallel.distributed_optimizer=true"]
+    told = ranks(2).run(save_three_times, given, str(tmp_path))
+    assert [one["planned"] for one in told] == [1, 0] and [one["distributed"] for one in told] == [1, 1]
+    assert [one["read"] for one in told] == [3 * [".metadata", "common.pt", "metadata.json"], []]
+    assert all(one["loaded"] == one["was"] and len(set(one["was"])) == 3 for one in told)
+
+
+def save_three_times(overrides: list[str], folder: str) -> dict[str, Any]:
+    plan, share = save_plans.create_default_global_save_plan, save_plans.determine_main_replica_uniform_distribution
+    with (
+        mock.patch.object(save_plans, "create_default_global_save_plan", wraps=plan) as planned,
+        mock.patch.object(save_plans, "determine_main_replica_uniform_distribution", wraps=share) as distributed,
+        mock.patch.object(manifest, "entry_of", wraps=manifest.entry_of) as read,
+        run_of(overrides, folder) as run,
+    ):
+        was = []
+        for step in (1, 2, 3):
+            run.train(step)
+            was.append(run.hash())
+            run.save(step)
+        run.saver.drain(must_succeed=True)
+        loaded = [run.loaded(step) for step in (1, 2, 3)]
+        counts = {"planned": planned.call_count, "distributed": distributed.call_count}
+        return {**counts, "was": was, "loaded": loaded, "read": [call.args[0].name for call in read.call_args_list]}
 
 
 def test_the_same_step_twice_is_one_save(ranks: Ranks, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
+from sft.file_digest import HashingFile
 from sft.mcore.checkpoint_io import engine_state, torch_dist_files
 from sft.mcore.optimizer import offload
 from tests.ranks.pool import RankPool
@@ -35,7 +36,7 @@ def full_disk(run: Run) -> Iterator[None]:
     """Of rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         if run.engine.groups.rank == 1:
-            patch.setattr(torch_dist_files.FileSystemWriter, "write_data", full)
+            patch.setattr(HashingFile, "_put", full)
         yield
 
 
@@ -140,9 +141,10 @@ def cut_files(patch: pytest.MonkeyPatch, run: Run) -> None:
     """After the tensors: files of 1,000 bytes at most, which the kernel enforces as it would a quota."""
     write = torch_dist_files.write
 
-    def then_cut(*given: Any) -> None:
-        write(*given)
+    def then_cut(*given: Any) -> Any:
+        files = write(*given)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        return files
 
     patch.setattr(torch_dist_files, "write", then_cut)
 
@@ -161,7 +163,7 @@ CASES = {
         lambda patch, run: patch.setattr(run.saver, "_is_ours", lambda: False),
         "another run took over {folder} while this run hung, so this run saves no more checkpoints there.",
     ),
-    "digests": Case(1, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
+    "digests": Case(0, lambda patch, _: patch.setattr(manifest, "entry_of", full), NO_SPACE),
     "the manifest": Case(0, lambda patch, _: patch.setattr(manifest, "replace_text", full), NO_SPACE),
     "the rename": Case(0, lambda patch, _: patch.setattr(folders, "os", SimpleNamespace(rename=full)), NO_SPACE),
     "plain values": Case(0, cut_files, "OSError: [Errno 27] File too large"),

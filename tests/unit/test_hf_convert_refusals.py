@@ -199,7 +199,7 @@ def test_a_disk_too_small_or_full(made: Make, tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sft.checkpoint.manifest.HashingFile._put", full)
+        patch.setattr("sft.file_digest.HashingFile._put", full)
         assert "was not written: [Errno 28] No space left on device" in import_refused(source)
         assert "No space left" in refused(lambda: export_hf(tmp_path / "imported", target, QUIET), target)
     usage = namedtuple("usage", "total used free")

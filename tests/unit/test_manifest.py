@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sft.checkpoint import manifest
-from sft.checkpoint.manifest import Entry, HashingFile, Manifest
+from sft.checkpoint.manifest import Manifest
 from sft.errors import CheckpointError
+from sft.file_digest import Entry, HashingFile
 from tests.unit.fixtures.disk import watch_disk
 
 FILES = {"__0_0.distcp": b"a" * 700, "__1_0.distcp": b"b" * 900, ".metadata": b"abc", "common.pt": b"", "x.pt": b"xyzw"}
@@ -105,7 +106,7 @@ def test_a_file_that_cannot_be_read_just_now_is_no_damage(
             damage(folder)
 
 
-@pytest.mark.parametrize("num_shares", [2, 5])
+@pytest.mark.parametrize("num_shares", [2, 3, 5])
 def test_shares_together_find_what_one_finds_and_read_each_file_once(
     folder: Path, num_shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,8 +122,21 @@ def test_shares_together_find_what_one_finds_and_read_each_file_once(
         found |= set(damage(folder, share=(index, num_shares)))
     assert found == alone and len(found) == 3
     assert sorted(sum(were_read, [])) == [".metadata", "__0_0.distcp", "common.pt", "x.pt"]
-    if num_shares == 2:  # even: no share has none while another has several
+    if num_shares == 3:  # even: no share has none while another has several
         assert all(were_read)
+
+
+def test_a_rank_verifies_the_files_that_it_wrote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it loads them from memory.  A hundred ranks: 10 comes after 9."""
+    entries = {f"__{rank}_0.distcp": Entry(num_bytes=rank % 7, sha256=ABC) for rank in range(100)}
+    content = Manifest(files={**entries, "common.pt": Entry(num_bytes=9, sha256=ABC)}, facts={})
+    were_read: list[str] = []
+    monkeypatch.setattr(manifest, "_size_problem", lambda path, entry: None)
+    monkeypatch.setattr(manifest, "entry_of", lambda path: were_read.append(path.name))
+    for share, names in ((0, {"common.pt", "__0_0.distcp"}), (10, {"__10_0.distcp"}), (99, {"__99_0.distcp"})):
+        were_read.clear()
+        manifest.damage(folder, content, verify="full", share=(share, 100))
+        assert set(were_read) == names and len(were_read) == len(names)
 
 
 def test_sizes_are_looked_at_by_the_first_share_alone(folder: Path) -> None:

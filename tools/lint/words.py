@@ -53,7 +53,7 @@ KEPT = (  # names on disk and keys of a recipe
     r"\bnum_bad\b",  # in the state in checkpoints
     r"\bbad_in_a_row\b",
     r"feed[-_]forward",
-    r"\.tell\(\)",  # a method of Python's files
+    r"(\.|def )tell\(",  # a method of Python's files
 )
 KEPT_NAMES = {
     ("sft/config/run.py", "every"),  # log.every

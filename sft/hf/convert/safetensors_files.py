@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sft.checkpoint.manifest import Entry, HashingFile
 from sft.errors import CheckpointError
+from sft.file_digest import Entry, HashingFile
 from sft.hf.convert.tensor_check import fold_by_layer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

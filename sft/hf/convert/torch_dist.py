@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from sft.checkpoint.manifest import Entry, HashingFile
 from sft.errors import CheckpointError
+from sft.file_digest import Entry, HashingFile
 from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
 from sft.mcore.checkpoint_io.metadata_index import INDEX
 from sft.mcore.checkpoint_io.safe_reader import SafeReader

@@ -22,7 +22,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from sft.atomic_files import flush
 from sft.config import ModelConfig
 from sft.errors import CheckpointError
+from sft.file_digest import Entry
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
+from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine
 from sft.mcore.model import sharded_tensors
 from sft.parallel.collectives import broadcast_from_rank0
@@ -31,8 +33,11 @@ from sft.parallel.layout import padded_vocab_size
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
 
 
-def snapshot(engine: Engine, plain: dict[str, Any]) -> torch_dist_files.Snapshot:
-    """This rank's part of the engine's state, together with `plain` (JSON-like values).  Collective."""
+def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = None) -> torch_dist_files.Snapshot:
+    """This rank's part of the engine's state, together with `plain` (JSON-like values).  Collective.
+
+    plans: those of earlier saves of `engine`; None makes new plans
+    """
     model = model_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
@@ -40,17 +45,24 @@ def snapshot(engine: Engine, plain: dict[str, Any]) -> torch_dist_files.Snapshot
     # Modules store objects as well as tensors: Transformer Engine stores its scaling factors.
     of_modules = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
     objects = [*of_modules, rng.describe(engine.groups)]
-    return torch_dist_files.select_shards(tensors, objects, engine.groups.collection.dp_cp, _common(engine, plain))
+    replicas = engine.groups.collection.dp_cp
+    return torch_dist_files.select_shards(tensors, objects, replicas, _common(engine, plain), plans or SavePlans())
 
 
-def write(taken: torch_dist_files.Snapshot, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+def write(
+    taken: torch_dist_files.Snapshot,
+    folder: Path,
+    group: dist.ProcessGroup | None = None,
+    plans: SavePlans | None = None,
+) -> dict[str, Entry]:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 
-    All files are on disk when the function returns.  The caller marks the checkpoint as complete.  Raises StorageError
-    or OSError on all ranks.
+    All files are on disk when the function returns.  The caller marks the checkpoint as complete.  Returns the files of
+    shards that this rank wrote, by name.  Raises StorageError or OSError on all ranks.
     """
-    torch_dist_files.write(taken, folder, group)
+    files = torch_dist_files.write(taken, folder, group, plans or SavePlans())
     broadcast_from_rank0(lambda: write_common(taken.common, folder), group)
+    return files
 
 
 def load(engine: Engine, folder: Path) -> dict[str, Any]:

@@ -8,7 +8,9 @@ writer is not used: it forks processes, which takes seconds per save, and the pr
 """
 
 import io
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +18,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.metadata as md
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
-    determine_main_replica_uniform_distribution,
     distribute_main_replicas_with_precomputed_distribution,
 )
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from sft.atomic_files import why_not_written
 from sft.errors import CheckpointError, StorageError
+from sft.file_digest import Entry, HashingFile
 from sft.mcore.checkpoint_io import safe_reader
-from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+from sft.mcore.checkpoint_io.save_plans import SavePlanner, SavePlans
 from sft.parallel.collectives import all_gather_objects
 
 CHUNK_BYTES = 256 << 20  # largest size of a stored chunk; reading one row reads the whole chunk
@@ -108,13 +107,14 @@ def select_shards(
     objects: Sequence[ShardedObject],
     replicas: dist.ProcessGroup,
     common: dict[str, Any],
+    plans: SavePlans,
 ) -> Snapshot:
     """The snapshot of this rank: the tensors and objects that it writes, out of those that it holds.
 
     Collective over `replicas`, the data- and context-parallel ranks, which divide the tensors they all hold evenly.
     """
     by_number = {str(i): _with_all_axes(shard) for i, shard in enumerate(shards)}
-    distribution = determine_main_replica_uniform_distribution(by_number, replicas)
+    distribution = plans.distribution(by_number, replicas)
     distribute_main_replicas_with_precomputed_distribution(by_number, replicas, distribution)
     return Snapshot(
         shards=[chunk for s in by_number.values() if is_main_replica(s.replica_id) for chunk in _split(s)],
@@ -136,43 +136,56 @@ def _split(shard: ShardedTensor) -> Iterator[ShardedTensor]:
         yield replace(shard, data=chunk, local_shape=tuple(chunk.shape), global_offset=offset)
 
 
-def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the tensors and objects of all ranks into `folder`.  Collective over `group`.
+def write(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None, plans: SavePlans) -> dict[str, Entry]:
+    """Write the tensors and objects of all ranks into `folder`.  Returns the files of this rank.  Collective.
 
-    If one rank fails, all ranks raise StorageError.
+    If one rank of `group` fails, all ranks raise StorageError.
     """
     state = {**_by_key(snapshot.shards), **snapshot.objects}
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = _Writer(folder)
     try:
-        dcp.save(state, storage_writer=_Writer(folder), planner=planner, process_group=group)
+        dcp.save(state, storage_writer=writer, planner=SavePlanner(plans), process_group=group)
     except dcp.CheckpointException as error:  # a BaseException
         raise StorageError(f"{folder.name} was not written: {_causes(error)}") from error
+    return writer.files.entries
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer, with clear errors: a rank that cannot write checks the disk at once and reports the reason.
+    """Torch's writer, which computes digests, and with clear errors: a rank that cannot write reports the reason.
 
     On a full disk, torch itself reports "unexpected pos 704 vs 598" or similar.
     """
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = self.files = _HashingFiles()
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
             raise StorageError(why_not_written(Path(self.path), error)) from error
 
 
-class _SavePlanner(MCoreSavePlanner):
-    """Core's planner, with a check of all chunks that is fast with many experts."""
+class _HashingFiles(FileSystem):
+    """Torch's file system, which computes the digests of new files of shards while they are written."""
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], md.Metadata]:
-        # If chunks were renumbered over all ranks, torch would have to search all chunks to find one.
-        plans, index = create_default_global_save_plan(dedup_save_plans(all_plans), rewrite_index_hints=False)
-        for key, entry in index.state_dict_metadata.items():
-            if isinstance(entry, md.TensorStorageMetadata) and (fault := ChunkIndex(key, entry).fault()):
-                raise ValueError(fault)
-        self.global_plan, self.metadata = plans, index
-        return plans, index
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        name = Path(path).name
+        if not name.endswith(DEFAULT_SUFFIX):
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        assert mode == "wb", mode
+        with closing(HashingFile(Path(path))) as file:
+            yield file  # torch flushes the file to disk and closes it
+            file.check()
+            self.entries[name] = file.entry
 
 
 def read(shards: Sequence[ShardedTensor], source: Path | safe_reader.SafeReader) -> None:

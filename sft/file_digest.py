@@ -1,0 +1,77 @@
+"""Sizes and SHA-256 digests of files, computed by reading a file or while a new file is written."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    num_bytes: int
+    sha256: str
+
+
+def entry_of(path: Path) -> Entry:
+    """Size and digest of a file.  Reads the whole file: 1 to 2 GB/s per core from the page cache."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return Entry(num_bytes=file.tell(), sha256=digest.hexdigest())
+
+
+class HashingFile:
+    """A new file, whose size and digest are computed during writing.
+
+    `write` keeps an OSError for `check` and `finish` instead of raising it.  torch.save, which calls `write`, would
+    turn the OSError into another error, which differs between versions of torch.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._stream, self._digest, self.num_bytes = path.open("wb", buffering=0), hashlib.sha256(), 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self._error is None:
+            try:
+                self._put(view)
+            except OSError as error:
+                self._error = error
+        self._digest.update(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing; torch needs this method and the next two."""
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def check(self) -> None:
+        """Raise the OSError of an earlier write."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> Entry:
+        """Flush the file to disk, close it, and return its size and digest."""
+        self.check()
+        os.fsync(self._stream.fileno())
+        self.close()
+        return self.entry
+
+    @property
+    def entry(self) -> Entry:
+        """Size and digest of what was written until now."""
+        return Entry(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _put(self, view: memoryview) -> None:
+        written = 0
+        while written < len(view):
+            written += self._stream.write(view[written:])

@@ -1,0 +1,83 @@
+"""Plans which rank writes which part of a checkpoint, once for all saves of a run.
+
+The parts of a run's state never change.  With many experts there are more than 100,000 of them, and rank 0 plans all
+parts alone.  So later saves reuse the first plan, and exchange only what they wrote.
+
+`torch_dist_files.py` writes the parts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint.metadata as md
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
+
+from sft.mcore.checkpoint_io.chunk_index import ChunkIndex
+
+
+class SavePlans:
+    """The plans of the first save of an engine; every later save of this engine reuses them.
+
+    local   this rank's parts, before the ranks are compared
+    final   the parts that this rank writes, and the name of its file; None before the first save
+    index   on rank 0: the index of all parts, for .metadata
+    """
+
+    def __init__(self) -> None:
+        self._replicated: tuple[list[Any], Any] | None = None
+        self.local: SavePlan | None = None
+        self.final: SavePlan | None = None
+        self.index: md.Metadata | None = None
+
+    def distribution(self, shards: Mapping[str, ShardedTensor], replicas: dist.ProcessGroup) -> Any:
+        """Which rank of `replicas` writes which of the shards that several ranks hold.  Collective the first time."""
+        parts = [(shard.key, shard.global_offset, shard.replica_id) for shard in shards.values()]
+        if self._replicated is None:
+            self._replicated = parts, determine_main_replica_uniform_distribution(dict(shards), replicas)
+        first, distribution = self._replicated
+        assert parts == first, "these plans are for another engine"
+        return distribution
+
+
+class SavePlanner(MCoreSavePlanner):
+    """Core's planner, with plans that are reused, and with a check of all chunks that is fast with many experts.
+
+    A rank that has a plan sends an empty one that is not usable, and rank 0 answers with the same.
+    """
+
+    def __init__(self, plans: SavePlans) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._plans = plans
+
+    def create_local_plan(self) -> SavePlan:
+        plan: SavePlan = super().create_local_plan()
+        if self._plans.final is None:
+            self._plans.local = plan
+            return plan
+        assert plan == self._plans.local, "these plans are for another engine"
+        return SavePlan([], usable=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], md.Metadata]:
+        if not any(plan.usable for plan in all_plans):
+            assert self._plans.index is not None
+            return all_plans, self._plans.index
+        # If chunks were renumbered over all ranks, torch would have to search all chunks to find one.
+        plans, index = create_default_global_save_plan(dedup_save_plans(all_plans), rewrite_index_hints=False)
+        for key, entry in index.state_dict_metadata.items():
+            if isinstance(entry, md.TensorStorageMetadata) and (fault := ChunkIndex(key, entry).fault()):
+                raise ValueError(fault)
+        self._plans.index = index
+        return plans, index
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if new_plan.usable:
+            self._plans.final = new_plan
+        assert self._plans.final is not None
+        self.plan = self._plans.final
+        return self.plan

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sft import commands
 from sft.errors import ConfigError, SftError, StorageError
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SftError as error:
-        _report(error, is_run=words[:1] == ["train"])  # other commands have one process, even if RANK is set
+        _report(
+            error, is_run=words[:1] in (["train"], ["probe"])
+        )  # other commands have one process, even if RANK is set
         return 1 if isinstance(error, StorageError) else 2
     except KeyboardInterrupt:
         return 130
@@ -106,13 +108,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prepare: commands.prepare,
         inspect: commands.inspect,
         plan: commands.plan,
+        **dict.fromkeys(_add_probes(subcommands), commands.probe),
     }
     for command, action in actions.items():
         command.set_defaults(action=action, parser=command)
-        optional = "?" if command is plan else None
-        command.add_argument(
-            "recipe", metavar="RECIPE", nargs=optional, help="YAML file, such as recipes/qwen3_8b_64k.yaml"
-        )
+        number = "?" if command is plan else None
+        command.add_argument("recipe", metavar="RECIPE", nargs=number, help="YAML file, e.g. recipes/qwen3_8b_64k.yaml")
         command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
     check.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
     check.add_argument("--explain", metavar="KEY", help="show where the value of KEY came from, and what KEY does")
@@ -146,3 +147,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         plan.error("a RECIPE is missing")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _add_probes(subcommands: Any) -> list[argparse.ArgumentParser]:
+    """The parsers of `sft probe leak | parity | data`."""
+    probe = subcommands.add_parser("probe", help="answer a question about a recipe, its data and its weights")
+    probes = probe.add_subparsers(dest="probe", required=True, metavar="QUESTION")
+    leak = probes.add_parser("leak", help="does one document of a pack change anything in the others?")
+    parity = probes.add_parser("parity", help="do two layouts or backends compute the same loss and gradients?")
+    data = probes.add_parser("data", help="show what every rank receives as text, and check it against the samples")
+    for command in (leak, parity, data):
+        command.add_argument("--step", metavar="N", type=int, default=1, help="the step whose data is used (default 1)")
+        command.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE (docs/probes.md)")
+    leak.add_argument("--document", metavar="N", type=int, help="document to change, from 0 (default: in the middle)")
+    parity.add_argument(
+        "--against",
+        metavar="KEY=VALUE,...",
+        required=True,
+        help="settings of the second layout, for example parallel.cp=1,parallel.tp=2",
+    )
+    data.add_argument("--full", action="store_true", help="do not shorten long documents")
+    return [leak, parity, data]

@@ -189,6 +189,17 @@ def plan(arguments: Namespace) -> int:
     return 0
 
 
+def probe(arguments: Namespace) -> int:
+    """Run `sft probe`.  Returns 1 if the probe found a fault, else 0."""
+    recipe = _recipe(arguments)
+    layout = _layout(recipe, _launched_world_size() or 1)
+    _check_paths(recipe)
+
+    from sft.probe.answer import answer
+
+    return answer(arguments, recipe, layout)
+
+
 def _recipe(arguments: Namespace) -> "Recipe":
     """The recipe of the command line.  Rank 0 warns of keys that have been renamed."""
     from sft.recipe.load import load_recipe

@@ -1,0 +1,58 @@
+"""Describes this rank's reduced gradients as chunks of unsharded gradients, named alike on every layout."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sft.mcore.checkpoint_io.engine_state import model_state
+from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
+from sft.mcore.engine import Engine
+
+_STACKED = re.compile(r"decoder\.layers\.(?!\d)")  # the first axis of such a tensor is the layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientChunk:
+    """A rectangular part of the gradient of one parameter of one layer: fp32, on the device."""
+
+    parameter: str  # "layer 4 mlp.linear_fc1.weight", layers counted from 1
+    shape: tuple[int, ...]  # of the whole gradient
+    offset: tuple[int, ...]  # of `data` in the whole gradient
+    data: Tensor
+
+
+def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
+    """The chunks that this rank is the first to hold.  The chunks of all ranks give every gradient exactly once.
+
+    Call it after `engine.measure(..., forward_only=False)`.  With the distributed optimizer, a rank holds the reduced
+    gradients of the elements that it updates.
+    """
+    slices = [
+        OptimizerSlice(
+            param=part.param,
+            start=part.start,
+            tensors={MAIN: _main_grad(part)},
+            is_distributed=part.is_distributed,
+        )
+        for part in optimizer_slices(engine.optimizer)
+    ]
+    for shard in sharded_slices(slices, model_state(engine), main=""):
+        if any(shard.replica_id):
+            continue
+        name, skipped = shard.key, 0
+        if _STACKED.match(name):
+            name, skipped = f"layer {shard.global_offset[0] + 1} {_STACKED.sub('', name)}", 1
+        yield GradientChunk(
+            parameter=name,
+            shape=tuple(shard.global_shape[skipped:]),
+            offset=tuple(shard.global_offset[skipped:]),
+            data=shard.data[0] if skipped else shard.data,
+        )
+
+
+def _main_grad(part: OptimizerSlice) -> Tensor:
+    size = next(iter(part.tensors.values())).numel()
+    gradient: Tensor = part.param.main_grad  # type: ignore[attr-defined]
+    return gradient.view(-1)[part.start : part.start + size]

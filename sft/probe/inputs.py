@@ -1,0 +1,131 @@
+"""Compares the microbatches that the ranks receive with the samples that they were made of.
+
+The reference is the sample: a microbatch says of each token its document and its position, so the sample says which
+token, label and mask belong there.  Neither the pack nor the split over context-parallel ranks is computed again.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.batch import Microbatch, Sample
+from sft.parallel.collectives import all_gather_objects
+from sft.parallel.position import Position
+
+NameOf = Callable[[Sample], str]  # the name of a sample's row
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One microbatch on one rank, as its description for the other ranks."""
+
+    position: tuple[int, int, int]  # dp rank, microbatch, cp rank
+    digest: str  # of every tensor
+    runs: list[tuple[int, int, int]]  # document, first position and end of each run of consecutive positions
+    sizes: list[int]  # padded tokens of each document of the pack
+    problems: list[str]
+
+
+def problems_of(
+    microbatches: Sequence[Microbatch], samples: Sequence[Sequence[Sample]], position: Position, name_of: NameOf
+) -> list[str]:
+    """The faults in the microbatches of all ranks, the same list on every rank.  Collective.
+
+    samples: those of each of this rank's microbatches, from the prepared data
+    """
+
+    def describe() -> list[_Part]:
+        return [
+            _Part(
+                position=(position.dp_rank, index, position.cp_rank),
+                digest=_digest(mb),
+                runs=runs(mb),
+                sizes=np.diff(mb.cu_seqlens.numpy()).tolist(),
+                problems=list(_local_problems(mb, of_pack, name_of)),
+            )
+            for index, (mb, of_pack) in enumerate(zip(microbatches, samples, strict=True))
+        ]
+
+    parts = [part for of_rank in all_gather_objects(describe, position.control) for part in of_rank]
+    local: dict[str, None] = {}  # in order, and once for all ranks that hold the same part
+    for part in parts:
+        dp_rank, index, cp_rank = part.position
+        for problem in part.problems:
+            local[f"dp rank {dp_rank}, microbatch {index + 1}, cp rank {cp_rank}: {problem}"] = None
+    return [*local, *_disagreements(parts)]
+
+
+def runs(mb: Microbatch) -> list[tuple[int, int, int]]:
+    """Document, first position and end of each run of consecutive positions: [(0, 0, 16), (0, 48, 64), ...]"""
+    documents, positions = mb.documents[0].numpy(), mb.position_ids[0].numpy()
+    starts = np.flatnonzero((np.diff(documents, prepend=-1) != 0) | (np.diff(positions, prepend=-1) != 1))
+    stops = [*starts[1:], len(positions)]
+    return [(int(documents[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(starts, stops)]
+
+
+def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) -> Iterator[str]:
+    """The faults of one microbatch on one rank, one line for each kind."""
+    documents, positions, labels = (x[0].numpy() for x in (mb.documents, mb.position_ids, mb.labels))
+    tokens, supervised = mb.tokens[0].numpy(), mb.loss_mask[0].numpy()
+    sizes = np.diff(mb.cu_seqlens.numpy())[documents]  # [t], as are all arrays below
+    lengths = np.array([len(sample.tokens) for sample in samples] + [0] * (len(mb.lengths) - len(samples)))
+    starts = np.concatenate([[0], np.cumsum(lengths)])[documents]
+    lengths = lengths[documents]
+    all_tokens = np.concatenate([*(sample.tokens for sample in samples), [-1, -1]])
+    all_masks = np.concatenate([*(sample.weights > 0 for sample in samples), [False, False]])
+    inside = (positions >= 0) & (positions < sizes)
+    real = inside & (positions < lengths)
+    has_next = inside & (positions + 1 < lengths)
+    own, after = np.where(real, starts + positions, -1), np.where(has_next, starts + positions + 1, -1)
+    faults = {
+        "position_ids are outside of their document, as if positions did not start at 0": ~inside,
+        "tokens are not those of the sample": real & (tokens != all_tokens[own]),
+        "labels are not the next token of the same document": has_next & (labels != all_tokens[after]),
+        "a document's last token, or padding, is supervised": inside & ~has_next & supervised,
+        "the loss mask is not that of the sample": has_next & (supervised != all_masks[after]),
+    }
+    for fault, where in faults.items():
+        if where.any():
+            first = int(where.argmax())
+            document = int(documents[first])
+            name = name_of(samples[document]) if document < len(samples) else "filler"
+            yield (
+                f"{fault}: {where.sum():,} tokens, first in document {document} ({name}): position_id "
+                f"{positions[first]} of {sizes[first]}"
+            )
+
+
+def _disagreements(parts: Sequence[_Part]) -> Iterator[str]:
+    """Faults that only show when all ranks are compared: a pack must exist exactly once over its cp ranks."""
+    by_pack: dict[tuple[int, int], dict[int, _Part]] = {}
+    for part in parts:
+        dp_rank, index, cp_rank = part.position
+        holders = by_pack.setdefault((dp_rank, index), {})
+        if holders.setdefault(cp_rank, part).digest != part.digest:
+            yield f"dp rank {dp_rank}, microbatch {index + 1}: two ranks with cp rank {cp_rank} hold different tensors"
+    for (dp_rank, index), holders in sorted(by_pack.items()):
+        where = f"dp rank {dp_rank}, microbatch {index + 1}"
+        sizes = {tuple(part.sizes) for part in holders.values()}
+        if len(sizes) > 1:
+            yield f"{where}: the cp ranks have different cu_seqlens"
+            continue
+        expected = dict(enumerate(sizes.pop()))
+        reached = dict.fromkeys(expected, 0)
+        for document, start, stop in sorted(run for part in holders.values() for run in part.runs):
+            if start != reached[document]:
+                times = "on two cp ranks" if start < reached[document] else "on no cp rank"
+                low, high = sorted((start, reached[document]))
+                yield f"{where}, document {document}: positions {low} to {high - 1} are {times}"
+            reached[document] = max(stop, reached[document])
+        for document, size in expected.items():
+            if reached[document] < size:
+                yield f"{where}, document {document}: positions {reached[document]} to {size - 1} are on no cp rank"
+
+
+def _digest(mb: Microbatch) -> str:
+    digest = hashlib.sha256()
+    for tensor in (mb.tokens, mb.labels, mb.loss_weights, mb.position_ids, mb.documents, mb.cu_seqlens):
+        digest.update(np.ascontiguousarray(tensor.numpy()).tobytes())
+    return digest.hexdigest()

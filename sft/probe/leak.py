@@ -1,0 +1,280 @@
+"""Does one document of a pack change anything in the others?
+
+The probe replaces token ids of one document of a real pack, keeping all lengths:
+
+    whole  all tokens of the document are replaced; nothing may change in any other document
+    end    its last quarter is replaced; nothing may change in other documents, nor in its own earlier tokens
+
+Hidden states after every layer and losses must be bitwise equal at every token that may not change.  In the other
+direction, the sum of the losses of these tokens must have a gradient of exactly 0 at every token that was replaced.
+Every token that has a next token in its document has a loss here, supervised or not.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.batch import Microbatch, Sample
+from sft.errors import ConfigError
+from sft.mcore.engine import Engine
+from sft.mcore.hidden_states import observed, rows_of, sketch
+from sft.parallel.collectives import all_gather_objects
+from sft.parallel.layout import Layout
+from sft.probe import inputs
+from sft.probe.report import Report
+from sft.probe.session import Session, model, session
+from sft.recipe.resolved import Recipe
+
+# Relative change above which a token counts as changed.  A dense model computes each token from its own document, in
+# matrix products whose shapes do not depend on token ids, so nothing may change.  The matrix products of an expert have
+# as many rows as tokens chose the expert, and another number of rows may be rounded in another order.
+DENSE = 0.0
+EXPERTS = {"fp32": 1e-5, "bf16": 3e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The pack of this rank, and the document whose tokens are replaced."""
+
+    samples: list[Sample]
+    document: int
+    microbatch: Microbatch
+
+    def stays(self, first: int) -> Tensor:
+        """bool [t]: the tokens that may not change if the document is replaced from position `first` on."""
+        return (self.microbatch.documents[0] != self.document) | (self.microbatch.position_ids[0] < first)
+
+    def replaced(self, first: int, vocab_size: int) -> list[Sample]:
+        """The samples, with another id for each token of the document from position `first` on."""
+        samples, sample = list(self.samples), self.samples[self.document]
+        tokens = sample.tokens.copy()
+        steps = np.random.default_rng(first).integers(1, vocab_size, size=len(tokens) - first)
+        tokens[first:] = (tokens[first:] + steps) % vocab_size
+        samples[self.document] = replace(sample, tokens=tokens)
+        return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leak:
+    """Tokens of one document that changed or have a gradient after one layer, but must not; over all ranks of a pack.
+
+    layer  0 is the embedding; the losses are one more than the last layer
+    size   forward: the largest relative change of a token; gradient: the largest absolute value
+    """
+
+    dp_rank: int
+    direction: str  # forward or gradient
+    replaced: str  # whole or end
+    document: int
+    layer: int
+    stage: int
+    tokens: int
+    size: float
+
+    def sentence(self, num_layers: int) -> str:
+        effect = {
+            ("forward", "whole"): "changes with another document",
+            ("forward", "end"): "changes with the end of a document",
+            ("gradient", "whole"): "has a gradient of losses of other documents",
+            ("gradient", "end"): "has, at its end, a gradient of earlier losses or other documents",
+        }[self.direction, self.replaced]
+        layer = f"after layer {self.layer}" if self.layer <= num_layers else "in the losses"
+        return (
+            f"dp rank {self.dp_rank}: document {self.document} {effect}, first {layer} (stage {self.stage}): "
+            f"{self.tokens:,} tokens, {self.size:.1e}"
+        )
+
+
+Observation = dict[int, tuple[Tensor, Tensor]]  # by layer: indices of local tokens [m], and float64 [m, n] of each
+
+
+def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> Report:
+    """Probe one pack of step `step`, counted from 1, on every data-parallel rank.  Collective.
+
+    document: number of the document in its pack, counted from 0; None: the one in the middle
+    """
+    with session(_without_balancing_losses(recipe), layout) as s, model(s) as (engine, weights):
+        subject = _choose(s, step, document)
+        problems = inputs.problems_of([subject.microbatch], [subject.samples], s.groups, s.row_name)
+        leaks, blind = _examine(s, engine, subject)
+        packs = dict(all_gather_objects(lambda: (s.groups.dp_rank, _describe(s, subject)), s.groups.control))
+    num_layers = recipe.config.model.num_layers
+    first = {(x.dp_rank, x.direction, x.replaced, x.document): x for x in reversed(leaks)}
+    problems += [*blind, *(leak.sentence(num_layers) for leak in reversed(first.values()))]
+    return Report(
+        probe="leak",
+        problems=problems,
+        checked="no token depends on another document or a later token "
+        f"({num_layers} layers, {layout.pp} pipeline stages)",
+        lines=[f"step {step}, {weights}", *(f"dp rank {rank}: {text}" for rank, text in sorted(packs.items()))],
+        facts={
+            "step": step,
+            "weights": weights,
+            "layout": layout.sizes,
+            "packs": packs,
+            "leaks": list(map(asdict, leaks)),
+        },
+    )
+
+
+def _without_balancing_losses(recipe: Recipe) -> Recipe:
+    """The recipe without the balancing losses of experts, which give every document a gradient of its own."""
+    config = recipe.config
+    if config.run.fp8 is not None:
+        raise ConfigError(
+            f"run.fp8 = {config.run.fp8}: FP8 scales tensors by values of several documents, so every document changes "
+            "the rounding of others, and a leak cannot be distinguished from it.  Probe the recipe with run.fp8=null."
+        )
+    moe = config.model.moe.model_copy(update={"aux_loss_coef": 0.0, "z_loss_coef": 0.0})
+    return replace(recipe, config=config.model_copy(update={"model": config.model.model_copy(update={"moe": moe})}))
+
+
+def _choose(s: Session, step: int, document: int | None) -> Subject:
+    """Of this rank's packs the one with most documents; its given document, or the one in the middle.  Collective."""
+    samples = max(s.data.train.samples(step - 1), key=len)
+    fewest = min(all_gather_objects(lambda: len(samples), s.groups.control))
+    if fewest == 0:
+        raise ConfigError(f"--step {step}: a data-parallel rank has no samples in this step.  Give another --step.")
+    if document is not None and document >= fewest:
+        raise ConfigError(f"--document {document} is not in the pack.  Give --document 0 to {fewest - 1}.")
+    chosen = len(samples) // 2 if document is None else document
+    return Subject(samples=samples, document=chosen, microbatch=s.data.train.microbatch(samples))
+
+
+def _describe(s: Session, subject: Subject) -> str:
+    sample = subject.samples[subject.document]
+    return (
+        f"a pack of {subject.microbatch.cu_seqlens[-1]:,} tokens and {len(subject.samples)} documents; document "
+        f"{subject.document} ({s.row_name(sample)}, {len(sample.tokens):,} tokens) is replaced"
+    )
+
+
+def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], list[str]]:
+    """All leaks, and reasons why the probe's own answer proves nothing.  The same on every rank; collective."""
+    length = len(subject.samples[subject.document].tokens)
+    leaks: list[Leak] = []
+    reached: set[int] = set()  # layers with a gradient
+    with s.console.track("leak", 6, "passes") as progress:
+        base = _observe(engine, subject.microbatch)
+        progress.advance(1)
+        unstable = _different(base, _observe(engine, subject.microbatch))
+        progress.advance(1)
+        for name, first in (("end", length - max(1, length // 4)), ("whole", 0)):
+            samples = subject.replaced(first, engine.vocab_size)
+            changed = _observe(engine, s.data.train.microbatch(samples))
+            progress.advance(1)
+            leaks += _forward_leaks(s, subject, name, first, base, changed)
+            leaks += _gradient_leaks(s, engine, subject, name, first, reached)
+            progress.advance(1)
+        moved = _different(base, changed)
+    gathered = all_gather_objects(lambda: (leaks, unstable, moved, reached), s.groups.control)
+    unstable, moved, reached = (set[int]().union(*sets) for sets in list(zip(*gathered))[1:])
+    blind = []
+    if unstable:
+        blind.append(
+            f"two passes over the same pack differ, first after layer {min(unstable)}: kernels are not deterministic, "
+            "so the comparison of hidden states proves nothing"
+        )
+    layers = set(range(s.config.model.num_layers + 1))
+    if layers - moved:
+        blind.append(f"replacing a document changed nothing after layer {min(layers - moved)}, not even in itself")
+    if layers - reached:
+        blind.append(f"no loss has a gradient after layer {max(layers - reached)}, so zero gradients prove nothing")
+    return _merged(leak for of_rank, *_ in gathered for leak in of_rank), blind
+
+
+def _different(base: Observation, other: Observation) -> set[int]:
+    return {layer for layer, (_, values) in base.items() if not torch.equal(values, other[layer][1])}
+
+
+def _with_losses(mb: Microbatch, stays: Tensor) -> Microbatch:
+    """The microbatch with weight 1 on those tokens of `stays` that have a next token in their document."""
+    has_next = mb.position_ids + 1 < torch.from_numpy(mb.lengths)[mb.documents]
+    return replace(mb, loss_weights=(has_next & stays).float())
+
+
+def _passes(engine: Engine, mb: Microbatch) -> list[Microbatch]:
+    """One microbatch; with virtual stages several equal ones, because the schedule needs a multiple of pp."""
+    return [mb] * (engine.layout.pp if engine.layout.virtual_stages > 1 else 1)
+
+
+def _observe(engine: Engine, mb: Microbatch) -> Observation:
+    mb = _with_losses(mb, torch.tensor(True))
+    tokens, observation = torch.arange(mb.tokens.shape[1]), Observation()
+
+    def keep(layer: int, hidden: Tensor) -> None:
+        observation[layer] = tokens[rows_of(engine, len(tokens))], sketch(hidden)
+
+    with observed(engine, on_hidden=keep):
+        measured = engine.measure(_passes(engine, mb), forward_only=True)
+    for _, statistics in measured[:1]:
+        losses = -statistics.logprob.double().cpu()
+        observation[engine.config.model.num_layers + 1] = tokens[mb.loss_mask[0]], losses[:, None]
+    return observation
+
+
+def _forward_leaks(
+    s: Session, subject: Subject, replaced: str, first: int, base: Observation, changed: Observation
+) -> Iterator[Leak]:
+    model = s.config.model
+    tolerance = EXPERTS[s.config.run.precision] if model.moe.num_experts else DENSE
+    # The loss of the last token that stays has a replaced token as its label.
+    stays, stays_with_label = subject.stays(first), subject.stays(first - 1)
+    for layer, (tokens, values) in base.items():
+        difference, norm = (changed[layer][1] - values).norm(dim=1), values.norm(dim=1)
+        leaked = (stays if layer <= model.num_layers else stays_with_label)[tokens]
+        leaked &= ~(difference <= tolerance * norm)  # also if a number is NaN
+        yield from _leaks(s, subject, "forward", replaced, layer, tokens[leaked], (difference / norm)[leaked])
+
+
+def _gradient_leaks(
+    s: Session, engine: Engine, subject: Subject, replaced: str, first: int, reached: set[int]
+) -> list[Leak]:
+    """Also adds to `reached` the layers that have a gradient at all."""
+    mb, stays = subject.microbatch, subject.stays(first)
+    tokens = torch.arange(mb.tokens.shape[1])[rows_of(engine, mb.tokens.shape[1])]
+    leaks: list[Leak] = []
+
+    def check(layer: int, gradient: Tensor) -> None:
+        largest = gradient.abs().amax(dim=1).double().cpu()
+        reached.update({layer} if bool(largest.any()) else ())
+        leaked = ~stays[tokens] & ~(largest == 0)
+        leaks.extend(_leaks(s, subject, "gradient", replaced, layer, tokens[leaked], largest[leaked]))
+
+    with observed(engine, on_gradient=check):
+        engine.measure(_passes(engine, _with_losses(mb, stays)), forward_only=False)
+    return leaks
+
+
+def _leaks(
+    s: Session, subject: Subject, direction: str, replaced: str, layer: int, tokens: Tensor, sizes: Tensor
+) -> Iterator[Leak]:
+    """One leak per document of these local tokens."""
+    documents = subject.microbatch.documents[0][tokens]
+    counts = s.groups.tp_rank == 0 or s.layout.sequence_parallel  # otherwise all tp ranks hold the same tokens
+    for document in documents.unique().tolist():
+        yield Leak(
+            dp_rank=s.groups.dp_rank,
+            direction=direction,
+            replaced=replaced,
+            document=document,
+            layer=layer,
+            stage=s.groups.pp_rank,
+            tokens=int((documents == document).sum()) * counts,
+            size=float(sizes[documents == document].max()),
+        )
+
+
+def _merged(leaks: Iterable[Leak]) -> list[Leak]:
+    """The leaks of all ranks in the order of computation: forward up through the layers, gradients down."""
+    merged: dict[tuple[object, ...], Leak] = {}
+    for leak in leaks:
+        order = leak.layer if leak.direction == "forward" else -leak.layer
+        key = leak.dp_rank, leak.direction, leak.replaced != "whole", leak.document, order
+        if key in merged:
+            leak = replace(leak, tokens=leak.tokens + merged[key].tokens, size=max(leak.size, merged[key].size))
+        merged[key] = leak
+    return [merged[key] for key in sorted(merged)]

@@ -1,0 +1,100 @@
+"""Builds the part of a training run that a probe examines: process groups, data, and the model with its weights.
+
+Nothing is written into the run's folder, and no checkpoint is renamed or removed.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sft.batch import Sample
+from sft.checkpoint import folders, resume
+from sft.config import Config
+from sft.console import Console
+from sft.data.pipeline import DataPipeline
+from sft.mcore import device, initial_weights, process_groups
+from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.engine import Engine, release
+from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.layout import Layout
+from sft.recipe.resolved import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """This process as a rank of the layout, with the data of the recipe."""
+
+    config: Config
+    layout: Layout
+    groups: process_groups.ProcessGroups
+    console: Console
+    data: DataPipeline
+
+    def row_name(self, sample: Sample) -> str:
+        return self.data.row_name(sample.sample_id)
+
+
+@contextmanager
+def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> Iterator[Session]:
+    """Join the other processes as `layout` says.  Progress is printed on stderr.
+
+    store: as in `process_groups.start`; each of two sessions in one process needs its own
+    """
+    config = recipe.config
+    torch_device = device.start(device.choose(config.run.device))
+    groups = process_groups.start(
+        layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s, store=store
+    )
+    console = Console(groups.rank, sys.stderr)
+    data = DataPipeline(config, recipe.arguments, layout, groups, console)
+    yield Session(config=config, layout=layout, groups=groups, console=console, data=data)
+    process_groups.stop()  # not after an error: another rank may wait in a collective
+
+
+@contextmanager
+def model(session: Session) -> Iterator[tuple[Engine, str]]:
+    """The engine, and where its weights are from: the run's checkpoint, model.init_from, or random weights."""
+    config, data = session.config, session.data
+    engine = Engine(config, session.layout, session.groups, vocab_size=data.vocab_size, num_steps=data.num_steps)
+    source = broadcast_from_rank0(lambda: _checkpoint(config), session.groups.control)
+    if source is None:
+        initial_weights.initialise(engine)
+        weights = f"random weights (seed {config.run.seed}): neither the run nor model.init_from has a checkpoint"
+    else:
+        point = resume.verified(source, config.checkpoint.verify, session.groups)
+        engine_state.load_weights(engine, point.path)
+        weights = f"weights of {point.path} ({point.verification})"
+    yield engine, weights
+    release(engine)
+    if session.groups.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _checkpoint(config: Config) -> Path | None:
+    """The checkpoint that checkpoint.resume names, the run's newest, or that of model.init_from; None: there is none.
+
+    Raises CheckpointError if a named path has no checkpoint.
+    """
+    own, resume_from = Path(config.run.dir) / "checkpoints", config.checkpoint.resume
+    if resume_from not in ("auto", "must", "never"):
+        return folders.find([Path(resume_from)], f"checkpoint.resume = {resume_from}")
+    if resume_from == "must" or (resume_from == "auto" and folders.candidates(own)):
+        return folders.find([own], f"checkpoint.resume = {resume_from}: {own}")
+    if config.model.init_from:
+        return folders.find([Path(config.model.init_from)], f"model.init_from = {config.model.init_from}")
+    return None
+
+
+def shared_store() -> dist.Store | None:
+    """The store through which torchrun's processes find each other; None for a single process without torchrun."""
+    if "RANK" not in os.environ:
+        return None
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store

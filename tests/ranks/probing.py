@@ -1,0 +1,155 @@
+"""`sft probe` on the ranks of a pool, with a fault planted in the code that it examines."""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sft.cli import main
+from sft.data.packing import pack
+from sft.mcore import process_groups
+from sft.mcore.attention.portable import Portable
+from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.engine import Engine
+from sft.parallel import context_parallel
+from sft.parallel.layout import Layout
+from sft.probe.session import model, session
+from sft.recipe.load import load_recipe
+from tests.launching import RECIPE, environments
+from tests.ranks.pool import RankPool, join
+
+
+def prepare(folder: Path, text: str = RECIPE) -> Path:
+    """A recipe with prepared data: packs of 256 bytes with three chats of different lengths."""
+    lengths = [(i % 7, 9 + 5 * i % 23) for i in range(24)]
+    chats = [[("user", "?" * n), ("assistant", "ab" * m)] for n, m in lengths]
+    rows = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
+    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(text.format(folder=folder))
+    assert main(["data", "prepare", str(recipe)]) == 0
+    return recipe
+
+
+def probe(pool: RankPool, recipe: Path, words: list[str], fault: str | None = None) -> tuple[int, dict[str, Any]]:
+    """Exit code, the same on every rank, and the content of --json: `probe(pool, recipe, ["leak", "parallel.cp=2"])`"""
+    answer, (question, *rest) = recipe.parent / "answer.json", words
+    answer.unlink(missing_ok=True)
+    environment = {key: environments(1)[0][key] for key in ("MASTER_ADDR", "MASTER_PORT")}
+    command = ["probe", question, str(recipe), *rest, "--json", str(answer)]
+    codes = set(pool.run(_on_rank, command, environment, fault))
+    assert len(codes) == 1, codes
+    return codes.pop(), json.loads(answer.read_text()) if answer.exists() else {}
+
+
+def _on_rank(command: list[str], environment: dict[str, str], fault: str | None) -> int:
+    with mock.patch.dict(os.environ, environment), FAULTS[fault]() if fault else contextlib.nullcontext():
+        try:
+            return main(command)
+        finally:
+            if dist.is_initialized():
+                process_groups.stop()
+
+
+def alone(command: list[str]) -> tuple[int, str]:
+    """`sft` on rank 0 as a single process without torchrun: exit code and output.  Other ranks do nothing."""
+    if os.environ["RANK"] != "0":
+        return 0, ""
+    output = io.StringIO()
+    with mock.patch.dict(os.environ), contextlib.redirect_stdout(output):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+        return main(command), output.getvalue()
+
+
+def save_weights(recipe: Path, folder: str) -> None:
+    """A checkpoint of random weights of another seed, without manifest."""
+    loaded = load_recipe(str(recipe), ["run.seed=5"])
+    join()
+    with session(loaded, Layout.resolve(loaded.config, 2)) as s, model(s) as (engine, _):
+        engine_state.write(engine_state.snapshot(engine, {"iteration": 0}), Path(folder))
+
+
+def ignored_boundaries() -> Any:
+    """The second pipeline stage takes the pack for one document."""
+    documents = Portable.documents
+
+    def faulty(backend: Portable, cu_seqlens: Any, max_seqlen: int, *rest: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            cu_seqlens, max_seqlen = cu_seqlens[[0, -1]], int(cu_seqlens[-1])
+        return documents(backend, cu_seqlens, max_seqlen, *rest)
+
+    return mock.patch.object(Portable, "documents", faulty)
+
+
+def late_shift() -> Any:
+    """Labels are shifted after the split over cp ranks: the last token of a chunk gets a token of another chunk."""
+    local_part = pack.local_part
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        mb = local_part(*args, **options)
+        return replace(mb, labels=mb.tokens.roll(-1, dims=1))
+
+    return mock.patch.object(pack, "local_part", faulty)
+
+
+def running_positions() -> Any:
+    """Positions count through the whole pack."""
+    make_pack = pack.make_pack
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        made = make_pack(*args, **options)
+        return replace(made, position_ids=np.arange(len(made.tokens), dtype=np.int32))
+
+    return mock.patch.object(pack, "make_pack", faulty)
+
+
+def contiguous_split() -> Any:
+    """Every rank gets one piece of each document; attention still takes it for two zigzag chunks."""
+
+    def faulty(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
+        pieces = [np.array_split(np.arange(a, b), cp_size)[cp_rank] for a, b in zip(cu_seqlens, cu_seqlens[1:])]
+        return np.concatenate(pieces)
+
+    return mock.patch.object(context_parallel, "local_indices", faulty)
+
+
+def same_part() -> Any:
+    """Every context-parallel rank gets the part of rank 0."""
+    local_indices = context_parallel.local_indices
+
+    def faulty(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
+        return local_indices(cu_seqlens, cp_size, 0)
+
+    return mock.patch.object(context_parallel, "local_indices", faulty)
+
+
+def scaled_gradient() -> Any:
+    """With context parallelism, one weight's gradient is a thousandth too large."""
+    finalize = Engine._finalize
+
+    def faulty(engine: Engine, chunks: list[Any], *args: Any, **core: Any) -> None:
+        finalize(engine, chunks, *args, **core)
+        if engine.layout.cp == 2:
+            torch._foreach_mul_([p.main_grad for n, p in chunks[0].named_parameters() if "linear_proj" in n], 1.001)
+
+    return mock.patch.object(Engine, "_finalize", faulty)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "cu_seqlens ignored on one stage": ignored_boundaries,
+    "labels shifted after the split": late_shift,
+    "positions not reset": running_positions,
+    "contiguous split": contiguous_split,
+    "the same part on every rank": same_part,
+    "gradient times 1.001": scaled_gradient,
+}

@@ -1,0 +1,171 @@
+"""The probes pass on the code as it is, and find the faults that they are for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import probing
+from tests.ranks.pool import RankPool
+from tests.ranks.probing import probe
+
+Ranks = Callable[[int], RankPool]
+CP_AGAINST_TP = ["parity", "--against", "parallel.cp=1,parallel.tp=2,parallel.sequence_parallel=true"]
+CP, PP = "parallel.cp=2", ["parallel.cp=1", "parallel.pp=2"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return probing.prepare(tmp_path_factory.mktemp("probe"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data", CP],
+        ["leak", CP, "train.recompute=selective"],
+        ["leak", *PP, "train.recompute=full"],
+        CP_AGAINST_TP,
+    ],
+    ids=" ".join,
+)
+def test_the_code_passes(ranks: Ranks, recipe: Path, words: list[str]) -> None:
+    code, answer = probe(ranks(2), recipe, words)
+    assert (code, answer["problems"]) == (0, []), answer
+    assert answer["passed"] and answer["verdict"].startswith(f"{words[0]}: PASS: ")
+
+
+EXPERTS = ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden_size=24", "model.init_std=0.2"]
+FOUR = ["train.global_batch_size=4", "model.num_layers=4"]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data", *FOUR, CP],
+        ["leak", *FOUR, CP, "parallel.pp=2"],
+        ["leak", *FOUR, CP, "parallel.tp=2", "parallel.sequence_parallel=true", "--document", "0"],
+        [*CP_AGAINST_TP[:2], "parallel.cp=1,parallel.pp=2,parallel.tp=2", "run.precision=bf16"],
+        ["leak", *FOUR, *PP, "parallel.virtual_stages=2", "parallel.distributed_optimizer=true"],
+        ["leak", *FOUR, *EXPERTS, CP, "parallel.ep=2", "model.moe.aux_loss_coef=0.1"],
+        ["parity", *FOUR, CP, "--against", "parallel.pp=2,parallel.cp=1,parallel.virtual_stages=2"],
+        [
+            "parity",
+            *FOUR,
+            "parallel.cp=1",
+            "parallel.distributed_optimizer=true",
+            "--against",
+            "parallel.pp=2,parallel.tp=2",
+        ],
+        ["parity", *FOUR, *EXPERTS, "--against", "parallel.ep=4,parallel.cp=1"],
+        ["parity", *FOUR, "model.tie_embeddings=true", "--against", "parallel.pp=2,parallel.tp=2,parallel.cp=1"],
+    ],
+    ids=" ".join,
+)
+def test_the_code_passes_on_four_ranks(ranks: Ranks, recipe: Path, words: list[str]) -> None:
+    code, answer = probe(ranks(4), recipe, words)
+    assert (code, answer["problems"]) == (0, []), answer
+
+
+@pytest.mark.parametrize(
+    "words,fault,problems",
+    [
+        (
+            ["leak", *PP],
+            "cu_seqlens ignored on one stage",
+            [
+                "document 2 changes with another document, first after layer 2 (stage 1): 64 tokens, ",
+                "document 2 changes with the end of a document, first after layer 2 (stage 1): ",
+                "document 1 has a gradient of losses of other documents, first after layer 1 (stage 0): 64 tokens, ",
+                "document 1 has, at its end, a gradient of earlier losses or other documents, first after layer 1 ",
+            ],
+        ),
+        (["leak", CP], "labels shifted after the split", ["labels are not the next token of the same document: "]),
+        (
+            ["leak", CP],
+            "positions not reset",
+            ["position_ids are outside of their document, ", "first in document 1 ({folder}/chat"],
+        ),
+        (
+            ["leak", CP],
+            "contiguous split",
+            [
+                "document 1 changes with the end of a document, first after layer 1 (stage 0): ",
+                "document 1 has, at its end, a gradient of earlier losses or other documents, first after layer 1 ",
+            ],
+        ),
+        (
+            ["data", CP],
+            "labels shifted after the split",
+            ["labels are not the next token of the same document: 2 tokens"],
+        ),
+        (["data", CP], "the same part on every rank", ["positions 0 to 23 are on two cp ranks", "are on no cp rank"]),
+        (
+            [*CP_AGAINST_TP, CP],
+            "gradient times 1.001",
+            ["gradients: relative 1.0e-03, allowed 1e-04: 2 of 15 differ, layer ", "gradient norm: relative "],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_planted_fault_is_found(
+    ranks: Ranks, recipe: Path, words: list[str], fault: str, problems: list[str]
+) -> None:
+    code, answer = probe(ranks(2), recipe, words, fault)
+    assert code == 1 and not answer["passed"] and answer["verdict"].startswith(f"{words[0]}: FAIL: ")
+    for expected in problems:
+        assert any(expected.format(folder=recipe.parent) in problem for problem in answer["problems"]), answer[
+            "problems"
+        ]
+
+
+def test_what_parity_compares(ranks: Ranks, recipe: Path) -> None:
+    _, answer = probe(ranks(2), recipe, CP_AGAINST_TP)
+    assert [layout["cp"] for layout in answer["layouts"]] == [2, 1]
+    assert 5.4 < answer["loss"][0] < 5.7  # ln 259 = 5.56: random weights know nothing
+    names = [parameter["name"] for parameter in answer["parameters"]]
+    assert len(set(names)) == 15 and "layer 2 mlp.linear_fc1.weight" in names and len(answer["hidden"]) == 3
+    for parameter in answer["parameters"]:
+        assert parameter["cosine"] == pytest.approx(1, abs=1e-9) and min(parameter["norms"]) > 0
+    squares = sum(parameter["norms"][0] ** 2 for parameter in answer["parameters"])
+    assert squares**0.5 == pytest.approx(answer["grad_norm"][0], rel=1e-6)  # whole gradients, each exactly once
+
+
+def test_what_data_shows(ranks: Ranks, recipe: Path) -> None:
+    """A single process without torchrun: every document is one run, and the answers are the supervised text."""
+    command = ["probe", "data", str(recipe), "parallel.cp=1", "--full"]
+    (code, text), _ = ranks(2).run(probing.alone, command)
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0] == "dp rank 0, cp rank 0, microbatch 1: 224 of 224 tokens, 3 documents"
+    assert lines[1].startswith(f"  document 0 ({recipe.parent}/chat.jsonl:")
+    assert lines[1].endswith(" tokens, padded to 96), positions 0 to 95")
+    assert lines[2].startswith("    tokens  <|im_start|>user⏎") and "<|im_start|>assistant⏎abab" in lines[2]
+    assert " not supervised) [[abab" in lines[3] and "ab<|im_end|>]] (" in lines[3]
+    assert lines[-1].startswith("data: PASS: 3 samples, each exactly once, ")
+
+
+def test_weights_come_from_a_checkpoint(ranks: Ranks, recipe: Path, tmp_path: Path) -> None:
+    ranks(2).run(probing.save_weights, recipe, str(tmp_path))
+    words = ["parity", f"model.init_from={tmp_path}", "--against", "loss.impl=full"]
+    code, answer = probe(ranks(2), recipe, words)
+    assert code == 0 and answer["weights"].startswith(f"weights of {tmp_path} (not verified: ")
+    _, random = probe(ranks(2), recipe, ["parity", "--against", "loss.impl=full"])
+    assert random["weights"].startswith("random weights (seed 1234): ")
+    assert answer["loss"][0] != random["loss"][0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["leak", "--document", "9"],
+        ["leak", "--step", "0"],
+        ["leak", "run.fp8=delayed", "run.precision=bf16"],
+        ["parity", "--against", "data.pad_to_seq_length=true,run.seed=1"],
+        ["parity", "--against", "model.qk_norm=true"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_ends_with_exit_code_2(ranks: Ranks, recipe: Path, words: list[str]) -> None:
+    assert probe(ranks(2), recipe, words) == (2, {})

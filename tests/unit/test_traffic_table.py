@@ -1,0 +1,55 @@
+"""The table of bytes by link: its numbers by hand, and the page that shows it."""
+
+import pytest
+
+from sft.parallel.layout import Layout
+from sft.recipe.load import load_recipe
+from tools import traffic_table
+from tools.traffic_table import GPUS_PER_MACHINE, RECIPES, RING, ROOT, Traffic, of
+
+
+def traffic(name: str, *overrides: str) -> dict[str, Traffic]:
+    config = load_recipe(str(ROOT / "recipes" / f"{name}.yaml"), list(overrides)).config
+    return {one.group: one for one in of(config, Layout.resolve(config, RECIPES[name]))}
+
+
+def test_heads_stay_within_a_machine_and_the_ring_is_short() -> None:
+    """Qwen3-8B at 128K: a rank has 8 x 16,384 tokens and, of tp 2, 16 query heads and 4 key heads of 128, in 36 layers.
+
+    Keys and values are 268 MB a layer.  A ring of 8 sends them 7 times and, backward, with their gradients 14 times.
+    """
+    pairs = 131_072 * 2 * 4 * 128 * 2
+    ring, two = traffic("qwen3_8b_128k", *RING), traffic("qwen3_8b_128k")
+    keys = "cp, ring of keys and values"
+    assert pairs == 268_435_456
+    assert (ring[keys].num_bytes, ring[keys].link) == (36 * 21 * pairs, "InfiniBand")
+    assert (two[keys].num_bytes, two[keys].link) == (36 * 3 * pairs, "InfiniBand")
+    heads = two["cp, all-to-all of heads"]
+    assert heads.num_bytes == 36 * 2 * (2 * 131_072 * 16 * 128 * 2 + pairs) * 3 / 4
+    assert (heads.link, two["tp"].link) == ("NVLink", "NVLink")
+
+
+def test_experts_stay_within_a_machine() -> None:
+    found = traffic("qwen3_30b_a3b_64k")
+    assert {name: one.link for name, one in found.items()} == {
+        "cp, ring of keys and values": "NVLink",
+        "ep, tokens to experts and back": "NVLink",
+        "dp x cp, gradients and weights": "InfiniBand",
+        "copies of experts, gradients and weights": "InfiniBand",
+    }
+    # 65,536 tokens to 8 experts each, 2,048 numbers there and back and a weight, forward and backward, of 48 layers.
+    sent = 48 * 2 * 65_536 * 8 * (2 * 2 * 2_048 + 4) * 7 / 8
+    assert found["ep, tokens to experts and back"].num_bytes == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_cp_of_two_machines_has_two_levels(name: str) -> None:
+    parallel = load_recipe(str(ROOT / "recipes" / f"{name}.yaml")).config.parallel
+    if parallel.tp * parallel.cp > GPUS_PER_MACHINE:
+        assert parallel.cp_comm == "a2a+p2p" and parallel.tp * (parallel.cp_a2a or 0) == GPUS_PER_MACHINE
+
+
+def test_the_page_shows_the_table() -> None:
+    """If not: python -m tools.traffic_table --write"""
+    text = traffic_table.PAGE.read_text(encoding="utf-8")
+    assert traffic_table.page(text) == text

@@ -1,0 +1,141 @@
+"""Makes the table of docs/performance.md of bytes that GPUs send in the two-node recipes; nothing is measured.
+
+python -m tools.traffic_table            print the table
+python -m tools.traffic_table --write    write the table into the page
+
+Counted are the messages of layers and of gradients, as a ring sends them: an all-gather or reduce-scatter of N bytes
+over n ranks sends N (n - 1) / n per rank.  The embedding, the loss head and small messages are left out.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft.config import Config
+from sft.estimate.memory import parameters
+from sft.parallel.layout import Layout
+from sft.recipe.load import load_recipe
+from tools.memory_table import PAGE
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- python -m tools.traffic_table --write -->\n", "<!-- end of traffic -->\n"
+GPUS_PER_MACHINE = 8
+RECIPES = {"qwen3_8b_128k": 16, "llama31_8b_128k": 16, "qwen3_30b_a3b_64k": 16}  # and number of GPUs
+RING = ["parallel.cp_comm=p2p", "parallel.cp_a2a=null"]
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends to its group in a step.  first, size, stride: the global ranks of the group of rank 0"""
+
+    group: str
+    num_bytes: float
+    size: int
+    stride: int
+
+    @property
+    def link(self) -> str:
+        """The slowest link that the group uses.  Rank 0 is the first GPU of the first machine."""
+        return "NVLink" if (self.size - 1) * self.stride < GPUS_PER_MACHINE else "InfiniBand"
+
+
+def of(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Every group of more than one rank.  Packs are full, and attention runs on Transformer Engine."""
+    tp, cp, model = layout.tp, layout.cp, config.model
+    tokens = config.data.seq_length / cp * layout.num_microbatches
+    layers = model.num_layers / layout.pp
+    queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
+    pairs = 2 * BF16 * tokens * model.resolved_query_groups * model.resolved_head_dim / tp  # keys and values
+    heads = layout.cp_a2a or 1
+    ring = cp // heads
+    if tp > 1:
+        yield Traffic("tp", layers * tensor_parallel(config) * BF16 * tokens * model.hidden_size * _share(tp), tp, 1)
+    if heads > 1:  # queries, keys, values and output; backward their gradients
+        yield Traffic("cp, all-to-all of heads", layers * 2 * (2 * queries + pairs) * _share(heads), heads, tp)
+    if ring > 1:  # forward keys and values; backward also their gradients
+        yield Traffic("cp, ring of keys and values", layers * 3 * (ring - 1) * pairs, ring, tp * heads)
+    if layout.ep > 1:
+        yield Traffic(
+            "ep, tokens to experts and back", layers * experts(config, tokens) * _share(layout.ep), layout.ep, 1
+        )
+    yield from gradients(config, layout)
+
+
+def _share(size: int) -> float:
+    return (size - 1) / size
+
+
+def tensor_parallel(config: Config) -> int:
+    """All-gathers and reduce-scatters of hidden states in a dense layer, with sequence parallelism.
+
+    Before and after attention and the MLP: four forward, and six backward, where a weight's gradient needs its gathered
+    input again.  Recomputation repeats those of the MLP, or all four.
+    """
+    return 10 + {"none": 0, "selective": 2, "full": 4}[config.train.recompute]
+
+
+def experts(config: Config, tokens: float) -> float:
+    """Bytes of a layer's all-to-alls: tokens with fp32 weights to the experts, outputs back, and their gradients."""
+    model, repeated = config.model, 1 if config.train.recompute == "full" else 0
+    sent = tokens * (model.moe.top_k or 0)
+    return (2 + repeated) * sent * (2 * BF16 * model.hidden_size + FP32)
+
+
+def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
+    """Once a step, fp32 gradients are reduce-scattered, and bf16 weights are all-gathered."""
+    dense, of_experts = parameters(config.model, layout, config.model.vocab_size or 0, stage=0)
+    copies = layout.cp * layout.dp
+    if copies > 1:
+        yield Traffic("dp x cp, gradients and weights", (FP32 + BF16) * dense * _share(copies), copies, layout.tp)
+    copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
+    if of_experts and copies > 1:
+        sent = (FP32 + BF16) * of_experts * _share(copies)
+        yield Traffic("copies of experts, gradients and weights", sent, copies, layout.ep * layout.etp)
+
+
+def table() -> str:
+    return "\n".join([*_rows(), ""])
+
+
+def _rows() -> Iterator[str]:
+    yield "| recipe | `cp_comm` | group of a rank | ranks | GB that a rank sends in a step | slowest link |"
+    yield "|---|---|---|---:|---:|---|"
+    for name, gpus in RECIPES.items():
+        path = str(ROOT / "recipes" / f"{name}.yaml")
+        config = load_recipe(path).config
+        for overrides in (RING, []) if config.parallel.cp_a2a else ([],):
+            config = load_recipe(path, overrides).config
+            for traffic in of(config, Layout.resolve(config, gpus)):
+                cells = [
+                    name,
+                    config.parallel.cp_comm,
+                    traffic.group,
+                    str(traffic.size),
+                    f"{traffic.num_bytes / 1e9:.1f}",
+                ]
+                yield f"| {' | '.join([*cells, traffic.link])} |"
+
+
+def page(text: str) -> str:
+    """The page with a new table between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    assert rest, f"{PAGE} lacks the mark {BEGIN!r}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    if parser.parse_args(argv).write:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

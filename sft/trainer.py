@@ -40,7 +40,7 @@ def main(recipe: Recipe, layout: Layout) -> int:
     """Train the recipe as one rank of the run.  Returns the exit code."""
     config = recipe.config
     leave_with_parent()
-    torch_device = device.start(device.choose(config.run.device))
+    torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(groups.rank)
     console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))

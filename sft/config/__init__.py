@@ -18,6 +18,8 @@ from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, T
 from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed
 from sft.config.train import LossConfig, OptimConfig, TrainConfig
 
+_NOT_REPEATABLE = ("cross_entropy_loss_fusion", "tp_comm_overlap")  # of model.megatron; as in megatron-core 0.19
+
 
 class Config(Section):
     """A whole recipe."""
@@ -70,6 +72,11 @@ class Config(Section):
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
         if no_cuda and self.parallel.ep_comm == "deepep":
             yield "parallel.ep_comm", "needs CUDA, and run.device is cpu; use alltoall"
+        if self.run.deterministic and self.parallel.ep_comm == "deepep":
+            yield "parallel.ep_comm", "is not bitwise repeatable; use alltoall, or run.deterministic = false"
+        for name in _NOT_REPEATABLE:
+            if self.run.deterministic and self.model.megatron.get(name):
+                yield f"model.megatron.{name}", "is not bitwise repeatable; use false, or run.deterministic = false"
         if fp8 and tile:
             yield "train.mlp_tile", "does not support fp8; use run.fp8 = null"
         if fp8 and no_cuda:

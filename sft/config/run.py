@@ -22,6 +22,8 @@ class RunConfig(Section):
     """FP8 recipe of linear layers; null means no FP8.  Needs Transformer Engine and bf16.  Not yet run on GPUs."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Random seed of initial weights and data order."""
+    deterministic: bool = False
+    """Use only algorithms whose results are bitwise repeatable on GPUs; slower.  A CPU is repeatable without it."""
     timeout_s: Positive = Field(1800, json_schema_extra=UNREPORTED)
     """Seconds that a rank may wait for another rank, also while rank 0 reads the data files at the start."""
     progress_timeout_s: Positive | None = Field(1800, json_schema_extra=UNREPORTED)

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sft.errors import ConfigError
+from sft.mcore import determinism
 
 _CPU_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
@@ -45,8 +46,9 @@ def choose(wanted: str) -> str:
     return wanted
 
 
-def start(device_type: str) -> torch.device:
+def start(device_type: str, *, deterministic: bool = False) -> torch.device:
     """Prepare this process for megatron-core on `device_type`, and return its device.  Repeated calls are safe."""
+    determinism.set_mode(deterministic)
     if device_type == "cuda":
         local_rank, processes = (int(os.environ.get(name, default)) for name, default in _LOCAL)
         if processes > torch.cuda.device_count():  # every process of the machine raises the error, including rank 0

@@ -97,6 +97,7 @@ def transformer_config(
         variable_seq_lengths=True,  # packs differ in length: `pipeline.PackCommunicator` gives the shapes
         **_dispatcher_fields(config.parallel, device_type),
         **_expert_fields(model, layout),
+        deterministic_mode=config.run.deterministic,
         calculate_per_token_loss=True,  # gradients are divided once, by the global count of supervised tokens
         **fp8.fields(config.run.fp8),
         **{

@@ -89,7 +89,8 @@ def running(
     config = parse_recipe(RECIPE, "tests", list(overrides)).config
     join()
     layout = Layout.resolve(config, dist.get_world_size())
-    place = process_groups.start(layout, device.start("cpu"), seed=config.run.seed, timeout_s=60)
+    on_device = device.start("cpu", deterministic=config.run.deterministic)
+    place = process_groups.start(layout, on_device, seed=config.run.seed, timeout_s=60)
     engine = None
     try:
         num_steps = config.train.num_steps or 1

@@ -67,6 +67,9 @@ def saved(folder: Path) -> int:
 RUNS = {
     "dp": (2, ["parallel.cp=1", "train.global_batch_size=2", SHARDED]),
     "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
+    # torch raises an error where an operator has no deterministic algorithm.
+    "deterministic, cp": (2, [*CP, "run.deterministic=true", "train.recompute=selective"]),
+    "deterministic, tp": (2, [*TP, "run.deterministic=true", "train.recompute=full"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
 RUNS_OF_TE = {

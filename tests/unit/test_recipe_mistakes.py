@@ -29,7 +29,7 @@ MISTAKES = {
     "null, without quotes.",
     'run.dir=""': 'run.dir = "" (@); expected non-empty text.',
     "parallel=4": "parallel = 4 (@); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, virtual_stages, "
-    "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a.",
+    "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a, ep_comm.",
     "model.megatron.a={b: 1}": 'model.megatron.a = {"b": 1} (@); expected true, false, a number, text, null or a list '
     "of texts.",
     "model.megatron.a=off": 'model.megatron.a = "off" (@) is read as text; write true, false, null or a plain decimal '
@@ -77,6 +77,17 @@ CLASHES = {
     "num_steps.",
     ("run.device=cpu", "attention.backend=te"): 'attention.backend = "te" (@) needs CUDA, and run.device is cpu; use '
     "portable or auto.",
+    (
+        "run.deterministic=true",
+        "model.megatron.tp_comm_overlap=true",
+    ): "model.megatron.tp_comm_overlap = true (@) is not "
+    "bitwise repeatable; use false, or run.deterministic = false.",
+    (
+        "model.moe={num_experts: 4, top_k: 2}",
+        "parallel.ep=2",
+        "run.deterministic=true",
+        "parallel.ep_comm=deepep",
+    ): 'parallel.ep_comm = "deepep" (@) is not bitwise repeatable; use alltoall, or run.deterministic = false.',
     ("run.device=cpu", "run.fp8=delayed"): 'run.fp8 = "delayed" (@) needs CUDA, and run.device is cpu; use null.',
     (
         "run.precision=fp32",

@@ -22,6 +22,7 @@ from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 
 # First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
 _PACKED_SINCE = {"a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]"'
 
 
 class TransformerEngine(AttentionBackend):
@@ -63,14 +64,29 @@ def rotating(attention: Any) -> Any:
 
 def why_not(config: Config, device_type: str) -> str | None:
     """The reason why this run cannot use Transformer Engine; None if it can."""
+    return unfit(config, device_type) or missing()
+
+
+def unfit(config: Config, device_type: str) -> str | None:
+    """The reason why Transformer Engine cannot do what the recipe wants on this device; None if it can."""
     if device_type != "cuda":
         return "Transformer Engine needs CUDA, but this run is on the CPU"
     if config.run.precision == "fp32":
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
+    if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
+        return (
+            "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "
+            f"on GPUs of compute capability 9.x, but this GPU has {gpu[0]}.{gpu[1]}"
+        )
+    return None
+
+
+def missing() -> str | None:
+    """The reason why Transformer Engine cannot be imported, with advice; None if it can."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError as error:
-        return f"transformer_engine cannot be imported ({error}); pip install sft[te]"
+        return f"transformer_engine cannot be imported ({error}).  {INSTALL}"
     return None
 
 

@@ -18,6 +18,7 @@ from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
 from sft.mcore import device, process_groups
+from sft.mcore.attention.selection import slower_than_possible
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
@@ -224,6 +225,8 @@ class Trainer:
             num_steps=self.num_steps,
             is_evaluated=state.evaluated == state.step,
         )
+        if warning := slower_than_possible(self.config, self.engine.backend, self.groups.device.type):
+            self.console.say(warning)
         parameters = describe_parameters(model, vocab_size)
         self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
         metrics.start()

@@ -12,7 +12,7 @@ from sft.config import Config
 from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention.portable import Portable
-from sft.mcore.attention.selection import choose
+from sft.mcore.attention.selection import choose, slower_than_possible
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
 
@@ -41,8 +41,13 @@ def test_without_transformer_engine() -> None:
     assert isinstance(found, Portable) and found.has_flash_kernel
     assert str(found).startswith("portable (torch's flash kernel; not te: transformer_engine cannot be imported (")
     assert str(choose(config("attention.backend=portable"), "cuda")) == "portable (torch's flash kernel)"
-    with pytest.raises(ConfigError, match="attention.backend = te: transformer_engine cannot be imported"):
+    with pytest.raises(ConfigError) as caught:
         choose(config("attention.backend=te"), "cuda")
+    assert str(caught.value).startswith("attention.backend = te: transformer_engine cannot be imported (")
+    assert str(caught.value).endswith(
+        'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]".  '
+        "attention.backend=portable runs everywhere."
+    )
 
 
 def test_with_transformer_engine(te: None) -> None:
@@ -121,6 +126,67 @@ def test_fp8_refused(gpu: Callable[..., None]) -> None:
     assert str(caught.value) == (
         "run.fp8 = blockwise: it needs CUDA 12.9, but torch was built for 12.8.  This GPU can run: delayed, "
         "tensorwise, null."
+    )
+
+
+INSTALL = 'Install it with: pip install --no-build-isolation "transformer-engine[pytorch]"; then'
+
+
+def warning(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *overrides: str) -> str | None:
+    """What is said of the backend on that GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    wanted = config(*overrides)
+    return slower_than_possible(wanted, choose(wanted, "cuda"), "cuda")
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL, CONSUMER])
+def test_a_gpu_that_has_faster_attention(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Transformer Engine is not installed here."""
+    said = warning(monkeypatch, capability)
+    assert said is not None
+    first, expected, step, advice = said.splitlines()
+    assert first.startswith("WARNING: attention runs on portable (torch's flash kernel; not te: transformer_engine can")
+    assert first.endswith(f"for this GPU (compute capability {capability[0]}.{capability[1]}).")
+    assert expected == (
+        "Expected on an H100, not measured here: 370 TFLOP/s forward and 310 backward with torch's flash kernel, 600 "
+        "and 500 with Transformer Engine."
+    )
+    assert step == "A step with documents of 128K tokens takes about 1.5 times as long."
+    assert advice == f"{INSTALL} attention.backend=auto uses it."
+    assert warning(monkeypatch, capability, "attention.backend=portable") is not None
+
+
+def test_portable_although_transformer_engine_is_there(te: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = warning(monkeypatch, HOPPER, "attention.backend=portable")
+    assert said is not None and said.splitlines()[-1] == "It is installed: attention.backend=auto uses it."
+    assert warning(monkeypatch, HOPPER) is None  # te
+
+
+def test_a_run_that_could_have_no_faster_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warning(monkeypatch, ADA) is None
+    assert slower_than_possible(config(), choose(config(), "cpu"), "cpu") is None
+    assert warning(monkeypatch, HOPPER, "run.precision=fp32") is None
+
+
+def test_deterministic_attention_of_transformer_engine(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source: cuDNN's backward is deterministic on Hopper, and not used for training from Blackwell on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wanted = config("run.deterministic=true")
+    for capability, name in {HOPPER: "te", BLACKWELL: "portable", ADA: "portable"}.items():
+        gpu(capability)
+        backend = choose(wanted, "cuda")
+        assert backend.name == name
+        assert slower_than_possible(wanted, backend, "cuda") is None
+    gpu(BLACKWELL)
+    with pytest.raises(ConfigError) as caught:
+        choose(config("run.deterministic=true", "attention.backend=te"), "cuda")
+    assert str(caught.value) == (
+        "attention.backend = te: run.deterministic is true, and Transformer Engine's attention over packed documents "
+        "is deterministic only on GPUs of compute capability 9.x, but this GPU has 10.0.  attention.backend=portable "
+        "runs everywhere."
     )
 
 

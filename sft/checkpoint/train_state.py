@@ -14,7 +14,9 @@ from sft.config.keys import RENAMED, is_reported, leaves
 from sft.errors import ConfigError
 from sft.metrics.totals import StepResult
 
-_PACKAGES = ("sft", "torch", "megatron-core", "transformer-engine", "transformers")
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
+# Distribution by the name under which checkpoints record its version.  `sft` on the package index is another project.
+_DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std")
 
 
@@ -76,9 +78,9 @@ class Changes:
 
 def installed() -> dict[str, str]:
     versions = {}
-    for package in _PACKAGES:
+    for name, distribution in _DISTRIBUTIONS.items():
         try:
-            versions[package] = importlib.metadata.version(package)
+            versions[name] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions

@@ -1,7 +1,10 @@
 """Which changes between two starts are told, refused, allowed or nobody's business; and how a run's state moves on."""
 
+import importlib.metadata
 import json
+from configparser import ConfigParser
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +153,15 @@ def test_a_key_newer_than_the_checkpoint_had_its_default() -> None:
     assert refused == {key: "was True, is False"}
     unset = conditions(recipe={**RECIPE, "model.new": None, "optim.new": None})  # another version wrote the checkpoint
     assert changes(BEFORE, unset, []) == Changes(reported=[], refused={})
+
+
+def test_the_version_of_sft_is_that_of_our_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The distribution sft of the package index belongs to another project, and may be installed as well."""
+    setup = ConfigParser()
+    setup.read(Path(__file__).resolve().parents[2] / "setup.cfg")
+    installed_here = {"sft": "0.1.1", setup["metadata"]["name"]: "0.7.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed_here.get(name, "1.0"))
+    assert installed()["sft"] == "0.7.0"
 
 
 def test_versions_are_of_what_is_installed() -> None:

@@ -1,6 +1,6 @@
 """Time that a save stalls training, and time of a load, compared with torch.save and torch.load.
 
-    python -m tools.bench checkpoint                       two processes, 1 GiB of weights and moments, CPU
+    python -m tools.bench checkpoint --device cpu          two processes, 1 GiB of weights and moments
     python -m tools.bench checkpoint --folder /mnt/nfs     on a given file system
 
 A case is the precision of the weights.  Rows are measured in turns; a time is the median over the turns of the slowest
@@ -49,10 +49,10 @@ def sizes_for(num_parameters: float) -> tuple[int, int]:
     return max(1, round((num_parameters - VOCAB * hidden) / (13 * hidden**2))), hidden
 
 
-def config_of(precision: str, mib: int, num_ranks: int) -> Config:
+def config_of(precision: str, mib: int, num_ranks: int, device: str = "cpu") -> Config:
     layers, hidden = sizes_for(mib * 2**20 / BYTES[precision])
     text = f"""
-run: {{dir: unused, device: cpu, precision: {precision}}}
+run: {{dir: unused, device: {device}, precision: {precision}}}
 model: {{num_layers: {layers}, hidden_size: {hidden}, ffn_hidden_size: {3 * hidden},
         num_attention_heads: {hidden // HEAD}, tie_embeddings: true}}
 data: {{train: unused, seq_length: 256}}
@@ -63,10 +63,11 @@ optim: {{lr: 1e-3}}
 
 
 def measure(precision: str, options: argparse.Namespace) -> Iterator[Row]:
-    config = config_of(precision, options.mib, options.ranks)
+    device = options.device.type
+    config = config_of(precision, options.mib, options.ranks, device)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-checkpoint-") as folder:
         work = (config, VOCAB, str(Path(folder).resolve()), options.repeats)
-        (measured,) = ranks.rows_of_rank0(options.ranks, turns_of, *work)
+        (measured,) = ranks.rows_of_rank0(options.ranks, turns_of, *work, device_type=device)
     turns = {name: [Took(*took) for took in samples] for name, samples in measured["turns"].items()}
     facts = {key: measured[key] for key in ("bytes", "file_system", "layers", "hidden")}
     for row in rows_of(turns, measured["bytes"]):
@@ -120,4 +121,5 @@ SUBJECT = Subject(
     },
     validate=validate,
     bars=bars,
+    device="any",
 )

@@ -40,7 +40,7 @@ class Took(NamedTuple):
 def turns_of(config: Config, vocab_size: int, folder: str, repeats: int) -> list[Row]:
     """Runs on every rank.  Returns the times of all turns of all rows; each is the time of the slowest rank."""
     layout = Layout.resolve(config, dist.get_world_size())
-    groups = process_groups.start(layout, device.start("cpu"), seed=1, timeout_s=600)
+    groups = process_groups.start(layout, device.start(config.run.device), seed=1, timeout_s=600)
     engine = Engine(config, layout, groups, vocab_size=vocab_size, num_steps=100)
     initialise(engine)
     bench = RankBench(engine, Path(folder))
@@ -70,6 +70,7 @@ def timed(call: Callable[[], object]) -> Took:
     dist.barrier()
     start = time.perf_counter()
     call()
+    torch.cuda.synchronize()  # does nothing in a CPU run (sft/mcore/device.py)
     return Took(time.perf_counter() - start, peak() - before)
 
 
@@ -90,7 +91,7 @@ class RankBench:
             for is_async in (False, True)
         )
         self.is_first = True
-        self.a, self.b, self.c = (torch.randn(768, 768) for _ in range(3))
+        self.a, self.b, self.c = (torch.randn(768, 768, device=engine.groups.device) for _ in range(3))
         for state in optimizer_shards.optimizer_slices(engine.optimizer):
             for name in optimizer_shards.MOMENTS:
                 state.tensors[name].normal_()  # zeros that were never written have no memory yet
@@ -125,6 +126,7 @@ class RankBench:
         start, units, before = time.perf_counter(), 0, peak()
         while not units or f"saving step {self.step}" in (thread.name for thread in threading.enumerate()):
             self._work(1)
+            torch.cuda.synchronize()
             units += 1
         beside = time.perf_counter() - start
         self.background.drain(must_succeed=True)

@@ -1,4 +1,4 @@
-"""Runs a measurement on several ranks: gloo processes on this machine, or this process as the only rank."""
+"""Runs a measurement on several ranks: processes on this machine, or this process as the only rank."""
 
 import json
 import os
@@ -17,15 +17,20 @@ from sft.mcore.process_groups import parallel_state
 from tools.bench.harness import Refused
 from tools.bench.results import Row
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-def rows_of_rank0(size: int, measure: Callable[..., Sequence[Row]], *arguments: Any) -> list[Row]:
-    """The rows that rank 0 of `size` processes measured.  Every rank runs `measure(*arguments)`, in a gloo group.
+
+def rows_of_rank0(
+    size: int, measure: Callable[..., Sequence[Row]], *arguments: Any, device_type: str = "cpu"
+) -> list[Row]:
+    """The rows that rank 0 of `size` processes measured.  Every rank runs `measure(*arguments)`, in a group of
+    gloo, or of NCCL with device_type cuda.
 
     Raises Refused if a rank raises it, and RuntimeError with the traceback of a rank that fails.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         try:
-            mp.spawn(_on_rank, (size, folder, measure, arguments), nprocs=size)
+            mp.spawn(_on_rank, (size, folder, BACKENDS[device_type], measure, arguments), nprocs=size)
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
             refusals = sorted(Path(folder).glob("refused-*"))
             if not refusals:
@@ -35,11 +40,13 @@ def rows_of_rank0(size: int, measure: Callable[..., Sequence[Row]], *arguments: 
         return rows
 
 
-def _on_rank(rank: int, size: int, folder: str, measure: Callable[..., Sequence[Row]], arguments: Any) -> None:
+def _on_rank(
+    rank: int, size: int, folder: str, backend: str, measure: Callable[..., Sequence[Row]], arguments: Any
+) -> None:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         rows = measure(*arguments)
     except Refused as error:
@@ -55,8 +62,7 @@ def _on_rank(rank: int, size: int, folder: str, measure: Callable[..., Sequence[
 @contextmanager
 def alone(device_type: str) -> Iterator[None]:
     """A process group in which this process is the only rank."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(BACKENDS[device_type], store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -74,15 +74,17 @@ class Bar:
     def is_missed(self) -> bool:
         return self.value is not None and not COMPARISONS[self.relation](self.value, self.bound)
 
+    @property
+    def verdict(self) -> str:
+        return "not measured" if self.value is None else "MISSED" if self.is_missed else "met"
+
     def __str__(self) -> str:
         """`met           1.7b at 64K, share of the roofline: 0.91, at least 0.85`"""
-        if self.value is None:
-            return f"{'not measured':<14}{self.name}"
-        verdict = "MISSED" if self.is_missed else "met"
-        return f"{verdict:<14}{self.name}: {_number(self.value)}, {self.relation} {_number(self.bound)}"
+        measured = "" if self.value is None else f": {number(self.value)}, {self.relation} {number(self.bound)}"
+        return f"{self.verdict:<14}{self.name}{measured}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """412316860416 -> 412,316,860,416; 54123456.7 -> 54,123,457; 0.94251 -> 0.9425"""
     if isinstance(value, int):
         return f"{value:,}"

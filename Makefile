@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu test-all test-py312 test-all-versions lint fmt docs clean python
+.PHONY: help venv demo test test-faults test-mutations test-triton test-slurm test-standin test-gpu gpu-hour test-all test-py312 test-all-versions lint fmt docs clean python
 
 help:
 	@echo "make venv                create .venv/<python version> with pinned dependencies"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-slurm          launch/slurm.sbatch on a real SLURM of two nodes on this machine; root on Debian: installs slurm-wlm and munge"
 	@echo "make test-standin        GPU runs without a GPU, all but their numbers: on a stand-in for CUDA; Python 3.12, downloads torch for CUDA (6 GB)"
 	@echo "make test-gpu            what only a GPU can show; skipped where torch sees none"
+	@echo "make gpu-hour            probes, tests and benchmarks on one GPU, with a report; GPU_HOUR='--gpus 8' or '--tiny'"
 	@echo "make test-py312          the part of the suite CI repeats on Python 3.12"
 	@echo "make test-all            the same with full grids of layouts and every fault"
 	@echo "make test-all-versions   make test-all on Python 3.11 and on 3.12"
@@ -90,6 +91,10 @@ test-triton: $(READY)
 # On a machine with CUDA; elsewhere every test says that it is skipped.
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS)
+
+# What the first hour on a GPU machine answers, and how to read its report: docs/gpu-hour.md.
+gpu-hour: $(READY)
+	$(BIN)/python -m tools.gpu_hour $(GPU_HOUR)
 
 # torch's own CUDA build on a library of ours instead of a driver (tests/standin).  An environment of its own: the index
 # has torch with CUDA in it, and the two last packages are headers that torch does without.  The library's C alone is

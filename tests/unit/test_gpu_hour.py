@@ -1,0 +1,280 @@
+"""tools/gpu_hour: the declared steps and their limits, the runner with steps of a second, and the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft import cli
+from sft.config import Config
+from sft.estimate import memory
+from sft.parallel.layout import Layout
+from sft.recipe.load import parse_recipe
+from tests.unit.gpu_hour_steps import ROW, setting, step
+from tools.bench import __main__ as bench
+from tools.bench.results import Bar
+from tools.bench.steps.case import StepCase
+from tools.gpu_hour import __main__ as gpu_hour
+from tools.gpu_hour import bars, curves, report, runner
+from tools.gpu_hour.bars import Outcome
+from tools.gpu_hour.step import Result, Step
+from tools.gpu_hour.steps import MACHINE, STEPS
+
+MINUTES = {1: 40, 8: 60}  # that the whole may take, by --gpus
+STEP_MINUTES = 8
+BENCH_GRACE_S = 90  # that the last case of a benchmark of steps may take beyond its --minutes
+FACTS: dict[str, Any] = {
+    "date": "2026-11-23 04:00Z",
+    "device": "NVIDIA H100",
+    "versions": {"torch": "2.13.0"},
+    "commit": "5695716",
+    "source": "0123456789abcdef",
+    "num_gpus": 1,
+}
+
+
+def words_of(gpus: int, tiny: bool) -> list[tuple[Step, list[str]]]:
+    """Every command of a run, without the interpreter."""
+    run = setting(Path("/out"), gpus, tiny)
+    return [(step, list(words)[2:]) for step in STEPS if step.gpus <= gpus for words in step.commands(run)]
+
+
+# --- the declared steps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_limits_add_up_to_what_is_promised(gpus: int) -> None:
+    limits = [step.limit_s for step in (MACHINE, *STEPS) if step.gpus <= gpus]
+    assert max(limits) <= 60 * STEP_MINUTES and sum(limits) <= 60 * MINUTES[gpus]
+    for declared, words in words_of(gpus, tiny=False):
+        if "--minutes" in words:
+            ends_s = 60 * float(words[words.index("--minutes") + 1]) + BENCH_GRACE_S
+            assert ends_s <= declared.limit_s - runner.GRACE_S, declared.name
+
+
+def test_the_steps_come_in_the_order_of_their_worth() -> None:
+    assert [step.name for step in STEPS if step.gpus == 1] == (
+        "probe-data probe-leak probe-parity tests layouts backends deterministic memory loss-head attention steps "
+        "offload longest checkpoint"
+    ).split()
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_every_benchmark_takes_its_options(gpus: int, tiny: bool) -> None:
+    lines = [words for _, words in words_of(gpus, tiny) if words[0] == "tools.bench"]
+    assert len(lines) == 7
+    for words in lines:
+        assert bench.parse([*words[1:], "--list"]).json.parent.parent == Path("/out")
+        assert words[words.index("--device") + 1] == ("cpu" if tiny else "cuda")
+
+
+def config_of(case: str, num_processes: int, device: str) -> Config:
+    config = parse_recipe(curves.RECIPE, "tests", [f"run.device={device}", *curves.overrides(case)]).config
+    assert Layout.resolve(config, num_processes).world_size == num_processes
+    return config
+
+
+@pytest.mark.parametrize("group", curves.GROUPS)
+def test_every_curve_is_a_recipe_that_fits(group: str) -> None:
+    for num_processes, cases in curves.GROUPS[group].items():
+        configs = [config_of(case, num_processes, "cuda") for case in cases]
+        sizes = [dict(word.split("=") for word in case.split()) for case in cases]
+        for config, words in zip(configs, sizes, strict=True):
+            given = {name: int(words.get(name, 1)) for name in ("tp", "cp", "pp")}
+            dp = num_processes // (given["tp"] * given["cp"] * given["pp"])
+            assert config.parallel.cp == given["cp"] and int(words.get("dp", 1)) == dp, words
+    types = {config_of(case, 8, "cuda").parallel.cp_comm for case in curves.BACKENDS[8]}
+    assert types == {"p2p", "all_gather", "a2a", "a2a+p2p"}
+
+
+def test_every_speed_is_a_recipe_that_fits_eight_gpus() -> None:
+    lines = [words for _, words in words_of(8, tiny=False) if words[1:2] == ["--standalone"] and "speed" in words]
+    assert len(lines) == len(bars.SPEEDS) == 4
+    for words in lines:
+        name = words[words.index("speed") + 1]
+        also = [key for flag, key in zip(words, words[1:]) if flag == "--set"]
+        case = StepCase.read(name)
+        config = case.config("cuda", also=also)
+        layout = Layout.resolve(config, 8)
+        assert memory.estimate(config, layout, case.vocab).device < 76 * 2**30, name  # of an H100, with room for NCCL
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_every_probe_is_of_a_recipe_that_fits(gpus: int, tiny: bool) -> None:
+    num_processes = min(gpus, 2) if tiny else gpus
+    lines = [words for _, words in words_of(gpus, tiny) if "probe" in words]
+    assert [words[words.index("probe") + 1] for words in lines] == ["data", "leak", "parity"]
+    for words in lines:
+        assert words[words.index("--nproc-per-node") + 1] == str(num_processes)
+        asked = cli._parse(words[words.index("sft") + 1 :])
+        for also in ([], getattr(asked, "against", "run.seed=1").split(",")):
+            text = (runner.ROOT / asked.recipe).read_text()
+            config = parse_recipe(text, "demo", [*asked.overrides, *also]).config
+            assert Layout.resolve(config, num_processes).world_size == num_processes
+
+
+def test_what_a_machine_lacks_is_a_reason_to_skip(tmp_path: Path) -> None:
+    reasons = {step.name: step.why_skipped(setting(tmp_path, packages=())) for step in STEPS if step.gpus == 1}
+    assert {name: why for name, why in reasons.items() if why} == {
+        "backends": "transformer-engine is not installed here (docs/install.md)"
+    }
+    assert STEPS[3].why_skipped(setting(tmp_path, tiny=True)) == "needs a GPU"
+    assert STEPS[-1].why_skipped(setting(tmp_path)) == "needs --gpus 8"
+
+
+# --- bars and the report -------------------------------------------------------------------------------------------
+
+
+def outcome(*rows: dict[str, Any], exit_code: int = 0) -> Outcome:
+    return Outcome(result=Result(status="done", exit_code=exit_code), rows=rows)
+
+
+def bars_of(group: str, **outcomes: Outcome) -> list[str]:
+    named = {name.replace("_", "-"): value for name, value in outcomes.items()}
+    return [str(bar) for title, found in bars.judged(named) for bar in found if title == group]
+
+
+def curve(case: str, losses: list[float], norms: list[float]) -> dict[str, Any]:
+    return {"case": case, "losses": losses, "norms": norms}
+
+
+def test_curves_are_judged_by_their_largest_difference() -> None:
+    reference = curve("dp=8", [6.0, 4.0], [1.0, 2.0])
+    rows = [
+        reference,
+        curve("cp=8", [6.0, 4.0001], [1.0, 2.0003]),
+        curve("cp=8 precision=bf16", [6.03, 4.0], [1.0, 2.08]),
+        curve("tp=2 cp=4", [6.0, float("nan")], [1.0, 2.0]),
+    ]
+    assert bars_of("One curve on every layout", layouts=outcome(*rows)) == [
+        "met           cp=8 beside dp=8, losses: 2.5e-05, at most 0.0001",
+        "MISSED        cp=8 beside dp=8, gradient norms: 0.00015, at most 0.0001",
+        "met           cp=8 precision=bf16 beside dp=8, losses: 0.005, at most 0.01",
+        "MISSED        cp=8 precision=bf16 beside dp=8, gradient norms: 0.04, at most 0.03",
+        "MISSED        tp=2 cp=4 beside dp=8, losses: inf, at most 0.0001",
+        "met           tp=2 cp=4 beside dp=8, gradient norms: 0, at most 0.0001",
+    ]
+
+
+@pytest.mark.parametrize("last, verdict", [(2.0, "met"), (2.0000000000000004, "MISSED")])
+def test_deterministic_runs_are_equal_to_the_last_bit(last: float, verdict: str) -> None:
+    rows = [curve("dp=1", [6.0], [2.0]), curve("dp=1", [6.0], [last])]
+    (line,) = bars_of("Deterministic runs", deterministic=outcome(*rows))
+    assert line == f"{verdict:<14}dp=1 twice, bitwise equal: {int(verdict == 'met')}, exactly 1"
+
+
+def test_memory_is_judged_from_both_sides() -> None:
+    rows = [{"case": name, "peak_bytes": 100 * peak, "by_equations": 10_000} for name, peak in (("a", 103), ("b", 93))]
+    skipped = {"case": "c", "status": "skipped: 80 GiB", "by_equations": 1, "peak_bytes": 9}
+    assert bars_of("Memory", memory=outcome(rows[0], skipped), speed_cp8=outcome(rows[1])) == [
+        "MISSED        a, allocated over estimated memory: 1.03, at most 1.02",
+        "met           a, allocated over estimated memory: 1.03, at least 0.94",
+        "met           b, allocated over estimated memory: 0.93, at most 1.02",
+        "MISSED        b, allocated over estimated memory: 0.93, at least 0.94",
+    ]
+
+
+JUNIT = '<testsuites><testsuite tests="{}" skipped="{}" failures="1" errors="2"/></testsuites>'
+
+
+@pytest.mark.parametrize("total, skipped, value", [(9, 4, 3), (4, 4, None)])
+def test_tests_are_judged_by_their_failures_and_skips_are_no_success(
+    total: int, skipped: int, value: int | None
+) -> None:
+    (bar,) = bars.tests({"tests": Outcome(tests=JUNIT.format(total, skipped))})
+    assert bar == Bar(name=f"tests of GPUs that failed, of {total - skipped}", value=value, bound=0, relation="exactly")
+
+
+def test_probes_are_judged_by_their_exit_code() -> None:
+    lines = bars_of("Documents do not leak, layouts agree", probe_data=outcome(), probe_leak=outcome(exit_code=1))
+    assert lines == [
+        "met           probe-data, exit code: 0, exactly 0",
+        "MISSED        probe-leak, exit code: 1, exactly 0",
+        "not measured  probe-parity, exit code",
+    ]
+
+
+TABLE = "| case | ms |\n|------|---:|\n| a, x | 1.0 |\n"
+
+
+def written(out: Path, results: dict[str, Result], running: str = "") -> tuple[dict[str, Any], str]:
+    """The JSON and the Markdown of the steps memory and layouts."""
+    steps = [step for step in STEPS if step.name in ("layouts", "memory")]
+    report.Report(steps=steps, setting=setting(out), machine=FACTS, results=results).write(running)
+    return json.loads((out / "report.json").read_text()), (out / "report.md").read_text()
+
+
+def test_the_report_has_every_bar_and_every_step(tmp_path: Path) -> None:
+    for name in ("layouts", "memory"):
+        (tmp_path / name).mkdir()
+    row = {"case": "1.7b:64k:one", "peak_bytes": 103, "by_equations": 100}
+    (tmp_path / "memory/rows.jsonl").write_text(f'{{"header": {{}}}}\n{json.dumps(row)}\n{{"case": "1.7b:6')  # cut
+    (tmp_path / "memory/output.txt").write_text(f"$ command\n{TABLE}\n{TABLE}")
+    (tmp_path / "layouts/output.txt").write_text("$ command\n[rank0]: NcclError: no network | lost\n")
+    results = {"layouts": Result(status="failed", reason="exit code 1: NcclError: no | lost", exit_code=1, seconds=9.6)}
+    facts, text = written(tmp_path, results, running="memory")
+    verdicts = {bar["name"]: bar["verdict"] for bar in facts["bars"]}
+    assert verdicts["1.7b:64k:one, allocated over estimated memory"] == "met"  # the second of the two
+    assert facts["machine"]["device"] == "NVIDIA H100" and facts["steps"][1]["rows"][1] == row
+    lines = text.splitlines()
+    assert "2026-11-23 04:00Z, commit 5695716 (code 0123456789abcdef), 1 x NVIDIA H100" in lines
+    assert "- Steps: 1 failed, 1 to come." in lines
+    assert "| MISSED | 1.7b:64k:one, allocated over estimated memory | 1.03 | at most 1.02 |" in lines
+    question = "do layouts, recompute and bf16 give one curve"
+    assert f"| layouts | {question} | failed: exit code 1: NcclError: no / lost | 10 | 150 |" in lines
+    assert "| memory | is the allocator's peak that of the estimate | running |  | 150 |" in lines
+    assert (
+        text.endswith(f"## memory\n\n{TABLE}\n{TABLE}")
+        and "```text\n[rank0]: NcclError: no network | lost\n```" in text
+    )
+    assert report.TINY not in text
+
+
+def test_a_group_that_cannot_be_judged_does_not_stop_the_report() -> None:
+    broken = [curve("dp=8", [6.0], [1.0]), {"case": "cp=8"}]
+    assert bars_of("One curve on every layout", layouts=outcome(*broken)) == [
+        "not measured  cannot be judged: KeyError: 'losses'"
+    ]
+
+
+def test_times_of_toy_sizes_are_not_judged() -> None:
+    titles = {tiny: [title for title, _ in bars.judged({}, tiny=tiny)] for tiny in (False, True)}
+    assert set(titles[False]) - set(titles[True]) == {"Training steps", "Checkpoints"} and len(titles[True]) == 7
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_needs_the_gpus_that_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = f"(OUT / 'rows.jsonl').write_text({json.dumps(json.dumps(FACTS))})"
+    monkeypatch.setattr(gpu_hour, "MACHINE", step("machine", row))
+    monkeypatch.setattr(gpu_hour, "STEPS", [step("works", ROW), step("large", ROW, gpus=8)])
+    assert gpu_hour.main(["--gpus", "8", "--out", str(tmp_path)]) == 2
+    assert "--gpus 8, but torch sees 1 here" in capsys.readouterr().err
+    assert gpu_hour.main(["--out", str(tmp_path)]) == 0
+    assert "== works: what of works (at most 60 s)" in capsys.readouterr().out
+    assert gpu_hour.main(["--out", str(tmp_path)]) == 0
+    assert "== works: taken from the record (done)" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_hour, "STEPS", [step("works", "sys.exit(1)")])
+    assert gpu_hour.main(["--redo", "works", "--out", str(tmp_path)]) == 1
+    (tmp_path / "mine.txt").touch()
+    assert gpu_hour.main(["--fresh", "--report", "--out", str(tmp_path)]) == 1  # not a step has ended
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "lock", "machine", "mine.txt", "record.json", "report.json", "report.md",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="2"):
+        gpu_hour.main(["--redo", "nothing", "--out", str(tmp_path)])
+
+
+def test_two_starts_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert gpu_hour.main(["--out", str(tmp_path)]) == 2
+    assert "another start is running in this folder" in capsys.readouterr().err

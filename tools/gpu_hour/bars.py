@@ -1,0 +1,104 @@
+"""The bars of all steps: what was measured, and the bound that the documentation names.
+
+Bounds of benchmarks are those of tools/bench; docs/performance.md lists them.  A bar that nothing measured has the
+value None.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from tools.bench import loss_bars
+from tools.bench.results import DONE, Bar, Row
+from tools.gpu_hour import curves
+from tools.gpu_hour.step import Result
+
+# Of the equations, as in tests/standin/test_steps.py.  Above: a run that fits by the equations may end for want of
+# memory.  Below: the equations refuse a context that would fit.
+MOST_ABOVE, MOST_BELOW = 1.02, 0.94
+PROBES = ("probe-data", "probe-leak", "probe-parity")
+STEPS = ("memory", "steps", "offload", "longest")  # whose rows the bars of training steps judge together
+SPEEDS = ("speed-tp2-cp4", "speed-cp8", "speed-cp8-a2a-p2p", "speed-dp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is known of a step.  result: None while the step has not ended; tests: JUnit's report of pytest."""
+
+    result: Result | None = None
+    rows: Sequence[Row] = ()
+    tests: str = ""
+
+    @property
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows if "header" not in row and row.get("status", DONE) == DONE]
+
+
+Outcomes = Mapping[str, Outcome]
+
+
+def probes(outcomes: Outcomes) -> Iterator[Bar]:
+    for name in PROBES:
+        result = outcomes[name].result
+        yield Bar(name=f"{name}, exit code", value=result.exit_code if result else None, bound=0, relation="exactly")
+
+
+def tests(outcomes: Outcomes) -> Iterator[Bar]:
+    """Tests that failed; None where all were skipped or none ran."""
+    text = outcomes["tests"].tests
+    suite = next(ElementTree.fromstring(text).iter("testsuite")).attrib if text else {}
+    total, skipped, failed = (
+        sum(int(suite.get(key, 0)) for key in keys) for keys in (("tests",), ("skipped",), ("failures", "errors"))
+    )
+    value = failed if total > skipped else None
+    yield Bar(name=f"tests of GPUs that failed, of {total - skipped}", value=value, bound=0, relation="exactly")
+
+
+def memory(outcomes: Outcomes) -> Iterator[Bar]:
+    """Of every step that was measured: the allocator's peak over the estimate."""
+    for name in (*STEPS, *SPEEDS):
+        for row in outcomes[name].measured:
+            if row.get("peak_bytes") and row.get("by_equations"):
+                title = f"{row['case']}, allocated over estimated memory"
+                ratio = row["peak_bytes"] / row["by_equations"]
+                yield Bar(name=title, value=ratio, bound=MOST_ABOVE)
+                yield Bar(name=title, value=ratio, bound=MOST_BELOW, relation="at least")
+
+
+def training(outcomes: Outcomes) -> Iterator[Bar]:
+    """Rooflines, MFU, packing, offload, longest context."""
+    from tools.bench.steps.bars import bars
+
+    yield from bars([row for name in STEPS for row in outcomes[name].measured])
+
+
+def saving(outcomes: Outcomes) -> Iterator[Bar]:
+    from tools.bench.checkpoint import bars
+
+    yield from bars(outcomes["checkpoint"].measured)
+
+
+GROUPS: Sequence[tuple[str, Callable[[Outcomes], Iterator[Bar]]]] = (
+    ("Documents do not leak, layouts agree", probes),
+    ("Tests of GPUs", tests),
+    ("One curve on every layout", lambda outcomes: curves.bars(outcomes["layouts"].measured)),
+    ("Transformer Engine beside portable", lambda outcomes: curves.bars(outcomes["backends"].measured)),
+    ("Deterministic runs", lambda outcomes: curves.deterministic_bars(outcomes["deterministic"].measured)),
+    ("Memory", memory),
+    ("Loss head", lambda outcomes: loss_bars.bars(outcomes["loss-head"].measured)),
+)
+OF_TIMES = (("Training steps", training), ("Checkpoints", saving))  # which mean nothing at toy sizes
+
+
+def judged(outcomes: Outcomes, *, tiny: bool = False) -> list[tuple[str, list[Bar]]]:
+    """Every group with its bars.  A group without rows, or whose rows cannot be judged, is a bar without a value."""
+    by_step = defaultdict(Outcome, outcomes)  # a run with one GPU has no outcome of the steps that need eight
+    groups = []
+    for title, judge in (*GROUPS, *(() if tiny else OF_TIMES)):
+        try:
+            group = list(judge(by_step)) or [Bar(name="no rows, see Steps", value=None, bound=0)]
+        except Exception as error:  # rows of a killed step may be incomplete, and the report must be written
+            group = [Bar(name=f"cannot be judged: {type(error).__name__}: {error}", value=None, bound=0)]
+        groups.append((title, group))
+    return groups

@@ -85,6 +85,7 @@ def layout_config(**sections: Mapping[str, object]) -> Config:
         "attention": {},
         "train": {"num_steps": 10, "global_batch_size": 16},
         "optim": {"lr": 1e-5},
+        "checkpoint": {},
         "profile": {},
     }
     return Config.model_validate({name: {**keys, **sections.get(name, {})} for name, keys in base.items()})

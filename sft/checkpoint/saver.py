@@ -56,7 +56,9 @@ class Saver:
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
-        self._buffers, self._plans = CopyBuffers(), SavePlans()
+        # None: without checkpoint.async_save, or after a rank had too little memory for a copy
+        self._buffers = CopyBuffers() if config.async_save else None
+        self._plans = SavePlans()
         self._job: _Job | None = None
         self._failures = 0
         self._saved_step: int | None = None
@@ -77,9 +79,9 @@ class Saver:
                 self.drain(must_succeed=True)
             return
         self.drain()
-        started, background = time.monotonic(), self._config.async_save and not wait
+        started = time.monotonic()
         try:
-            snapshot, temporary = self._prepare(engine, state, copy=background)
+            snapshot, temporary, background = self._prepare(engine, state, may_copy=not wait)
         except (CheckpointError, StorageError, OSError) as error:
             self._failed(state.step, error, must_succeed=wait)
             return
@@ -111,17 +113,25 @@ class Saver:
         if self._job is not None and self._job.is_alive():
             self._job.join(_LAST_WAIT_S)
 
-    def _prepare(self, engine: Engine, state: TrainState, *, copy: bool) -> tuple[Snapshot, Path]:
-        """The snapshot and its temporary folder.  Raises if a weight is not finite, or if the disk has no room."""
+    def _prepare(self, engine: Engine, state: TrainState, *, may_copy: bool) -> tuple[Snapshot, Path, bool]:
+        """The snapshot, its temporary folder, and whether the snapshot is a copy, which can be saved in the background.
+
+        Raises if a weight is not finite, or if the disk has no room.
+        """
         if all_reduce_max([not engine_state.is_finite(engine)], self._groups.control)[0]:
             raise CheckpointError("a weight is not finite; such a state is never saved.")
         plain = {"iteration": state.step, "sft": {"state": asdict(state), **asdict(self._conditions)}}
         snapshot = engine_state.snapshot(engine, plain, self._plans)
-        if copy:
-            snapshot = snapshot.copied(self._buffers, self._groups.control)
+        is_copy = False
+        if may_copy and self._buffers is not None:
+            try:
+                snapshot, is_copy = snapshot.copied(self._buffers, self._groups.control), True
+            except StorageError as error:
+                self._buffers = None
+                self._console.say(f"WARNING: {error}  From now on training waits for saves (checkpoint.async_save).")
         num_bytes = sum(all_gather_objects(lambda: snapshot.num_bytes, self._groups.control))
         make = partial(self._make_temporary, num_bytes, state.step)
-        return snapshot, broadcast_from_rank0(make, self._groups.control)
+        return snapshot, broadcast_from_rank0(make, self._groups.control), is_copy
 
     def _make_temporary(self, num_bytes: int, step: int) -> Path:
         self._refuse_lost_folder()

@@ -24,8 +24,8 @@ class CheckpointConfig(Section):
     """Also save after the first step that ends this many minutes, or more, after the last save."""
     save_last: bool = True
     """Save after the last step."""
-    async_save: bool = False
-    """Copy the state in host memory, and write the copy while training continues."""
+    async_save: bool = True
+    """Copy the state in host memory, and write the copy while training continues.  false: training waits for saves."""
     keep_last: Annotated[int, Field(ge=2)] | None = None
     """Number of newest checkpoints to keep, at least 2 (the newest may be damaged); null keeps all."""
     keep_every: Positive | None = None

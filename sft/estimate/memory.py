@@ -37,6 +37,7 @@ class Memory:
     head: float
     host_layers: float = 0.0
     host_optimizer: float = 0.0
+    host_copy: float = 0.0  # of weights and optimizer states, for a save in the background
 
     @property
     def static(self) -> float:
@@ -142,6 +143,17 @@ def _state(config: Config, layout: Layout, vocab_size: int, stage: int, width: i
     )
 
 
+def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int) -> float:
+    """Bytes of the copy that a save in the background writes: this rank's part of a checkpoint."""
+    checkpoint, sharded = config.checkpoint, config.parallel.distributed_optimizer
+    if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
+        return 0.0
+    dense, experts = parameters(config.model, layout, vocab_size, stage)
+    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
+    fp32_tensors = 3 if sharded or width == 2 else 2  # two moments, and weights of the optimizer's own
+    return (width + 4 * fp32_tensors) * (dense / (layout.dp * layout.cp) + experts / copies)
+
+
 def _num_waiting(layout: Layout, stage: int) -> float:
     """Number of microbatches whose saved tensors all layers of a rank hold at the same time.
 
@@ -206,6 +218,7 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         gathered=backend.gathered(pack),
         head=head if is_last else 0.0,
         host_layers=host_layers,
+        host_copy=_copied(config, layout, vocab_size, stage, rank.width),
     )
 
 
@@ -252,6 +265,8 @@ def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
     ]
     if memory.host:
         lines.append(f"and of the host: layers {size(memory.host_layers)}, optimizer {size(memory.host_optimizer)}")
+    if memory.host_copy:
+        lines.append(f"saves copy {size(memory.host_copy)} to host memory (checkpoint.async_save)")
     longest = longest_context(config, layout, vocab_size, CARD_BYTES)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in 80 GB, by the same estimate: {most}"]

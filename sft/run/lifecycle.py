@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sft.config import Config
+from sft.config import CheckpointConfig, Config
 from sft.console import Console
 from sft.errors import ConfigError
 from sft.parallel.collectives import all_reduce_max, broadcast_from_rank0
@@ -69,7 +69,7 @@ class Lifecycle:
     def restored(self, step: int, num_steps: int) -> None:
         """Called when the state after `step` is loaded.  Prints whether a step and a save fit into run.grace_s."""
         self.step, self._num_steps = step, num_steps
-        if line := _grace_line(*self._earlier, self._run.grace_s):
+        if line := _grace_line(*self._earlier, self._run.grace_s, self._checkpoint):
             self._console.say(line)
 
     def phase(self, name: str) -> None:
@@ -102,7 +102,7 @@ class Lifecycle:
 
         save_s: seconds that this save took
         """
-        if not self._has_saved and (line := _grace_line(self.step_s, save_s, self._run.grace_s)):
+        if not self._has_saved and (line := _grace_line(self.step_s, save_s, self._run.grace_s, self._checkpoint)):
             self._console.say(line)
         self._has_saved = True
         with self._warn_if_unwritable():
@@ -152,12 +152,17 @@ class Lifecycle:
             self._console.say(f"warning: {self._folder}/{status.FILE} cannot be written: {error}")
 
 
-def _grace_line(step_s: float | None, save_s: float | None, grace_s: float) -> str | None:
-    """A line that says whether a step and a save fit into run.grace_s; None if a duration is unknown."""
+def _grace_line(step_s: float | None, save_s: float | None, grace_s: float, checkpoint: CheckpointConfig) -> str | None:
+    """A line that says whether a step and saves fit into run.grace_s; None if a duration is unknown.
+
+    With checkpoint.async_save a save may have just begun in the background, and the last save waits for it.
+    """
     if step_s is None or save_s is None:
         return None
-    line = f"stopping takes a step ({step_s:.1f} s) and a save ({save_s:.1f} s); run.grace_s is {grace_s} s"
-    return line if step_s + save_s <= grace_s else f"WARNING: {line}.  This is too short: the last steps would be lost"
+    saves = f"up to two saves ({save_s:.1f} s each)" if checkpoint.async_save else f"a save ({save_s:.1f} s)"
+    line = f"stopping takes a step ({step_s:.1f} s) and {saves}; run.grace_s is {grace_s} s"
+    stop_s = step_s + save_s * (2 if checkpoint.async_save else 1)
+    return line if stop_s <= grace_s else f"WARNING: {line}.  This is too short: the last steps would be lost"
 
 
 class TrainingHangs(RuntimeError):

@@ -39,7 +39,7 @@ data: {{train: {folder}/chat.jsonl, eval: {folder}/held_out.jsonl, seq_length: 2
 parallel: {{cp: 2}}
 train: {{num_steps: 12, global_batch_size: 2, eval_every: 4}}
 optim: {{lr: 1e-3}}
-checkpoint: {{save_every: 1}}
+checkpoint: {{save_every: 1, async_save: false}}
 log: {{tensorboard: false}}
 """
 # What a run that is over may leave in its folder.

@@ -19,6 +19,7 @@ from sft.mcore.engine import Engine
 from tests.ranks import scenarios
 
 SMALL = ["model.num_layers=2", "model.hidden_size=16", "model.ffn_hidden_size=32", "data.seq_length=128"]
+SMALL += ["checkpoint.async_save=false"]
 ASYNC = "checkpoint.async_save=true"
 
 

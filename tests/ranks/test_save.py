@@ -12,7 +12,9 @@ import pytest
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
-from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader, save_plans
+from sft.estimate import memory
+from sft.mcore.checkpoint_io import engine_state, optimizer_shards, safe_reader, save_plans, torch_dist_files
+from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import ASYNC, Run, listing, run_of
 
@@ -84,6 +86,33 @@ def save_every_step_in_the_background(folder: str) -> bool:
         run.saver.drain(must_succeed=True)
         assert before == [[], [1], [1, 2]]
         return [run.loaded(step) for step in (1, 2, 3)] == hashes
+
+
+def test_without_memory_for_a_copy_training_waits_for_saves(ranks: Ranks, tmp_path: Path) -> None:
+    """The second save's copy fails on rank 1: the state of each step is saved all the same."""
+    told = ranks(2).run(save_without_memory, str(tmp_path))
+    assert all(one["loaded"] == one["was"] for one in told)
+    background = "saving step {} in the background"
+    (warning,) = [line for line in told[0]["said"] if line.startswith("WARNING")]
+    assert warning.startswith(
+        "WARNING: rank 1 has too little memory for a copy of its tensors: no memory.  From now on "
+    )
+    assert [step for step in (1, 2, 3) if any(background.format(step) in line for line in told[0]["said"])] == [1]
+
+
+def save_without_memory(folder: str) -> dict[str, Any]:
+    def full(*_: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with run_of([ASYNC], folder) as run, pytest.MonkeyPatch.context() as patch:
+        was = []
+        for step in (1, 2, 3):
+            run.train(step)
+            was.append(run.hash())
+            run.save(step)
+            if run.engine.groups.rank == 1:
+                patch.setattr(torch_dist_files.CopyBuffers, "copy", full)
+        return {"was": was, "said": run.lines(), "loaded": [run.loaded(step) for step in (1, 2, 3)]}
 
 
 @pytest.mark.parametrize("overrides", [[ASYNC], ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.ep=2"]])
@@ -158,6 +187,7 @@ def save_one(overrides: list[str], folder: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharded: bool, precision: str) -> None:
     overrides = [f"parallel.distributed_optimizer={str(sharded).lower()}", f"run.precision={precision}"]
+    overrides += [ASYNC, "checkpoint.save_every=1"]
     told = ranks(2).run(bytes_to_write, overrides)
     for kind in ("model", "optimizer"):
         mine, others = (one[kind] for one in told)
@@ -167,6 +197,8 @@ def test_what_ranks_share_is_shared_out_evenly_and_in_place(ranks: Ranks, sharde
     assert sum(one["optimizer"] for one in told) == 4 * tensors * 17_048
     assert sum(one["model"] for one in told) == 17_048 * (2 if precision == "bf16" else 4)
     assert all(one["in place"] for one in told)
+    # What `sft check` reports for the copy of a save in the background.
+    assert 2 * told[0]["estimate"] == pytest.approx(sum(one["model"] + one["optimizer"] for one in told), rel=1e-6)
 
 
 def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
@@ -182,7 +214,8 @@ def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
         for its, shard in zip(is_moment, part.shards):
             found[its] += shard.data.nbytes
         in_place = all(s.data.untyped_storage().data_ptr() in held for s, its in zip(part.shards, is_moment) if its)
-        return {"model": found[False], "optimizer": found[True], "in place": in_place}
+        copy = memory.estimate(run.engine.config, run.engine.layout, scenarios.VOCAB).host_copy
+        return {"model": found[False], "optimizer": found[True], "in place": in_place, "estimate": copy}
 
 
 def test_retention_keeps_the_last_the_multiples_and_the_best(ranks: Ranks, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sft.config import CheckpointConfig
 from sft.console import Console
 from sft.run import lifecycle
 from sft.run.lifecycle import Lifecycle
@@ -20,7 +21,7 @@ def test_a_status_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     run.step_s = 2.0
     run.report_published(4, 120.0)
     first, second = said.getvalue().splitlines()
-    grace = "stopping takes a step (2.0 s) and a save (120.0 s); run.grace_s is 100 s"
+    grace = "stopping takes a step (2.0 s) and up to two saves (120.0 s each); run.grace_s is 100 s"
     assert first == f"WARNING: {grace}.  This is too short: the last steps would be lost"
     assert second.startswith(f"warning: {tmp_path}/gone/run_state.json cannot be written: ")
 
@@ -34,4 +35,13 @@ def test_the_time_of_a_save_is_compared_with_the_grace_once(tmp_path: Path, monk
     run.report_published(4, 2.0)
     run.report_published(8, 3.0)
     assert reported == [(4, {"step_s": 1.5, "save_s": 2.0}), (8, {"step_s": 1.5, "save_s": 3.0})]
-    assert said.getvalue() == "stopping takes a step (1.5 s) and a save (2.0 s); run.grace_s is 100 s\n"
+    assert said.getvalue() == "stopping takes a step (1.5 s) and up to two saves (2.0 s each); run.grace_s is 100 s\n"
+
+
+@pytest.mark.parametrize(
+    "background,save_s,is_too_long", [(True, 49.0, False), (True, 49.5, True), (False, 49.5, False)]
+)
+def test_a_save_in_the_background_counts_against_the_grace(background: bool, save_s: float, is_too_long: bool) -> None:
+    """2 s for the step, and the last save begins when the one in the background has ended."""
+    line = lifecycle._grace_line(2.0, save_s, 100, CheckpointConfig(async_save=background))
+    assert line is not None and line.startswith("WARNING") == is_too_long

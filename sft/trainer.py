@@ -105,11 +105,11 @@ class Trainer:
             self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
             self.lifecycle.end("done", state.step, None)
             return True
-        broadcast_from_rank0(self._write_inputs)
+        broadcast_from_rank0(self._write_inputs, self.groups.control)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
             at_exit.callback(self.saver.wait_briefly)
-            sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain)
+            sample_log = SampleLog.open(self.folder / "seen.jsonl", state.step, state.chain, self.groups.control)
             state, _ = self._evaluate(state, metrics)
             stop = self.lifecycle.stop_reason()
             while state.step < self.num_steps and stop is None:
@@ -221,6 +221,7 @@ class Trainer:
             self.folder,
             self.console,
             RunFacts.of(self.config, self.layout, vocab_size),
+            self.groups.control,
             step=state.step,
             num_steps=self.num_steps,
             is_evaluated=state.evaluated == state.step,

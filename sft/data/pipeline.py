@@ -76,7 +76,9 @@ class DataPipeline:
     def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
         data, cache_dir = self._config.data, Path(self._config.cache_dir)
-        folders = broadcast_from_rank0(lambda: find_prepared(paths, data, tokenizer, cache_dir, command=self._command))
+        folders = broadcast_from_rank0(
+            lambda: find_prepared(paths, data, tokenizer, cache_dir, command=self._command), self._position.control
+        )
         corpus = map_prepared(paths, folders, data, names, command=self._command)
         self._console.say(corpus.summary())
         return corpus

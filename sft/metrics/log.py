@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 from sft.atomic_files import why_not_written
 from sft.console import Console, duration
 from sft.errors import StorageError
@@ -31,9 +33,16 @@ class MetricsLog:
 
     @staticmethod
     def open(
-        folder: Path, console: Console, run: RunFacts, *, step: int, num_steps: int, is_evaluated: bool
+        folder: Path,
+        console: Console,
+        run: RunFacts,
+        group: dist.ProcessGroup,
+        *,
+        step: int,
+        num_steps: int,
+        is_evaluated: bool,
     ) -> "MetricsLog":
-        """The log in the run's folder.  Collective.
+        """The log in the run's folder.  Collective over `group`.
 
         is_evaluated  whether the held-out pass after `step` was completed; if not, the records of this pass are removed
         """
@@ -42,7 +51,7 @@ class MetricsLog:
         def open_all() -> None:
             writers.extend(open_writers(folder, run.config, step, console, is_evaluated=is_evaluated))
 
-        broadcast_from_rank0(open_all)
+        broadcast_from_rank0(open_all, group)
         return MetricsLog(folder, writers, console, run, step=step, num_steps=num_steps)
 
     def __enter__(self) -> "MetricsLog":

@@ -1,7 +1,8 @@
 """Collectives over all ranks for decisions and small values in CPU memory.
 
 If one rank raises an error, every rank raises, so no rank waits for a failed one.  Gradients, losses and activations do
-not use these collectives.
+not use these collectives.  Callers pass the gloo group of all ranks (`Position.control`): over NCCL, a message about a
+file would wait for the work of the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from sft.errors import SftError
 T = TypeVar("T")
 
 
-def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Rank 0 calls `decide`, and every rank returns the result or raises rank 0's error.  Collective.
 
     Used for decisions about files, because another node may see a file later than rank 0.
-    `group` holds all ranks; None is the default group.
+    `group` holds all ranks.
     """
     answer: list[Any] = [None, None]  # result, error
     error: Exception | None = None
@@ -33,10 +34,10 @@ def broadcast_from_rank0(decide: Callable[[], T], group: dist.ProcessGroup | Non
     return result
 
 
-def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_objects(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
     """Every rank calls `make`, and every rank returns all results in order of rank.  Collective.
 
-    If `make` raises on one rank, every rank raises.  `group` holds all ranks; None is the default group.
+    If `make` raises on one rank, every rank raises.  `group` holds all ranks.
     """
     value, error = _attempt(make)
     gathered: list[Any] = [None] * dist.get_world_size()

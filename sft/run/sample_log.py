@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+import torch.distributed as dist
+
 from sft.atomic_files import why_not_written
 from sft.errors import StorageError
 from sft.parallel.collectives import broadcast_from_rank0
@@ -52,10 +54,10 @@ class SampleLog:
             self._put({"step": step, "gap": "lines before this step are missing", "chain": chain})
 
     @staticmethod
-    def open(path: Path, step: int, chain: str) -> "SampleLog | None":
-        """The log on rank 0, None on the other ranks.  Collective."""
+    def open(path: Path, step: int, chain: str, group: dist.ProcessGroup) -> "SampleLog | None":
+        """The log on rank 0, None on the other ranks.  Collective over `group`."""
         opened: list[SampleLog] = []
-        broadcast_from_rank0(lambda: opened.append(SampleLog(path, step, chain)))
+        broadcast_from_rank0(lambda: opened.append(SampleLog(path, step, chain)), group)
         return opened[0] if opened else None
 
     def write(self, step: int, epoch: int, batch: int, samples: Iterable[int], chain: str) -> None:

@@ -76,7 +76,7 @@ def save_weights(recipe: Path, folder: str) -> None:
     loaded = load_recipe(str(recipe), ["run.seed=5"])
     join()
     with session(loaded, Layout.resolve(loaded.config, 2)) as s, model(s) as (engine, _):
-        engine_state.write(engine_state.snapshot(engine, {"iteration": 0}), Path(folder))
+        engine_state.write(engine_state.snapshot(engine, {"iteration": 0}), Path(folder), engine.groups.control)
 
 
 def ignored_boundaries() -> Any:

@@ -169,7 +169,7 @@ def optimizer_hash(engine: Engine) -> str:
 
 def save(engine: Engine, folder: Path, plain: dict[str, Any]) -> None:
     """A checkpoint of `engine` in the existing, empty `folder`, without manifest."""
-    engine_state.write(engine_state.snapshot(engine, plain), folder)
+    engine_state.write(engine_state.snapshot(engine, plain), folder, engine.groups.control)
 
 
 def write_checkpoint(overrides: Sequence[str], folder: str) -> None:

@@ -50,10 +50,7 @@ def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = No
 
 
 def write(
-    taken: torch_dist_files.Snapshot,
-    folder: Path,
-    group: dist.ProcessGroup | None = None,
-    plans: SavePlans | None = None,
+    taken: torch_dist_files.Snapshot, folder: Path, group: dist.ProcessGroup, plans: SavePlans | None = None
 ) -> dict[str, Entry]:
     """Write the snapshots of all ranks into the existing, empty `folder`.  Collective over `group`.
 

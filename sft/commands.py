@@ -30,9 +30,13 @@ def train(arguments: Namespace) -> int:
     _check_wandb(recipe)
     _check_paths(recipe)
 
+    from sft.run import environment
+
+    from_user = environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
+
     from sft.trainer import main
 
-    return main(recipe, layout)
+    return main(recipe, layout, from_user)
 
 
 def status(arguments: Namespace) -> int:
@@ -194,6 +198,10 @@ def probe(arguments: Namespace) -> int:
     recipe = _recipe(arguments)
     layout = _layout(recipe, _launched_world_size() or 1)
     _check_paths(recipe)
+
+    from sft.run import environment
+
+    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
 
     from sft.probe.answer import answer
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, dump
+from sft.run import environment
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
 from sft.run.profiler import Profiler
@@ -37,14 +39,19 @@ from sft.run.step_check import StepCheck, dump_step
 STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and saved a checkpoint
 
 
-def main(recipe: Recipe, layout: Layout) -> int:
-    """Train the recipe as one rank of the run.  Returns the exit code."""
+def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> int:
+    """Train the recipe as one rank of the run.  Returns the exit code.
+
+    from_user  the environment variables that `environment.prepare` found set
+    """
     config = recipe.config
     leave_with_parent()
     torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(groups.rank)
     console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))
+    if line := environment.describe(from_user, torch_device.type):
+        console.say(line)
     folder = Path(config.run.dir)
     next_step = partial(resume.next_step, config.checkpoint, folder / "checkpoints")
     with (

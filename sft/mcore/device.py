@@ -7,6 +7,7 @@ patches nothing.
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _CPU_TYPE_NAMES = {
 # The function that a torch function mode receives when code reads `tensor.is_cuda`.
 _IS_CUDA = getattr(torch.Tensor, "is_cuda").__get__  # noqa: B009
 
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; the defaults are for a single process
 
 # Fields of TransformerConfig whose defaults need CUDA kernels.
@@ -57,11 +59,35 @@ def start(device_type: str, *, deterministic: bool = False) -> torch.device:
                 f"Start at most {torch.cuda.device_count()} processes per machine, or use run.device=cpu."
             )
         torch.cuda.set_device(local_rank)
+        _bind_to_cpus_near(local_rank)
         _compile_in_this_process()
         return torch.device("cuda", local_rank)
     if not _Redirect.active:
         _redirect_cuda_to_cpu()
     return torch.device("cpu")
+
+
+def _bind_to_cpus_near(index: int) -> None:
+    """Let this process run only on the CPUs of its GPU's NUMA node, as far as it may run there.
+
+    Memory that the process pins then lies on that node too, so copies between host and GPU do not cross the sockets.
+    Does nothing if Linux does not say which CPUs are near.  In that case `torchrun --numa-binding node`, which also
+    needs numactl, ends the run or binds all ranks to node 0.
+    """
+    gpu: Any = torch.cuda.get_device_properties(index)
+    try:
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        near = _cpus((_PCI_DEVICES / address / "local_cpulist").read_text())
+    except (OSError, AttributeError):  # torch 2.8 has no PCI addresses
+        return
+    if allowed := near & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, allowed)
+
+
+def _cpus(ranges: str) -> set[int]:
+    """`0-2,8` -> {0, 1, 2, 8}"""
+    ends = [part.partition("-")[::2] for part in ranges.strip().split(",") if part]
+    return {cpu for first, last in ends for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _compile_in_this_process() -> None:

@@ -6,7 +6,6 @@ so they are initialised from the same Layout.
 
 import datetime
 import importlib.util
-import os
 import resource
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from sft.errors import ConfigError
+from sft.parallel import rendezvous
 from sft.parallel.alignment import ETP_NEEDS_NCCL
 from sft.parallel.layout import Layout
 from sft.parallel.position import Position
@@ -57,15 +57,7 @@ def start(
         raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
     _allow_descriptors()
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = datetime.timedelta(seconds=timeout_s)
-        if store is not None:
-            rank = int(os.environ["RANK"])
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=layout.world_size)
-        elif "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        rendezvous.join("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s, store=store)
     assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

@@ -10,6 +10,7 @@ from sft.mcore.engine import Engine
 from sft.mcore.initial_weights import initialise
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
+from sft.run import environment
 from tests.ranks import scenarios
 
 STEPS = 50
@@ -22,6 +23,7 @@ def running(overrides: Sequence[str]) -> Iterator[Engine]:
     """An engine in this process, on the GPU."""
     config = parse_recipe(scenarios.RECIPE, "tests", [*GPU, *overrides]).config
     layout = Layout.resolve(config, 1)
+    environment.prepare(config, layout)
     place = process_groups.start(layout, device.start("cuda"), seed=config.run.seed, timeout_s=60)
     try:
         engine = Engine(config, layout, place, vocab_size=scenarios.VOCAB, num_steps=STEPS)

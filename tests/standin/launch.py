@@ -50,9 +50,14 @@ def end(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def steps(case: str, overrides: Sequence[str], *, ranks: int = 1, also: Mapping[str, str] = {}) -> list[dict[str, Any]]:
-    """The results of each rank of steps.py, in order of ranks.  Raises AssertionError with the output of all ranks."""
-    process = start("tests.standin.steps", case, json.dumps(list(overrides)), ranks=ranks, also=also)
+def steps(
+    case: str, overrides: Sequence[str], *, ranks: int = 1, num_steps: int = 2, also: Mapping[str, str] = {}
+) -> list[dict[str, Any]]:
+    """The results of each rank of steps.py, in order of ranks.  Raises AssertionError with the output of all ranks.
+
+    num_steps  the first allocates optimizer states and compiles kernels; counters are those of the last
+    """
+    process = start("tests.standin.steps", case, json.dumps(list(overrides)), str(num_steps), ranks=ranks, also=also)
     said = finish(process)
     found = [json.loads(line) for line in said.splitlines() if line.startswith('{"rank"')]
     assert process.returncode == 0 and len(found) == ranks, said[-6000:]

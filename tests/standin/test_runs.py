@@ -1,6 +1,7 @@
 """Whole runs of recipes/demo.yaml on "cuda", in several layouts: exit codes and checkpoints.  Also runs tests of
 tests/gpu that do not depend on computed numbers."""
 
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -88,6 +89,15 @@ def test_a_run_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> N
     assert f"attention {'te' if is_te else 'portable'}" in said
 
 
+def test_a_run_sets_the_allocator_where_the_user_does_not(tmp_path: Path, data: list[str]) -> None:
+    """Started by torchrun alone, without the scripts of launch/."""
+    said = runs(tmp_path, *data, "parallel.cp=1", "profile.memory.steps=[2]", ranks=1)
+    (snapshot,) = (tmp_path / "run/memory_snapshots/step_2").glob("*.pickle")
+    segments = pickle.loads(snapshot.read_bytes())["segments"]
+    assert segments and all(segment["is_expandable"] for segment in segments)
+    assert "\nenvironment PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, " in said
+
+
 def test_a_run_goes_on_with_another_layout(tmp_path: Path, data: list[str]) -> None:
     runs(tmp_path, *data, *CP, ranks=2)
     said = runs(tmp_path, *data, *TP, ranks=2, steps=STEPS + 2)
@@ -115,12 +125,10 @@ GPU_TESTS = (
     "tests/gpu/test_memory.py::test_an_end_for_want_of_memory_leaves_a_snapshot",
     "tests/gpu/test_training.py::test_a_gpu_is_not_waited_for_within_the_passes",
 )
-# With this setting, blocks have the requested sizes.  Without it, torch may add up to 1 MiB, depending on its cache.
-EXACT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_tests_of_gpus_pass() -> None:
-    process = launch.start("pytest", "-q", "-p", "no:cacheprovider", *GPU_TESTS, also=EXACT)
+    process = launch.start("pytest", "-q", "-p", "no:cacheprovider", *GPU_TESTS)
     said = launch.finish(process)
     passed = 11 if launch.HAS_TE else 6
     assert process.returncode == 0 and f"{passed} passed" in said, said[-6000:]

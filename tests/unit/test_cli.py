@@ -12,6 +12,7 @@ import pytest
 from sft.cli import main
 from sft.errors import StorageError, TrainingError
 from sft.recipe.resolved import Recipe
+from sft.run import environment
 from tests.builders import RECIPE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(environment, "prepare", lambda config, layout: frozenset())
     return tmp_path
 
 
@@ -34,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """The recipes that reach `sft.trainer.main`, which is not run."""
     recipes: list[Recipe] = []
-    stand_in = types.SimpleNamespace(main=lambda recipe, layout: recipes.append(recipe))
+    stand_in = types.SimpleNamespace(main=lambda recipe, layout, from_user: recipes.append(recipe))
     monkeypatch.setitem(sys.modules, "sft.trainer", stand_in)
     return recipes
 
@@ -165,7 +167,7 @@ def test_train_hands_the_recipe_on(trained: list[Recipe], monkeypatch: pytest.Mo
 def broken(error: BaseException) -> types.SimpleNamespace:
     """A trainer that ends by `error`."""
 
-    def stop(recipe: Recipe, layout: object) -> None:
+    def stop(recipe: Recipe, layout: object, from_user: object) -> None:
         raise error
 
     return types.SimpleNamespace(main=stop)

@@ -3,7 +3,10 @@
 The redirection lasts as long as its process, so it is started on a rank.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,8 +138,10 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch, local_rank: s
 def test_each_process_takes_the_gpu_of_its_local_rank(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, index: int
 ) -> None:
-    """On CUDA nothing is redirected: the device is set and that is all."""
+    """On CUDA nothing is redirected: the device is set, and the process stays near it."""
     taken: list[int] = []
+    near: list[int] = []
+    monkeypatch.setattr(device, "_bind_to_cpus_near", near.append)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -144,7 +149,40 @@ def test_each_process_takes_the_gpu_of_its_local_rank(
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(device, "_redirect_cuda_to_cpu", lambda: pytest.fail("redirected on CUDA"))
     assert device.start("cuda") == torch.device("cuda", index)
-    assert taken == [index]
+    assert taken == near == [index]
+
+
+@pytest.mark.parametrize(
+    "listed, allowed, bound",
+    [
+        ("0-3,8-11\n", set(range(16)), {0, 1, 2, 3, 8, 9, 10, 11}),
+        ("4-7\n", {6, 7, 8}, {6, 7}),  # SLURM or numactl left it some of them
+        ("4-7\n", {0, 1}, None),
+        ("5\n", {4, 5}, {5}),
+        ("\n", {0, 1}, None),
+        (None, {0, 1}, None),  # a container without /sys
+    ],
+)
+def test_a_process_runs_near_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str | None, allowed: set[int], bound: set[int] | None
+) -> None:
+    if listed is not None:
+        (tmp_path / "0001:c1:0a.0").mkdir()
+        (tmp_path / "0001:c1:0a.0/local_cpulist").write_text(listed)
+    gpus = {3: SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=10)}
+    asked: list[set[int]] = []
+    monkeypatch.setattr(device, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: asked.append(cpus))
+    device._bind_to_cpus_near(3)
+    assert asked == ([] if bound is None else [bound])
+
+
+def test_a_torch_without_pci_addresses_binds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: pytest.fail("bound"))
+    device._bind_to_cpus_near(0)
 
 
 def test_a_gpu_is_sent_tokens_without_waiting_for_it() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from sft.parallel.layout import Layout
+from sft.run import environment
 from tools.bench.results import DONE, Row
-from tools.bench.steps import trainer, transformers_peer
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions
 from tools.bench.steps.roofline import shares, with_notes, with_rates
@@ -40,8 +41,7 @@ def measured(case: StepCase, options: argparse.Namespace, *, only_fits: bool = F
         if not options.try_all and not only_fits and (lack := _lack(case, options)):
             return {**row, "status": f"skipped: {lack}; --try-all runs it"}
     limit_s = min(options.limit, seconds_left + GRACE_S)
-    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
         result = Path(folder) / "row.json"
         command = [sys.executable, "-m", "tools.bench.steps.process", str(case), str(result), json.dumps(asdict(work))]
@@ -79,6 +79,11 @@ def _lack(case: StepCase, options: argparse.Namespace) -> str | None:
 def child(case: StepCase, work: StepOptions) -> Row:
     """Runs in the new process.  Returns the row that it measures."""
     start = time.monotonic()
+    config = case.using().config(work.device, also=work.overrides)
+    environment.prepare(config, Layout.resolve(config, 1))  # before the next import, which may start CUDA
+
+    from tools.bench.steps import trainer, transformers_peer
+
     try:
         _limit_memory(case, work)
         row = (transformers_peer if case.recompute == "peer" else trainer).measure(case, work)

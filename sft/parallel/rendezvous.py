@@ -1,0 +1,74 @@
+"""Joins the processes of a run, and chooses the network interface over which gloo and NCCL connect its nodes.
+
+By default, gloo takes the address to which the node's own hostname resolves.  On Debian and Ubuntu that is often
+127.0.1.1, which no other node can reach.  Here, a node takes the interface of its route to another node of the run.
+"""
+
+import datetime
+import ipaddress
+import os
+import socket
+from contextlib import suppress
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+INTERFACES = (NCCL, GLOO)
+_KEY = "sft/address of the second node"
+_ANY_PORT = 9  # connecting a UDP socket sends nothing
+
+
+def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> None:
+    """Join the process group that torchrun describes in the environment.  Without torchrun: this process alone.
+
+    store  connects all ranks; a process that joins a second time needs a new one
+    """
+    timeout, rank, world_size = datetime.timedelta(seconds=timeout_s), 0, 1
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if store is None:
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+        choose_interface(store)
+    store = dist.HashStore() if store is None else store
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def choose_interface(store: dist.Store) -> None:
+    """Set the variables of this process that the user has not set, if the run has several nodes.
+
+    Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR, as torchrun sets them.  `store` connects all ranks.  Sets
+    nothing if the route leads over the loopback interface, as in a test where all nodes are one machine.
+    """
+    rank, ranks_per_node = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if int(os.environ["WORLD_SIZE"]) <= ranks_per_node:
+        return
+    # The first node holds MASTER_ADDR, which may be a loopback address there.  So it takes the route to the second.
+    other = store.get(_KEY).decode() if rank < ranks_per_node else os.environ["MASTER_ADDR"]
+    address = _address_towards(other)
+    if rank == ranks_per_node:
+        store.set(_KEY, address or "")
+    if interface := _interface_of(address):
+        os.environ.setdefault(GLOO, interface)
+        os.environ.setdefault(NCCL, f"={interface}")  # = because NCCL otherwise takes a name as a prefix
+
+
+def _address_towards(host: str) -> str | None:
+    """The address that this machine gives as sender in messages to `host`; None if it has no route."""
+    with suppress(OSError):  # an unknown name
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:  # no route to this address
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+    return None
+
+
+def _interface_of(address: str | None) -> str | None:
+    """The name of the interface with this address; None for the loopback interface."""
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        if address in addresses and not any(ipaddress.ip_address(text).is_loopback for text in addresses):
+            return str(name)
+    return None

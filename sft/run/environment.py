@@ -1,0 +1,118 @@
+"""Sets the environment variables that torch's CUDA allocator, CUDA, Triton and NCCL read when they start.
+
+`prepare` sets them before the first CUDA call, for every way of starting a run.  A variable that the user has set keeps
+its value.  sft/parallel/rendezvous.py chooses the network interfaces, because the ranks must first find each other.
+"""
+
+import ctypes
+import os
+import stat
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from sft.config import Config
+from sft.parallel import rendezvous
+from sft.parallel.layout import Layout
+
+# If the user has set one variable of a line, this project sets no variable of that line.
+_TOGETHER = (
+    # torch 2.9 ignores the second name, and torch before 2.12 warns of the first name.
+    ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
+    ("TRITON_CACHE_DIR",),
+    ("NCCL_DEBUG",),
+)
+NAMES = tuple(name for names in _TOGETHER for name in names) + rendezvous.INTERFACES
+_BLACKWELL = 10  # major compute capability
+
+
+def prepare(config: Config, layout: Layout) -> frozenset[str]:
+    """Set the variables for this process.  Returns the names of the variables that the user has set.
+
+    CUDA reads its variables once, when the first library of the process calls it.  Importing Transformer Engine can be
+    such a call, so `prepare` comes before the import of sft/mcore.
+    """
+    from_user = frozenset(name for name in NAMES if name in os.environ)
+    if config.run.device != "cpu":
+        chosen = _choices(config, layout)
+        for names in _TOGETHER:
+            if from_user.isdisjoint(names):
+                os.environ.update({name: chosen[name] for name in names if name in chosen})
+    return from_user
+
+
+def describe(from_user: Collection[str], device_type: str) -> str:
+    """One line with the variables that have a value; empty if no variable matters on this device.
+
+    environment NCCL_DEBUG=WARN, GLOO_SOCKET_IFNAME=eth0 (set by the user)
+    """
+    names = NAMES if device_type == "cuda" else (rendezvous.GLOO,)
+    values = [
+        f"{name}={os.environ[name]}{' (set by the user)' if name in from_user else ''}"
+        for name in names
+        if name in os.environ
+    ]
+    return f"environment {', '.join(values)}" if values else ""
+
+
+def _choices(config: Config, layout: Layout) -> dict[str, str]:
+    # Packs differ in length.  Without expandable segments, up to a tenth of the memory is reserved in pieces that fit
+    # no later tensor.
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "WARN"}
+    chosen |= connections(layout, offloads=_offloads(config), capability=_compute_capability())
+    if cache := _folder_of_this_user("sft-triton"):
+        chosen["TRITON_CACHE_DIR"] = cache
+    return chosen
+
+
+def _offloads(config: Config) -> bool:
+    return config.train.offload_fraction > 0.0 or config.optim.offload_fraction > 0.0
+
+
+def connections(layout: Layout, *, offloads: bool, capability: int | None) -> dict[str, str]:
+    """The number of hardware queues for kernels and for copies.  CUDA's default is 8 for both.
+
+    offloads    activations or optimizer states are copied to host memory during a step
+    capability  major compute capability of the GPUs; None if unknown, which is treated as Hopper
+
+    Before Blackwell, tp and cp need one queue: kernels then start in the order of their launches, so that a collective
+    starts before the matrix product that hides it.  One queue for copies would let a copy that waits for a kernel hold
+    up all later copies.  From Blackwell on, one queue has no advantage, and many streams need more than 8 queues.
+    The same rules as in NVIDIA's Megatron-Bridge; megatron-core's training arguments require the first one.
+    """
+    if layout.tp == layout.cp == 1:
+        return {}
+    if capability is not None and capability >= _BLACKWELL:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if layout.dp > 1 or layout.pp > 1 else {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"} if offloads else {})
+
+
+def _compute_capability() -> int | None:
+    """The major compute capability of the machine's first GPU, from NVML, which does not start CUDA."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    error = (
+        nvml.nvmlInit_v2()
+        or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
+        or nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return None if error else major.value
+
+
+def _folder_of_this_user(name: str) -> str | None:
+    """A folder on this machine that only this user can write; None if another user made it.
+
+    Triton runs the code that it finds in its cache.
+    """
+    folder = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return str(folder) if is_ours else None

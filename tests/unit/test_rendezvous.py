@@ -1,0 +1,81 @@
+"""Over which network interface gloo and NCCL connect the nodes of a run."""
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from sft.parallel import rendezvous
+
+INTERFACES = {
+    "lo": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "10.9.9.9"), (socket.AF_INET6, "::1")],
+    "eth0": [(psutil.AF_LINK, "02:42:ac:11:00:02"), (socket.AF_INET, "10.0.0.7"), (socket.AF_INET6, "fd00::7")],
+    "ib0": [(socket.AF_INET, "172.16.0.7")],
+}
+SENDER = {"head": "10.0.0.7", "10.0.0.8": "172.16.0.7", "six": "fd00::7", "self": "127.0.1.1", "anycast": "10.9.9.9"}
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of rank 4 of 8, the first of the second node."""
+    environ = {"RANK": "4", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head"}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(rendezvous, "_address_towards", SENDER.get)
+    found = {name: [SimpleNamespace(family=f, address=a) for f, a in listed] for name, listed in INTERFACES.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    return environ
+
+
+def chosen(variables: dict[str, str]) -> dict[str, str]:
+    return {name: variables[name] for name in rendezvous.INTERFACES if name in variables}
+
+
+def test_the_second_node_takes_its_route_to_the_head(variables: dict[str, str]) -> None:
+    store = dist.HashStore()
+    rendezvous.choose_interface(store)
+    assert chosen(variables) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+    assert store.get(rendezvous._KEY) == b"10.0.0.7"
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_the_head_takes_its_route_to_the_second_node(variables: dict[str, str], rank: str) -> None:
+    """Its own name is a loopback address, as on Debian."""
+    variables |= {"RANK": rank, "MASTER_ADDR": "self"}
+    store = dist.HashStore()
+    store.set(rendezvous._KEY, "10.0.0.8")
+    rendezvous.choose_interface(store)
+    assert chosen(variables) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+
+
+@pytest.mark.parametrize("head, interface", [("six", "eth0"), ("self", None), ("anycast", None), ("unknown", None)])
+def test_other_routes(variables: dict[str, str], head: str, interface: str | None) -> None:
+    """Over IPv6; to this machine itself; from an address of the loopback interface; none."""
+    variables["MASTER_ADDR"] = head
+    store = dist.HashStore()
+    rendezvous.choose_interface(store)
+    assert variables.get("GLOO_SOCKET_IFNAME") == interface
+    assert store.check([rendezvous._KEY])  # the head waits for it, whatever it is
+
+
+@pytest.mark.parametrize("own", rendezvous.INTERFACES)
+def test_the_users_own_interface_stays(variables: dict[str, str], own: str) -> None:
+    variables[own] = "bond0"
+    rendezvous.choose_interface(dist.HashStore())
+    assert chosen(variables) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"} | {own: "bond0"}
+
+
+@pytest.mark.parametrize("local", ["8", "9"])
+def test_one_node_needs_none(variables: dict[str, str], local: str) -> None:
+    variables |= {"LOCAL_WORLD_SIZE": local, "RANK": "0"}
+    untouched: Any = None
+    rendezvous.choose_interface(untouched)
+    assert chosen(variables) == {}
+
+
+def test_the_address_of_the_sender() -> None:
+    assert rendezvous._address_towards("127.0.0.1") == "127.0.0.1"
+    assert rendezvous._address_towards("no.such.host.invalid") is None

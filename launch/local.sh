@@ -19,8 +19,6 @@ recipe=$2
 shift 2
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# With one hardware queue, kernels start in the order in which they were launched, and communication overlaps compute.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # Seconds that torchrun waits between a signal and SIGKILL: more than run.grace_s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-180}"
 

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on one machine: munged, slurmctld and two slurmd on loopback, all files in one folder.
+"""A real SLURM of two nodes on one machine: munged, slurmctld and two slurmd, all files in one folder.
 
 Nothing of the machine's own SLURM or munge is read, started or changed: keys, sockets, ports and spool folders are
 the cluster's own.  Jobs run as the user who runs the tests, with the environment that `submit` was given.  Whatever
@@ -12,18 +12,39 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 PATH = os.environ["PATH"] + ":/usr/local/sbin:/usr/sbin:/sbin"  # daemons are not on every user's PATH
 KILL_WAIT_S = 20
-NODES = ("127.0.0.1", "127.0.0.2")  # names that resolve on any machine: ranks meet at the first
+MEMORY_MB = 20_000  # of a node; nothing takes it from the machine
 
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Of SLURM.  words: before a command that is to run on it."""
+
+    name: str
+    hostname: str
+    address: str
+    words: Sequence[str] = ()
+
+    def line(self, port: int) -> str:
+        place = f"NodeHostname={self.hostname} NodeAddr={self.address} Port={port}"
+        return f"NodeName={self.name} {place} CPUs=2 RealMemory={MEMORY_MB}"
+
+
+# On loopback, with names that resolve on any machine: ranks meet at the first.
+HOST = socket.gethostname().split(".")[0]
+LOOPBACK = tuple(Node(name=name, hostname=HOST, address="127.0.0.1") for name in ("127.0.0.1", "127.0.0.2"))
+
+# Memory is consumable: a job that does not ask for it gets 200 MB of a node, and is killed where it takes more.
 CONFIG = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={nodes[0].hostname}({nodes[0].address})
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
@@ -37,8 +58,11 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-JobAcctGatherType=jobacct_gather/none
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=100
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=1
+JobAcctGatherParams=OverMemoryKill
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 MailProg=/bin/true
@@ -46,8 +70,7 @@ ReturnToService=2
 KillWait={kill_wait}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
-NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
+{lines}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
@@ -69,15 +92,16 @@ def until(condition: Callable[[], object], seconds: float, what: str, told: Call
 class Cluster:
     """A running cluster; `stop` must be called."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: Sequence[Node] = LOOPBACK) -> None:
+        self.folder, self._nodes = folder, nodes
         self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         self._daemons: list[subprocess.Popen] = []
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
-        host = socket.gethostname().split(".")[0]
-        settings = {"host": host, "ports": _free_ports(3), "nodes": NODES, "user": getuser(), "kill_wait": KILL_WAIT_S}
+        ports = _free_ports(1 + len(nodes))
+        lines = "\n".join(node.line(port) for node, port in zip(nodes, ports[1:]))
+        settings = {"ports": ports, "nodes": nodes, "lines": lines, "user": getuser(), "kill_wait": KILL_WAIT_S}
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, **settings))
         try:
             self._start()
@@ -90,22 +114,26 @@ class Cluster:
         options = [f"--{name}={self.folder / file}" for name, file in files.items()]
         self._daemon("munged", "--foreground", "--force", f"--log-file={self.folder}/munge.log", *options)
         until((self.folder / "munge.socket").exists, 30, "munged", self.told)
-        self._daemon("slurmctld", "-D")
-        for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node)
+        self._daemon("slurmctld", "-D", node=self._nodes[0])
+        for node in self._nodes:
+            self._daemon("slurmd", "-D", "-N", node.name, node=node)
         until(self._idle, 60, "idle nodes", self.told)
 
-    def _daemon(self, name: str, *options: str) -> None:
+    def _daemon(self, name: str, *options: str, node: Node = LOOPBACK[0]) -> None:
         with open(self.folder / f"{name}-{len(self._daemons)}.out", "w") as out:
             daemon = subprocess.Popen(
-                [name, *options], env=os.environ | self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                [*node.words, name, *options],
+                env=os.environ | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
         self._daemons.append(daemon)
 
     def _idle(self) -> bool:
         assert self._alive(), f"a daemon ended\n{self.told()}"
         states = self.call("sinfo", "--noheader", "--Node", "--partition=main", "--format=%t", check=False)
-        return states.split() == ["idle"] * len(NODES)
+        return states.split() == ["idle"] * len(self._nodes)
 
     def _alive(self) -> bool:
         return all(daemon.poll() is None for daemon in self._daemons)
@@ -118,8 +146,9 @@ class Cluster:
         )
 
     def call(self, *command: str, check: bool = True, **env: str) -> str:
-        """Output of a command of SLURM."""
-        done = subprocess.run(command, env=os.environ | self.env | env, capture_output=True, text=True, timeout=60)
+        """Output of a command of SLURM, given on the first node."""
+        words = [*self._nodes[0].words, *command]
+        done = subprocess.run(words, env=os.environ | self.env | env, capture_output=True, text=True, timeout=60)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.told()}"
         return done.stdout
 

@@ -8,32 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import chats
-from tests.launching import RECIPE, records
-from tests.slurm.cluster import Cluster, Job, command_lines, missing, until
-
-ROOT = Path(__file__).resolve().parents[2]
-STEPS = 200  # long enough that a job is signalled well before its end
-ONE_NODE = ("--gpus-per-node=0",)  # the script asks for eight
-TWO_NODES = ("--gpus-per-node=0", "--nodes=2")
-
-
-def submit(cluster: Cluster, folder: Path, options: tuple[str, ...] = ONE_NODE, *overrides: str) -> Job:
-    """A run of two processes over the given nodes, which saves when it is told to and at its end, not between."""
-    chats(folder, 60)
-    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
-    settings = [f"train.num_steps={STEPS}", "train.global_batch_size=2", f"checkpoint.save_every={10 * STEPS}"]
-    command = [str(ROOT / "launch/slurm.sbatch"), str(folder / "recipe.yaml"), *settings, *overrides]
-    path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
-    env = {"NPROC": "1" if options is TWO_NODES else "2", "PATH": path, "PYTHONPATH": str(ROOT)}
-    return Job(cluster, folder, "--time=10", *options, *command, **env)
-
-
-def trained(job: Job) -> list[int]:
-    """Steps that the run has told."""
-    if not (job.folder / "run/metrics.jsonl").exists():
-        return []
-    return [record["step"] for record in records(job.folder, "train")]
+from tests.launching import records
+from tests.slurm.cluster import MEMORY_MB, Cluster, Job, command_lines, missing, until
+from tests.slurm.jobs import ONE_NODE, ROOT, STEPS, TWO_NODES, submit, trained
 
 
 def saved(job: Job) -> list[str]:
@@ -66,6 +43,7 @@ def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     job = submit(cluster, tmp_path_factory.mktemp("uninterrupted"))
     job.wait("COMPLETED")
     assert job.field("ExitCode") == "0:0"
+    assert f",mem={MEMORY_MB}M," in job.field("TRES")  # all of the node
     assert trained(job) == list(range(1, STEPS + 1))
     return job.folder
 
@@ -93,6 +71,24 @@ def test_a_signalled_run_saves_comes_back_and_ends_as_if_nothing_had_happened(
         assert told in job.told()
     logs = list(tmp_path.glob(f"logs/{job.id}/start-*/node-*/*/attempt_0/*/stdout.log"))
     assert len(logs) == 4  # two ranks, two starts
+
+
+def test_a_run_in_an_image_needs_nothing_of_the_hosts_python(
+    cluster: Cluster, uninterrupted: Path, tmp_path: Path
+) -> None:
+    host, image = tmp_path / "host", tmp_path / "image"
+    host.mkdir()
+    for name in ("python", "python3", "torchrun", "sft"):
+        (host / name).write_text(f"#!/bin/sh\necho the host has no {name} >&2\nexit 97\n")
+        (host / name).chmod(0o755)
+    inside = f"PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}"
+    image.write_text(f'#!/bin/sh\n[ "$1" = run ] && shift && {inside} exec "$@"\n')
+    image.chmod(0o755)
+    outside = {"PATH": f"{host}:{cluster.env['PATH']}", "PYTHONPATH": "", "SFT_RUN_PREFIX": f"{image} run"}
+    job = submit(cluster, tmp_path, TWO_NODES, **outside)
+    job.wait("COMPLETED")
+    assert "the host has no" not in job.told()
+    assert records(job.folder, "train") == records(uninterrupted, "train")
 
 
 def test_scancel_is_the_end(cluster: Cluster, tmp_path: Path) -> None:

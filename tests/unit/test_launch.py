@@ -53,7 +53,8 @@ forwarded = []
 signal.signal(signal.SIGUSR1, lambda *_: forwarded.append("USR1"))
 task = sys.argv[sys.argv.index("bash"):]
 for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
-    subprocess.run(task, env=os.environ | {"SLURM_NODEID": str(node)}, check=True)
+    of_node = {"SLURM_NODEID": str(node), "SLURMD_NODENAME": ["node07", "node08", "node11"][node]}
+    subprocess.run(task, env=os.environ | of_node, check=True)
 for number, name in enumerate(os.environ.get("SIGNALS", "").split()):
     os.kill(os.getppid(), getattr(signal, "SIG" + name))
     deadline = time.monotonic() + 20
@@ -88,7 +89,7 @@ def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None =
         path = tmp_path / name
         path.write_text(f"#!{sys.executable} -IS\n{RECORD}\n{body}\n")  # without site-packages: quick to start
         path.chmod(0o755)
-    ours = ("SLURM", "OMP", "CUDA", "NPROC", "PORT", "LOG_DIR", "TORCH")
+    ours = ("SLURM", "OMP", "CUDA", "NPROC", "PORT", "LOG_DIR", "TORCH", "SFT")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
     command = [str(ROOT / "launch" / script), *args]
@@ -119,7 +120,7 @@ def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
     assert run.of("torchrun") == [[*options, "-m", "sft", "train", *recipe]]
     assert run.calls[2]["env"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
     assert run.calls[2]["env"]["OMP_NUM_THREADS"] == "6"  # the user's own
-    assert run.calls[2]["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in run.calls[2]["env"]  # sft/run/environment.py chooses it
 
 
 @pytest.mark.parametrize("script, args", [("local.sh", ["2", "r.yaml"]), ("slurm.sbatch", ["r.yaml"])])
@@ -154,13 +155,13 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
         [
             *["--nnodes", "3", "--nproc-per-node", "4"],
             *["--rdzv-backend", "c10d", "--rdzv-endpoint", "node07:21234", "--rdzv-id", "31234.0"],
-            *["--max-restarts", "0", "--signals-to-handle", SIGNALS],
+            *["--local-addr", name, "--max-restarts", "0", "--signals-to-handle", SIGNALS],
             *["--log-dir", f"logs/31234/start-0/node-{node}"],
             *["--tee", "3", "--local-ranks-filter", "0", "-m", "sft", "train", *recipe],
         ]
-        for node in range(3)
+        for node, name in enumerate(["node07", "node08", "node11"])
     ]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "180"}
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "180"}
     environment |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     assert [call["env"] for call in run.calls if call["name"] == "torchrun"] == 3 * [environment]
     assert (tmp_path / "work/logs/31234/start-0/status.txt").read_text() == "as it is\n"
@@ -169,8 +170,31 @@ def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
 
 def test_what_slurm_reads_of_the_script() -> None:
     lines = (ROOT / "launch/slurm.sbatch").read_text().splitlines()
-    for option in ("--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=B:USR1@120"):
+    for option in (
+        "--ntasks-per-node=1",
+        "--exclusive",
+        "--mem=0",
+        "--requeue",
+        "--open-mode=append",
+        "--signal=B:USR1@120",
+    ):
         assert f"#SBATCH {option}" in lines
+
+
+def test_a_prefix_stands_before_all_four_commands(tmp_path: Path) -> None:
+    """Python of the host is not called: it may have no sft."""
+    image = tmp_path / "image"
+    image.write_text(f"#!{sys.executable} -IS\n{RECORD}\nos.execvp(sys.argv[3], sys.argv[3:])\n")
+    image.chmod(0o755)
+    env = SLURM | {"SFT_RUN_PREFIX": f"{image} --bind /data:/data"}
+    run = launch(tmp_path, "slurm.sbatch", "r.yaml", AWKWARD, env=env)
+    assert run.code == 0, run.stderr
+    started = [call["name"] for call in run.calls if call["name"] in ("image", "python", "torchrun")]
+    assert started == ["image", "python"] * 2 + ["image", "torchrun"] * 3 + ["image", "python"]
+    commands = [["python", "-m", "sft", verb] for verb in ("check", "data", "status")]
+    words = [*commands[:2], *3 * [["torchrun", "--nnodes", "3", "--nproc-per-node"]], commands[2]]
+    assert [args[:6] for args in run.of("image")] == [["--bind", "/data:/data", *four] for four in words]
+    assert all(args[-2:] == ["r.yaml", AWKWARD] for args in run.of("torchrun"))
 
 
 def test_slurm_takes_processes_port_and_log_folder_from_the_environment(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ FOUR = ["train.global_batch_size=4", "model.num_layers=4"]
         ["data", *FOUR, CP],
         ["leak", *FOUR, CP, "parallel.pp=2"],
         ["leak", *FOUR, CP, "parallel.tp=2", "parallel.sequence_parallel=true", "--document", "0"],
-        [*CP_AGAINST_TP[:2], "parallel.cp=1,parallel.pp=2,parallel.tp=2", "run.precision=bf16"],
+        ["parity", *FOUR, "run.precision=bf16", "--against", "parallel.cp=1,parallel.pp=2,parallel.tp=2"],
         ["leak", *FOUR, *PP, "parallel.virtual_stages=2", "parallel.distributed_optimizer=true"],
         ["leak", *FOUR, *EXPERTS, CP, "parallel.ep=2", "model.moe.aux_loss_coef=0.1"],
         ["parity", *FOUR, CP, "--against", "parallel.pp=2,parallel.cp=1,parallel.virtual_stages=2"],

@@ -8,6 +8,7 @@ from sft.parallel.layout import Layout
 from sft.probe import data, leak, parity, report
 from sft.recipe.load import load_recipe
 from sft.recipe.resolved import Recipe
+from sft.run.signals import leave_with_parent
 
 
 def answer(arguments: Namespace, recipe: Recipe, layout: Layout) -> int:
@@ -16,6 +17,7 @@ def answer(arguments: Namespace, recipe: Recipe, layout: Layout) -> int:
     if step < 1 or (document or 0) < 0:
         raise ConfigError(f"--step {step} counts from 1, and --document {document} from 0.  Give other numbers.")
     report.check_path(arguments.json)
+    leave_with_parent()
     if arguments.probe == "leak":
         result = leak.run(recipe, layout, step=step, document=document)
     elif arguments.probe == "data":

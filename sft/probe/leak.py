@@ -176,7 +176,7 @@ def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], 
     if unstable:
         blind.append(
             f"two passes over the same pack differ, first after layer {min(unstable)}: kernels are not deterministic, "
-            "so the comparison of hidden states proves nothing"
+            "so comparing hidden states proves nothing; try run.deterministic=true"
         )
     layers = set(range(s.config.model.num_layers + 1))
     if layers - moved:

@@ -71,9 +71,7 @@ class Parameter:
     difference: float  # norm of the difference, relative to the first norm
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} (relative {self.difference:.1e}, norm {self.norm_difference:+.1e}, cosine {self.cosine:.9f})"
-        )
+        return f"{self.name} ({self.difference:.1e}, norm {self.norm_difference:+.1e}, cosine {self.cosine:.9f})"
 
 
 def run(recipe: Recipe, layout: Layout, against: Recipe, against_layout: Layout, *, step: int) -> Report:

@@ -47,7 +47,7 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
     store: as in `process_groups.start`; each of two sessions in one process needs its own
     """
     config = recipe.config
-    torch_device = device.start(device.choose(config.run.device))
+    torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(
         layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s, store=store
     )

@@ -222,6 +222,8 @@ class Engine:
             backward_is_next=self.layout.virtual_stages == 1 and self.groups.is_last_stage,
             resident=[weight for chunk in self.chunks for weight in chunk.parameters()],
         )
+        # With hooks, backward would lose the mark of a weight whose gradient a kernel has added already.
+        assert not (self.chunks[0].config.gradient_accumulation_fusion and (policy.recompute or policy.memory))
         for chunk in self.chunks:
             policy.attach(chunk)
         return policy

@@ -21,7 +21,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from sft.config import Config, ModelConfig, ParallelConfig
+from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention import rope
@@ -48,10 +48,7 @@ class HiddenStatesGPT(GPTModel):
 
 
 # torch compiles the fused functions that Transformer Engine lacks.  With TORCHDYNAMO_DISABLE=1 they run uncompiled.
-_CUDA_TRANSFORMER_FIELDS = dict(
-    bias_activation_fusion=True,
-    gradient_accumulation_fusion=False,  # fusion needs an attribute of the weight that saved-tensor hooks lose
-)
+_CUDA_TRANSFORMER_FIELDS = dict(bias_activation_fusion=True)
 _READ_BY_CORE = ("moe_permute_fusion",)  # fields about experts that core reads; model.megatron may set them
 
 
@@ -102,6 +99,7 @@ def transformer_config(
         **fp8.fields(config.run.fp8),
         **{
             **backend.transformer_fields,
+            **dict(gradient_accumulation_fusion=fuses_gradients(config.train, backend)),
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
         },
         **_recompute_fields(config.train.recompute),
@@ -139,6 +137,18 @@ def _check_megatron_fields(model: ModelConfig, fields: Mapping[str, Any]) -> Non
             f"model.megatron sets {', '.join(clash)}, but the recipe has its own keys for these fields; use those "
             "keys."
         )
+
+
+def fuses_gradients(train: TrainConfig, backend: AttentionBackend) -> bool:
+    """Whether the matrix product of a weight's gradient adds to the fp32 sum of gradients.
+
+    Core needs an extension of Apex for this, also with Transformer Engine.  Core marks a weight whose gradient was
+    added.  With saved-tensor hooks, backward gets a copy of the weight, so the mark would be lost.  Tiles add gradients
+    themselves.
+    """
+    has_hooks = train.offload_fraction > 0 or (train.recompute == "selective" and not backend.has_te_kernels)
+    has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return has_kernel and not has_hooks and train.mlp_tile is None
 
 
 def _dispatcher_fields(parallel: ParallelConfig, device_type: str) -> dict[str, Any]:

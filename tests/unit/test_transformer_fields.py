@@ -1,4 +1,4 @@
-"""How megatron-core is told to permute tokens and to send them to experts."""
+"""Fields of TransformerConfig that depend on installed packages: permutation, DeepEP, fused gradients."""
 
 import importlib.util
 from importlib.machinery import ModuleSpec
@@ -69,3 +69,25 @@ def test_deepep_is_refused_where_it_cannot_work() -> None:
     assert "ep_comm=deepep) needs CUDA, and run.device is cpu" in " ".join(
         refusal_lines(RECIPE, *DEEPEP, "run.device=cpu")
     )
+
+
+@pytest.mark.parametrize(
+    "backend, train, fused",
+    [
+        ("te", {}, True),
+        ("te", {"recompute": "selective"}, True),
+        ("te", {"recompute": "full"}, True),
+        ("te", {"recompute": "full", "offload_fraction": 0.5}, False),  # hooks offload saved tensors
+        ("te", {"mlp_tile": 64}, False),
+        ("portable", {"recompute": "full"}, True),
+        ("portable", {"recompute": "selective"}, False),  # hooks recompute norms
+    ],
+)
+def test_gradients_are_fused_without_hooks_and_with_apex(
+    monkeypatch: pytest.MonkeyPatch, backend: str, train: dict[str, Any], fused: bool
+) -> None:
+    overrides = [f"attention.backend={backend}", *(f"train.{key}={value}" for key, value in train.items())]
+    assert fields(monkeypatch, "cuda", *overrides)["gradient_accumulation_fusion"] is False  # Apex is not installed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
+    assert fields(monkeypatch, "cuda", *overrides)["gradient_accumulation_fusion"] is fused
+    assert fields(monkeypatch, "cpu", "attention.backend=portable")["gradient_accumulation_fusion"] is False

@@ -168,12 +168,14 @@ def test_deterministic_runs_are_equal_to_the_last_bit(last: float, verdict: str)
 
 def test_memory_is_judged_from_both_sides() -> None:
     rows = [{"case": name, "peak_bytes": 100 * peak, "by_equations": 10_000} for name, peak in (("a", 103), ("b", 93))]
+    rows[1]["reserved_bytes"] = 9858
     skipped = {"case": "c", "status": "skipped: 80 GiB", "by_equations": 1, "peak_bytes": 9}
     assert bars_of("Memory", memory=outcome(rows[0], skipped), speed_cp8=outcome(rows[1])) == [
         "MISSED        a, allocated over estimated memory: 1.03, at most 1.02",
         "met           a, allocated over estimated memory: 1.03, at least 0.94",
         "met           b, allocated over estimated memory: 0.93, at most 1.02",
         "MISSED        b, allocated over estimated memory: 0.93, at least 0.94",
+        "MISSED        b, reserved over allocated memory: 1.06, at most 1.05",
     ]
 
 

@@ -39,6 +39,7 @@ def test_torchruns_own_report_is_no_reason() -> None:
     frame = "W1 torch/distributed/elastic/multiprocessing/api.py:9\nChildFailedError: sft FAILED: 1\n=====\n"
     assert runner.failure(f"[rank3]: {reason}\n{frame}") == reason
     assert runner.failure(f"$ python\n{verdict}\nmore\n{frame}") == verdict
+    assert runner.failure(f"E       {reason}\n1 failed in 3 s\n") == reason  # pytest
     assert runner.failure("one\n\n===\n") == "one" and runner.failure("") == "no output"
 
 

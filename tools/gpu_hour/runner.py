@@ -150,7 +150,7 @@ def _is_of(process: psutil.Process, out: Path) -> bool:
 
 def failure(output: str) -> str:
     """The line of the output that says why: the last one that names an error, else the last one with a word."""
-    lines = [re.sub(r"^\[rank\d+\]: *", "", line).strip() for line in before_torchrun(output)]
+    lines = [re.sub(r"^(\[rank\d+\]: *|E  +)", "", line).strip() for line in before_torchrun(output)]
     lines = [line for line in lines if re.search(r"\w", line) and not line.startswith("$ ")]
     named = [line for line in lines if _ERROR.search(line)]
     return ([*lines[-1:], *named[-1:]] or ["no output"])[-1][:300]

@@ -14,7 +14,7 @@ import torch
 from tools.bench.clock import wall_on
 from tools.bench.steps.roofline import RANGE
 
-Step = Callable[[int], dict[str, float]]  # number -> tokens, labels, squares, data_wait_s, peak_bytes, loss
+Step = Callable[[int], dict[str, float]]  # number -> tokens, labels, squares, data_wait_s, peak_bytes, loss, ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dic
         torch.cuda.reset_peak_memory_stats()
     warm_s, facts = timed(step, 0, device)
     peak, is_long = facts["peak_bytes"], warm_s > options.seconds
+    reserved = facts.get("reserved_bytes", 0.0)
     seconds, count, profiled_s = 0.0, 0, 0.0
     events: list[dict[str, Any]] = []
     while count < (1 if is_long else options.steps) and seconds < options.seconds:
@@ -54,13 +55,15 @@ def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dic
         else:
             taken, facts = timed(step, 1 + count, device)
         seconds, count, peak = seconds + taken, count + 1, max(peak, facts["peak_bytes"])
+        reserved = max(reserved, facts.get("reserved_bytes", 0.0))
         for name in ("tokens", "labels", "squares", "data_wait_s"):
             totals[name] = totals.get(name, 0.0) + facts[name]
     if not is_long:
         events, profiled_s, _ = profiled(step, 1 + count, device, ranges)
     return {
         **totals, "seconds": seconds, "steps": count, "events": events, "profiled_s": profiled_s,
-        "timed_while_profiled": is_long, "first_step_s": warm_s, "peak_bytes": peak or None, "loss": facts["loss"],
+        "timed_while_profiled": is_long, "first_step_s": warm_s, "peak_bytes": peak or None,
+        "reserved_bytes": reserved or None, "loss": facts["loss"],
     }  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
         totals = engine.train_step(microbatches, data_wait_s=waited)
         return {
             "tokens": totals.num_real_tokens, "labels": totals.num_tokens, "squares": totals.sum_of_squares,
-            "data_wait_s": waited, "peak_bytes": totals.memory_allocated.value, "loss": totals.objective,
+            "data_wait_s": waited, "peak_bytes": totals.memory_allocated.value,
+            "reserved_bytes": totals.memory_reserved.value, "loss": totals.objective,
         }  # fmt: skip
 
     ranges = {"head": (engine_module, "lm_loss"), "optimizer": (build, "update")}

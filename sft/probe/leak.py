@@ -101,13 +101,14 @@ def run(recipe: Recipe, layout: Layout, *, step: int, document: int | None) -> R
         problems = inputs.problems_of([subject.microbatch], [subject.samples], s.groups, s.row_name)
         leaks, blind = _examine(s, engine, subject)
         packs = dict(all_gather_objects(lambda: (s.groups.dp_rank, _describe(s, subject)), s.groups.control))
+        largest = max(all_gather_objects(lambda: len(subject.samples), s.groups.control))
     num_layers = recipe.config.model.num_layers
     first = {(x.dp_rank, x.direction, x.replaced, x.document): x for x in reversed(leaks)}
     problems += [*blind, *(leak.sentence(num_layers) for leak in reversed(first.values()))]
     return Report(
         probe="leak",
         problems=problems,
-        checked="no token depends on another document or a later token "
+        checked=f"no token depends on {'another document or ' if largest > 1 else ''}a later token "
         f"({num_layers} layers, {layout.pp} pipeline stages)",
         lines=[f"step {step}, {weights}", *(f"dp rank {rank}: {text}" for rank, text in sorted(packs.items()))],
         facts={

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sft.cli import main
 from tests.ranks import probing
 from tests.ranks.pool import RankPool
 from tests.ranks.probing import probe
@@ -146,21 +147,28 @@ def test_what_data_shows(ranks: Ranks, recipe: Path) -> None:
     assert lines[-1].startswith("data: PASS: 3 samples, each exactly once, ")
 
 
+def test_a_pack_of_one_document_proves_less(ranks: Ranks, recipe: Path) -> None:
+    short = "data.seq_length=96"
+    assert main(["data", "prepare", str(recipe), short]) == 0
+    code, answer = probe(ranks(2), recipe, ["leak", short, CP])
+    assert (code, answer["verdict"]) == (
+        0,
+        "leak: PASS: no token depends on a later token (2 layers, 1 pipeline stages)",
+    )
+
+
 def test_weights_come_from_a_checkpoint(ranks: Ranks, recipe: Path, tmp_path: Path) -> None:
     ranks(2).run(probing.save_weights, recipe, str(tmp_path))
-    words = ["parity", f"model.init_from={tmp_path}", "--against", "loss.impl=full"]
-    code, answer = probe(ranks(2), recipe, words)
+    code, answer = probe(ranks(2), recipe, ["leak", f"model.init_from={tmp_path}"])
     assert code == 0 and answer["weights"].startswith(f"weights of {tmp_path} (not verified: ")
-    _, random = probe(ranks(2), recipe, ["parity", "--against", "loss.impl=full"])
-    assert random["weights"].startswith("random weights (seed 1234): ")
-    assert answer["loss"][0] != random["loss"][0]
+    _, without = probe(ranks(2), recipe, ["leak"])
+    assert without["weights"] == "random weights (seed 1234): neither the run nor model.init_from has a checkpoint"
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["leak", "--document", "9"],
-        ["leak", "--step", "0"],
         ["leak", "run.fp8=delayed", "run.precision=bf16"],
         ["parity", "--against", "data.pad_to_seq_length=true,run.seed=1"],
         ["parity", "--against", "model.qk_norm=true"],

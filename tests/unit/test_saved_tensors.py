@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sft.mcore import device
 from sft.mcore.activations import offload, saved_tensors
 from sft.mcore.activations.offload import OffloadedLayers, PinnedMemory
+from sft.mcore.activations.recompute import recomputed
 from sft.mcore.activations.saved_tensors import SavePolicy
-from sft.mcore.layer import _TiledRecompute
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_the_gradient_of_a_weight_is_summed_where_core_sums() -> None:
     weight = torch.tensor([3.0], requires_grad=True)
     weight.main_grad = torch.tensor([100.0])  # type: ignore[attr-defined]
     x = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]], requires_grad=True)
-    y = _TiledRecompute.apply(lambda rows: rows * weight, 2, x, weight)
+    y = recomputed(lambda rows: rows * weight, x, [weight], tile=2)
     assert y.flatten().tolist() == [3.0, 6.0, 12.0, 24.0, 48.0]
     y.sum().backward()
     assert weight.main_grad.tolist() == [100.0 + 1 + 2 + 4 + 8]  # type: ignore[attr-defined]

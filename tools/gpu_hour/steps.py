@@ -120,7 +120,9 @@ STEPS: Sequence[Step] = (
     Step(
         name="checkpoint",
         question="how long a save stalls training, and how long a load takes",
-        commands=bench("checkpoint", "checkpoint", "--ranks", "1", "--mib", "4096", "--repeats", "2"),
+        commands=bench(
+            "checkpoint", "checkpoint", "--ranks", "1", "--mib", "4096", "--repeats", "2", tiny=["--ranks", "1"]
+        ),
         limit_s=180,
     ),
     Step(

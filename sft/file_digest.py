@@ -42,6 +42,9 @@ class HashingFile:
         self.num_bytes += len(view)
         return len(view)
 
+    def __repr__(self) -> str:
+        return f"HashingFile({self._stream.name})"
+
     def flush(self) -> None:
         """Do nothing; torch needs this method and the next two."""
 

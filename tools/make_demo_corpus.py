@@ -26,6 +26,7 @@ from sft.data.chat.tokenizer import ByteTokenizer
 HELD_OUT = 0.1  # share of modules, topics and samples
 LONG_SHARE = 0.06  # share of samples
 TOPIC_SHARE = 0.1
+MIN_TOKENS = 6000  # about the longest of the short chats
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,8 @@ def main() -> None:
     parser.add_argument("--long", type=int, help="also make chats of nearly this many tokens, for example 65536")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     options = parser.parse_args()
-    if options.samples < 2 or min(options.max_tokens, options.long or options.max_tokens) < 2000:
-        parser.error("--samples must be at least 2, --max-tokens and --long at least 2000")
+    if options.samples < 2 or min(options.max_tokens, options.long or options.max_tokens) < MIN_TOKENS:
+        parser.error(f"--samples must be at least 2, --max-tokens and --long at least {MIN_TOKENS}")
     rng = random.Random(options.seed)
     pool, names = list(modules()), sorted(topics)
     rng.shuffle(pool)

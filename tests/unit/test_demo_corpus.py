@@ -35,6 +35,11 @@ def test_demo_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not asked & held_back
 
 
+def test_the_smallest_corpus(tmp_path: Path) -> None:
+    made = make(tmp_path, "--samples", "80", "--max-tokens", "6000")  # four long chats
+    assert corpus_of(str(made / "train.jsonl"), seq_length=6016).lengths.max() <= 6000
+
+
 def test_long_documents(tmp_path: Path) -> None:
     made = make(tmp_path, "--samples", "40", "--long", "70000", "--seed", "1")
     train = corpus_of(str(made / "train.jsonl"), seq_length=70_016)

@@ -63,7 +63,7 @@ class Passes:
         self._report(name)
 
     def finish(self) -> None:
-        """Wait until the GPU has begun every pass.  Called when the host has queued the last pass of a step."""
+        """Wait until the GPU has begun the last pass of a step.  Called when the host has queued that pass."""
         while self._begun:
             self._wait_for_oldest()
         if self._on_gpu is not None:

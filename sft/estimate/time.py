@@ -4,8 +4,8 @@
     time of a step       = time of a microbatch / pp x (num_microbatches + (pp - 1) / virtual_stages)
 
 FLOPs are those of sft/flops.py, and with train.recompute = full those of a second forward pass.  Nothing is measured:
-one assumed share of the peak FLOP/s stands for all models, layouts and backends.  The estimate leaves out the update, saves
-and waiting for data.
+one assumed share of the peak FLOP/s stands for all models, layouts and backends.  The estimate leaves out the update,
+saves and waiting for data.
 """
 
 from collections.abc import Mapping

@@ -64,8 +64,8 @@ def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, floa
 def attention_crossover(model: ModelConfig) -> float:
     """Length of a document, in tokens, at which attention takes as many FLOPs as all other computation of the layers.
 
-        Llama 8B -> 53,248 tokens
-        the model of the example of `num_parameters`: 960 FLOPs per token / 24 per pair of tokens -> 40 tokens
+    Llama 8B -> 53,248 tokens
+    the model of the example of `num_parameters`: 960 FLOPs per token / 24 per pair of tokens -> 40 tokens
     """
     per_token, _, per_square = train_flops(model, vocab_size=0)
     return per_token / per_square

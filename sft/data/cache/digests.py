@@ -13,8 +13,6 @@ import os
 import time
 from pathlib import Path
 
-from sft.atomic_files import replace_text
-
 FOLDER = "digests"
 _RECENT_NS = 2_000_000_000  # the coarsest resolution of a file system's clock (FAT)
 
@@ -61,7 +59,7 @@ def _remember(memo: Path, content: dict[str, object]) -> None:
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
         temporary = memo.with_name(f"{memo.name}-{os.getpid()}")
-        replace_text(temporary, json.dumps(content))
+        temporary.write_text(json.dumps(content), encoding="utf-8")
         os.replace(temporary, memo)
     except OSError:
         pass

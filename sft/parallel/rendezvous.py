@@ -28,12 +28,19 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
     timeout, rank, world_size = datetime.timedelta(seconds=timeout_s), 0, 1
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if store is None:
-            store, _, _ = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
+        store = shared_store(timeout_s) if store is None else store
         choose_interface(store)
     store = dist.HashStore() if store is None else store
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def shared_store(timeout_s: int) -> dist.Store:
+    """The store through which torchrun's processes find each other."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: dist.Store
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
 
 
 def choose_interface(store: dist.Store) -> None:

@@ -5,6 +5,7 @@ layout in host memory, 4 bytes per parameter over all ranks together, and compar
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -19,9 +20,10 @@ from sft.mcore.engine import Engine
 from sft.mcore.hidden_states import SKETCH_SIZE, observed, rows_of, sketch
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
+from sft.parallel.rendezvous import shared_store
 from sft.probe.gradients import whole_gradients
 from sft.probe.report import Report
-from sft.probe.session import Session, model, session, shared_store
+from sft.probe.session import Session, model, session
 from sft.recipe.resolved import Recipe
 
 
@@ -79,7 +81,7 @@ def run(recipe: Recipe, layout: Layout, against: Recipe, against_layout: Layout,
     if _model_of(recipe) != _model_of(against):
         raise ConfigError("--against changes the model.  Only layouts and backends of one model can be compared.")
     recipe, against = _unclipped(recipe), _unclipped(against)
-    store = shared_store()
+    store = shared_store(recipe.config.run.timeout_s) if "RANK" in os.environ else None
     first_store, second_store = (None if store is None else dist.PrefixStore(f"layout {i}", store) for i in (1, 2))
     with session(recipe, layout, first_store) as s, model(s) as (engine, weights):
         first = _run(s, engine, weights, step - 1)

@@ -3,7 +3,6 @@
 Nothing is written into the run's folder, and no checkpoint is renamed or removed.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,12 +88,3 @@ def _checkpoint(config: Config) -> Path | None:
     if config.model.init_from:
         return folders.find([Path(config.model.init_from)], f"model.init_from = {config.model.init_from}")
     return None
-
-
-def shared_store() -> dist.Store | None:
-    """The store through which torchrun's processes find each other; None for a single process without torchrun."""
-    if "RANK" not in os.environ:
-        return None
-    store: dist.Store
-    store, _, _ = next(dist.rendezvous("env://"))
-    return store

@@ -68,6 +68,16 @@ def chats(folder: Path, count: int, name: str = "chat.jsonl") -> None:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+LLAMA_8B = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14_336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "head_dim": 128,
+}
+
+
 def layout_config(**sections: Mapping[str, object]) -> Config:
     """12 layers, 24 query heads in 8 groups, ffn 96, packs of 32,768 tokens, 16 packs per step."""
     base: dict[str, dict[str, object]] = {

@@ -4,19 +4,17 @@ python -m tools.memory_table            print the tables
 python -m tools.memory_table --write    write the tables into the page
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from sft.config import Config
 from sft.estimate import memory
 from sft.mcore.attention.activation_bytes import PortableBytes
 from sft.parallel.layout import Layout
+from tools import marked_tables
 from tools.bench.mixes import short
 from tools.bench.steps.case import StepCase
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- python -m tools.memory_table --write -->\n", "<!-- end of it -->\n"
 LENGTHS = (65_536, 131_072, 1_048_576)
 CARDS = (80e9, 141e9)
@@ -81,20 +79,11 @@ def _tokens_of(tokens: int) -> str:
 
 def page(text: str) -> str:
     """The page with new tables between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert rest and after is not None, f"{PAGE} lacks the marks {BEGIN!r} and {END!r}"
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    return marked_tables.replaced(text, BEGIN, END, tables())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
-    if parser.parse_args(argv).write:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(tables(), end="")
-    return 0
+    return marked_tables.command(__doc__, tables, page, argv)
 
 
 if __name__ == "__main__":

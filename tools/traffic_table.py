@@ -7,7 +7,6 @@ Counted are the messages of layers and of gradients, as a ring sends them: an al
 over n ranks sends N (n - 1) / n per rank.  The embedding, the loss head and small messages are left out.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from sft.config import Config
 from sft.estimate.memory import parameters
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
-from tools.memory_table import PAGE
+from tools import marked_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- python -m tools.traffic_table --write -->\n", "<!-- end of traffic -->\n"
@@ -121,20 +120,11 @@ def _rows() -> Iterator[str]:
 
 def page(text: str) -> str:
     """The page with a new table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    assert rest, f"{PAGE} lacks the mark {BEGIN!r}"
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return marked_tables.replaced(text, BEGIN, END, table())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
-    if parser.parse_args(argv).write:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    else:
-        print(table(), end="")
-    return 0
+    return marked_tables.command(__doc__, table, page, argv)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,10 @@ from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
 from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
-from tests.builders import layout_config
-from tools import memory_table
+from tests.builders import LLAMA_8B, layout_config
+from tools import marked_tables, memory_table
 
 KIB = 1024
-LLAMA = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14_336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "head_dim": 128,
-}
 # Embedding 512 with the rows that pad 10 tokens to 128, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, last norm 4.
 TINY = {
     "num_layers": 1,
@@ -67,7 +59,7 @@ def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None
 
 def test_what_a_token_leaves_by_name() -> None:
     """Hidden 4096, queries 4096, keys 1024, ffn 14,336, two bytes each."""
-    model = layout_config(model={**LLAMA, "qk_norm": True}).model
+    model = layout_config(model={**LLAMA_8B, "qk_norm": True}).model
     assert LayerBytes.of(PortableBytes(model=model), "none").by_name == {
         "layer's input": 8192,
         "normed input": 8192,
@@ -94,7 +86,7 @@ def test_what_a_token_leaves_by_name() -> None:
 
 def test_tensor_parallelism_divides_heads_and_the_mlp() -> None:
     """What is between layers only with sequence parallelism."""
-    model = layout_config(model=LLAMA).model
+    model = layout_config(model=LLAMA_8B).model
     found = LayerBytes.of(PortableBytes(model=model, rank=RankShare(tp=2)), "none").by_name
     assert (found["layer's input"], found["queries, keys, values"], found["log-sum-exp"]) == (8192, 6144, 64)
     assert (found["gate and up"], found["MLP's normed input"]) == (28_672, 8192)
@@ -157,7 +149,7 @@ def test_tensor_and_pipeline_parallelism_divide_parameters() -> None:
 
 def test_layers_of_llama_8b() -> None:
     """1024 tokens in 32 layers: 36 KiB and 132 bytes each."""
-    found = estimate(*of(1, LLAMA, train={"recompute": "selective"}), 128_256, 1024)
+    found = estimate(*of(1, LLAMA_8B, train={"recompute": "selective"}), 128_256, 1024)
     assert found.layers == 1024 * 32 * (36 * KIB + 132)
     assert found.ends == 1024 * (2 * 8192 + 4 * 128)  # around the last norm; cosine and sine
     # the MLP's half, the gradients of gate and up, those that come in and go out, and that of the widest weight
@@ -173,22 +165,22 @@ def test_layers_of_llama_8b() -> None:
 def test_a_tile_is_all_that_the_mlp_works_on() -> None:
     """Of 151,556 bytes a token.  With few of them attention's turn takes more."""
     around = 1024 * 2 * 8192 + 2 * 4096 * 28_672
-    found = estimate(*of(1, LLAMA, train={"recompute": "selective", "mlp_tile": 256}), 128_256, 1024)
+    found = estimate(*of(1, LLAMA_8B, train={"recompute": "selective", "mlp_tile": 256}), 128_256, 1024)
     assert found.mlp == 256 * 151_556 + around
     assert found.attention == 1024 * (71_680 + 8192) + around > found.mlp
-    whole = estimate(*of(1, LLAMA, train={"recompute": "full"}), 128_256, 1024)
-    tiled = estimate(*of(1, LLAMA, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
+    whole = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
+    tiled = estimate(*of(1, LLAMA_8B, train={"recompute": "full", "mlp_tile": 256}), 128_256, 1024)
     assert whole.mlp - tiled.mlp == 151_556 * 768
     # attention's half waits meanwhile: 36 KiB without the layer's input, and the normed one
     assert whole.mlp == 1024 * (151_556 + 36 * KIB + 132) + around
     assert whole.attention == 1024 * (71_680 + 36 * KIB + 132) + around
-    none = estimate(*of(1, LLAMA, train={"mlp_tile": 256}), 128_256, 1024)
+    none = estimate(*of(1, LLAMA_8B, train={"mlp_tile": 256}), 128_256, 1024)
     assert none.layers == 1024 * 32 * (44 * KIB + 132)
 
 
 def test_attention_where_no_keys_are_shared() -> None:
     """The kernel makes the gradients of keys and values at once: 4 x 4096 less."""
-    shared, own = (of(1, {**LLAMA, "num_query_groups": groups}) for groups in (16, 32))
+    shared, own = (of(1, {**LLAMA_8B, "num_query_groups": groups}) for groups in (16, 32))
     assert estimate(*shared, 10, 1024).attention - 2 * 4096 * 28_672 == 1024 * (16 * 4096 + 6 * 2048 + 2 * 8192)
     assert estimate(*own, 10, 1024).attention - 2 * 4096 * 28_672 == 1024 * (12 * 4096 + 6 * 4096 + 2 * 8192)
 
@@ -199,7 +191,7 @@ def test_attention_where_no_keys_are_shared() -> None:
 def test_offloaded_layers_wait_on_the_host(share: float, here: int, away: int) -> None:
     """Whole ones of 32, 8 KiB each; the rest stays, of which there are two at least: backward comes to them at once."""
     train = {"recompute": "full", "offload_fraction": share}
-    found = estimate(*of(1, LLAMA, train=train), 128_256, 1024)
+    found = estimate(*of(1, LLAMA_8B, train=train), 128_256, 1024)
     assert (found.layers, found.host_layers) == (here * 8 * KIB * 1024, away * 8 * KIB * 1024)
     assert found.host == found.host_layers
 
@@ -217,17 +209,17 @@ def test_offloaded_layers_of_a_pipeline() -> None:
 def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
     """cp 8, 8192 tokens: 1024 here.  Of 8192 keys and values, 256 numbers each in a quarter of the heads: two lots in
     bf16 and one in fp32; laid out, 17 / 16 times as many, three in bf16, and two for each of its 8 heads of 128."""
-    alone = estimate(*of(1, LLAMA, train={"recompute": "full"}), 128_256, 1024)
-    found = estimate(*of(8, LLAMA, train={"recompute": "full"}, parallel={"cp": 8}), 128_256, 8192)
+    alone = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
+    found = estimate(*of(8, LLAMA_8B, train={"recompute": "full"}, parallel={"cp": 8}), 128_256, 8192)
     gathered = 8192 * (512 * (2 * 2 + 4) + (512 * 3 * 2 + 2 * 1024 * 2) * 17 / 16)
     assert found.layers == alone.layers and found.gathered == gathered
     # locally 4 x 4096 of gradients for every head and 12 x 1024 less, 3/4 of 6 x 4096 less, 8 x 1024 of fp32 sums more
     assert alone.attention - found.attention == 1024 * (4 * 4096 + 4 * 1024 + 18 * 1024 - 8 * 1024)
     assert found.working == max(found.mlp, found.attention + gathered, found.head)
-    halved = estimate(*of(8, LLAMA, parallel={"cp": 4, "tp": 2}), 128_256, 8192).gathered  # two lots of four
+    halved = estimate(*of(8, LLAMA_8B, parallel={"cp": 4, "tp": 2}), 128_256, 8192).gathered  # two lots of four
     assert halved == 8192 * (256 * (2 * 2 + 4) + (256 * 3 * 2 + 2 * 512 * 2) * 9 / 8)
-    assert estimate(*of(8, LLAMA, parallel={"tp": 8}), 128_256, 8192).gathered == 0
-    own = of(8, {**LLAMA, "num_query_groups": 32}, parallel={"cp": 8})  # summed in fp32 is more than nothing
+    assert estimate(*of(8, LLAMA_8B, parallel={"tp": 8}), 128_256, 8192).gathered == 0
+    own = of(8, {**LLAMA_8B, "num_query_groups": 32}, parallel={"cp": 8})  # summed in fp32 is more than nothing
     assert estimate(*own, 128_256, 8192).gathered == 8192 * 2048 * (2 * 2 + 4 + (3 * 2 + 4) * 17 / 16)
 
 
@@ -236,7 +228,7 @@ def test_ways_of_transformer_engine_over_cp() -> None:
     Exchanged heads keep the output, 4096 numbers, a second time."""
     ways = {way: {"cp": 8, "cp_comm": way} for way in ("p2p", "all_gather", "a2a")}
     found = {
-        w: estimate(*of(8, LLAMA, parallel=p, attention={"backend": "te"}), 128_256, 8192) for w, p in ways.items()
+        w: estimate(*of(8, LLAMA_8B, parallel=p, attention={"backend": "te"}), 128_256, 8192) for w, p in ways.items()
     }
     assert found["p2p"].gathered == found["a2a"].gathered == 1024 * 2 * 1024 * 2 * 4
     assert found["all_gather"].gathered == 8192 * 2 * 1024 * 2 * 8
@@ -272,7 +264,7 @@ def test_losses_that_have_logits(loss: str, per_logit: int) -> None:
 
 
 def test_the_longest_context_fits_and_one_step_more_does_not() -> None:
-    wanted, layout = of(8, LLAMA, train={"recompute": "selective"}, parallel={"cp": 8})
+    wanted, layout = of(8, LLAMA_8B, train={"recompute": "selective"}, parallel={"cp": 8})
     longest = longest_context(wanted, layout, 128_256, 80e9)
     assert longest % layout.pack_multiple == 0
     assert estimate(wanted, layout, 128_256, longest).device <= 80e9
@@ -280,15 +272,15 @@ def test_the_longest_context_fits_and_one_step_more_does_not() -> None:
 
 
 def test_a_model_that_never_fits() -> None:
-    assert longest_context(*of(1, LLAMA), 128_256, 80e9) == 0
-    assert memory.describe(*of(1, LLAMA), 128_256)[-1] == (
+    assert longest_context(*of(1, LLAMA_8B), 128_256, 80e9) == 0
+    assert memory.describe(*of(1, LLAMA_8B), 128_256)[-1] == (
         "longest context in 80 GB, by the same estimate: none, because weights, gradients and optimizer states alone "
         "need more"
     )
 
 
 def test_the_description() -> None:
-    wanted = of(8, LLAMA, train={"recompute": "full", "offload_fraction": 1.0}, parallel={"cp": 8})
+    wanted = of(8, LLAMA_8B, train={"recompute": "full", "offload_fraction": 1.0}, parallel={"cp": 8})
     assert memory.describe(*wanted, 128_256) == [
         "per rank, estimated and not measured: 57 GiB, of which",
         "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, at both ends 66 MiB, "
@@ -302,7 +294,7 @@ def test_the_copy_of_a_save_in_the_background() -> None:
     """14 bytes of 8.03e9 parameters on 8 ranks; nothing is copied if training waits, or for the last save alone."""
     lines = {}
     for key in ({"save_every": 9}, {"save_every_minutes": 9.0}, {"save_every": 9, "async_save": False}, {}):
-        lines[str(key)] = memory.describe(*of(8, LLAMA, parallel={"cp": 8}, checkpoint=key), 128_256)[-2]
+        lines[str(key)] = memory.describe(*of(8, LLAMA_8B, parallel={"cp": 8}, checkpoint=key), 128_256)[-2]
     copied = "saves copy 13 GiB to host memory (checkpoint.async_save)"
     assert [line == copied for line in lines.values()] == [True, True, False, False], lines
 
@@ -313,6 +305,6 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
     Qwen3-1.7B: 18 bytes of 1,720,574,976 parameters, on 8 ranks 7.5; 4 x 2048 + 2 x 6144 + 64 + 4 + 96 bytes, or
     20.2 KiB.
     """
-    text = memory_table.PAGE.read_text(encoding="utf-8")
+    text = marked_tables.PAGE.read_text(encoding="utf-8")
     assert memory_table.page(text) == text
     assert "| Qwen3-1.7B | 31 GB | 13 GB | 70.2 KiB | 20.2 KiB | 4.0 KiB |" in memory_table.tables()

@@ -5,18 +5,10 @@ import pytest
 from sft.config import Config, LogConfig
 from sft.estimate import time
 from sft.parallel.layout import Layout
-from tests.builders import layout_config
+from tests.builders import LLAMA_8B, layout_config
 
 # Llama-8B.  Per token 32 layers x (4096 x (2 x 4096 + 2 x 1024) + 3 x 4096 x 14,336) = 6,979,321,856 products, x 6.
 # Per supervised token 128,256 x 4096 x 6.  Per token and token of its document 6 x 32 x 4096.
-LLAMA = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14_336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "head_dim": 128,
-}
 MILLION = 1_048_576
 LAYERS, HEAD = MILLION * (41_875_931_136 + MILLION * 786_432), MILLION * 3_152_019_456
 VOCAB = 128_256
@@ -26,7 +18,7 @@ NOW = 1_000_000.0
 def of(world_size: int = 8, **sections: dict[str, object]) -> tuple[Config, Layout]:
     """The case of 8 packs of a million tokens on 8 GPUs, changed by `sections`."""
     base: dict[str, dict[str, object]] = {
-        "model": LLAMA,
+        "model": LLAMA_8B,
         "data": {"seq_length": MILLION},
         "parallel": {"cp": 8},
         "train": {"global_batch_size": 8},

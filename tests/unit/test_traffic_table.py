@@ -4,7 +4,7 @@ import pytest
 
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
-from tools import traffic_table
+from tools import marked_tables, traffic_table
 from tools.traffic_table import GPUS_PER_MACHINE, RECIPES, RING, ROOT, Traffic, of
 
 
@@ -51,5 +51,5 @@ def test_cp_of_two_machines_has_two_levels(name: str) -> None:
 
 def test_the_page_shows_the_table() -> None:
     """If not: python -m tools.traffic_table --write"""
-    text = traffic_table.PAGE.read_text(encoding="utf-8")
+    text = marked_tables.PAGE.read_text(encoding="utf-8")
     assert traffic_table.page(text) == text

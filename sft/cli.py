@@ -1,6 +1,6 @@
 """The command line of sft, its arguments and exit codes.
 
-After an error that the user can cause, rank 0 prints one paragraph, and the exit code is 2.  sft/commands.py implements
+After an error that the user can cause, rank 0 prints one paragraph, and the exit code is 2.  sft/commands/ implements
 the commands.
 """
 
@@ -13,14 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from sft import commands
+from sft.commands import check, data, probe, status, train
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_OVERRIDES = "settings that replace those of the recipe, for example parallel.cp=4 data.train=my.jsonl"
+_COMMANDS = (train, check, status, data, probe)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:
@@ -91,80 +90,14 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="sft", description="Supervised fine-tuning on Megatron for long context.")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = subcommands.add_parser("train", help="train a recipe; start one process per GPU with torchrun")
-    check = subcommands.add_parser("check", help="resolve and validate a recipe on any machine, without a GPU")
-    status = subcommands.add_parser(
-        "status", help="show how a run ended, and whether to start the run again (exit code 0, 75 or 2)"
-    )
-    data = subcommands.add_parser("data", help="tokenise, show or pack data, without a model or a GPU")
-    data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    prepare = data_commands.add_parser("prepare", help="tokenise the data once; after a kill, repeat the command")
-    inspect = data_commands.add_parser("inspect", help="show lengths, masks, duplicates, and samples that fit")
-    plan = data_commands.add_parser("plan", help="show packs, steps, source shares and balance of an epoch")
-    actions = {
-        train: commands.train,
-        check: commands.check,
-        status: commands.status,
-        prepare: commands.prepare,
-        inspect: commands.inspect,
-        plan: commands.plan,
-        **dict.fromkeys(_add_probes(subcommands), commands.probe),
-    }
-    for command, action in actions.items():
-        command.set_defaults(action=action, parser=command)
-        number = "?" if command is plan else None
-        command.add_argument("recipe", metavar="RECIPE", nargs=number, help="YAML file, e.g. recipes/qwen3_8b_64k.yaml")
-        command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
-    check.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
-    check.add_argument("--explain", metavar="KEY", help="show where the value of KEY came from, and what KEY does")
-    check.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
-    prepare.add_argument("--workers", metavar="N", help="number of processes that tokenise; same as data.num_workers=N")
-    prepare.add_argument("--verify", action="store_true", help="read all prepared data, and replace damaged data")
-    prepare.add_argument(
-        "--sweep", action="store_true", help="afterwards remove the data of other settings from the cache"
-    )
-    inspect.add_argument("--json", action="store_true", help="print one JSON object (docs/inspect.md)")
-    inspect.add_argument(
-        "--png", metavar="FILE", type=Path, help="draw lengths, retention and supervised shares into FILE"
-    )
-    inspect.add_argument(
-        "--samples",
-        metavar="N",
-        type=int,
-        default=2,
-        help="number of samples to show, in addition to the longest answer (default 2)",
-    )
-    plan.add_argument("--world-size", metavar="N", type=int, help="number of processes over which packs are balanced")
-    plan.add_argument("--write", metavar="FILE", help="write the plan of the run to FILE, for --diff and data.plan")
-    plan.add_argument(
-        "--diff", metavar=("A", "B"), nargs=2, help="show where two plan files differ; exit code 1 if they differ"
-    )
+    for command in _COMMANDS:
+        command.add(subcommands)
     # argparse does not assign settings that follow an option to `overrides`; it returns them in `rest`.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
         arguments.parser.error(f"unknown option {unknown[0]}")
-    if arguments.recipe is None and arguments.diff is None:
-        plan.error("a RECIPE is missing")
-    arguments.overrides = [*arguments.overrides, *rest]
+    if rest and "overrides" not in arguments:
+        arguments.parser.error(f"unexpected argument {rest[0]}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
-
-
-def _add_probes(subcommands: Any) -> list[argparse.ArgumentParser]:
-    """The parsers of `sft probe leak | parity | data`."""
-    probe = subcommands.add_parser("probe", help="answer a question about a recipe, its data and its weights")
-    probes = probe.add_subparsers(dest="probe", required=True, metavar="QUESTION")
-    leak = probes.add_parser("leak", help="does one document of a pack change anything in the others?")
-    parity = probes.add_parser("parity", help="do two layouts or backends compute the same loss and gradients?")
-    data = probes.add_parser("data", help="show what every rank receives as text, and check it against the samples")
-    for command in (leak, parity, data):
-        command.add_argument("--step", metavar="N", type=int, default=1, help="the step whose data is used (default 1)")
-        command.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE (docs/probes.md)")
-    leak.add_argument("--document", metavar="N", type=int, help="document to change, from 0 (default: in the middle)")
-    parity.add_argument(
-        "--against",
-        metavar="KEY=VALUE,...",
-        required=True,
-        help="settings of the second layout, for example parallel.cp=1,parallel.tp=2",
-    )
-    data.add_argument("--full", action="store_true", help="do not shorten long documents")
-    return [leak, parity, data]

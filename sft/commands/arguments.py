@@ -1,0 +1,109 @@
+"""The recipe and the layout that the arguments of a command name, and the checks that need no heavy module."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sft.data.chat.tokenizer import ChatTokenizer
+    from sft.parallel.layout import Layout
+    from sft.recipe.resolved import Recipe
+
+_OVERRIDES = "settings that replace those of the recipe, for example parallel.cp=4 data.train=my.jsonl"
+
+
+def recipe_command(
+    commands: Any, name: str, action: Callable[[Namespace], int | None], help: str, *, is_required: bool = True
+) -> ArgumentParser:
+    """The parser of a command that takes a recipe and overrides.  `action` returns the exit code, or None for 0.
+
+    commands  what `add_subparsers` returned
+    """
+    command: ArgumentParser = commands.add_parser(name, help=help)
+    command.set_defaults(action=action, parser=command)
+    number = None if is_required else "?"
+    command.add_argument("recipe", metavar="RECIPE", nargs=number, help="YAML file, e.g. recipes/qwen3_8b_64k.yaml")
+    command.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help=_OVERRIDES)
+    return command
+
+
+def read_recipe(arguments: Namespace) -> "Recipe":
+    """The recipe of the command line.  Rank 0 warns of keys that have been renamed."""
+    from sft.recipe.load import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if os.environ.get("RANK", "0") == "0":
+        for warning in recipe.warnings:
+            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+    return recipe
+
+
+def resolve_layout(recipe: "Recipe", world_size: int | None) -> "Layout":
+    """The layout on `world_size` processes.  None means the smallest number of processes that holds the model.
+
+    Raises ConfigError with the problems of the layout, and the origins of the settings that cause these problems.
+    """
+    from sft.config.keys import leaves
+    from sft.parallel.alignment import smallest_world
+    from sft.parallel.layout import Layout
+
+    if world_size is None:
+        world_size = smallest_world(recipe.config)
+    if world_size < 1:
+        raise ConfigError(f"{world_size} processes cannot hold a model.  The world size must be at least 1.")
+    try:
+        return Layout.resolve(recipe.config, world_size)
+    except ConfigError as error:
+        named = [key for key in leaves() if f"{key} = " in str(error)]
+        origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in named)
+        raise ConfigError(f"{error}\n  Set in: {origins}." if named else str(error)) from None
+
+
+def launched_world_size() -> int | None:
+    """The world size that torchrun set; None without torchrun."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f'environment variable WORLD_SIZE = "{text}" is not a number of processes.  Unset it.')
+    return None if text is None else int(text)
+
+
+def check_paths(recipe: "Recipe") -> None:
+    """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported."""
+    data = recipe.config.data
+    paths = [(key, path) for key, files in data.train_keys.items() for path in files]
+    paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
+    paths += [] if data.tokenizer == "byte" else [("data.tokenizer", data.tokenizer)]
+    paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
+    paths += [] if data.plan is None else [("data.plan", data.plan)]
+    missing = [
+        f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+        for key, path in paths
+        if not Path(path).exists()
+    ]
+    if missing:
+        from sft.config import listed
+
+        raise ConfigError(listed(missing))
+
+
+def check_wandb(recipe: "Recipe") -> None:
+    """Raise ConfigError if a recipe logs to W&B, but the package wandb is not installed."""
+    project = recipe.config.log.wandb
+    package = None if project is None else find_spec("wandb")
+    if project is not None and (package is None or package.origin is None):  # origin None: a folder named wandb
+        raise ConfigError(
+            f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
+            "here: pip install wandb; or train without it: log.wandb=null."
+        )
+
+
+def read_tokenizer(recipe: "Recipe") -> "ChatTokenizer":
+    from sft.data.chat.tokenizer import load_tokenizer
+
+    return load_tokenizer(recipe.config.data)

@@ -1,0 +1,109 @@
+"""`sft check`: resolves and validates a recipe, and prints its layout, its memory and its data."""
+
+import os
+import time
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from sft.commands.arguments import (
+    check_paths,
+    check_wandb,
+    launched_world_size,
+    read_recipe,
+    read_tokenizer,
+    recipe_command,
+    resolve_layout,
+)
+from sft.commands.output import print_group, progress
+
+if TYPE_CHECKING:
+    from sft.parallel.layout import Layout
+    from sft.recipe.resolved import Recipe
+
+
+def add(commands: Any) -> None:
+    command = recipe_command(commands, "check", check, "resolve and validate a recipe on any machine, without a GPU")
+    command.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
+    command.add_argument("--explain", metavar="KEY", help="show where the value of KEY came from, and what KEY does")
+    command.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
+
+
+def check(arguments: Namespace) -> None:
+    recipe = read_recipe(arguments)
+    if arguments.explain is not None:
+        from sft.recipe.explain import explain
+
+        print(explain(recipe, arguments.explain))
+        return
+    launched = launched_world_size()
+    layout = resolve_layout(recipe, launched if arguments.world_size is None else arguments.world_size)
+    check_wandb(recipe)
+    print_group("layout", layout.equations(recipe.config.data.seq_length))
+    _print_rotary(recipe)
+    if arguments.no_data:
+        built_in = recipe.config.data.tokenizer == "byte"
+        vocab_size = read_tokenizer(recipe).vocab_size if built_in else None
+        _print_model(recipe, layout, vocab_size)
+        _print_time(recipe, layout, vocab_size, recipe.config.data.seq_length)
+        print_group("data", ["not read (--no-data)"])
+    else:
+        check_paths(recipe)
+        _check_data(recipe, layout)
+
+
+def _print_rotary(recipe: "Recipe") -> None:
+    """Print whether packs are too long for the fused rotary kernel of a backend that the run may use."""
+    from sft.mcore.attention.fused_rotary import why_not
+
+    config = recipe.config
+    if config.attention.may_fuse_rotary(config.run.device) and (problem := why_not(config)):
+        print_group("rotary", [f"with te: {problem}"])
+
+
+def _check_data(recipe: "Recipe", layout: "Layout") -> None:
+    from sft.data.cache.prepare import prepare_recipe
+    from sft.data.inspect.forecast import length_lines, loader_of
+
+    length = recipe.config.train
+    tokenizer = read_tokenizer(recipe)
+    _print_model(recipe, layout, tokenizer.vocab_size)
+    corpora = prepare_recipe(recipe.config, tokenizer, progress())
+    corpus = corpora.pop("train")
+    loader = loader_of(recipe.config, layout, corpus)
+    loader.plans.locate((length.num_steps or loader.plans.total_steps(length.num_epochs or 1)) - 1)
+    plan = loader.plans.plan(0)
+    lines = [
+        *corpus.summary().splitlines(),
+        f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
+        f"of which {plan.alignment_waste:.1%} is padding inside documents",
+        *length_lines(recipe.config, plan),
+    ]
+    print_group("data", lines)
+    _print_time(recipe, layout, tokenizer.vocab_size, int(corpus.lengths.max()))
+    for name, held_out in corpora.items():
+        print_group(name, held_out.summary().splitlines())
+
+
+def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:
+    """Print the number of parameters and the estimated memory, which both need the size of the vocabulary."""
+    from sft.estimate.memory import describe
+    from sft.flops import describe_parameters
+    from sft.parallel.layout import vocab_rows
+
+    model = recipe.config.model
+    if model.vocab_size is None and tokenizer_size is None:
+        print_group(
+            "model", ["number of parameters unknown: model.vocab_size comes from the tokenizer, which was not read"]
+        )
+        return
+    rows = vocab_rows(model, tokenizer_size or 0)
+    print_group("model", [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"])
+    print_group("memory", describe(recipe.config, layout, rows))
+
+
+def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:
+    """Print the estimated time of a step, without the loss head if the size of the vocabulary is unknown."""
+    from sft.estimate.time import describe
+
+    vocab_size = recipe.config.model.vocab_size or tokenizer_size or 0
+    print_group("time", describe(recipe.config, layout, vocab_size, longest, os.environ, time.time()))

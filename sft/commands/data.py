@@ -1,0 +1,125 @@
+"""`sft data prepare | inspect | plan`: tokenises, shows and packs data, without a model or a GPU."""
+
+import json
+import os
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sft.commands.arguments import check_paths, read_recipe, read_tokenizer, recipe_command, resolve_layout
+from sft.commands.output import print_group, progress
+from sft.console import Console, size
+from sft.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    group = commands.add_parser("data", help="tokenise, show or pack data, without a model or a GPU")
+    data = group.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    about = "tokenise the data once; after a kill, repeat the command"
+    prepare_ = recipe_command(data, "prepare", prepare, about)
+    prepare_.add_argument(
+        "--workers", metavar="N", help="number of processes that tokenise; same as data.num_workers=N"
+    )
+    prepare_.add_argument("--verify", action="store_true", help="read all prepared data, and replace damaged data")
+    prepare_.add_argument(
+        "--sweep", action="store_true", help="afterwards remove the data of other settings from the cache"
+    )
+    about = "show lengths, masks, duplicates, and samples that fit"
+    inspect_ = recipe_command(data, "inspect", inspect, about)
+    inspect_.add_argument("--json", action="store_true", help="print one JSON object (docs/inspect.md)")
+    inspect_.add_argument(
+        "--png", metavar="FILE", type=Path, help="draw lengths, retention and supervised shares into FILE"
+    )
+    inspect_.add_argument(
+        "--samples",
+        metavar="N",
+        type=int,
+        default=2,
+        help="number of samples to show, in addition to the longest answer (default 2)",
+    )
+    about = "show packs, steps, source shares and balance of an epoch"
+    plan_ = recipe_command(data, "plan", plan, about, is_required=False)
+    plan_.add_argument("--world-size", metavar="N", type=int, help="number of processes over which packs are balanced")
+    plan_.add_argument("--write", metavar="FILE", help="write the plan of the run to FILE, for --diff and data.plan")
+    plan_.add_argument(
+        "--diff", metavar=("A", "B"), nargs=2, help="show where two plan files differ; exit code 1 if they differ"
+    )
+
+
+def prepare(arguments: Namespace) -> None:
+    if arguments.workers is not None:
+        arguments.overrides.append(f"data.num_workers={arguments.workers}")
+    recipe = read_recipe(arguments)
+    check_paths(recipe)
+
+    from sft.data.cache.prepare import prepare_recipe, sweep_recipe
+
+    tokenizer = read_tokenizer(recipe)
+    prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
+    if arguments.sweep:
+        stale = sweep_recipe(recipe.config, tokenizer)
+        freed = sum(folder.num_bytes for folder in stale)
+        lines = [f"removed {folder.folder} ({size(folder.num_bytes)})" for folder in stale]
+        print_group("sweep", [*lines, f"{Path(recipe.config.cache_dir)}: {size(freed)} freed"])
+
+
+def inspect(arguments: Namespace) -> None:
+    picture: Path | None = arguments.png
+    recipe = read_recipe(arguments)
+    check_paths(recipe)
+    if arguments.samples < 0:
+        raise ConfigError(f"--samples {arguments.samples} is not a number of samples.  Give 0 or more.")
+    if picture is not None:
+        if picture.suffix != ".png":
+            raise ConfigError(f"--png {picture} does not end in .png.  The picture is written as PNG.")
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib") from None
+
+    from sft.data.inspect.report import survey_lines
+    from sft.data.inspect.survey import take_survey
+
+    data, cache_dir, console = recipe.config.data, Path(recipe.config.cache_dir), progress()
+    survey = take_survey(recipe.path, data, read_tokenizer(recipe), cache_dir, arguments.samples, console)
+    if picture is not None:
+        from sft.data.inspect.picture import draw
+
+        try:
+            draw(survey, picture)
+        except OSError as error:
+            raise ConfigError(f"--png {picture} cannot be written: {error.strerror}.") from error
+        console.say(f"picture {picture}")
+    if arguments.json:
+        text = json.dumps(asdict(survey), indent=1)
+    else:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        text = "\n".join(survey_lines(survey, color=color)).rstrip()
+    print(text, flush=True)  # the text is ASCII, which every terminal can show
+
+
+def plan(arguments: Namespace) -> int:
+    """Run `sft data plan`.  Returns 1 if the two plans of --diff differ, else 0."""
+    from sft.data.packing.plan_files import compare_plans
+
+    if arguments.diff is not None:
+        lines = compare_plans(*map(Path, arguments.diff))
+        print("\n".join(lines) or "the plans are equal")
+        return 1 if lines else 0
+
+    from sft.data.cache.prepare import prepare_train
+    from sft.data.inspect.forecast import forecast, write_run
+
+    if arguments.recipe is None:
+        arguments.parser.error("a RECIPE is missing")
+    recipe = read_recipe(arguments)
+    layout = resolve_layout(recipe, arguments.world_size)
+    check_paths(recipe)
+    corpus = prepare_train(recipe.config, read_tokenizer(recipe), progress())
+    for name, lines in forecast(recipe.config, layout, corpus).items():
+        print_group(name, lines)
+    if arguments.write is not None:
+        print_group("written", [write_run(Path(arguments.write), recipe.config, layout, corpus)])
+    return 0

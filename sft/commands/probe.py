@@ -1,0 +1,43 @@
+"""`sft probe leak | parity | data`: answers a question about a recipe, its data and its weights."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sft.commands.arguments import check_paths, launched_world_size, read_recipe, recipe_command, resolve_layout
+
+
+def add(commands: Any) -> None:
+    group = commands.add_parser("probe", help="answer a question about a recipe, its data and its weights")
+    probes = group.add_subparsers(dest="probe", required=True, metavar="QUESTION")
+    leak = recipe_command(probes, "leak", probe, "does one document of a pack change anything in the others?")
+    about = "do two layouts or backends compute the same loss and gradients?"
+    parity = recipe_command(probes, "parity", probe, about)
+    about = "show what every rank receives as text, and check it against the samples"
+    data = recipe_command(probes, "data", probe, about)
+    for command in (leak, parity, data):
+        command.add_argument("--step", metavar="N", type=int, default=1, help="the step whose data is used (default 1)")
+        command.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE (docs/probes.md)")
+    leak.add_argument("--document", metavar="N", type=int, help="document to change, from 0 (default: in the middle)")
+    parity.add_argument(
+        "--against",
+        metavar="KEY=VALUE,...",
+        required=True,
+        help="settings of the second layout, for example parallel.cp=1,parallel.tp=2",
+    )
+    data.add_argument("--full", action="store_true", help="do not shorten long documents")
+
+
+def probe(arguments: Namespace) -> int:
+    """Run `sft probe`.  Returns 1 if the probe found a fault, else 0."""
+    recipe = read_recipe(arguments)
+    layout = resolve_layout(recipe, launched_world_size() or 1)
+    check_paths(recipe)
+
+    from sft.run import environment
+
+    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
+
+    from sft.probe.answer import answer
+
+    return answer(arguments, recipe, layout)

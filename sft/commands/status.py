@@ -1,0 +1,36 @@
+"""`sft status`: says how a run ended, and whether to start it again."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sft.commands.arguments import read_recipe, recipe_command
+
+
+def add(commands: Any) -> None:
+    about = "show how a run ended, and whether to start the run again (exit code 0, 75 or 2)"
+    recipe_command(commands, "status", status, about)
+
+
+def status(arguments: Namespace) -> int:
+    """Run `sft status`.  Returns 0 if the run is done, 75 if it should be started again, else 2."""
+    from sft.run.status import describe, read, verdict
+
+    folder = Path(read_recipe(arguments).config.run.dir)
+    state = read(folder)
+    job = os.environ.get("SLURM_JOB_ID")
+    is_running = state is not None and state.status == "running"
+    if state is not None and is_running and None not in (job, state.job) and state.job != job:
+        print(f"{folder}: {describe(state)}\nthe newest start belongs to another job, not to the current job ({job})")
+        return 2
+    if is_running and (folder / "run.lock").exists():
+        print("run.lock exists, so the run may still be alive; a second start is refused while the run is alive")
+    print(f"{folder}: the run was never started" if state is None else f"{folder}: {describe(state)}")
+    advice, code = {
+        "done": ("done", 0),
+        "go on": ("start the run again", 75),
+        "stop": ("find the cause before you start the run again", 2),
+    }[verdict(state)]
+    print(advice)
+    return code

@@ -15,11 +15,11 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sft.commands import check, data, probe, status, train
+from sft.commands import check, convert, data, probe, status, train
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_COMMANDS = (train, check, status, data, probe)  # in the order of `sft --help`
+_COMMANDS = (train, check, status, data, probe, convert)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:

@@ -105,7 +105,7 @@ class ModelConfig(Section):
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
     hf: Path | None = None
-    """Hugging Face folder, or checkpoint of tools/import_hf.py, whose config.json sets the keys of `model`."""
+    """Hugging Face folder, or checkpoint of `sft import`, whose config.json sets the keys of `model`."""
     init_from: Path | None = None
     """Megatron checkpoint folder with the initial weights; null means random weights."""
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}

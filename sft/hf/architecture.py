@@ -105,7 +105,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     """{"model.num_layers": (28, "models/Qwen3-0.6B/config.json, num_hidden_layers"), ...}
 
-    folder: written by save_pretrained or by tools/import_hf.py
+    folder: written by save_pretrained or by `sft import`
     Raises ConfigError if config.json is missing or describes a model that is not supported.
     """
     path = Path(folder)

@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import tools.export_hf
-import tools.import_hf
 from sft.checkpoint import folders, manifest
+from sft.cli import main
 from sft.console import QUIET, Console
 from sft.hf.architecture import architecture, read
 from sft.hf.convert.export_hf import _model, export_hf
@@ -259,21 +257,21 @@ def test_model_of_the_recipe_wins_over_config(made: Make) -> None:
     assert stream.getvalue() == lost
 
 
-# --- the tools ---------------------------------------------------------------------------------------------
+# --- the commands ------------------------------------------------------------------------------------------
 
 
-def test_the_tools(
-    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def tool(main: Callable[[], int], *words: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tool", *map(str, words)])
-        return main(), capsys.readouterr().err
+def test_the_commands(made: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sft(*words: object) -> tuple[int, str]:
+        code = main([*map(str, words)])
+        return code, capsys.readouterr().err
 
     source, there, back = made(), tmp_path / "there", tmp_path / "back"
     capsys.readouterr()  # what transformers says when it saves a model
-    assert tool(tools.import_hf.main, source, there) == (0, "")
+    assert sft("import", source, there) == (0, "")
     (there / "hf").rename(tmp_path / "moved")
-    assert tool(tools.export_hf.main, there, back, "--hf", tmp_path / "moved", "--verify", "size") == (0, "")
+    assert sft("export", there, back, "--hf", tmp_path / "moved", "--verify", "size") == (0, "")
     assert same(tensors(source), tensors(back))
-    told = f"CheckpointError: {there} exists; nothing was written.  Remove it, or name another folder.\n"
-    assert tool(tools.import_hf.main, source, there) == (2, told)
+    refusal = f"CheckpointError: {there} exists; nothing was written.  Remove it, or name another folder.\n"
+    assert sft("import", source, there) == (2, refusal)
+    code, refusal = sft("export", there, tmp_path / "other", "run.seed=1")
+    assert code == 2 and "unexpected argument run.seed=1" in refusal

@@ -25,8 +25,10 @@ import torch
 
 from sft.atomic_files import flush
 from sft.checkpoint import folders, manifest
-from sft.console import size
+from sft.console import Console, size
 from sft.hf.architecture import CONFIG, architecture
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.convert.import_hf import import_hf
 from sft.hf.convert.safetensors_files import write_tensors
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
@@ -96,14 +98,28 @@ def copy() -> int:
     return 0
 
 
+def import_model() -> int:
+    """A command that does what `sft import` does."""
+    source, target = map(Path, sys.argv[1:])
+    import_hf(source, target, Console(0))
+    return 0
+
+
+def export_model() -> int:
+    """A command that does what `sft export` does."""
+    source, target, verify = sys.argv[1:]
+    export_hf(Path(source), Path(target), Console(0), verify="size" if verify == "size" else "full")
+    return 0
+
+
 def turn(folder: Path) -> Turn:
     """Measures every way once.  `folder` holds the model; all other files are removed at the end."""
     model, copied, megatron, exported = (folder / name for name in ("model", "copied", "megatron", "exported"))
-    took = {COPY: fresh_process.measured(folder, "tools.bench.convert:copy", model, copied)}
+    took = {COPY: fresh_process.measured(folder, f"{__name__}:copy", model, copied)}
     shutil.rmtree(copied)
-    took[IMPORT] = fresh_process.measured(folder, "tools.import_hf:main", model, megatron)
+    took[IMPORT] = fresh_process.measured(folder, f"{__name__}:import_model", model, megatron)
     for name, verify in ((FULL, "full"), (SIZE, "size")):
-        took[name] = fresh_process.measured(folder, "tools.export_hf:main", megatron, exported, "--verify", verify)
+        took[name] = fresh_process.measured(folder, f"{__name__}:export_model", megatron, exported, verify)
         before, after = (manifest.read(path) for path in (megatron / folders.name_of(0), exported))
         if before is None or after is None or before.facts["tensors"] != after.facts["tensors"]:
             raise Refused("import and export changed the tensors")

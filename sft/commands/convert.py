@@ -1,0 +1,36 @@
+"""`sft import` and `sft export`: convert models between Hugging Face and Megatron."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sft.console import Console
+
+
+def add(commands: Any) -> None:
+    to_megatron = commands.add_parser("import", help="convert a Hugging Face model to a Megatron checkpoint")
+    to_megatron.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and safetensors files")
+    to_megatron.add_argument("target", metavar="DST", type=Path, help="checkpoint folder to create, for model.init_from")
+    to_megatron.set_defaults(action=import_model, parser=to_megatron)
+
+    to_hf = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder that can be served")
+    about = "checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted"
+    to_hf.add_argument("source", metavar="SRC", type=Path, help=about)
+    to_hf.add_argument("target", metavar="DST", type=Path, help="Hugging Face folder to create")
+    about = "folder of the original model, for a checkpoint that does not name it"
+    to_hf.add_argument("--hf", metavar="FOLDER", type=Path, help=about)
+    about = "compare the SHA-256 (full, the default) or only the sizes of the checkpoint's files with its manifest"
+    to_hf.add_argument("--verify", choices=("full", "size"), default="full", help=about)
+    to_hf.set_defaults(action=export_model, parser=to_hf)
+
+
+def import_model(arguments: Namespace) -> None:
+    from sft.hf.convert.import_hf import import_hf
+
+    import_hf(arguments.source, arguments.target, Console(0))
+
+
+def export_model(arguments: Namespace) -> None:
+    from sft.hf.convert.export_hf import export_hf
+
+    export_hf(arguments.source, arguments.target, Console(0), like=arguments.hf, verify=arguments.verify)

@@ -205,7 +205,7 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, co
 
 // Work has numbers.  A wait counts where the last work of what is waited for has a higher number than the last wait.
 typedef struct { atomic_long last, waited; } Stream;
-typedef struct { Stream *stream; long last; double ms; } Event;
+typedef struct { Stream *stream; long last; double ms; long record; } Event;
 
 static atomic_long last_work, all_waited;
 static Stream default_stream;
@@ -215,7 +215,25 @@ static Stream *stream_of(void *s) {
     return is_default ? &default_stream : s;
 }
 
-void give_work(void *s) { stream_of(s)->last = ++last_work; }
+// What is recorded while a file is open: a line for each piece of work and each event, in the order in which the host gave
+// them.  Kind, stream, and the bytes of a copy or message, or the number of an event's record.
+static FILE *recording;
+static atomic_long records;
+
+API int standin_record(const char *file) {
+    if (recording) fclose(recording);
+    recording = file ? fopen(file, "w") : NULL;
+    return file && !recording;
+}
+
+static void note(char kind, const Stream *stream, long number) {
+    if (recording) fprintf(recording, "%c %p %ld\n", kind, (const void *)stream, number);
+}
+
+void give_work(char kind, void *s, size_t bytes) {
+    stream_of(s)->last = ++last_work;
+    note(kind, stream_of(s), bytes);
+}
 
 static cudaError_t wait_for(Stream *stream, long work) {
     if (work > stream->waited && work > all_waited) counts.waits++;
@@ -247,7 +265,9 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t s) { return wait_for(stream_o
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned flags) {
     Event *waited = (Event *)event;
-    if (waited->stream && waited->last > waited->stream->waited) give_work(s);
+    if (!waited->stream) return cudaSuccess;
+    note(WAIT, stream_of(s), waited->record);
+    if (waited->last > waited->stream->waited) stream_of(s)->last = ++last_work;
     return cudaSuccess;
 }
 
@@ -286,7 +306,8 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) {
     Stream *stream = stream_of(s);
-    *(Event *)event = (Event){stream, stream->last, now_ms()};
+    *(Event *)event = (Event){stream, stream->last, now_ms(), ++records};
+    note(RECORD, stream, records);
     return cudaSuccess;
 }
 
@@ -318,19 +339,22 @@ static enum kind kind_of(const void *address, size_t bytes, const char *what) {
 }
 
 // Whether the host waits for it: into pageable memory always, out of it where it is not small.
-static int copy(void *to, const void *from, size_t bytes) {
+static int copy(void *to, const void *from, size_t bytes, enum work *work) {
     enum kind target = kind_of(to, bytes, "a copy into"), source = kind_of(from, bytes, "a copy from");
+    *work = target != ON_DEVICE ? TO_HOST : source != ON_DEVICE ? TO_DEVICE : KERNEL;
     int is_out = target == PAGEABLE && source == ON_DEVICE, is_in = target == ON_DEVICE && source == PAGEABLE;
     if (bytes <= TOUCHED) memmove(to, from, bytes);
     else if (is_out) memset(to, 0, bytes);  // as if it had been made
     return is_out || (is_in && bytes > STAGED);
 }
 
-void copy_bytes(void *to, const void *from, size_t bytes) { copy(to, from, bytes); }
+void copy_bytes(void *to, const void *from, size_t bytes) { copy(to, from, bytes, &(enum work){0}); }
 
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
-    give_work(s);
-    return copy(to, from, n) ? cudaStreamSynchronize(s) : cudaSuccess;
+    enum work work;
+    int host_waits = copy(to, from, n, &work);
+    give_work(work, s, n);
+    return host_waits ? cudaStreamSynchronize(s) : cudaSuccess;
 }
 
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind kind) {
@@ -353,7 +377,7 @@ API cudaError_t cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, si
 
 API cudaError_t cudaMemsetAsync(void *p, int value, size_t n, cudaStream_t s) {
     kind_of(p, n, "a memset");
-    give_work(s);
+    give_work(KERNEL, s, 0);
     if (n <= TOUCHED) memset(p, value, n);
     return cudaSuccess;
 }
@@ -486,7 +510,7 @@ static __thread struct {
 
 void count_kernel(void *stream) {
     counts.kernels++;
-    give_work(stream);
+    give_work(KERNEL, stream, 0);
 }
 
 static cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream) {

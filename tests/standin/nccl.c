@@ -86,7 +86,7 @@ static void agree(ncclComm_t comm, const char *name, size_t bytes) {
 
 // Whether the data of all ranks is in their slots now.  Where it is, the caller meets again when it has read them.
 static int exchange(ncclComm_t comm, const char *name, const void *mine, size_t bytes, cudaStream_t stream) {
-    give_work(stream);
+    give_work(MESSAGE, stream, bytes);
     if (comm->size == 1) return 0;
     agree(comm, name, bytes);
     if (bytes <= SLOT) memcpy(comm->shared->slots[comm->rank], mine, bytes);
@@ -323,7 +323,7 @@ static void transfer_all(void) {
 }
 
 static ncclResult_t transfer(Transfer one, cudaStream_t stream) {
-    give_work(stream);
+    give_work(MESSAGE, stream, one.bytes);
     if (one.peer < 0 || one.peer >= one.comm->size) return ncclInvalidArgument;
     if (num_transfers == MOST_MESSAGES) return ncclInvalidUsage;
     transfers[num_transfers++] = one;

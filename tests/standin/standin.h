@@ -15,7 +15,8 @@ void forget_pages(void *start, size_t bytes);
 void copy_bytes(void *to, const void *from, size_t bytes);
 
 // Work for a stream: what a later wait for that stream is a wait for.
-void give_work(void *stream);
+enum work { KERNEL = 'k', TO_HOST = 'h', TO_DEVICE = 'd', MESSAGE = 'm', RECORD = 'r', WAIT = 'w' };  // see replay.py
+void give_work(char kind, void *stream, size_t bytes);
 void count_kernel(void *stream);
 
 #endif

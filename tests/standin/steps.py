@@ -8,8 +8,10 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +21,14 @@ from sft.mcore import process_groups
 from sft.parallel.layout import Layout
 from sft.run import environment
 from sft.run.signals import leave_with_parent
-from tests.standin import answers
+from tests.standin import answers, replay
 from tests.standin.calls import Counts, counted
 from tools.bench.steps import trainer
 from tools.bench.steps.case import StepCase
 
-FREE = "SFT_STANDIN_FREE"  # environment variable: forward and backward of the last step must not wait for the GPU
+# Environment variables about forward and backward of the last step.
+FREE = "SFT_STANDIN_FREE"  # they must not wait for the GPU
+RECORD = "SFT_STANDIN_RECORD"  # folder: a file for each rank, named by its number, gets their work (replay.py)
 
 
 def main(name: str, also: Sequence[str], num_steps: int) -> None:
@@ -66,8 +70,10 @@ def _watched(schedule: Callable[..., Any], within: list[Counts], num_steps: int,
     if is_last and FREE in os.environ:
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
+    is_recorded = is_last and RECORD in os.environ
     try:
-        return schedule(*given, **how)
+        with replay.recorded(Path(os.environ[RECORD], os.environ["RANK"])) if is_recorded else nullcontext():
+            return schedule(*given, **how)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         within.append(counted().since(before))

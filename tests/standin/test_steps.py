@@ -2,11 +2,12 @@
 the GPU only a few times per step, never during forward and backward."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.standin import launch, memory_rows
-from tests.standin.steps import FREE
+from tests.standin import launch, memory_rows, replay
+from tests.standin.steps import FREE, RECORD
 
 # Shares of the estimate.  Measured memory is up to 1.1% above it, by workspaces, small tensors and rounding of the
 # allocator.  With much more, runs that are estimated to fit would run out of memory.  Measured memory is up to 3.5%
@@ -56,3 +57,28 @@ def test_pipeline_stages_exchange_without_a_wait(virtual_stages: int) -> None:
     overrides = [launch.PORTABLE, "parallel.pp=2", f"parallel.virtual_stages={virtual_stages}"]
     for found in launch.steps("0.6b:32k:chat", [*overrides, "train.global_batch_size=4"], ranks=2, also={FREE: "1"}):
         assert found["passes"]["waits"] == 0, found
+
+
+# Queues for kernels and copies: CUDA's, those with tp or cp before Blackwell, with or without offload, and from then on.
+QUEUES = [(8, 8), (1, 8), (1, 1), (32, 8)]
+HELD_UP = 1.005  # largest time of a replay, as a multiple of the time with a queue for each stream; measured: 1.000
+EXPOSED = 0.25  # largest share of cp's messages that no kernel hides; measured: 0.19, the first and last of a layer
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.cp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]])
+def test_no_queue_holds_up_copies_or_messages(layout: list[str], tmp_path: Path) -> None:
+    """The launches of forward and backward with activation offload, replayed through numbers of queues."""
+    overrides, ranks = [launch.PORTABLE, *layout], 2 if layout else 1
+    launch.steps(f"{CASE}:selective+offload", overrides, ranks=ranks, also={RECORD: str(tmp_path)})
+    entries = replay.read(tmp_path / "0")
+    seconds_of = {
+        queues: replay.seconds(replay.replay(entries, kernel_queues=queues[0], copy_queues=queues[1]))
+        for queues in [*QUEUES, (replay.UNLIMITED, replay.UNLIMITED)]
+    }
+    free = replay.replay(entries, kernel_queues=replay.UNLIMITED, copy_queues=replay.UNLIMITED)
+    busy = {kind: sum(piece.end - piece.start for piece in free if piece.kind == kind) for kind in "hdmk"}
+    print(json.dumps({"seconds": {str(queues): took for queues, took in seconds_of.items()}, "busy": busy}))
+    assert busy[replay.TO_HOST] > 0.1 and busy[replay.TO_DEVICE] > 0.1
+    assert max(seconds_of.values()) <= HELD_UP * replay.seconds(free)
+    if layout == ["parallel.cp=2"]:
+        assert replay.seconds(free) - busy[replay.KERNEL] <= EXPOSED * busy[replay.MESSAGE]

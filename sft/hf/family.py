@@ -1,16 +1,18 @@
 """A family of models, with a table that maps its Hugging Face tensors to Megatron's.  Import and export use this table.
 
-A rule names one tensor of our model, and the Hugging Face tensors that our tensor consists of.  Our names are those of
-Transformer Engine, where a norm belongs to the projection that follows it.  Letters stand for the sizes in a shape:
+A rule names one tensor of our model, and the parts of Hugging Face tensors that our tensor consists of.  Our names are
+those of Transformer Engine, where a norm belongs to the projection that follows it.  Hugging Face names and shapes are
+those of the files, which may differ from those in the memory of transformers.  Letters stand for the sizes in a shape:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width
 
-`TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families.py` declares the families.
+`TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from sft.config import ModelConfig
@@ -22,40 +24,106 @@ Form = Literal["rows", "groups", "vocabulary"]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One of our tensors, and the Hugging Face tensors, `hf_tensors`, that our tensor consists of.
-
-    form says how hf_tensors are combined:
-    rows        concatenated along rows (gate and up in linear_fc1)
-    groups      for each query group: its query heads, then its key head, then its value head
-    vocabulary  one tensor, followed by rows of padding
-    """
-
-    ours: str
-    hf_tensors: tuple[tuple[str, str], ...]  # name and shape
-    form: Form = "rows"
-    is_head: bool = False  # stored only if the output is not tied to the embedding
-
-    @property
-    def in_layers(self) -> bool:
-        return LAYER in self.hf_tensors[0][0]
-
-    @property
-    def in_experts(self) -> bool:
-        return EXPERT in self.hf_tensors[0][0]
-
-
-@dataclass(frozen=True)
 class HfTensor:
+    """A tensor as it is stored in a file, whole."""
+
     name: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class RowSpan:
-    """`num_rows` rows of one Hugging Face tensor, from row `start` on.  In our tensor these rows start at row `target`.
+class HfView:
+    """Rows `first` to `first + num_rows` of one matrix of a stored tensor, or of a vector.
 
-    source: index of the tensor in `TensorMapping.sources`; None: rows of zeros
+    index: the matrix is `tensor[index]`; (3,) is the fourth expert of a tensor [experts, rows, columns]
+    transposed: rows are counted in the transposed matrix, so that they are columns of the stored one
+
+    first 4, 2 rows, transposed, of a tensor [8, 6] -> the columns 4 and 5 as a matrix [2, 8]
+    """
+
+    tensor: HfTensor
+    index: tuple[int, ...]
+    first: int
+    num_rows: int
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = self.tensor.shape[len(self.index) :]
+        return (self.num_rows, *(matrix[:1] if self.transposed else matrix[1:]))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the view is the tensor itself."""
+        return not self.index and not self.transposed and self.shape == self.tensor.shape
+
+
+@dataclass(frozen=True)
+class View:
+    """An `HfView` in a rule, with placeholders in the name and letters in the shape.
+
+    shape: of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values; "x h e+e" is one matrix for
+        each expert, with columns of gate, then up.
+    part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
+    """
+
+    name: str
+    shape: str
+    part: int = 0
+    transposed: bool = False
+
+    @property
+    def stacks_experts(self) -> bool:
+        return len(self.shape.split()) == 3
+
+    def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
+        """The view of this layer and expert.  sizes: by letter"""
+        axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
+        index = (expert,) if self.stacks_experts and expert is not None else ()
+        parts = axes[-1] if self.transposed else axes[len(index)]
+        name = self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+        return HfView(
+            tensor=HfTensor(name, tuple(sum(axis) for axis in axes)),
+            index=index,
+            first=sum(parts[: self.part]),
+            num_rows=parts[self.part],
+            transposed=self.transposed,
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our tensors, and the views of Hugging Face tensors that our tensor consists of.
+
+    form says how the views are combined:
+    rows        concatenated along rows (gate and up in linear_fc1)
+    groups      for each query group: its query heads, then its key head, then its value head
+    vocabulary  one view, followed by rows of padding
+    """
+
+    ours: str
+    views: tuple[View, ...]
+    form: Form = "rows"
+    is_head: bool = False  # stored only if the output is not tied to the embedding
+
+    @property
+    def in_layers(self) -> bool:
+        return LAYER in self.views[0].name
+
+    @property
+    def in_experts(self) -> bool:
+        return EXPERT in self.views[0].name or self.views[0].stacks_experts
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """`num_rows` rows of one view, from the view's row `start` on.  In our tensor these rows start at row `target`.
+
+    source: index of the view in `TensorMapping.sources`; None: rows of zeros
     """
 
     source: int | None
@@ -66,7 +134,7 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One layer and expert of one of our tensors, and the Hugging Face tensors that this part consists of.
+    """One layer and expert of one of our tensors, and the views of Hugging Face tensors that this part consists of.
 
     stack: sizes of the layer axis and the expert axis of our whole tensor, if it has them
     stack_index: the layer and the expert, as indices on these axes
@@ -75,7 +143,7 @@ class TensorMapping:
     key: str
     stack: tuple[int, ...]
     stack_index: tuple[int, ...]
-    sources: tuple[HfTensor, ...]
+    sources: tuple[HfView, ...]
     form: Form
     num_groups: int
 
@@ -98,8 +166,8 @@ class TensorMapping:
         target = 0
         num_groups = self.num_groups if self.form == "groups" else 1
         for group in range(num_groups):
-            for source, tensor in enumerate(self.sources):
-                group_rows = tensor.shape[0] // num_groups
+            for source, view in enumerate(self.sources):
+                group_rows = view.num_rows // num_groups
                 spans.append(RowSpan(source, group * group_rows, group_rows, target))
                 target += group_rows
         if num_rows is not None and num_rows > target:
@@ -109,7 +177,7 @@ class TensorMapping:
     @property
     def num_rows(self) -> int:
         """Rows of our tensor, without padding."""
-        return sum(tensor.shape[0] for tensor in self.sources)
+        return sum(view.num_rows for view in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +189,7 @@ class Family:
     aliases  key of config.json -> another name of the same key
     options  key of config.json -> the values that our model supports
     unread   tensors in old files that are ignored
+    passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
     """
 
     model_type: str
@@ -132,6 +201,21 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    passed_through: tuple[str, ...] = ()
+
+    @property
+    def embedding(self) -> str:
+        """The name of the input embedding."""
+        return next(rule.views[0].name for rule in self.rules if rule.form == "vocabulary" and not rule.is_head)
+
+    @property
+    def head(self) -> str:
+        """The name of the output weight, which a tied model does not store."""
+        return next(rule.views[0].name for rule in self.rules if rule.is_head)
+
+    def passes_through(self, name: str) -> bool:
+        """Whether the tensor of this name is kept unchanged and not trained."""
+        return any(fnmatchcase(name, pattern) for pattern in self.passed_through)
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
@@ -156,13 +240,19 @@ class Family:
                             key=rule.ours,
                             stack=tuple(count for _, count in numbered),
                             stack_index=tuple(number for number, _ in numbered),
-                            sources=tuple(
-                                HfTensor(
-                                    name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)),
-                                    tuple(sizes[letter] for letter in shape.split()),
-                                )
-                                for name, shape in rule.hf_tensors
-                            ),
+                            sources=tuple(view.of(layer, expert, sizes) for view in rule.views),
                             form=rule.form,
                             num_groups=model.resolved_query_groups,
                         )
+
+
+def views_by_tensor(mappings: Iterable[TensorMapping]) -> dict[HfTensor, list[tuple[TensorMapping, int]]]:
+    """Every stored tensor, and the views that it consists of: each as a mapping and the view's index in its sources.
+
+    Together, the views contain every number of the tensor once.
+    """
+    views: dict[HfTensor, list[tuple[TensorMapping, int]]] = {}
+    for mapping in mappings:
+        for number, view in enumerate(mapping.sources):
+            views.setdefault(view.tensor, []).append((mapping, number))
+    return views

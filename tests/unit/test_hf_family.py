@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -10,14 +11,18 @@ from sft.config import ModelConfig, MoeConfig
 from sft.hf.convert.import_hf import split_into_blocks
 from sft.hf.convert.tensor_check import fold_by_layer
 from sft.hf.families import FAMILIES
-from sft.hf.family import HfTensor, RowSpan, TensorMapping
+from sft.hf.family import HfTensor, HfView, RowSpan, TensorMapping, View, views_by_tensor
 from tests.unit.fixtures import hf
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2)
 
 
+def whole(name: str, *shape: int) -> HfView:
+    return HfView(HfTensor(name, shape), (), 0, shape[0])
+
+
 def item(form: str, *rows: int) -> TensorMapping:
-    sources = tuple(HfTensor(f"part{i}", (count, 8)) for i, count in enumerate(rows))
+    sources = tuple(whole(f"part{i}", count, 8) for i, count in enumerate(rows))
     place: dict[str, Any] = dict(stack=(2,), stack_index=(0,))
     return TensorMapping(key="ours", **place, sources=sources, form=form, num_groups=2)  # type: ignore[arg-type]
 
@@ -50,6 +55,31 @@ def test_blocks_are_cut_and_put_together() -> None:
     assert list(split_into_blocks(spans, 5)) == list(split_into_blocks(spans, 100)) == [spans]
 
 
+SIZES = {"q": 6, "k": 2, "h": 8, "x": 4, "e": 3}
+
+
+def test_a_view_of_rows_written_out() -> None:
+    """Rows of queries, keys and values in one tensor: 0-5, 6-7, 8-9."""
+    views = [View("layers.{i}.qkv", "q+k+k h", part).of(1, None, SIZES) for part in range(3)]
+    assert [(view.first, view.num_rows, view.shape) for view in views] == [
+        (0, 6, (6, 8)),
+        (6, 2, (2, 8)),
+        (8, 2, (2, 8)),
+    ]
+    assert {view.tensor for view in views} == {HfTensor("layers.1.qkv", (10, 8))}
+    assert not any(view.is_whole or view.index for view in views)
+    assert View("o", "h q").of(1, None, SIZES).is_whole
+
+
+def test_a_view_of_an_expert_written_out() -> None:
+    """All experts in one tensor [experts, h, gate and up]: the up projection of expert 2 is its last three columns."""
+    gate, up = (View("layers.{i}.gate_up", "x h e+e", part, transposed=True).of(0, 2, SIZES) for part in (0, 1))
+    assert gate == HfView(HfTensor("layers.0.gate_up", (4, 8, 6)), (2,), 0, 3, transposed=True)
+    assert up == HfView(HfTensor("layers.0.gate_up", (4, 8, 6)), (2,), 3, 3, transposed=True)
+    assert gate.shape == up.shape == (3, 8) and not gate.is_whole
+    assert not View("square", "h h", transposed=True).of(None, None, SIZES).is_whole
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
@@ -59,10 +89,15 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
     experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
     experts["mixtral"] = MoeConfig(num_experts=4, top_k=2)
     model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
-    items = list(FAMILIES[family].mappings(model, hf.VOCAB))
-    found = {part.name: part.shape for one in items for part in one.sources}
-    assert found == {name: tuple(one.shape) for name, one in theirs.items()}
-    assert len(found) == sum(len(one.sources) for one in items)
+    views = views_by_tensor(FAMILIES[family].mappings(model, hf.VOCAB))
+    assert {one.name: one.shape for one in views} == {name: tuple(one.shape) for name, one in theirs.items()}
+    for tensor, parts in views.items():
+        covered = np.zeros(tensor.shape, dtype=int)
+        for mapping, number in parts:
+            view = mapping.sources[number]
+            matrix = covered[view.index].T if view.transposed else covered[view.index]
+            matrix[view.first : view.first + view.num_rows] += 1
+        assert (covered == 1).all(), f"{tensor.name}: the views do not contain every number once"
 
 
 def test_experts_written_out() -> None:
@@ -75,16 +110,16 @@ def test_experts_written_out() -> None:
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one.stack_index for one in up] == [one.stack_index for one in down] == places
     for one, place in zip(up, places):
-        assert one.sources == (HfTensor(theirs.format(*place, 1), (3, 8)), HfTensor(theirs.format(*place, 3), (3, 8)))
+        assert one.sources == (whole(theirs.format(*place, 1), 3, 8), whole(theirs.format(*place, 3), 3, 8))
         assert one.spans() == [RowSpan(0, 0, 3, 0), RowSpan(1, 0, 3, 3)]
         assert one.shape() == (2, 2, 6, 8)
     for one, place in zip(down, places):
-        assert one.sources == (HfTensor(theirs.format(*place, 2), (8, 3)),) and one.shape() == (2, 2, 8, 3)
+        assert one.sources == (whole(theirs.format(*place, 2), 8, 3),) and one.shape() == (2, 2, 8, 3)
     router, _ = [one for one in items if one.key == "decoder.layers.mlp.router.weight"]
-    assert router.sources == (HfTensor("model.layers.0.block_sparse_moe.gate.weight", (2, 8)),)
+    assert router.sources == (whole("model.layers.0.block_sparse_moe.gate.weight", 2, 8),)
     assert (router.stack_index, router.shape()) == ((0,), (2, 2, 8))
     norm, _ = [one for one in items if one.key == "decoder.layers.pre_mlp_layernorm.weight"]
-    assert norm.sources == (HfTensor("model.layers.0.post_attention_layernorm.weight", (8,)),) and norm.row_shape == ()
+    assert norm.sources == (whole("model.layers.0.post_attention_layernorm.weight", 8),) and norm.row_shape == ()
     assert not any(".mlp.linear_fc" in one.key for one in items)
 
 
@@ -110,11 +145,11 @@ def test_a_dense_layer_written_out() -> None:
     layers, theirs = "decoder.layers", "model.layers.1"
     qkv = mappings[f"{layers}.self_attention.linear_qkv.weight"]
     assert qkv.sources == tuple(
-        HfTensor(f"{theirs}.self_attn.{name}_proj.weight", (rows, 8)) for name, rows in (("q", 8), ("k", 4), ("v", 4))
+        whole(f"{theirs}.self_attn.{name}_proj.weight", rows, 8) for name, rows in (("q", 8), ("k", 4), ("v", 4))
     )
     assert (qkv.form, qkv.num_groups) == ("groups", 2)
     bias = mappings[f"{layers}.self_attention.linear_qkv.bias"]
     assert [source.name for source in bias.sources] == [f"{theirs}.self_attn.{name}_proj.bias" for name in "qkv"]
     fc1 = mappings[f"{layers}.mlp.linear_fc1.weight"]
-    assert fc1.sources == tuple(HfTensor(f"{theirs}.mlp.{name}_proj.weight", (12, 8)) for name in ("gate", "up"))
+    assert fc1.sources == tuple(whole(f"{theirs}.mlp.{name}_proj.weight", 12, 8) for name in ("gate", "up"))
     assert fc1.spans() == [RowSpan(0, 0, 12, 0), RowSpan(1, 0, 12, 12)]

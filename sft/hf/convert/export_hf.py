@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_exi
 from sft.hf.convert.safetensors_files import DTYPES, SHARD_BYTES, write_tensors
 from sft.hf.convert.tensor_check import check_tensors
 from sft.hf.convert.torch_dist import TorchDistReader
-from sft.hf.family import TensorMapping
+from sft.hf.family import HfTensor, TensorMapping, views_by_tensor
 from sft.mcore.checkpoint_io import safe_reader
 
 _WHOLE_TENSOR_BYTES = 1 << 30  # our tensors up to this size are read completely and split in memory
@@ -62,10 +62,10 @@ def export_hf(
     mappings = list(imported.family.mappings(model, model.vocab_size or imported.vocab_size))
     _check(reader, mappings, path)
     mappings.sort(key=lambda mapping: -reader.dtype(mapping.key).itemsize)  # aligns every tensor to its type
+    views = views_by_tensor(mappings)
     planned = {
-        tensor.name: torch.empty(tensor.shape, dtype=reader.dtype(mapping.key), device="meta")
-        for mapping in mappings
-        for tensor in mapping.sources
+        tensor.name: torch.empty(tensor.shape, dtype=reader.dtype(parts[0][0].key), device="meta")
+        for tensor, parts in views.items()
     }
     config = write_back(
         content, model, str(template / CONFIG), dtype=_main_dtype(planned.values()), seq_length=seq_length
@@ -73,7 +73,7 @@ def export_hf(
     num_bytes = sum(tensor.nbytes for tensor in planned.values())
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            tensors = (tensor for mapping in mappings for tensor in _hf_tensors(reader, mapping))
+            tensors = _hf_tensors(reader, views)
             files, digests = write_tensors(temporary, planned, tensors, shard_bytes, advance=progress.advance)
         copied = _write_others(temporary, template, content, config)
         others = [entry for entry in temporary.iterdir() if entry.is_file() and entry.name not in files]
@@ -192,20 +192,48 @@ def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
     return str(num_bytes.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def _hf_tensors(reader: TorchDistReader, mapping: TensorMapping) -> Iterator[tuple[str, torch.Tensor]]:
-    def rows(start: int, count: int) -> torch.Tensor:
+def _hf_tensors(
+    reader: TorchDistReader, views: Mapping[HfTensor, Sequence[tuple[TensorMapping, int]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every Hugging Face tensor, put together from its views."""
+    rows_of = _ViewReader(reader)
+    for tensor, parts in views.items():
+        whole = None
+        for mapping, number in parts:
+            view = mapping.sources[number]
+            if view.is_whole:
+                whole = rows_of.view(mapping, number)
+                continue
+            if whole is None:
+                whole = torch.empty(tensor.shape, dtype=reader.dtype(mapping.key))
+            matrix = whole[view.index].T if view.transposed else whole[view.index]
+            matrix[view.first : view.first + view.num_rows] = rows_of.view(mapping, number)
+        assert whole is not None
+        yield tensor.name, whole
+
+
+class _ViewReader:
+    """Reads views from a checkpoint.  Keeps the rows of one mapping, whose views are usually read one after another."""
+
+    def __init__(self, reader: TorchDistReader) -> None:
+        self._reader = reader
+        self._kept: tuple[TensorMapping, torch.Tensor] | None = None
+
+    def view(self, mapping: TensorMapping, number: int) -> torch.Tensor:
+        """The rows of mapping.sources[number]."""
+        spans = mapping.spans()
+        own_spans = [span for span in spans if span.source == number]
+        is_interleaved = len(spans) > len(mapping.sources)
+        num_bytes = mapping.num_rows * self._reader.dtype(mapping.key).itemsize * math.prod(mapping.row_shape)
+        if not is_interleaved and num_bytes > _WHOLE_TENSOR_BYTES:
+            return self._rows(mapping, own_spans[0].target, own_spans[0].num_rows)
+        if self._kept is None or self._kept[0] is not mapping:
+            self._kept = None  # before the next rows take memory
+            self._kept = mapping, self._rows(mapping, 0, mapping.num_rows)
+        pieces = [self._kept[1][span.target : span.target + span.num_rows] for span in own_spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _rows(self, mapping: TensorMapping, start: int, count: int) -> torch.Tensor:
         depth, row_shape = len(mapping.stack_index), mapping.row_shape
         offset = (*mapping.stack_index, start, *[0] * len(row_shape))
-        return reader.read(mapping.key, offset, (*[1] * depth, count, *row_shape)).view(count, *row_shape)
-
-    spans = mapping.spans()
-    is_interleaved = len(spans) > len(mapping.sources)
-    num_bytes = mapping.num_rows * reader.dtype(mapping.key).itemsize * math.prod(mapping.row_shape)
-    whole = rows(0, mapping.num_rows) if is_interleaved or num_bytes <= _WHOLE_TENSOR_BYTES else None
-    for source, tensor in enumerate(mapping.sources):
-        own_spans = [span for span in spans if span.source == source]
-        if whole is None:
-            yield tensor.name, rows(own_spans[0].target, own_spans[0].num_rows)
-        else:
-            pieces = [whole[span.target : span.target + span.num_rows] for span in own_spans]
-            yield tensor.name, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return self._reader.read(mapping.key, offset, (*[1] * depth, count, *row_shape)).view(count, *row_shape)

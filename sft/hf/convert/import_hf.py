@@ -29,11 +29,10 @@ from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_exi
 from sft.hf.convert.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.convert.tensor_check import check_tensors, fold_by_layer
 from sft.hf.convert.torch_dist import TorchDistWriter
-from sft.hf.family import LAYER, RowSpan, TensorMapping
+from sft.hf.family import LAYER, HfTensor, RowSpan, TensorMapping, views_by_tensor
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
 from sft.parallel.layout import padded_vocab_size
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a reader loads its chunk
 
 # Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one only with
@@ -57,7 +56,7 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
     with closing(SafetensorsFolder(source)) as stored:
         mappings = list(model.family.mappings(model.model, model.vocab_size))
         _check(stored, mappings, model, source)
-        num_bytes = sum(stored.tensors[tensor.name].num_bytes for mapping in mappings for tensor in mapping.sources)
+        num_bytes = sum(stored.tensors[tensor.name].num_bytes for tensor in views_by_tensor(mappings))
         padding = (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.model.hidden_size * 4 * 2
         with new_folder(target, num_bytes + padding) as temporary:
             checkpoint = temporary / folders.name_of(0)
@@ -75,7 +74,7 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
 
 
 def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Architecture, source: Path) -> None:
-    wanted = {tensor.name: tensor.shape for mapping in mappings for tensor in mapping.sources}
+    wanted = {tensor.name: tensor.shape for tensor in views_by_tensor(mappings)}
     unread = {
         name.replace(LAYER, str(layer)) for name in model.family.unread for layer in range(model.model.num_layers)
     }
@@ -86,11 +85,12 @@ def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Arch
         for line in fold_by_layer(name for name in shapes if stored.tensors[name].dtype == dtype)
     ]
     problems += _mixed_types(stored, mappings)
-    if model.model.tie_embeddings and HEAD in shapes and EMBEDDING in shapes:
-        if _is_copy(stored, EMBEDDING, HEAD):
-            del shapes[HEAD]
+    embedding, head = model.family.embedding, model.family.head
+    if model.model.tie_embeddings and head in shapes and embedding in shapes:
+        if _is_copy(stored, embedding, head):
+            del shapes[head]
         else:
-            problems.append(f"tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ")
+            problems.append(f"tie_word_embeddings is true, but {head} and {embedding} differ")
     check_tensors(shapes, wanted, str(source), other=problems)
 
 
@@ -98,9 +98,9 @@ def _mixed_types(stored: SafetensorsFolder, mappings: list[TensorMapping]) -> li
     """One line for each of our tensors whose sources have several types."""
     types: dict[str, dict[str, str]] = {}  # our key -> type -> name of its first tensor
     for mapping in mappings:
-        for tensor in mapping.sources:
-            if tensor.name in stored.tensors:
-                types.setdefault(mapping.key, {}).setdefault(stored.tensors[tensor.name].dtype, tensor.name)
+        for view in mapping.sources:
+            if view.name in stored.tensors:
+                types.setdefault(mapping.key, {}).setdefault(stored.tensors[view.name].dtype, view.name)
     return [
         "tensors that become one tensor have different types: "
         f"{', '.join(f'{dtype} ({name})' for dtype, name in names.items())}"
@@ -141,6 +141,9 @@ def _write(
             writer.write_object(key, None)
         for mapping in mappings:
             digests |= _write_tensor(writer, stored, mapping, padded_rows, progress)
+        for tensor in views_by_tensor(mappings):
+            if tensor.name not in digests:
+                digests[tensor.name] = _digest(stored, tensor)
         writer.finish()
     _write_common(
         folder,
@@ -163,7 +166,7 @@ def _write(
 def _write_tensor(
     writer: TorchDistWriter, stored: SafetensorsFolder, mapping: TensorMapping, padded_rows: int, progress: Progress
 ) -> Mapping[str, str]:
-    """Write one of our tensors.  Returns the digests of its sources by name."""
+    """Write one of our tensors.  Returns the digests of those sources that are whole tensors, by name."""
     dtype = DTYPES[stored.tensors[mapping.sources[0].name].dtype]
     num_rows = padded_rows if mapping.form == "vocabulary" else mapping.num_rows
     digests = [hashlib.sha256() for _ in mapping.sources]
@@ -176,12 +179,26 @@ def _write_tensor(
             if span.source is None:
                 rows.zero_()
             else:
-                read_bytes = stored.read_rows(mapping.sources[span.source].name, span.start, rows)
+                view = mapping.sources[span.source]
+                read_bytes = stored.read_rows(
+                    view.name, view.first + span.start, rows, index=view.index, transposed=view.transposed
+                )
                 digests[span.source].update(read_bytes)
                 progress.advance(len(read_bytes))
         offset = (*mapping.stack_index, first, *[0] * len(mapping.row_shape))
         writer.write_chunk(mapping.key, mapping.shape(num_rows), offset, data[(None,) * len(mapping.stack_index)])
-    return {tensor.name: digest.hexdigest() for tensor, digest in zip(mapping.sources, digests)}
+    return {view.name: digest.hexdigest() for view, digest in zip(mapping.sources, digests) if view.is_whole}
+
+
+def _digest(stored: SafetensorsFolder, tensor: HfTensor) -> str:
+    """SHA-256 of a stored tensor."""
+    digest = hashlib.sha256()
+    row_shape, dtype = tensor.shape[1:], DTYPES[stored.tensors[tensor.name].dtype]
+    step = max(1, BLOCK_BYTES // stored.tensors[tensor.name].row_bytes)
+    for start in range(0, tensor.shape[0], step):
+        block = torch.empty(min(step, tensor.shape[0] - start), *row_shape, dtype=dtype)
+        digest.update(stored.read_rows(tensor.name, start, block))
+    return digest.hexdigest()
 
 
 def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowSpan]]:

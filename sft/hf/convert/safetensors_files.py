@@ -72,19 +72,25 @@ class SafetensorsFolder:
         if index is not None:
             _compare_with_index(self.tensors, index, folder)
 
-    def read_rows(self, name: str, start: int, target: torch.Tensor) -> memoryview:
-        """Fill `target`, which has the tensor's type and row shape, with rows from `start` on.  Returns target's bytes.
+    def read_rows(
+        self, name: str, start: int, target: torch.Tensor, *, index: tuple[int, ...] = (), transposed: bool = False
+    ) -> memoryview:
+        """Fill `target`, which has the type of the tensor, with rows from `start` on.  Returns target's bytes.
 
+        index, transposed: the rows are those of the matrix tensor[index], or of its transpose
         Raises CheckpointError if the file has changed since it was opened.
         """
-        tensor = self.tensors[name]
-        step = max(1, MAPPED_BYTES // max(1, tensor.row_bytes))
+        file = self.tensors[name].file
+        row_bytes = math.prod(target.shape[1:]) * target.itemsize
+        step = max(1, MAPPED_BYTES // max(1, row_bytes))
         for first in range(0, target.shape[0], step):
             rows = target[first : first + step]
             if not rows.numel():
                 continue
-            with _as_checkpoint_error(tensor.file):
-                rows.copy_(self._map(name).get_slice(name)[start + first : start + first + len(rows)])
+            wanted = slice(start + first, start + first + len(rows))
+            with _as_checkpoint_error(file):
+                part = self._map(name).get_slice(name)[(*index, *([slice(None)] if transposed else []), wanted)]
+            rows.copy_(part.T if transposed else part)
             self._mapped_bytes += rows.nbytes
             if self._mapped_bytes >= MAPPED_BYTES:
                 self.close()

@@ -1,0 +1,117 @@
+"""What families share: rules for tensors, keys of config.json, defaults, and options.
+
+The argument `model` is the first part of Hugging Face names.
+`family.py` explains the letters of a shape.
+"""
+
+from typing import Any
+
+from sft.hf.family import EXPERT, LAYER, Rule, View
+
+_OURS = "decoder.layers"
+
+
+def outer(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...]:
+    """Embedding, last norm and output."""
+    return (
+        Rule("embedding.word_embeddings.weight", (View(f"{model}.embed_tokens.weight", "v h"),), "vocabulary"),
+        Rule("decoder.final_layernorm.weight", (View(f"{model}.norm.weight", "h"),)),
+        Rule("output_layer.weight", (View(head, "v h"),), "vocabulary", is_head=True),
+    )
+
+
+def attention(model: str = "model") -> tuple[Rule, ...]:
+    layer = f"{model}.layers.{LAYER}"
+    return (
+        Rule(f"{_OURS}.self_attention.linear_qkv.layer_norm_weight", (View(f"{layer}.input_layernorm.weight", "h"),)),
+        Rule(
+            f"{_OURS}.self_attention.linear_qkv.weight",
+            (
+                View(f"{layer}.self_attn.q_proj.weight", "q h"),
+                View(f"{layer}.self_attn.k_proj.weight", "k h"),
+                View(f"{layer}.self_attn.v_proj.weight", "k h"),
+            ),
+            "groups",
+        ),
+        Rule(f"{_OURS}.self_attention.linear_proj.weight", (View(f"{layer}.self_attn.o_proj.weight", "h q"),)),
+    )
+
+
+def qkv_bias(model: str = "model") -> tuple[Rule, ...]:
+    layer = f"{model}.layers.{LAYER}.self_attn"
+    return (
+        Rule(
+            f"{_OURS}.self_attention.linear_qkv.bias",
+            (
+                View(f"{layer}.q_proj.bias", "q"),
+                View(f"{layer}.k_proj.bias", "k"),
+                View(f"{layer}.v_proj.bias", "k"),
+            ),
+            "groups",
+        ),
+    )
+
+
+def qk_norm(model: str = "model") -> tuple[Rule, ...]:
+    layer = f"{model}.layers.{LAYER}.self_attn"
+    return (
+        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", "d"),)),
+        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", "d"),)),
+    )
+
+
+def mlp(model: str = "model") -> tuple[Rule, ...]:
+    layer = f"{model}.layers.{LAYER}"
+    return (
+        Rule(f"{_OURS}.mlp.linear_fc1.layer_norm_weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
+        Rule(
+            f"{_OURS}.mlp.linear_fc1.weight",
+            (View(f"{layer}.mlp.gate_proj.weight", "f h"), View(f"{layer}.mlp.up_proj.weight", "f h")),
+        ),
+        Rule(f"{_OURS}.mlp.linear_fc2.weight", (View(f"{layer}.mlp.down_proj.weight", "h f"),)),
+    )
+
+
+def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> tuple[Rule, ...]:
+    """The rules of a mixture of experts, which replace `mlp`.
+
+    block: name of the module that contains router and experts; gate, up, down: names of an expert's matrices
+    """
+    layer = f"{model}.layers.{LAYER}"
+    expert = f"{layer}.{block}.experts.{EXPERT}"
+    return (
+        Rule(f"{_OURS}.pre_mlp_layernorm.weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
+        Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.gate.weight", "x h"),)),
+        Rule(
+            f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
+            (View(f"{expert}.{gate}.weight", "e h"), View(f"{expert}.{up}.weight", "e h")),
+        ),
+        Rule(f"{_OURS}.mlp.experts.experts.linear_fc2.weight", (View(f"{expert}.{down}.weight", "h e"),)),
+    )
+
+
+LLAMA_DENSE: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "moe.num_experts": None}
+KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+# Options of all families.  The first value is transformers' default for a key that config.json omits.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0, None),
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+    "auto_map": (None,),  # the repository contains its own model code
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+}
+NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # true adds a bias to the output projection, too
+QWEN_OPTIONS: dict[str, tuple[Any, ...]] = {**OPTIONS, "use_sliding_window": (False,)}
+DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}

@@ -6,6 +6,8 @@ the commands.
 
 import argparse
 import atexit
+import difflib
+import importlib.metadata
 import io
 import os
 import signal
@@ -13,8 +15,9 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from sft import __version__
 from sft.commands import check, convert, data, probe, status, train
 from sft.errors import ConfigError, SftError, StorageError
 
@@ -84,20 +87,56 @@ def _report(error: SftError, *, is_run: bool) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.\n{self.format_usage().strip()}")
+        end = "" if message.endswith("?") else "."
+        raise ConfigError(f"{message}{end}\n{self.format_usage().strip()}")
+
+
+class _Version(argparse.Action):
+    """Prints the versions of sft and of the packages on which the results depend, for reports of errors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> NoReturn:
+        versions = [f"sft {__version__}", f"Python {sys.version.split()[0]}"]
+        for package in ("torch", "megatron-core", "transformers", "transformer-engine"):
+            try:
+                versions.append(f"{package} {importlib.metadata.version(package)}")
+            except importlib.metadata.PackageNotFoundError:
+                versions.append(f"{package} not installed")
+        print(", ".join(versions))
+        parser.exit()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="sft", description="Supervised fine-tuning on Megatron for long context.")
+    parser.add_argument("--version", action=_Version, help="show the versions of sft and of the packages that it uses")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(subcommands)
     # argparse does not assign settings that follow an option to `overrides`; it returns them in `rest`.
     arguments, rest = parser.parse_known_args(argv)
     if unknown := [word for word in rest if word.startswith("-")]:
-        arguments.parser.error(f"unknown option {unknown[0]}")
+        arguments.parser.error(f"unknown option {unknown[0]}{_meant(unknown[0], arguments.parser, argv)}")
     if rest and "overrides" not in arguments:
         arguments.parser.error(f"unexpected argument {rest[0]}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _meant(option: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
+    """Advice for an unknown option: another option, or the setting of a recipe that users of other trainers mean.
+
+    --lr 1e-4 -> .  Settings have no dashes: optim.lr=1e-4
+    """
+    from sft.config import keys
+
+    name, _, value = option.lstrip("-").partition("=")
+    known = [known for action in parser._actions for known in action.option_strings]
+    if close := difflib.get_close_matches(f"--{name.replace('_', '-')}", known, n=1, cutoff=0.8):
+        return f".  Did you mean {close[0]}?"
+    after = [*argv, ""][argv.index(option) + 1]
+    value = value or ("VALUE" if not after or after.startswith("-") or "=" in after else after)
+    key = name if name in keys.leaves() else keys.nearest(name.replace("-", "_"))
+    return f".  Settings are written without dashes: {key}={value}" if key in keys.leaves() else ""

@@ -24,19 +24,22 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     command = recipe_command(commands, "check", check, "resolve and validate a recipe on any machine, without a GPU")
     command.add_argument("--world-size", metavar="N", type=int, help="number of processes of the run")
-    command.add_argument("--explain", metavar="KEY", help="show where the value of KEY came from, and what KEY does")
+    about = "show where the value of KEY came from, and what KEY does; may be given several times"
+    command.add_argument("--explain", metavar="KEY", action="append", default=[], help=about)
     command.add_argument("--no-data", action="store_true", help="do not read data files or tokenizer")
 
 
 def check(arguments: Namespace) -> None:
     recipe = read_recipe(arguments)
-    if arguments.explain is not None:
+    launched = launched_world_size()
+    world_size = launched if arguments.world_size is None else arguments.world_size
+    if arguments.explain:
         from sft.recipe.explain import explain
 
-        print(explain(recipe, arguments.explain))
+        for key in arguments.explain:
+            print(explain(recipe, key, lambda: resolve_layout(recipe, world_size)))
         return
-    launched = launched_world_size()
-    layout = resolve_layout(recipe, launched if arguments.world_size is None else arguments.world_size)
+    layout = resolve_layout(recipe, world_size)
     check_wandb(recipe)
     print_group("layout", layout.equations(recipe.config.data.seq_length))
     _print_rotary(recipe)

@@ -10,7 +10,9 @@ from sft.console import Console
 def add(commands: Any) -> None:
     to_megatron = commands.add_parser("import", help="convert a Hugging Face model to a Megatron checkpoint")
     to_megatron.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and safetensors files")
-    to_megatron.add_argument("target", metavar="DST", type=Path, help="checkpoint folder to create, for model.init_from")
+    to_megatron.add_argument(
+        "target", metavar="DST", type=Path, help="checkpoint folder to create, for model.init_from"
+    )
     to_megatron.set_defaults(action=import_model, parser=to_megatron)
 
     to_hf = commands.add_parser("export", help="convert a checkpoint to a Hugging Face folder that can be served")

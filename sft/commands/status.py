@@ -32,5 +32,5 @@ def status(arguments: Namespace) -> int:
         "go on": ("start the run again", 75),
         "stop": ("find the cause before you start the run again", 2),
     }[verdict(state)]
-    print(advice)
+    print("start the run" if state is None else advice)
     return code

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from sft.config import Config, Section, SourceConfig, yaml
+from sft.config import Config, Section, SourceConfig, foreign, yaml
 from sft.config.section import UNREPORTED
 
 OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
@@ -25,27 +25,8 @@ RENAMED = {
     "run.step_timeout_s": "run.progress_timeout_s",
     "train.max_bad_steps": "train.max_nonfinite_steps",
 }
-# Names of values and keys in other trainers and earlier versions, and our names.
+# Names of values in other trainers and earlier versions, and our names.
 _CALLED = {"gpu": "cuda", "float32": "fp32", "bfloat16": "bf16", "truncate": "cut_turns"}
-_ELSEWHERE = {
-    "tensor_model_parallel_size": "parallel.tp",
-    "context_parallel_size": "parallel.cp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "max_length": "data.seq_length",
-    "max_seq_length": "data.seq_length",
-    "learning_rate": "optim.lr",
-    "max_steps": "train.num_steps",
-    "train_iters": "train.num_steps",
-    "num_train_epochs": "train.num_epochs",
-    "output_dir": "run.dir",
-    "rotary_base": "model.rope.base",
-    "rope_theta": "model.rope.base",
-    "rms_norm_eps": "model.norm_epsilon",
-    "intermediate_size": "model.ffn_hidden_size",
-    "num_key_value_heads": "model.num_query_groups",
-    "num_hidden_layers": "model.num_layers",
-    "kv_channels": "model.head_dim",
-}
 
 
 @cache
@@ -185,8 +166,19 @@ def show(value: Any) -> str:
 
 def unknown(key: str, where: str) -> str:
     """unknown key data.seq_lenght (a.yaml, line 12).  Did you mean data.seq_length?"""
-    advice = f"Did you mean {nearest(key)}?" if nearest(key) else keys_of(key.rpartition(".")[0])
+    other, advice = _elsewhere(key), keys_of(key.rpartition(".")[0])
+    if ours := foreign.called_here(other):
+        advice = f"It is called {ours} here, which takes {expected(ours)}."
+    elif reason := foreign.why_not_here(other):
+        advice = reason
+    elif near := nearest(key):
+        advice = f"Did you mean {near}?"
     return f"unknown key {key if key.isprintable() and key else show(key)} ({where}).  {advice}"
+
+
+def _elsewhere(key: str) -> str:
+    """The part of an unknown key that may be the name of another trainer: not the names of sources that users chose."""
+    return key.rpartition(".")[2] if is_source(key.rpartition(".")[0]) else key
 
 
 def keys_of(group: str) -> str:
@@ -205,8 +197,8 @@ def nearest(key: str) -> str | None:
     First the key that another trainer calls by this name, then a similar key of the same group, then of all groups.
     """
     group, _, name = key.rpartition(".")
-    if name in _ELSEWHERE or group == OPEN:
-        return _ELSEWHERE.get(name)
+    if (ours := foreign.called_here(_elsewhere(key))) or group == OPEN:
+        return ours
     if is_source(group):
         close = difflib.get_close_matches(name, SourceConfig.model_fields, n=1)
         return f"{group}.{close[0]}" if close else None

@@ -30,7 +30,10 @@ class Pairs(list[tuple[str, int, Any]]):
 
 
 def read(text: str, source: str) -> Any:
-    """The document in `text`: scalars, lists, and Pairs for mappings.  `source` is the name of the text in errors."""
+    """The document in `text`: scalars, lists, and Pairs for mappings.  An empty text is a mapping without keys.
+
+    `source` is the name of the text in errors.
+    """
     try:
         events = yaml.parse(text, Loader=yaml.SafeLoader)
         starts = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
@@ -42,9 +45,9 @@ def read(text: str, source: str) -> Any:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
         raise _unreadable(source, line, f"control character {error.character:#x}.  Remove it.") from None
-    if len(documents) != 1:
+    if len(documents) > 1:
         raise _unreadable(source, 0, f"{len(documents)} YAML documents.  A recipe is exactly one, without lines ---.")
-    return documents[0]
+    return documents[0] if documents else Pairs()
 
 
 def _node(events: Iterator[Any], source: str, depth: int, event: Any = None) -> Any:

@@ -1,17 +1,32 @@
 """Says where the value of a key comes from, and what the key means (`sft check --explain`)."""
 
+from collections.abc import Callable
+
 from sft.config.keys import OPEN, RENAMED, expected, leaves, show, unknown, values
 from sft.errors import ConfigError
+from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, derived
 
+# Sizes that are no keys, because the number of processes decides them: what each is derived from, and its meaning.
+_SIZES = {
+    "world_size": ("the number of processes", "Number of processes of the run, one for each GPU."),
+    "dp": ("world_size / (tp * cp * pp)", "Data-parallel size: groups of ranks that train on different packs."),
+    "num_microbatches": ("global_batch_size / dp", "Packs of a step that a data-parallel rank computes in turn."),
+}
 
-def explain(recipe: Recipe, key: str) -> str:
-    """The value, origin, type and meaning of `key`, or of every key in the group `key`.
+
+def explain(recipe: Recipe, key: str, layout: Callable[[], Layout]) -> str:
+    """The value, origin, type and meaning of `key`, or of every key in the group `key`.  `layout`: called for sizes
 
     model.head_dim = 128
         from     derived: hidden_size / num_attention_heads
         type     a whole number of at least 1 or null; default null
         meaning  Width of a head; null means hidden_size / num_attention_heads.
+
+    parallel.dp = 2
+        from     derived: world_size / (tp * cp * pp), for 8 processes
+        type     not a key
+        meaning  Data-parallel size: groups of ranks that train on different packs.
     """
     current, substitutes = values(recipe.config), derived(recipe.config)
     paragraphs = [f"{key} is now called {RENAMED[key]}"] if key in RENAMED else []
@@ -24,6 +39,12 @@ def explain(recipe: Recipe, key: str) -> str:
             f"{name} = {show(value)}\n    from     {recipe.origins[name]}\n"
             f"    type     {expected(name)}{default if name in leaves() else ''}\n"
             f"    meaning  {info.description}"
+        )
+    if not paragraphs and (size := key.rpartition(".")[2]) in _SIZES:
+        sizes, (source, meaning) = layout(), _SIZES[size]
+        paragraphs.append(
+            f"{key} = {getattr(sizes, size)}\n    from     derived: {source}, for {sizes.world_size} processes\n"
+            f"    type     not a key\n    meaning  {meaning}"
         )
     if not paragraphs:
         raise ConfigError(unknown(key, f"command line: --explain {key}"))

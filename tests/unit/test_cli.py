@@ -198,10 +198,13 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 # Mistakes
 
 MISTAKES = {
-    "no verb": ([], "ConfigError: the following arguments are required: COMMAND.\nusage: sft [-h] COMMAND ...\n"),
+    "no verb": (
+        [],
+        "ConfigError: the following arguments are required: COMMAND.\nusage: sft [-h] [--version] COMMAND ...\n",
+    ),
     "unknown option": (
         ["train", "a.yaml", "--cp", "4"],
-        "ConfigError: unknown option --cp.\nusage: sft train [-h] RECIPE [KEY=VALUE ...]\n",
+        "ConfigError: unknown option --cp.  Settings are written without dashes: parallel.cp=4.\nusage: sft train [-h] RECIPE [KEY=VALUE ...]\n",
     ),
     "missing recipe": (["train", "b.yaml"], "ConfigError: recipe b.yaml does not exist.  Did you mean a.yaml?\n"),
     "layout": (
@@ -228,7 +231,7 @@ MISTAKES = {
     "unknown key to explain": (
         ["check", "a.yaml", "--explain", "optim.learning_rate"],
         "ConfigError: unknown key optim.learning_rate (command line: --explain optim.learning_rate).  "
-        "Did you mean optim.lr?\n",
+        "It is called optim.lr here, which takes a number above 0.0.\n",
     ),
 }
 

@@ -7,7 +7,8 @@ from tests.builders import RECIPE, refusal_lines
 # @ stands for `command line: OVERRIDE`.
 MISTAKES = {
     "data.seq_lenght=2048": "unknown key data.seq_lenght (@).  Did you mean data.seq_length?",
-    "parallel.context_parallel_size=2": "unknown key parallel.context_parallel_size (@).  Did you mean parallel.cp?",
+    "parallel.context_parallel_size=2": "unknown key parallel.context_parallel_size (@).  It is called parallel.cp "
+    "here, which takes a whole number of at least 1.",
     "attention.zzz=2": "unknown key attention.zzz (@).  Keys of attention: backend.",
     "zzz=2": "unknown key zzz (@).  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
     "checkpoint, log, profile.",
@@ -124,12 +125,19 @@ def test_what_is_missing() -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_an_empty_recipe_names_what_it_must_give(text: str) -> None:
+    lines = refusal_lines(text)
+    assert [line.split(": ", 1)[1].split(" ")[0] for line in lines][:2] == ["run.dir", "model.num_layers"]
+    assert "data.train is missing from a.yaml; expected a path or a list of paths" in "".join(lines)
+
+
 def test_a_misspelt_key_is_not_missing_as_well() -> None:
     assert refusal_lines(RECIPE.replace("seq_length", "seq_lenght")) == [
         "unknown key data.seq_lenght (a.yaml, line 9).  Did you mean data.seq_length?"
     ]
     assert refusal_lines(RECIPE.replace("optim:", "optimizer:")) == [
-        "unknown key optimizer (a.yaml, line 11).  Did you mean optim?"
+        "unknown key optimizer (a.yaml, line 11).  The optimizer is AdamW, and its keys are those of optim."
     ]
 
 
@@ -169,7 +177,6 @@ BROKEN = {
     "quote it.",
     "run:\n  [a, b]: 3": "line 2: the key is a list or a mapping.  A key must be a name.",
     "run: {dir: a}\n---\nrun: {dir: b}": "line 1: 2 YAML documents.  A recipe is exactly one, without lines ---.",
-    "": "line 1: 0 YAML documents.  A recipe is exactly one, without lines ---.",
     "run:\n\tdir: a": "line 2: found character '\\t' that cannot start any token.  Indent with spaces.",
     "run:\n  dir: a: b": "line 2: mapping values are not allowed here.  Quote texts with special characters.",
     "run:\n  dir: \x07": "line 2: control character 0x7.  Remove it.",

@@ -1,0 +1,115 @@
+"""Names of settings in other trainers, for the hint of an error: our name, or why there is no such key.
+
+The other trainers are Megatron-LM, transformers' Trainer, TRL, axolotl, LLaMA-Factory, torchtune, FSDP and DeepSpeed.
+"""
+
+_NAMES = {
+    "model.hf": "base_model model_name model_name_or_path model_id model_path pretrained_model_name_or_path",
+    "model.init_from": "load pretrained_checkpoint",
+    "model.ffn_hidden_size": "intermediate_size",
+    "model.head_dim": "kv_channels",
+    "model.norm_epsilon": "rms_norm_eps layernorm_epsilon",
+    "model.num_layers": "num_hidden_layers n_layers",
+    "model.num_query_groups": "num_key_value_heads",
+    "model.rope.base": "rotary_base rope_theta",
+    "model.rope.scaling": "rope_scaling rope_type",
+    "model.tie_embeddings": "tie_word_embeddings",
+    "data.train": "datasets dataset_name dataset_path data_path data_files train_file train_files train_data",
+    "data.eval": "eval_dataset eval_file eval_files validation_file test_datasets valid_data_path",
+    "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_model tokenizer_name_or_path tokenizer_config",
+    "data.seq_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
+    "data.cache_dir": "dataset_prepared_path data_cache_path",
+    "data.num_workers": "dataset_num_proc preprocessing_num_workers dataset_processes",
+    "data.over_long": "truncation excess_length_strategy overflow_strategy",
+    "data.pad_to_seq_length": "pad_to_sequence_len pad_to_max_length",
+    "data.supervise": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt roles_to_train",
+    "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size",
+    "parallel.cp": "context_model_parallel_size context_parallel_size context_parallel_degree cp_size"
+    " sequence_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
+    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp_size",
+    "parallel.ep": "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep_size",
+    "parallel.etp": "expert_tensor_parallel_size",
+    "parallel.virtual_stages": "virtual_pipeline_model_parallel_size",
+    "parallel.distributed_optimizer": "use_distributed_optimizer",
+    "parallel.overlap": "overlap_grad_reduce",
+    "parallel.cp_comm": "cp_comm_type",
+    "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attn sdp_attention"
+    " attention_backend",
+    "train.num_steps": "max_steps train_iters max_train_steps num_train_steps",
+    "train.num_epochs": "num_train_epochs max_epochs",
+    "train.global_batch_size": "train_batch_size",
+    "train.recompute": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
+    " recompute_granularity recompute_activations",
+    "train.offload_fraction": "activation_offloading enable_activation_offloading cpu_offload activation_offload",
+    "train.eval_every": "eval_steps eval_interval evals_per_epoch eval_strategy evaluation_strategy",
+    "loss.impl": "use_liger_kernel liger_fused_linear_cross_entropy cut_cross_entropy cross_entropy_loss_fusion",
+    "optim.lr": "learning_rate max_lr peak_lr",
+    "optim.min_lr": "cosine_min_lr_ratio lr_min min_learning_rate",
+    "optim.schedule": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
+    "optim.warmup_steps": "lr_warmup_iters lr_warmup_steps num_warmup_steps warmup",
+    "optim.warmup_fraction": "warmup_ratio lr_warmup_fraction",
+    "optim.beta1": "adam_beta1",
+    "optim.beta2": "adam_beta2",
+    "optim.epsilon": "adam_eps adam_epsilon",
+    "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
+    "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
+    "checkpoint.resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints",
+    "checkpoint.save_every": "save_steps save_interval saves_per_epoch save_strategy",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.keep_best": "load_best_model_at_end metric_for_best_model save_best",
+    "checkpoint.async_save": "use_async_save",
+    "log.every": "logging_steps log_interval log_every_n_steps",
+    "log.tensorboard": "tensorboard_dir logging_dir use_tensorboard",
+    "log.wandb": "report_to wandb_project use_wandb",
+    "log.peak_tflops": "log_throughput",
+    "run.dir": "output_dir save save_dir output checkpoint_dir",
+    "run.precision": "bf16 params_dtype mixed_precision torch_dtype dtype tf32",
+    "run.fp8": "fp8_format fp8_recipe",
+    "run.timeout_s": "distributed_timeout_minutes ddp_timeout",
+    "run.exit_after_minutes": "exit_duration_in_mins",
+}
+CALLED_HERE = {name: key for key, names in _NAMES.items() for name in names.split()}
+
+_REASONS = {
+    "LoRA and other adapters are not supported yet; all weights are trained": "lora lora_r lora_alpha lora_rank"
+    " lora_dropout lora_target_modules lora_target_linear peft peft_config use_peft adapter qlora finetuning_type",
+    "Weights are trained in bf16 or fp32 (run.precision), not quantised": "load_in_4bit"
+    " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type",
+    "fp16 is not supported; run.precision is bf16 or fp32": "fp16 half",
+    "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the number of packs per step, over "
+    "all GPUs": "batch_size micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
+    " gradient_accumulation_steps gradient_accumulation num_microbatches num_micro_batches",
+    "A microbatch is one pack, in evaluations, too": "eval_batch_size per_device_eval_batch_size eval_micro_batch_size"
+    " eval_iters",
+    "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp)": "dp dp_size"
+    " data_parallel_size"
+    " data_parallel_degree num_gpus world_size",
+    "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, parallel.pp and "
+    "parallel.ep; DeepSpeed and FSDP are not used": "deepspeed ds_config zero_stage zero_optimization fsdp fsdp_config"
+    " fsdp2 fsdp_version accelerate data_parallel_shard_degree",
+    "Samples are always packed, and no document of a pack reads another document": "packing sample_packing"
+    " multipack_real_batches eval_sample_packing neat_packing pack packed",
+    "Evaluation needs files of its own: data.eval=FILE": "val_set_size val_size eval_split test_size",
+    "Special tokens come from the folder of the tokenizer": "special_tokens added_tokens tokens pad_token",
+    "An export is a folder on disk, which `hf upload` uploads": "push_to_hub hub_model_id hub_strategy hub_token",
+    "The optimizer is AdamW, and its keys are those of optim": "optimizer optim_args optimizer_name",
+    "The code of a model is never downloaded": "trust_remote_code",
+    "Training uses supervised tokens only: no rewards and no preferences": "rl dpo grpo reward_model beta_dpo",
+}
+NOT_HERE = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+
+
+def called_here(name: str) -> str | None:
+    """Our key for a setting of another trainer, by the last known part of its dotted name: trainer.bf16 ->
+    run.precision"""
+    return next((CALLED_HERE[word] for word in _words(name) if word in CALLED_HERE), None)
+
+
+def why_not_here(name: str) -> str | None:
+    """The sentence that says why we have no such setting: lora.r -> LoRA and other adapters ..."""
+    return next((f"{NOT_HERE[word]}." for word in _words(name) if word in NOT_HERE), None)
+
+
+def _words(name: str) -> list[str]:
+    """trainer.Max-Steps -> max_steps, trainer"""
+    return [part.replace("-", "_").lower() for part in reversed(name.split("."))]

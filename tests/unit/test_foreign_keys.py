@@ -1,0 +1,46 @@
+"""Settings of other trainers: the error names our key, or says why there is none."""
+
+import pytest
+
+from sft.config import foreign, keys
+from tests.builders import RECIPE, refusal_lines
+
+# Typed as users of Megatron-LM, transformers, TRL and axolotl do; @ stands for `command line: OVERRIDE`.
+ADVICE = {
+    "gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
+    "train.gradient_checkpointing=true": "It is called train.recompute here, which takes one of none, selective, full.",
+    "trainer.max_steps=9": "It is called train.num_steps here, which takes a whole number of at least 1 or null.",
+    "bf16=true": "It is called run.precision here, which takes one of bf16, fp32.",
+    "max_seq_length=2048": "It is called data.seq_length here, which takes a whole number of at least 1.",
+    "base_model=a": "It is called model.hf here, which takes non-empty text or null.",
+    "train.micro_batch_size=1": "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the "
+    "number of packs per step, over all GPUs.",
+    "lora.r=16": "LoRA and other adapters are not supported yet; all weights are trained.",
+    "model.lora.r=16": "LoRA and other adapters are not supported yet; all weights are trained.",
+    "deepspeed=a.json": "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, "
+    "parallel.pp and parallel.ep; DeepSpeed and FSDP are not used.",
+    "parallel.dp=2": "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp).",
+    "sample-packing=true": "Samples are always packed, and no document of a pack reads another document.",
+    # `dataset` is a name that the user chose, and not a setting of another trainer
+    "data.train={dataset: {files: a.jsonl, wieght: 2}}": "Did you mean data.train.dataset.weight?",
+}
+
+
+@pytest.mark.parametrize("override, advice", ADVICE.items())
+def test_the_error_says_what_to_write_instead(override: str, advice: str) -> None:
+    (line,) = refusal_lines(RECIPE, override)
+    assert line.startswith("unknown key ")
+    assert line.endswith(f"(command line: {override}).  {advice}")
+
+
+def test_each_name_leads_to_one_of_our_keys_or_to_one_reason() -> None:
+    names = [name for _, names in [*foreign._NAMES.items(), *foreign._REASONS.items()] for name in names.split()]
+    assert len(names) == len(set(names))
+    assert set(foreign.CALLED_HERE.values()) <= set(keys.leaves())
+    assert not set(names) & {group.rpartition(".")[2] for group in keys.sections()}, "our groups would be foreign"
+
+
+def test_a_name_is_not_foreign_in_the_group_where_we_have_it_ourselves() -> None:
+    """An error about optim.lr must not say that lr is called something else."""
+    own = {key.rpartition(".")[2] for key in keys.leaves()}
+    assert not own & {*foreign.CALLED_HERE, *foreign.NOT_HERE}

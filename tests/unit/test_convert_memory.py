@@ -34,7 +34,8 @@ CHILD = """
 import io, json, sys
 from pathlib import Path
 from sft.console import Console
-from sft.hf.convert import export_hf, import_hf, safetensors_files
+from sft.hf import safetensors_files
+from sft.hf.convert import export_hf, import_hf
 
 def told(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -19,7 +19,7 @@ from sft.errors import CheckpointError
 from sft.hf.architecture import architecture, read
 from sft.hf.convert.export_hf import _model, export_hf
 from sft.hf.convert.import_hf import import_hf
-from sft.hf.convert.tensor_check import fold_by_layer
+from sft.hf.tensor_check import fold_by_layer
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, same, tensors
 

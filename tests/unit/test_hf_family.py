@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from sft.config import ModelConfig, MoeConfig
 from sft.hf.convert.import_hf import split_into_blocks
-from sft.hf.convert.tensor_check import fold_by_layer
 from sft.hf.families import FAMILIES
 from sft.hf.family import HfTensor, HfView, RowSpan, TensorMapping, View, views_by_tensor
+from sft.hf.tensor_check import fold_by_layer
 from tests.unit.fixtures import hf
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft.errors import CheckpointError
 from sft.file_digest import Entry, HashingFile
-from sft.hf.convert.tensor_check import fold_by_layer
+from sft.hf.tensor_check import fold_by_layer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -18,6 +18,7 @@ from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
+from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
 from sft.mcore.attention.selection import slower_than_possible
 from sft.mcore.engine import Engine
@@ -79,7 +80,7 @@ class Trainer:
         self.console, self.lifecycle, self.profiler = console, lifecycle, profiler
         self.folder = Path(self.config.run.dir)
         checkpoints, config = self.folder / "checkpoints", self.config
-        self.data = DataPipeline(config, recipe.arguments, layout, groups, console)
+        self.data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
         self.num_steps = self.data.num_steps
         self.engine = Engine(
             config,
@@ -90,7 +91,10 @@ class Trainer:
             progress=lifecycle.progress,
         )
         self.conditions = Conditions(
-            plan=self.data.plan, recipe=values(config), layout=layout.sizes, versions=installed()
+            plan=self.data.plan,
+            recipe=values(config) | {"data.tokenizer": config.tokenizer},
+            layout=layout.sizes,
+            versions=installed(),
         )
         self.saver = Saver(
             config.checkpoint,

@@ -20,6 +20,7 @@ model:
   hidden_size: 64
   ffn_hidden_size: 128
   num_attention_heads: 4
+  init_from: random
 data:
   train: a.jsonl
   seq_length: 1024
@@ -89,6 +90,7 @@ def layout_config(**sections: Mapping[str, object]) -> Config:
             "num_attention_heads": 24,
             "num_query_groups": 8,
             "head_dim": 8,
+            "init_from": "random",
         },
         "data": {"train": ["a.jsonl"], "seq_length": 32768},
         "parallel": {},

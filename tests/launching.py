@@ -15,7 +15,7 @@ from sft.cli import main
 GOOD = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]})
 RECIPE = """
 run: {{dir: {folder}/run, device: cpu, precision: fp32}}
-model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4}}
+model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
 data: {{train: {folder}/chat.jsonl, seq_length: 256}}
 parallel: {{cp: 2}}
 train: {{num_steps: 2, global_batch_size: 1}}

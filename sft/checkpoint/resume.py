@@ -16,9 +16,9 @@ from sft.checkpoint import folders, manifest
 from sft.checkpoint.manifest import Manifest, Verify
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
-from sft.config import CheckpointConfig, Config
+from sft.config import RANDOM, CheckpointConfig, Config
 from sft.console import Console, size
-from sft.errors import CheckpointError
+from sft.errors import CheckpointError, ConfigError
 from sft.mcore import initial_weights
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
@@ -49,11 +49,16 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
         state = load(engine, point, config.checkpoint, conditions, console)
         saver.resumed(state.step, is_ours=point.path.parent.resolve() == folder.resolve())
         return state
-    if config.model.init_from:
-        start_from(engine, config.model.init_from, config.checkpoint.verify, console)
-    else:
+    if config.model.init_from == RANDOM:
         initial_weights.initialise(engine)
         console.say(f"started from random weights (seed {config.run.seed})")
+    elif config.model.init_from is not None:
+        start_from(engine, config.model.init_from, config.checkpoint.verify, console)
+    else:
+        raise ConfigError(
+            f"the weights of model.hf = {config.model.hf} cannot be read directly yet.  Convert them with "
+            "`sft import` and name the result with model.init_from=CHECKPOINT, or set model.init_from=random."
+        )
     return TrainState()
 
 

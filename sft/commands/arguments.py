@@ -78,7 +78,7 @@ def check_paths(recipe: "Recipe") -> None:
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files]
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
-    paths += [] if data.tokenizer == "byte" else [("data.tokenizer", data.tokenizer)]
+    paths += [] if data.tokenizer in (None, "byte") else [("data.tokenizer", data.tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     paths += [] if data.plan is None else [("data.plan", data.plan)]
     missing = [
@@ -104,6 +104,6 @@ def check_wandb(recipe: "Recipe") -> None:
 
 
 def read_tokenizer(recipe: "Recipe") -> "ChatTokenizer":
-    from sft.data.chat.tokenizer import load_tokenizer
+    from sft.hf.tokenizer import tokenizer_of
 
-    return load_tokenizer(recipe.config.data)
+    return tokenizer_of(recipe.config)

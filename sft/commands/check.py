@@ -44,7 +44,7 @@ def check(arguments: Namespace) -> None:
     print_group("layout", layout.equations(recipe.config.data.seq_length))
     _print_rotary(recipe)
     if arguments.no_data:
-        built_in = recipe.config.data.tokenizer == "byte"
+        built_in = recipe.config.tokenizer == "byte"
         vocab_size = read_tokenizer(recipe).vocab_size if built_in else None
         _print_model(recipe, layout, vocab_size)
         _print_time(recipe, layout, vocab_size, recipe.config.data.seq_length)

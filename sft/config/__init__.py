@@ -12,7 +12,7 @@ from pydantic import Field
 from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, SourceConfig
-from sft.config.model import ModelConfig, MoeConfig, RopeConfig
+from sft.config.model import RANDOM, ModelConfig, MoeConfig, RopeConfig
 from sft.config.parallel import ParallelConfig
 from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, TorchProfile
 from sft.config.section import UNREPORTED, Conflict, Section, divisors, listed
@@ -52,9 +52,19 @@ class Config(Section):
         """Folder of tokenised data: data.cache_dir, or run.dir/cache."""
         return self.data.cache_dir or f"{self.run.dir}/cache"
 
+    @property
+    def tokenizer(self) -> str:
+        """data.tokenizer, else model.hf, else byte."""
+        return self.data.tokenizer or self.model.hf or "byte"
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         steps, warmup = self.train.num_steps, self.optim.warmup_steps
         best, sets = self.checkpoint.best, self.data.eval_sets
+        if self.model.hf is None and self.model.init_from is None:
+            yield "model.init_from", (
+                "says no initial weights, because there is no model.hf; set model.hf to a Hugging Face folder, "
+                "model.init_from to a Megatron checkpoint, or model.init_from=random"
+            )
         no_cuda, fp8, tile = self.run.device == "cpu", self.run.fp8 is not None, self.train.mlp_tile is not None
         if tile and self.model.moe.num_experts is not None:
             yield "train.mlp_tile", "needs a dense model: experts are balanced over whole documents; use null"

@@ -25,8 +25,8 @@ class DataConfig(Section):
     """Training files (JSONL, JSON or parquet, see docs/data.md), or named sources: {chat: {files: a.jsonl}}."""
     eval: list[Path] | dict[Name, Path | list[Path]] = []
     """Held-out files, packed like training data.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets separately."""
-    tokenizer: Path = "byte"
-    """byte (built in, no file) or a Hugging Face tokenizer folder."""
+    tokenizer: Path | None = None
+    """byte (built in, no file) or a Hugging Face tokenizer folder; null means that of model.hf, or byte without it."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}

@@ -9,6 +9,7 @@ from pydantic import Field
 from sft.config.section import Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
+RANDOM = "random"  # of init_from; a folder of this name is ./random
 _LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
 
 
@@ -105,9 +106,9 @@ class ModelConfig(Section):
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
     hf: Path | None = None
-    """Hugging Face folder, or checkpoint of `sft import`, whose config.json sets the keys of `model`."""
+    """Hugging Face folder, or checkpoint of `sft import`: sizes, weights and tokenizer come from this folder."""
     init_from: Path | None = None
-    """Megatron checkpoint folder with the initial weights; null means random weights."""
+    """Initial weights of a new run: null means those of `hf`; `random`; or a Megatron checkpoint folder."""
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}
     """Additional fields of megatron-core's TransformerConfig, by name."""
 

@@ -9,7 +9,7 @@ from sft.batch import Microbatch
 from sft.config import Config
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
-from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.plan_files import follows_from
 from sft.parallel import context_parallel
@@ -35,12 +35,19 @@ class DataPipeline:
     num_steps    number of steps of the whole run
     """
 
-    def __init__(self, config: Config, arguments: str, layout: Layout, position: Position, console: Console) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: ChatTokenizer,
+        arguments: str,
+        layout: Layout,
+        position: Position,
+        console: Console,
+    ) -> None:
         """arguments: the command-line arguments of this recipe, e.g. `a.yaml parallel.cp=4`, for error messages"""
         self._config, self._layout, self._position, self._console = config, layout, position, console
         self._command = f"sft data prepare {arguments}"
         data = config.data
-        tokenizer = load_tokenizer(data)
         self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
         self._corpus = self._prepared(data.train_files, tokenizer, data.train_names)
         held_out = {name: self._prepared(files, tokenizer) for name, files in data.eval_sets.items()}

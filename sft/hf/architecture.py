@@ -17,10 +17,9 @@ from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family
+from sft.hf.hub import CONFIG, local_folder
 from sft.hf.rotary import rope_of, written
 
-CONFIG = "config.json"
-IMPORTED = "hf"  # folder of config.json in an imported checkpoint
 _LONGEST = "max_position_embeddings"
 _REQUIRED = (  # keys that config.json must have if the family has them
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
@@ -108,9 +107,7 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     folder: written by save_pretrained or by `sft import`
     Raises ConfigError if config.json is missing or describes a model that is not supported.
     """
-    path = Path(folder)
-    if not (path / CONFIG).exists() and (path / IMPORTED / CONFIG).exists():
-        path /= IMPORTED
+    path = local_folder(folder)
     model = architecture(read(path), str(path / CONFIG))
     return {
         f"model.{key}": (value, f"{path / CONFIG}, {model.sources[key]}")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from sft.batch import Microbatch
-from sft.data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.inspect.report import visible
+from sft.hf.tokenizer import tokenizer_of
 from sft.parallel.collectives import all_gather_objects
 from sft.parallel.layout import Layout
 from sft.probe import inputs
@@ -29,7 +30,7 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> Report:
         batch, samples = s.data.batch(step - 1), s.data.train.samples(step - 1)
         problems = inputs.problems_of(batch.microbatches, samples, s.groups, s.row_name)
         problems += _missing(s, batch.samples, batch.microbatches)
-        tokenizer = load_tokenizer(recipe.config.data)
+        tokenizer = tokenizer_of(recipe.config)
         shows = s.groups.tp_rank == s.groups.pp_rank == 0
         parts = [_described(s, tokenizer, *numbered) for numbered in enumerate(batch.microbatches) if shows]
         gathered = [part for of_rank in all_gather_objects(lambda: parts, s.groups.control) for part in of_rank]

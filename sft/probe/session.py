@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from sft.batch import Sample
 from sft.checkpoint import folders, resume
-from sft.config import Config
+from sft.config import RANDOM, Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
+from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, initial_weights, process_groups
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, release
@@ -51,7 +52,7 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
         layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s, store=store
     )
     console = Console(groups.rank, sys.stderr)
-    data = DataPipeline(config, recipe.arguments, layout, groups, console)
+    data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
     yield Session(config=config, layout=layout, groups=groups, console=console, data=data)
     process_groups.stop()  # not after an error: another rank may wait in a collective
 
@@ -85,6 +86,6 @@ def _checkpoint(config: Config) -> Path | None:
         return folders.find([Path(resume_from)], f"checkpoint.resume = {resume_from}")
     if resume_from == "must" or (resume_from == "auto" and folders.candidates(own)):
         return folders.find([own], f"checkpoint.resume = {resume_from}: {own}")
-    if config.model.init_from:
+    if config.model.init_from not in (None, RANDOM):
         return folders.find([Path(config.model.init_from)], f"model.init_from = {config.model.init_from}")
     return None

@@ -47,6 +47,8 @@ def derived(config: Config) -> dict[str, tuple[Any, str]]:
         values_and_sources["model.num_query_groups"] = (config.model.resolved_query_groups, "num_attention_heads")
     if config.model.head_dim is None:
         values_and_sources["model.head_dim"] = (config.model.resolved_head_dim, "hidden_size / num_attention_heads")
+    if config.data.tokenizer is None:
+        values_and_sources["data.tokenizer"] = (config.tokenizer, "model.hf" if config.model.hf else "no model.hf")
     if config.data.cache_dir is None:
         values_and_sources["data.cache_dir"] = (config.cache_dir, "run.dir/cache")
     return values_and_sources

@@ -34,7 +34,7 @@ TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one star
 _OPTIONS = "SFT_FAULTS_TORCHRUN"
 RECIPE = """
 run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 20, progress_timeout_s: 30, grace_s: 30}}
-model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4}}
+model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
 data: {{train: {folder}/chat.jsonl, eval: {folder}/held_out.jsonl, seq_length: 256, cache_dir: {folder}/cache}}
 parallel: {{cp: 2}}
 train: {{num_steps: 12, global_batch_size: 2, eval_every: 4}}

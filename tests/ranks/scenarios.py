@@ -39,7 +39,7 @@ VOCAB = 301  # prime: a multiple of nothing
 RECIPE = """
 run: {dir: unused, device: cpu, precision: fp32, seed: 7}
 model: {num_layers: 4, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 8, num_query_groups: 4, qk_norm: true,
-        qkv_bias: true}
+        qkv_bias: true, init_from: random}
 data: {train: unused, seq_length: 256, doc_multiple: 32}
 parallel: {sequence_parallel: false, distributed_optimizer: false}
 loss: {chunk_size: 24}

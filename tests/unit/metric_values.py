@@ -19,7 +19,7 @@ from sft.recipe.load import parse_recipe
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 run: {dir: unused, device: cpu}
-model: {num_layers: 1, hidden_size: 4, ffn_hidden_size: 8, num_attention_heads: 2}
+model: {num_layers: 1, hidden_size: 4, ffn_hidden_size: 8, num_attention_heads: 2, init_from: random}
 data: {train: unused, seq_length: 128}
 train: {num_steps: 9, global_batch_size: 2}
 optim: {lr: 1e-3}

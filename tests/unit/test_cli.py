@@ -137,7 +137,7 @@ def test_check_lays_out_the_smallest_world_or_the_launched_one(
     [
         (
             "optim.lr",
-            "optim.lr = 1e-05\n    from     a.yaml, line 12\n    type     a number above 0.0; required\n"
+            "optim.lr = 1e-05\n    from     a.yaml, line 13\n    type     a number above 0.0; required\n"
             "    meaning  Peak learning rate.\n",
         ),
         (

@@ -48,7 +48,7 @@ def test_every_key_that_explain_names_is_answered(capsys: pytest.CaptureFixture[
     assert main(["check", "a.yaml", "--world-size", "8", "parallel.cp=2", "parallel.tp=2", *words]) == 0
     assert capsys.readouterr().out == """\
 optim.lr = 1e-05
-    from     a.yaml, line 12
+    from     a.yaml, line 13
     type     a number above 0.0; required
     meaning  Peak learning rate.
 parallel.dp = 2

@@ -118,6 +118,17 @@ def test_rows_of_a_chunk(overrides: list[str], rows: int, chunk: int) -> None:
     assert config(*overrides).loss.chunk(rows) == chunk
 
 
+def test_initial_weights_are_never_random_unasked() -> None:
+    assert config("model.init_from=checkpoints/a").model.init_from == "checkpoints/a"
+    with pytest.raises(ConfigError) as refusal:
+        config("model.init_from=null")
+    assert str(refusal.value) == (
+        "model.init_from = null (command line: model.init_from=null) says no initial weights, because there is no "
+        "model.hf; set model.hf to a Hugging Face folder, model.init_from to a Megatron checkpoint, or "
+        "model.init_from=random."
+    )
+
+
 MOE = ("model.moe.num_experts=8", "model.moe.top_k=2")
 
 

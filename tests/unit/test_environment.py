@@ -19,7 +19,7 @@ from sft.run import environment
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 run: {dir: unused, device: cuda}
-model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4}
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}
 data: {train: unused, seq_length: 256}
 train: {num_steps: 2, global_batch_size: 8}
 optim: {lr: 1e-3}

@@ -19,7 +19,7 @@ from sft.recipe.load import parse_recipe
 # Attention takes as long as all else at 64 * (2 * 64 + 2 * 64 + 3 * 192) / 64 = 832 tokens.
 RECIPE = """\
 run: {dir: runs/a, device: cpu}
-model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 192, num_attention_heads: 4}
+model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 192, num_attention_heads: 4, init_from: random}
 data:
   train:
     chat: {files: chat.jsonl, weight: 3}

@@ -7,10 +7,12 @@ import pytest
 import transformers
 
 from sft.config import RopeConfig
-from sft.errors import ConfigError
+from sft.errors import ConfigError, DataError
+from sft.hf.tokenizer import tokenizer_of
 from sft.recipe.load import parse_recipe
-from sft.recipe.resolved import Recipe, dump
+from sft.recipe.resolved import Recipe, derived, dump
 from tests.unit.fixtures import hf
+from tests.unit.fixtures.folder import make_folder, template
 
 REST = """
 data: {train: unused, seq_length: 256}
@@ -73,6 +75,23 @@ def test_what_is_typed_has_to_agree(folder: Path) -> None:
         f"model.num_layers.\n  2 of 2: model.qk_norm = false (command line: model.qk_norm=false), but {path}, "
         "model_type says true.  Remove model.qk_norm."
     )
+
+
+def test_weights_and_tokenizer_come_with_the_model(folder: Path) -> None:
+    found = recipe(folder)
+    assert (found.config.model.init_from, found.config.data.tokenizer) == (None, None)
+    assert found.config.tokenizer == str(folder)
+    assert recipe(folder, "data.tokenizer=byte").config.tokenizer == "byte"
+    assert derived(found.config)["data.tokenizer"] == (str(folder), "model.hf")
+    with pytest.raises(DataError, match="tokenizer of model.hf = .* has no tokenizer .it holds config.json"):
+        tokenizer_of(found.config)
+    make_folder(folder, template("chatml"))
+    own = tokenizer_of(found.config)
+    assert own.vocab_size == 417
+    assert tokenizer_of(recipe(folder, f"data.tokenizer={folder}").config).digest == own.digest
+    (folder.parent / "imported").mkdir()
+    moved = folder.rename(folder.parent / "imported" / "hf").parent  # as an import has it
+    assert tokenizer_of(recipe(moved).config).digest == own.digest
 
 
 def test_positions_may_be_changed(folder: Path) -> None:

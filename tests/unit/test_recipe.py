@@ -105,8 +105,8 @@ def test_sources_have_names() -> None:
         "code": (["c.jsonl"], 0.3, None),
     }
     assert data.train_files == ["a.jsonl", "b.jsonl", "c.jsonl"] and data.train_names == ["chat", "chat", "code"]
-    assert str(recipe.origins["data.train"]) == "a.yaml, line 8"
-    assert str(recipe.origins["data.train.code.weight"]) == "a.yaml, line 12"
+    assert str(recipe.origins["data.train"]) == "a.yaml, line 9"
+    assert str(recipe.origins["data.train.code.weight"]) == "a.yaml, line 13"
     assert parse_recipe(dump(recipe), "b.yaml").config == recipe.config
     unnamed = parsed().config.data
     assert (unnamed.sources, unnamed.train_files, unnamed.train_names) == ({}, ["a.jsonl"], None)
@@ -170,13 +170,13 @@ def test_mappings_that_are_no_sources(value: str, message: str) -> None:
 
 def test_wrong_sources_of_a_file() -> None:
     assert refusal_lines(MIXED.replace("weight: 0.3", "wait: 0.3")) == [
-        "1 of 2: data.train.code.weight = null (a.yaml, line 10) is missing, but chat has weight; give weights to "
+        "1 of 2: data.train.code.weight = null (a.yaml, line 11) is missing, but chat has weight; give weights to "
         "all sources, or to none.",
-        "  2 of 2: unknown key data.train.code.wait (a.yaml, line 12).  Did you mean data.train.code.weight?",
+        "  2 of 2: unknown key data.train.code.wait (a.yaml, line 13).  Did you mean data.train.code.weight?",
     ]
     assert refusal_lines(RECIPE, "data.train.chat.weight=2") == [
         "data.train.chat.weight (command line: data.train.chat.weight=2): data.train is a list of files (a.yaml, "
-        "line 8), without named sources."
+        "line 9), without named sources."
     ]
 
 
@@ -209,7 +209,7 @@ def test_an_override_wins_and_the_last_one_most() -> None:
 
 def test_origins() -> None:
     origins = parsed("parallel.cp=4").origins
-    assert origins["optim.lr"] == Origin("file", file="a.yaml", line=12)
+    assert origins["optim.lr"] == Origin("file", file="a.yaml", line=13)
     assert origins["parallel.cp"] == Origin("command line", text="parallel.cp=4")
     assert origins["parallel.tp"] == Origin("default")
     assert origins["model.head_dim"] == Origin("derived", text="hidden_size / num_attention_heads")
@@ -219,10 +219,11 @@ def test_derived_values() -> None:
     assert derived(parsed().config) == {
         "model.num_query_groups": (4, "num_attention_heads"),
         "model.head_dim": (16, "hidden_size / num_attention_heads"),
+        "data.tokenizer": ("byte", "no model.hf"),
         "data.cache_dir": ("runs/a/cache", "run.dir/cache"),
     }
     assert derived(parsed("model.num_query_groups=2").config)["model.head_dim"][0] == 16
-    given_all = parsed("model.head_dim=32", "model.num_query_groups=2", "data.cache_dir=c")
+    given_all = parsed("model.head_dim=32", "model.num_query_groups=2", "data.tokenizer=byte", "data.cache_dir=c")
     assert derived(given_all.config) == {}
     assert given_all.origins["model.head_dim"].kind == "command line"
     written_out = parsed("model.head_dim=null")
@@ -238,7 +239,7 @@ def test_a_recipe_from_a_file(tmp_path: Path) -> None:
     path.write_text("\ufeff" + RECIPE.replace("\n", "\r\n"), encoding="utf-8")
     recipe = load_recipe(str(path), ["parallel.cp=2"])
     assert recipe.config == parsed("parallel.cp=2").config
-    assert recipe.origins["optim.lr"] == Origin("file", file=str(path), line=12)
+    assert recipe.origins["optim.lr"] == Origin("file", file=str(path), line=13)
 
 
 def test_files_that_are_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +267,7 @@ def test_dump_says_whence() -> None:
     lines = dump(parsed("parallel.cp=4", "model.megatron.a=1")).split("\n")
     assert lines[0] == "# Resolved from a.yaml."
     assert "  cp: 4  # command line: parallel.cp=4" in lines
-    assert "  train: [a.jsonl]  # a.yaml, line 8" in lines
+    assert "  train: [a.jsonl]  # a.yaml, line 9" in lines
     assert "  head_dim: null  # derived: hidden_size / num_attention_heads" in lines
     assert "    a: 1  # command line: model.megatron.a=1" in lines
 

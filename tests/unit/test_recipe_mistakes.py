@@ -115,7 +115,7 @@ def test_impossible_combinations(overrides: tuple[str, ...], message: str) -> No
 
 def test_a_mistake_in_the_file_names_its_line() -> None:
     text = RECIPE.replace("lr: 1e-5", "lr: -1")
-    assert refusal_lines(text) == ["optim.lr = -1 (a.yaml, line 12); expected a number above 0.0."]
+    assert refusal_lines(text) == ["optim.lr = -1 (a.yaml, line 13); expected a number above 0.0."]
 
 
 def test_what_is_missing() -> None:
@@ -134,19 +134,19 @@ def test_an_empty_recipe_names_what_it_must_give(text: str) -> None:
 
 def test_a_misspelt_key_is_not_missing_as_well() -> None:
     assert refusal_lines(RECIPE.replace("seq_length", "seq_lenght")) == [
-        "unknown key data.seq_lenght (a.yaml, line 9).  Did you mean data.seq_length?"
+        "unknown key data.seq_lenght (a.yaml, line 10).  Did you mean data.seq_length?"
     ]
     assert refusal_lines(RECIPE.replace("optim:", "optimizer:")) == [
-        "unknown key optimizer (a.yaml, line 11).  The optimizer is AdamW, and its keys are those of optim."
+        "unknown key optimizer (a.yaml, line 12).  The optimizer is AdamW, and its keys are those of optim."
     ]
 
 
 def test_a_key_given_twice() -> None:
     assert refusal_lines(RECIPE + "  lr: 2e-5\n") == [
-        "optim.lr is given twice (a.yaml, line 13; first in line 12).  Keep one."
+        "optim.lr is given twice (a.yaml, line 14; first in line 13).  Keep one."
     ]
     assert refusal_lines(RECIPE + "run: {dir: b}\n") == [
-        "run is given twice (a.yaml, line 13; first in line 1).  Keep one."
+        "run is given twice (a.yaml, line 14; first in line 1).  Keep one."
     ]
 
 
@@ -154,8 +154,8 @@ def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_the
     text = RECIPE.replace("  lr: 1e-5\n", "  beta1: 2\n").replace("num_layers: 2", "num_layers: two") + "lgo: 3\n"
     assert refusal_lines(text, "parallel.virtual_stages=2", "data.seq_length=4.0", "x=1") == [
         '1 of 7: model.num_layers = "two" (a.yaml, line 3); expected a whole number of at least 1.',
-        "  2 of 7: optim.beta1 = 2 (a.yaml, line 12); expected a number of at least 0.0 and below 1.0.",
-        "  3 of 7: unknown key lgo (a.yaml, line 13).  Did you mean log?",
+        "  2 of 7: optim.beta1 = 2 (a.yaml, line 13); expected a number of at least 0.0 and below 1.0.",
+        "  3 of 7: unknown key lgo (a.yaml, line 14).  Did you mean log?",
         "  4 of 7: unknown key x (command line: x=1).  Keys of a recipe: run, model, data, parallel, attention, loss, "
         "train, optim, checkpoint, log, profile.",
         "  5 of 7: data.seq_length = 4.0 (command line: data.seq_length=4.0); expected a whole number of at least 1.  "

@@ -14,7 +14,7 @@ from tests.builders import RECIPE
 
 OLD, NEW = "train.max_bad_steps", "train.max_nonfinite_steps"
 IN_FILE = RECIPE.replace("global_batch_size: 4", "global_batch_size: 4, max_bad_steps: 5")
-BY_FILE = f"{OLD} (a.yaml, line 10) is now called {NEW}; the old name still works"
+BY_FILE = f"{OLD} (a.yaml, line 11) is now called {NEW}; the old name still works"
 BY_ARGUMENT = f"{OLD} (command line: {OLD}=7) is now called {NEW}; the old name still works"
 
 
@@ -45,20 +45,20 @@ def test_an_old_name_works_with_one_warning(text: str, overrides: list[str], val
 
 
 def test_a_value_by_the_old_name_keeps_its_origin() -> None:
-    assert "max_nonfinite_steps: 5  # a.yaml, line 10\n" in dump(read(IN_FILE))
+    assert "max_nonfinite_steps: 5  # a.yaml, line 11\n" in dump(read(IN_FILE))
 
 
 def test_a_wrong_value_by_the_old_name() -> None:
     with pytest.raises(ConfigError) as refusal:
         read(IN_FILE.replace("steps: 5", "steps: -1"))
     shown = f"{OLD} (now called {NEW})"
-    assert str(refusal.value) == f"{shown} = -1 (a.yaml, line 10); expected a whole number of at least 0."
+    assert str(refusal.value) == f"{shown} = -1 (a.yaml, line 11); expected a whole number of at least 0."
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "names"),
     [
-        (IN_FILE, [f"{NEW}=7"], f"{OLD} (a.yaml, line 10) and {NEW} (command line: {NEW}=7)"),
+        (IN_FILE, [f"{NEW}=7"], f"{OLD} (a.yaml, line 11) and {NEW} (command line: {NEW}=7)"),
         (RECIPE, [f"{NEW}=7", f"{OLD}=7"], f"{NEW} (command line: {NEW}=7) and {OLD} (command line: {OLD}=7)"),
     ],
 )
@@ -76,7 +76,7 @@ def test_one_rank_warns_once_and_the_old_name_is_explained(
     assert main(["check", "a.yaml", "--explain", OLD]) == 0
     shown = capsys.readouterr()
     assert shown.err == f"WARNING: {BY_FILE}\n"
-    assert shown.out.splitlines()[:3] == [f"{OLD} is now called {NEW}", f"{NEW} = 5", "    from     a.yaml, line 10"]
+    assert shown.out.splitlines()[:3] == [f"{OLD} is now called {NEW}", f"{NEW} = 5", "    from     a.yaml, line 11"]
     monkeypatch.setenv("RANK", "1")
     assert main(["check", "a.yaml", "--explain", NEW]) == 0
     assert capsys.readouterr().err == ""

@@ -127,7 +127,7 @@ def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     make_folder(tmp_path / "bare", None)
     for settings, complaint in (
         ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte .* nothing is downl"),
-        ({"tokenizer": str(other)}, r"is not a usable tokenizer folder \(it holds config.json\)"),
+        ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer is byte"),
         ({"tokenizer": str(damaged)}, "is not a usable tokenizer folder"),
         ({"tokenizer": str(tmp_path / "bare")}, "has no chat template.*Give one with data.chat_template"),
         ({"tokenizer": str(folder), "chat_template": "nowhere.jinja"}, "nowhere.jinja cannot be read: .*No such file"),

@@ -67,6 +67,10 @@ def test_another_model_is_refused() -> None:
 
 def test_what_only_a_new_run_reads_of_the_model_is_told() -> None:
     assert after_changing(model__init_from="a/b").reported == ["model.init_from was null, is a/b"]
+    # In older checkpoints, null meant random weights.
+    assert after_changing(model__init_from="random") == Changes(
+        reported=["model.init_from was null, is random"], refused={}
+    )
     assert after_changing(model__init_std=0.01) == Changes(reported=["model.init_std was 0.02, is 0.01"], refused={})
 
 

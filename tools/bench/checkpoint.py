@@ -54,7 +54,7 @@ def config_of(precision: str, mib: int, num_ranks: int, device: str = "cpu") -> 
     text = f"""
 run: {{dir: unused, device: {device}, precision: {precision}}}
 model: {{num_layers: {layers}, hidden_size: {hidden}, ffn_hidden_size: {3 * hidden},
-        num_attention_heads: {hidden // HEAD}, tie_embeddings: true}}
+        num_attention_heads: {hidden // HEAD}, tie_embeddings: true, init_from: random}}
 data: {{train: unused, seq_length: 256}}
 train: {{num_steps: 100, global_batch_size: {num_ranks}}}
 optim: {{lr: 1e-3}}

@@ -26,9 +26,10 @@ import torch
 from sft.atomic_files import flush
 from sft.checkpoint import folders, manifest
 from sft.console import Console, size
-from sft.hf.architecture import CONFIG, architecture
+from sft.hf.architecture import architecture
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
+from sft.hf.hub import CONFIG
 from sft.hf.safetensors_files import write_tensors
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook

@@ -11,7 +11,7 @@ from tools.bench.results import Bar, Row
 RECIPE = """
 run: {dir: unused, seed: 7, precision: fp32}
 model: {num_layers: 4, hidden_size: 128, ffn_hidden_size: 256, num_attention_heads: 8, num_query_groups: 4,
-        head_dim: 64, qk_norm: true}
+        head_dim: 64, qk_norm: true, init_from: random}
 data: {train: unused, seq_length: 2048, doc_multiple: 32}
 attention: {backend: portable}
 train: {num_steps: 6, global_batch_size: 8}

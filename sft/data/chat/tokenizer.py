@@ -25,6 +25,7 @@ from sft.errors import DataError
 
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
 _BYTE_DIGEST = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 
@@ -160,12 +161,15 @@ def template_name(tokenizer: ChatTokenizer) -> str:
     return "of data.tokenizer = byte" if isinstance(tokenizer, ByteTokenizer) else tokenizer.template.name
 
 
-def load_tokenizer(data: DataConfig) -> ChatTokenizer:
-    """The tokenizer of `data.tokenizer`, with the template of `data.chat_template` or the tokenizer's own template.
+def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | None = None) -> ChatTokenizer:
+    """The tokenizer `name`, with the template of `data.chat_template` or the tokenizer's own template.
 
+    name: as messages call the tokenizer; None: `data.tokenizer`, or byte
+    folder: its files; None: those of the folder `name`
     Raises DataError if the folder is missing or no tokenizer folder, or if the template is missing or unusable.
     """
-    if data.tokenizer == "byte":
+    name = name or data.tokenizer or "byte"
+    if name == "byte":
         if data.chat_template is not None:
             raise DataError(
                 f"data.chat_template = {data.chat_template} has no effect with data.tokenizer = byte, which has its "
@@ -178,11 +182,11 @@ def load_tokenizer(data: DataConfig) -> ChatTokenizer:
                 "name a tokenizer folder."
             )
         return ByteTokenizer()
-    return _load_folder(data.tokenizer, data.chat_template, data.chat_template_kwargs)
+    return _load_folder(name, folder or Path(name), data.chat_template, data.chat_template_kwargs)
 
 
-def _load_folder(name: str, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
-    hf = _read_folder(name)
+def _load_folder(name: str, folder: Path, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
+    hf = _read_folder(name, folder)
     source, template_name = _choose_template(hf, name, template_file)
     template = ChatTemplate(source, template_name, dict(hf.special_tokens_map), switches)
     _check_switches(template)
@@ -203,7 +207,7 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
         name=name,
         vocab_size=max(vocabulary.values()) + 1,  # len() is too small if some ids are unused
         pad_id=0 if pad is None else int(pad),
-        digest=_folder_digest(Path(name), source, switches),
+        digest=_folder_digest(folder, source, switches),
         template=template,
         delimiters=delimiters,
         control_names={i: token for token, i in names.items()},
@@ -213,20 +217,22 @@ def _load_folder(name: str, template_file: str | None, switches: dict[str, Any])
     )
 
 
-def _read_folder(name: str) -> Any:
-    folder = Path(name)
+def _read_folder(name: str, folder: Path) -> Any:
     expected = "data.tokenizer is byte (built in, no file) or a folder with tokenizer.json"
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {name} does not exist.  {expected}; nothing is downloaded.")
+    names = sorted(path.name for path in folder.iterdir())
+    held = ", ".join(names[:6]) or "nothing"
+    if not any(file in names for file in _VOCABULARIES):  # transformers might make an empty tokenizer of config.json
+        raise DataError(f"{name} has no tokenizer (it holds {held}).  {expected}.")
     from transformers import AutoTokenizer
 
     try:
-        hf = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizer classes of transformers may raise any error
-        names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
         reason = str(error).strip().splitlines()
         raise DataError(
-            f"{name} is not a usable tokenizer folder (it holds {names}): "
+            f"{name} is not a usable tokenizer folder (it holds {held}): "
             f"{reason[0].strip() if reason else type(error).__name__}  {expected}."
         ) from error
     if not hf.is_fast:

@@ -21,10 +21,11 @@ from sft.checkpoint.manifest import Manifest, Verify
 from sft.config import ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
-from sft.hf.architecture import CONFIG, IMPORTED, Architecture, architecture, nested, read, write_back
+from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.family import HfTensor, TensorMapping, views_by_tensor
+from sft.hf.hub import CONFIG, IMPORTED
 from sft.hf.safetensors_files import DTYPES, SHARD_BYTES, write_tensors
 from sft.hf.tensor_check import check_tensors
 from sft.mcore.checkpoint_io import safe_reader

@@ -24,10 +24,11 @@ from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import installed
 from sft.config import ModelConfig
 from sft.console import Console, Progress, size
-from sft.hf.architecture import CONFIG, IMPORTED, Architecture, architecture, read
+from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.hf.convert.torch_dist import TorchDistWriter
 from sft.hf.family import LAYER, HfTensor, RowSpan, TensorMapping, views_by_tensor
+from sft.hf.hub import CONFIG, IMPORTED
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.tensor_check import check_tensors, fold_by_layer
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common

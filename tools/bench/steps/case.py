@@ -33,7 +33,7 @@ SHAPES = {  # shapes of Qwen3 models
 TILE = 4096  # tokens
 RECIPE = """
 run: {dir: unused, seed: 0}
-model: {qk_norm: true, norm_epsilon: 1e-6, rope: {base: 1e6}}
+model: {init_from: random, qk_norm: true, norm_epsilon: 1e-6, rope: {base: 1e6}}
 data: {train: unused}
 train: {num_steps: 1000, global_batch_size: 1}
 optim: {lr: 1e-5, schedule: constant, weight_decay: 0.1}

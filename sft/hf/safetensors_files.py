@@ -1,4 +1,4 @@
-"""Reads rows of tensors from the safetensors files of a Hugging Face folder, and writes such files tensor by tensor.
+"""Reads rows of tensors from the safetensors files of a Hugging Face folder.
 
 The safetensors library checks the header of each file (sizes, gaps, overlaps, types, truncation) and maps the file into
 memory.  Rows are read from the disk only when they are requested.  This module decides which files belong to the
@@ -6,13 +6,12 @@ folder, compares the files with their index, and limits the mapped memory.  Page
 the process until the file is unmapped.
 """
 
-import hashlib
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sft.errors import CheckpointError
-from sft.file_digest import Entry, HashingFile
 from sft.hf.tensor_check import fold_by_layer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SHARD_BYTES = 5 * 10**9  # largest file, as the hub recommends
 MAPPED_BYTES = 64 << 20  # read from mapped files before unmapping; a file that is mapped again reads its header again
 
 
@@ -198,72 +194,3 @@ def _compare_with_index(tensors: dict[str, StoredTensor], index: dict[str, str],
     ]
     if problems:
         raise CheckpointError(f"{folder / INDEX} and its files disagree: {'; '.join(problems)}.")
-
-
-def write_tensors(
-    folder: Path,
-    planned: Mapping[str, torch.Tensor],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    shard_bytes: int = SHARD_BYTES,
-    *,
-    advance: Callable[[int], None] = lambda num_bytes: None,
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Write the tensors, in the order of `planned`, into files of the existing `folder`, with an index if needed.
-
-    The safetensors library writes a file in one call, which needs all tensors of the file in memory.  This function
-    holds one tensor and writes the bytes itself.  Then safe_open checks the header of each complete file.
-
-    planned  type and shape of each tensor, on the meta device
-    tensors  the same names in the same order
-    advance  called with each tensor's size in bytes
-    Returns size and SHA-256 of each tensor file, which is flushed to disk, and the SHA-256 of each tensor.
-    """
-    files, digests, file_of = {}, {}, {}
-    shards, tensors = split_into_shards(planned, shard_bytes), iter(tensors)
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with closing(HashingFile(folder / name)) as file:
-            file.write(_header(shard))
-            for plan_name, plan in shard.items():
-                tensor_name, tensor = next(tensors)
-                actual, expected = (tensor_name, tensor.dtype, tensor.shape), (plan_name, plan.dtype, plan.shape)
-                assert actual == expected, f"{actual} instead of {expected}"
-                data = tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
-                file.write(data)
-                file.check()
-                digests[tensor_name], file_of[tensor_name] = hashlib.sha256(data).hexdigest(), name
-                advance(len(data))
-            files[name] = file.finish()
-        with safe_open(folder / name, framework="pt") as written:  # checks the header against the file's size
-            assert set(written.keys()) == set(shard), name
-    assert next(tensors, None) is None, "more tensors than planned"
-    if len(shards) > 1:
-        metadata = {"total_size": sum(plan.nbytes for plan in planned.values())}
-        content = {"metadata": metadata, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return files, digests
-
-
-def split_into_shards(planned: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each file, in their order, up to `shard_bytes` per file.  A larger tensor gets its own file."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    num_bytes = 0
-    for name, tensor in planned.items():
-        if shards[-1] and num_bytes + tensor.nbytes > shard_bytes:
-            shards.append({})
-            num_bytes = 0
-        shards[-1][name] = tensor
-        num_bytes += tensor.nbytes
-    return shards
-
-
-def _header(planned: Mapping[str, torch.Tensor]) -> bytes:
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in planned.items():
-        offsets = [end, end + tensor.nbytes]
-        content[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        end += tensor.nbytes
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the data that follows
-    return len(text).to_bytes(8, "little") + text

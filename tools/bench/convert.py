@@ -30,7 +30,7 @@ from sft.hf.architecture import architecture
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.hub import CONFIG
-from sft.hf.safetensors_files import write_tensors
+from sft.hf.safetensors_writer import write_tensors
 from tools.bench import fresh_process, machine
 from tools.bench.fresh_process import ProcessTook
 from tools.bench.harness import Option, Refused, Subject, one_of

@@ -26,7 +26,8 @@ from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_exi
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.family import HfTensor, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG, IMPORTED
-from sft.hf.safetensors_files import DTYPES, SHARD_BYTES, write_tensors
+from sft.hf.safetensors_files import DTYPES
+from sft.hf.safetensors_writer import SHARD_BYTES, write_tensors
 from sft.hf.tensor_check import check_tensors
 from sft.mcore.checkpoint_io import safe_reader
 
@@ -75,7 +76,9 @@ def export_hf(
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
             tensors = _hf_tensors(reader, views)
-            files, digests = write_tensors(temporary, planned, tensors, shard_bytes, advance=progress.advance)
+            files, digests = write_tensors(
+                temporary, planned, tensors, shard_bytes, digested=planned, advance=progress.advance
+            )
         copied = _write_others(temporary, template, content, config)
         others = [entry for entry in temporary.iterdir() if entry.is_file() and entry.name not in files]
         files |= {entry.name: manifest.entry_of(entry) for entry in others}

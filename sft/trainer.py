@@ -29,6 +29,7 @@ from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, dump
+from sft.recipe.run_checks import RunLength, check_run
 from sft.run import environment
 from sft.run.evaluation import Evaluator
 from sft.run.lifecycle import Lifecycle
@@ -82,6 +83,9 @@ class Trainer:
         checkpoints, config = self.folder / "checkpoints", self.config
         self.data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
         self.num_steps = self.data.num_steps
+        length = RunLength(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
+        for warning in check_run(recipe, length):
+            console.say(f"WARNING: {warning}")
         self.engine = Engine(
             config,
             layout,

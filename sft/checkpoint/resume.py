@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from sft.checkpoint import folders, manifest
+from sft.checkpoint import folders, manifest, resume_setting
 from sft.checkpoint.manifest import Manifest, Verify
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
@@ -182,25 +182,11 @@ def start_from(engine: Engine, source: str, verify: Verify, console: Console) ->
 
 def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:
     """The checkpoints from which the run may continue, best first, and whether checkpoint.resume is a path to them."""
+    resume_setting.check(config, folder)
     candidates = folders.candidates(folder)
-    if config.resume == "never":
-        if candidates:
-            raise CheckpointError(
-                f"checkpoint.resume = never, but {folder} holds checkpoints of an earlier run.  A new run would mix "
-                "its checkpoints with them.  Choose another run.dir, or resume with checkpoint.resume=auto."
-            )
-    elif config.resume == "must" and not candidates:
-        raise CheckpointError(f"checkpoint.resume = must, but {folder} has no checkpoint; expected {folders.EXPECTED}.")
-    elif not candidates and folders.has_saved_before(folder):
-        raise CheckpointError(
-            f"{folder} holds no undamaged checkpoint, and a run that has saved is not started over.  Restore a "
-            f"checkpoint, or choose another run.dir; checkpoint.resume=PATH continues from another checkpoint."
-        )
-    elif config.resume not in ("auto", "must"):
-        if _started_from(Path(config.resume), candidates):
-            return candidates, False
-        return [folders.find([Path(config.resume)], f"checkpoint.resume = {config.resume}")], True
-    return candidates, False
+    if config.resume in resume_setting.WORDS or _started_from(Path(config.resume), candidates):
+        return candidates, False
+    return [resume_setting.named(config)], True
 
 
 def _started_from(named: Path, candidates: list[Path]) -> bool:

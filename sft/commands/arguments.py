@@ -92,6 +92,20 @@ def check_paths(recipe: "Recipe") -> None:
         raise ConfigError(listed(missing))
 
 
+def check_resume(recipe: "Recipe", *, has_files: bool = True) -> None:
+    """Raise CheckpointError if checkpoint.resume allows no start.
+
+    has_files: whether this machine has the files of the run.  Without them, only a name that is no path is refused.
+    """
+    from sft.checkpoint import resume_setting
+
+    config = recipe.config.checkpoint
+    if has_files:
+        resume_setting.check(config, Path(recipe.config.run.dir) / "checkpoints")
+    elif config.resume not in resume_setting.WORDS and "/" not in config.resume:
+        resume_setting.named(config)
+
+
 def check_wandb(recipe: "Recipe") -> None:
     """Raise ConfigError if a recipe logs to W&B, but the package wandb is not installed."""
     project = recipe.config.log.wandb

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import (
     check_paths,
+    check_resume,
     check_wandb,
     launched_world_size,
     read_recipe,
@@ -41,6 +42,7 @@ def check(arguments: Namespace) -> None:
         return
     layout = resolve_layout(recipe, world_size)
     check_wandb(recipe)
+    check_resume(recipe, has_files=not arguments.no_data)
     print_group("layout", layout.equations(recipe.config.data.seq_length))
     _print_rotary(recipe)
     if arguments.no_data:
@@ -49,6 +51,7 @@ def check(arguments: Namespace) -> None:
         _print_model(recipe, layout, vocab_size)
         _print_time(recipe, layout, vocab_size, recipe.config.data.seq_length)
         print_group("data", ["not read (--no-data)"])
+        _print_warnings(recipe, num_steps=recipe.config.train.num_steps)
     else:
         check_paths(recipe)
         _check_data(recipe, layout)
@@ -67,13 +70,14 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     from sft.data.cache.prepare import prepare_recipe
     from sft.data.inspect.forecast import length_lines, loader_of
 
-    length = recipe.config.train
+    train = recipe.config.train
     tokenizer = read_tokenizer(recipe)
     _print_model(recipe, layout, tokenizer.vocab_size)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
-    loader.plans.locate((length.num_steps or loader.plans.total_steps(length.num_epochs or 1)) - 1)
+    num_steps = train.num_steps or loader.plans.total_steps(train.num_epochs or 1)
+    loader.plans.locate(num_steps - 1)
     plan = loader.plans.plan(0)
     lines = [
         *corpus.summary().splitlines(),
@@ -85,6 +89,15 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     _print_time(recipe, layout, tokenizer.vocab_size, int(corpus.lengths.max()))
     for name, held_out in corpora.items():
         print_group(name, held_out.summary().splitlines())
+    _print_warnings(recipe, num_steps=num_steps, num_packs=len(plan), longest=int(corpus.lengths.max()))
+
+
+def _print_warnings(recipe: "Recipe", **length: int | None) -> None:
+    """Print the warnings about a run of this length.  Raises ConfigError if training would refuse the run."""
+    from sft.recipe.run_checks import RunLength, check_run
+
+    for warning in check_run(recipe, RunLength(**length)):
+        print_group("WARNING", [warning])
 
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:

@@ -33,6 +33,8 @@ class DataPipeline:
     plan         everything that determines the order of the data
     row_reports  numbers of rows and samples: {train or name of a held-out set: row report}
     num_steps    number of steps of the whole run
+    num_packs    number of packs of the first epoch
+    longest      tokens of the longest sample
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class DataPipeline:
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
         self.row_reports = {name: corpus.report() for name, corpus in {"train": self._corpus, **held_out}.items()}
         self._epoch: int | None = None  # the latest epoch whose packing was reported
+        self.num_packs, self.longest = len(self.train.plans.plan(0)), int(self._corpus.lengths.max())
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
         if data.plan is not None:
             self.train.plans.locate(self.num_steps - 1)  # refuses a plan that ends too early

@@ -116,6 +116,13 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     }
 
 
+def trained_positions(folder: str) -> int | None:
+    """max_position_embeddings of config.json: the longest context that the model was trained on; None if unknown."""
+    content = read(local_folder(folder))
+    longest = content.get(_LONGEST)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
 def write_back(
     content: Mapping[str, Any], now: ModelConfig, path: str, *, dtype: str, seq_length: int | None
 ) -> dict[str, Any]:

@@ -33,6 +33,10 @@ class Recipe:
     path: str
     warnings: tuple[str, ...] = ()  # one line for each key that is given by its old name
 
+    def is_from_user(self, key: str) -> bool:
+        """Whether the user gave the value of `key`, in the file or on the command line."""
+        return self.origins[key].kind in ("file", "command line")
+
     @property
     def arguments(self) -> str:
         """The command-line arguments that reproduce this recipe, quoted for a shell: `a.yaml parallel.cp=4`."""

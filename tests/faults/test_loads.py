@@ -103,7 +103,7 @@ def test_what_is_insisted_on_has_to_be_there(case: MakeCase, hit: Hit) -> None:
     typo = f"{one.folder}/typo"
     for key, value, text in (
         ("checkpoint.resume", "must", ", but "),
-        ("checkpoint.resume", typo, ": the path has no checkpoint"),
+        ("checkpoint.resume", typo, " names no checkpoint: the path does not exist"),
         ("model.init_from", typo, ": the path has no checkpoint"),
     ):
         start = one.start(more=[f"{key}={value}"]).ends(2)

@@ -21,6 +21,11 @@ MISTAKES = {  # overrides, how rank 0 begins, what it must mention
         "ConfigError: megatron-core refuses this model: ",
         "sideways",
     ),
+    "warm-up longer than the run": (
+        ["train.num_steps=null", "train.num_epochs=1", "optim.warmup_steps=100"],
+        "ConfigError: warm-up of 100 steps does not fit a run of ",
+        "Set in: optim.warmup_steps (command line: optim.warmup_steps=100).",
+    ),
     "no checkpoint to start from": (
         ["model.init_from=no/where"],
         "CheckpointError: model.init_from = no/where",

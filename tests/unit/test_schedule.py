@@ -7,7 +7,8 @@ import pytest
 
 from sft.config import OptimConfig
 from sft.errors import ConfigError
-from sft.mcore.optimizer.build import Schedule, build_scheduler
+from sft.config.schedule import Schedule
+from sft.mcore.optimizer.build import build_scheduler
 
 RATES = {  # of 10 steps with peak 1.0: one number per step, the first step counted as 1
     "constant": (dict(schedule="constant"), [1.0] * 10),

@@ -6,7 +6,6 @@ Step numbers count from 1.  The learning rate of the first update is above 0; th
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from sft.config import Config, OptimConfig
-from sft.errors import ConfigError
+from sft.config.schedule import Schedule
 from sft.mcore.optimizer import offload
 
 # Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes no
@@ -120,30 +119,6 @@ def _by_device_and_dtype(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         if gradient.numel():
             groups[gradient.device, gradient.dtype].extend(gradient.view(-1).split(_PIECE[gradient.device.type]))
     yield from groups.values()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Numbers of steps of the run, of its warm-up, and of its final decay (wsd)."""
-
-    num_steps: int
-    warmup_steps: int
-    wsd_decay_steps: int
-
-    @staticmethod
-    def resolve(optim: OptimConfig, num_steps: int) -> "Schedule":
-        """Convert fractions of the run to steps.  Raises ConfigError if warm-up is as long as the run.
-
-        num_steps 100, warmup_fraction 0.03, wsd_decay_fraction 0.1 -> warm-up 3, decay 10
-        """
-        warmup = optim.warmup_steps or math.ceil((optim.warmup_fraction or 0.0) * num_steps)
-        if warmup and warmup >= num_steps:
-            raise ConfigError(
-                f"warm-up of {warmup} steps does not fit a run of {num_steps} steps, because the run would never "
-                f"reach the peak learning rate.  Use optim.warmup_steps below {num_steps}."
-            )
-        decay = max(1, round(optim.wsd_decay_fraction * num_steps))
-        return Schedule(num_steps=num_steps, warmup_steps=warmup, wsd_decay_steps=min(decay, num_steps - warmup))
 
 
 def build_scheduler(optim: OptimConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:

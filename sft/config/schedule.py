@@ -1,0 +1,31 @@
+"""The learning-rate schedule in steps, once the number of steps of the run is known."""
+
+import math
+from dataclasses import dataclass
+
+from sft.config.train import OptimConfig
+from sft.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Numbers of steps of the run, of its warm-up, and of its final decay (wsd)."""
+
+    num_steps: int
+    warmup_steps: int
+    wsd_decay_steps: int
+
+    @staticmethod
+    def resolve(optim: OptimConfig, num_steps: int) -> "Schedule":
+        """Convert fractions of the run to steps.  Raises ConfigError if warm-up is as long as the run.
+
+        num_steps 100, warmup_fraction 0.03, wsd_decay_fraction 0.1 -> warm-up 3, decay 10
+        """
+        warmup = optim.warmup_steps or math.ceil((optim.warmup_fraction or 0.0) * num_steps)
+        if warmup and warmup >= num_steps:
+            raise ConfigError(
+                f"warm-up of {warmup} steps does not fit a run of {num_steps} steps, because the run would never "
+                f"reach the peak learning rate.  Use optim.warmup_steps below {num_steps}."
+            )
+        decay = max(1, round(optim.wsd_decay_fraction * num_steps))
+        return Schedule(num_steps=num_steps, warmup_steps=warmup, wsd_decay_steps=min(decay, num_steps - warmup))

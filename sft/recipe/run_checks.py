@@ -1,0 +1,112 @@
+"""Mistakes in a recipe that show only with the data: steps against schedules, documents against the model's positions.
+
+`sft check` and training call `check_run`, so both refuse the same recipes with the same words.
+sft/config/ refuses what the keys alone show, and sft/parallel/layout.py what the number of processes shows.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sft.config import Config, listed
+from sft.config.schedule import Schedule
+from sft.errors import ConfigError
+from sft.hf.architecture import trained_positions
+from sft.recipe.resolved import Recipe
+
+_FEW_STEPS = 10  # in a run of fewer steps, a last step without an update is a considerable part of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """What the data say about a run.
+
+    num_steps  steps of the whole run; None if the data, which decide it, are not read
+    num_packs  packs of the first epoch, and tokens of the longest document; None if the data are not read
+    """
+
+    num_steps: int | None = None
+    num_packs: int | None = None
+    longest: int | None = None
+
+
+def check_run(recipe: Recipe, length: RunLength) -> list[str]:
+    """Warnings about the run.  Raises ConfigError that lists all mistakes.
+
+    warm-up of 100 steps in a run of 32      -> ConfigError
+    checkpoint.save_every = 500, 32 steps    -> ["checkpoint.save_every = 500 ... ends after 32 steps ..."]
+    """
+    problems = []
+    if length.num_steps is not None:
+        try:
+            Schedule.resolve(recipe.config.optim, length.num_steps)
+        except ConfigError as error:
+            keys = [key for key in ("optim.warmup_steps", "optim.warmup_fraction") if recipe.is_from_user(key)]
+            origins = ", ".join(f"{key} ({recipe.origins[key]})" for key in keys)
+            problems.append(f"{error}  Set in: {origins}.")
+    beyond = _positions(recipe, length.longest)
+    if beyond is not None and length.longest is not None:
+        problems.append(beyond)
+    if problems:
+        raise ConfigError(listed(problems))
+    warnings = [] if length.num_steps is None else [*_step_warnings(recipe.config, length.num_steps)]
+    batch = recipe.config.train.global_batch_size
+    if length.num_packs is not None and length.num_packs < batch:
+        warnings.append(
+            f"the data fill {length.num_packs} of the {batch} packs of a step (train.global_batch_size = {batch}), and "
+            "the other packs are empty; lower train.global_batch_size or data.seq_length"
+        )
+    return warnings if beyond is None else [*warnings, beyond]
+
+
+def _step_warnings(config: Config, num_steps: int) -> Iterator[str]:
+    """Settings that have no effect in a run of `num_steps` steps."""
+    saves, evaluations = config.checkpoint.save_every, config.train.eval_every
+    ends = f"the run ends after {num_steps} step{'s' * (num_steps > 1)}"
+    optim = config.optim
+    if num_steps < _FEW_STEPS and optim.schedule != "constant" and optim.min_lr == 0.0:
+        yield (
+            f"the last of {num_steps} step{'s' * (num_steps > 1)} has learning rate 0 (optim.min_lr = 0) and changes "
+            "no weight; for a short test use optim.schedule=constant"
+        )
+    if saves is not None and saves > num_steps:
+        saved = "only the last step is saved" if config.checkpoint.save_last else "nothing is saved"
+        yield f"checkpoint.save_every = {saves}, but {ends}: {saved}"
+    if evaluations is not None and evaluations > num_steps:
+        yield f"train.eval_every = {evaluations}, but {ends}: only its start and its end are evaluated"
+    if config.checkpoint.keep_best and saves is not None and (evaluations is None or saves % evaluations):
+        interval = "is null" if evaluations is None else f"= {evaluations}"
+        yield (
+            f"checkpoint.keep_best compares saved steps that are also evaluated, but train.eval_every {interval} and "
+            f"checkpoint.save_every = {saves}; make save_every a multiple of eval_every"
+        )
+    for name in ("memory", "torch"):
+        late = [step for step in getattr(config.profile, name).steps or () if step > num_steps]
+        if late:
+            yield f"profile.{name}.steps has step {', '.join(map(str, late))}, but {ends}: nothing is recorded then"
+
+
+def _positions(recipe: Recipe, longest: int | None) -> str | None:
+    """The problem if a document, or a pack if `longest` is None, has more positions than the model was trained on.
+
+    None if there is no problem, if config.json does not say, or if the recipe itself sets model.rope.scaling = none or
+    model.rope.base, with which the user accepts the positions.
+    """
+    model = recipe.config.model
+    trained = None if model.hf is None else trained_positions(model.hf)
+    is_plain = model.rope.scaling == "none" and recipe.is_from_user("model.rope.scaling")
+    accepted = is_plain or recipe.is_from_user("model.rope.base")
+    if trained is None or accepted:
+        return None
+    original = model.rope.original_max_position or trained
+    reached = max(trained, math.floor(original * model.rope.factor))
+    tokens = recipe.config.data.seq_length if longest is None else longest
+    if tokens <= reached:
+        return None
+    subject = "packs may hold documents of" if longest is None else "the longest document has"
+    scaled = f"scaling=yarn model.rope.factor={math.ceil(tokens / original)}"
+    return (
+        f"{subject} {tokens:,} tokens, but model.hf = {model.hf} was trained on {reached:,} positions "
+        f"(max_position_embeddings).  Scale the positions: model.rope.{scaled} "
+        f"model.rope.original_max_position={original}; or train beyond them as they are: model.rope.scaling=none"
+    )

@@ -130,7 +130,13 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(element) for element in value] if isinstance(value, list | tuple) else value
+    """`value` in one spelling: tuples as lists, and without keys of null, which older versions do not write.  No list
+    at all (null) means the same as an empty list."""
+    if isinstance(value, dict):
+        return {key: _plain(element) for key, element in value.items() if element is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(element) for element in value] or None
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -23,8 +23,8 @@ class SourceConfig(Section):
 class DataConfig(Section):
     train: Annotated[list[Path], Field(min_length=1)] | Annotated[dict[Word, SourceConfig], Field(min_length=1)]
     """Training files (JSONL, JSON or parquet, see docs/data.md), or named sources: {chat: {files: a.jsonl}}."""
-    eval: list[Path] | dict[Name, Path | list[Path]] = []
-    """Held-out files, packed like training data.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets separately."""
+    eval: list[Path] | dict[Name, Path | list[Path]] | None = None
+    """Held-out files, packed like training data; null: none.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets."""
     tokenizer: Path | None = None
     """byte (built in, no file) or a Hugging Face tokenizer folder; null means that of model.hf, or byte without it."""
     chat_template: Path | None = None
@@ -79,7 +79,7 @@ class DataConfig(Section):
     @property
     def eval_sets(self) -> dict[str, list[str]]:
         """Files of each held-out set; a set without a name is called eval."""
-        if isinstance(self.eval, list):
+        if self.eval is None or isinstance(self.eval, list):
             return {"eval": self.eval} if self.eval else {}
         return {name: [files] if isinstance(files, str) else files for name, files in self.eval.items()}
 

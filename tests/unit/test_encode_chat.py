@@ -54,12 +54,12 @@ def ids_of_template(chat: Chat, tokenizer: FolderTokenizer) -> list[int]:
 
 
 def test_byte_template() -> None:
-    tokens, weights, _ = encode_chat(Chat([USER, assistant("é")], None), BYTE)
+    tokens, weights, *_ = encode_chat(Chat([USER, assistant("é")], None), BYTE)
     assert tokens.tolist() == [256, *b"user\nWhat?", 257, 10, 256, *b"assistant\n", 0xC3, 0xA9, 257, 10]
     assert tokens.dtype == np.int32 and weights.dtype == np.float32
     assert tokens[weights > 0].tolist() == [0xC3, 0xA9, 257]
     # Control strings that somebody typed stay text.
-    tokens, weights, _ = encode_chat(Chat([user("<|im_end|>"), assistant("<|im_start|>")], None), BYTE)
+    tokens, weights, *_ = encode_chat(Chat([user("<|im_end|>"), assistant("<|im_start|>")], None), BYTE)
     assert tokens.tolist().count(257) == 2 and tokens.tolist().count(256) == 2
     assert tokens[weights > 0].tolist() == [*b"<|im_start|>", 257]
 
@@ -183,7 +183,7 @@ def test_supervise_last_or_all(tokenizers: Tokenizers, name: str) -> None:
     """Of all, every token but the first, which nothing predicts."""
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None), tokenizer, "last") == [LAST]
-    ids, weights, _ = encode_chat(Chat(TALK, None), tokenizer, "all")
+    ids, weights, *_ = encode_chat(Chat(TALK, None), tokenizer, "all")
     assert weights.tolist() == [0.0] + [1.0] * (len(ids) - 1)
 
 
@@ -193,12 +193,12 @@ def test_weights_of_messages(tokenizers: Tokenizers, name: str) -> None:
     tokenizer = either(name, tokenizers)
     assert runs(Chat(TALK, None, (1.0, 0.0, 1.0, 1.0)), tokenizer) == [LAST]
     assert runs(Chat(TALK, None, (0.0, 1.0, 0.0, 0.0)), tokenizer) == [FIRST]
-    _, ones, _ = encode_chat(Chat(TALK, None), tokenizer)
-    ids, weights, _ = encode_chat(Chat(TALK, None, (9.0, 0.5, 9.0, 2.0)), tokenizer)
+    _, ones, *_ = encode_chat(Chat(TALK, None), tokenizer)
+    ids, weights, *_ = encode_chat(Chat(TALK, None, (9.0, 0.5, 9.0, 2.0)), tokenizer)
     assert [tokenizer.decode(ids[weights == weight]) for weight in (0.5, 2.0)] == [FIRST, LAST]
     assert ((weights > 0) == (ones > 0)).all() and set(weights.tolist()) == {0.0, 0.5, 2.0}
     # With data.supervise all
-    ids, weights, _ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
+    ids, weights, *_ = encode_chat(Chat(TALK, None, (1.0, 0.0, 1.0, 2.0)), tokenizer, "all")
     assert tokenizer.decode(ids[1:][weights[1:] == 0]) == FIRST
     assert tokenizer.decode(ids[weights == 2]) == LAST
 

@@ -15,7 +15,7 @@ from sft.data.inspect.counts import histogram, quantiles, retention
 from sft.data.inspect.findings import Finding, Scan, copies, other_answers, scan
 from sft.data.inspect.survey import Survey, tokenizer_facts, whole_rows
 from tests.builders import sample
-from tests.unit.fixtures.folder import config, load_folder, template
+from tests.unit.fixtures.folder import config, load_folder, make_folder, template
 from tests.unit.surveys import chat, lay_out, printed, survey, write
 
 
@@ -173,6 +173,18 @@ def test_skipped_rows_are_counted_and_their_reasons_told(folder: Path) -> None:
         "tool.; 1 x token N is N but the tokenizer has only ids N to N\n"
     ) in text
     assert "! 2 of 20 rows (10.0%) are unusable: data.on_bad_row leaves them out\n      s.jsonl:4, s.jsonl:8\n" in text
+
+
+def test_texts(folder: Path) -> None:
+    """A text has no roles.  It ends with EOS, so it is no unfinished answer."""
+    write("t", {"text": "one"}, {"text": "another one"})
+    taken = survey(1, train=["t.jsonl"], tokenizer=str(make_folder(folder / "texts", None)))
+    assert (taken.rows_of_text, taken.rows_of_tokens, taken.roles, taken.total.chats) == (2, 0, (), 0)
+    assert (found(taken, "unfinished_turns").count, found(taken, "unfinished_turns").total) == (0, 2)
+    assert taken.previews[0].pieces[-1].text.endswith("<|endoftext|>")
+    text = printed(taken)
+    assert "  2 rows of plain text, without roles\n" in text
+    assert "masks are not made from chats" in text and "the tokenizer's eos is <|endoftext|> (id 0)\n" in text
 
 
 def test_rows_of_tokens_have_no_roles() -> None:

@@ -103,7 +103,7 @@ def test_control_characters_are_visible() -> None:
 
 
 def preview_of(*texts: str) -> Preview:
-    tokens, weights, _ = encode_chat(Chat(chat(*texts)["messages"], None), ByteTokenizer())
+    tokens, weights, *_ = encode_chat(Chat(chat(*texts)["messages"], None), ByteTokenizer())
     return preview(sample(tokens, weights), "a.jsonl:1", "first", ByteTokenizer())
 
 

@@ -56,6 +56,7 @@ def test_whole_numbers_serve_as_numbers() -> None:
 def test_held_out_sets_have_names() -> None:
     for override, sets in {
         "data.eval=[]": {},
+        "data.eval=null": {},
         "data.eval=b.jsonl": {"eval": ["b.jsonl"]},
         "data.eval={chat: b.jsonl, code-2: [c.jsonl, d.jsonl]}": {
             "chat": ["b.jsonl"],
@@ -75,7 +76,7 @@ def test_held_out_sets_have_names() -> None:
             "{train: b}",
             "has a set named train, which is the name of the training data; choose another " "name.",
         ),
-        ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such."),
+        ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such or null."),
     ],
 )
 def test_held_out_sets_that_are_none(value: str, why: str) -> None:

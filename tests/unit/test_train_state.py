@@ -51,6 +51,16 @@ def test_a_change_of_how_it_trains_is_told() -> None:
     assert after_changing(run__precision="fp32").reported == ["run.precision was bf16, is fp32"]
 
 
+def test_null_as_older_versions_wrote_it_is_no_change() -> None:
+    """Held-out data were [] without held-out data, and a source had fewer keys."""
+    source = {"files": ["a.jsonl"], "weight": None, "epochs": None}
+    old = {**RECIPE, "data.eval": [], "data.train": {"chat": source}}
+    now = {**RECIPE, "data.eval": None, "data.train": {"chat": {**source, "dataset": None}}}
+    assert changes(asdict(conditions(recipe=old)), conditions(recipe=now), []).reported == []
+    now["data.train"] = {"chat": {**source, "weight": 2.0}}
+    assert len(changes(asdict(conditions(recipe=old)), conditions(recipe=now), []).reported) == 1
+
+
 @pytest.mark.parametrize(
     "key",
     ["run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.progress_timeout_s", "run.exit_after_minutes",

@@ -78,7 +78,7 @@ def measure_folder(folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     def ours() -> list[int]:
         lengths = []
         for chat in chats:
-            tokens, _, rendered = encode_chat(Chat(chat, None), tokenizer)
+            tokens, _, rendered, _ = encode_chat(Chat(chat, None), tokenizer)
             assert rendered is not None
             find_omitted(rendered)
             lengths.append(len(tokens))

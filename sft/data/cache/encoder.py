@@ -15,7 +15,7 @@ from sft.config import DataConfig
 from sft.data.cache.omissions import RowOmission, row_omissions
 from sft.data.cache.row_report import LINE, Reject
 from sft.data.cache.truncation import NOTHING, excerpts
-from sft.data.chat.encode_chat import encode_row
+from sft.data.chat.encode_chat import Encoding, encode_row
 from sft.data.chat.formats import Chat, read_row
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.read.rows import Row, row_name
@@ -50,7 +50,7 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
         try:
             value = parse(content)
             row = read_row(value)
-            ids, full, rendered = encode_row(row, tokenizer, data.supervise)
+            encoded = encode_row(row, tokenizer, data.supervise)
         except DataError as error:
             if data.on_bad_row == "error":
                 raise DataError(f"{row_name(file, number)}: {error}") from error
@@ -58,11 +58,11 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
             rejects.append(Reject(number, reason))
             continue
         num_chats += isinstance(row, Chat)
-        if rendered is not None:
-            omitted += row_omissions(number, rendered, explained)
+        if encoded.rendered is not None:
+            omitted += row_omissions(number, encoded.rendered, explained)
         try:
-            for line, positions, kept_weights in _fit(number, full, data):
-                tokens.append(ids[positions])
+            for line, positions, kept_weights in _fit(number, encoded, data):
+                tokens.append(encoded.tokens[positions])
                 weights.append(kept_weights)
                 lines.append(line)
         except DataError as error:
@@ -75,12 +75,19 @@ def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: Ch
     return EncodedRows(np.concatenate(tokens), mask, palette, table, tuple(rejects), tuple(omitted), num_chats)
 
 
-def _fit(number: int, full: np.ndarray, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
+def _fit(number: int, row: Encoding, data: DataConfig) -> Iterator[tuple[tuple[int, ...], np.ndarray, np.ndarray]]:
     """For each sample made of a row: its line of the table, the positions of its tokens, and their weights.
 
     A row without a sample yields a line of 0 tokens.  Raises DataError if the row is too long and over_long = error.
     """
-    parts = excerpts(full, seq_length=data.seq_length, doc_multiple=data.doc_multiple, over_long=data.over_long)
+    full = row.weights
+    parts = excerpts(
+        full,
+        seq_length=data.seq_length,
+        doc_multiple=data.doc_multiple,
+        over_long=data.over_long,
+        num_before=row.num_before,
+    )
     is_held = np.zeros(len(full), dtype=bool)  # tokens that an earlier sample of the row contains
     for window, (positions, weights) in enumerate(parts or [NOTHING], start=1 if parts else 0):
         num_new = int(np.count_nonzero(~is_held[positions]))

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sft.config import DataConfig
 from sft.data.cache.digests import content_digest, files_of
@@ -26,6 +26,8 @@ from sft.errors import DataError
 # text; older stores are then no longer used.  `tests/unit/test_encoding_version.py` fails if the text was not changed.
 # The text is a digest of the source files of older releases, so stores of these releases are still used.
 ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
+# Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
+REFUSALS = "1: rows of plain text are used"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 
@@ -39,7 +41,7 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
         if isinstance(tokenizer, ByteTokenizer)
         else [version(name) for name in ("transformers", "tokenizers", "jinja2")]
     )
-    parts = {
+    parts: dict[str, Any] = {
         "content": content_digest(file, cache_dir),
         "kind": file.suffix,
         "tokenizer": tokenizer.digest,
@@ -47,6 +49,8 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
         "code": ENCODING,
         "libraries": libraries,
     }
+    if data.on_bad_row == "skip":
+        parts["refusals"] = REFUSALS
     return cache_dir / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

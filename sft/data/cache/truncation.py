@@ -1,8 +1,8 @@
 """Turns a sample that is too long into an error, no sample, a sample of its first turns, or several windows.
 
 Decides which tokens of the sample each excerpt contains, and which tokens of an excerpt are supervised.  Reads only
-weights.  A turn is a run of tokens with weights above 0, so chats and rows of token ids are treated alike.
-`row_report.py` counts lost tokens.
+weights.  A turn is a run of tokens with weights above 0, so chats and rows of token ids are treated alike.  A plain
+text has no turns: it can only be split.  `row_report.py` counts lost tokens.
 
 An excerpt ends where a turn ends.  Only a turn longer than a window is split.  The following windows supervise the rest
 of the turn and its end-of-turn token, so no policy removes the end of a turn.
@@ -37,7 +37,9 @@ class Excerpt(NamedTuple):
 NOTHING = Excerpt(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
 
 
-def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long: OverLong) -> list[Excerpt]:
+def excerpts(
+    weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_long: OverLong, num_before: int | None = None
+) -> list[Excerpt]:
     """The excerpts of a sample: the sample itself if it fits after padding, else the policy's excerpts, possibly none.
 
     12 tokens, 4 to 5 and 8 to 11 supervised, seq_length 8, doc_multiple 1
@@ -45,15 +47,17 @@ def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_lo
         cut_turns  0 1 2 3 [4 5]
         windows    0 1 2 3 [4 5]      2 3 6 7 [8 9 10 11]     [supervised]; 2 3, the end of the prompt, is repeated
 
-    Raises DataError with the sizes for over_long = error.
+    num_before  of a plain text: the number of tokens before it (BOS), which every window repeats.  None: the sample has
+                turns, and windows repeat the tokens before the first turn
+    Raises DataError with the sizes for over_long = error, and for cut_turns if the sample is a plain text.
     """
     whole = Excerpt(np.arange(len(weights)), weights)
     if aligned(len(weights), doc_multiple) <= seq_length:
         return [whole]
     capacity = seq_length // doc_multiple * doc_multiple  # the longest sample that fits
+    need = aligned(len(weights), doc_multiple)
     match over_long:
         case "error":
-            need = aligned(len(weights), doc_multiple)
             raise DataError(
                 f"{len(weights):,} tokens ({need:,} when padded to a multiple of {doc_multiple}) do not fit "
                 f"data.seq_length = {seq_length}.  Raise data.seq_length to {need}, or set data.over_long to drop, "
@@ -61,12 +65,19 @@ def excerpts(weights: np.ndarray, *, seq_length: int, doc_multiple: int, over_lo
             )
         case "drop":
             return []
+        case "cut_turns" if num_before is not None:
+            raise DataError(
+                f"a text of {len(weights):,} tokens ({need:,} when padded to a multiple of {doc_multiple}) does not "
+                f"fit data.seq_length = {seq_length}, and data.over_long = cut_turns finds no turns in a text.  Set "
+                "data.over_long to windows, which splits the text, or to drop."
+            )
         case "cut_turns":
             ends = [stop for _, stop in turns(weights) if stop <= capacity]
             return [Excerpt(whole.positions[: ends[-1]], weights[: ends[-1]])] if ends else []
         case "windows":
             spans = turns(weights)
-            return [_excerpt(window, weights, spans[0][0]) for window in _windows(spans, len(weights), capacity)]
+            prompt = num_before if num_before is not None else spans[0][0] if spans else 0
+            return [_excerpt(window, weights, prompt) for window in _windows(spans, prompt, len(weights), capacity)]
 
 
 def turns(weights: np.ndarray) -> list[tuple[int, int]]:
@@ -98,7 +109,7 @@ def _excerpt(window: _Window, weights: np.ndarray, prompt: int) -> Excerpt:
     return Excerpt(positions, learnt.astype(np.float32))
 
 
-def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterator[_Window]:
+def _windows(spans: list[tuple[int, int]], prompt: int, length: int, capacity: int) -> Iterator[_Window]:
     """Windows of at most `capacity` tokens.  Exactly one of them supervises each supervised label.
 
     A window takes turns while they fit, each with all tokens since the previous turn.  The next window repeats the last
@@ -107,7 +118,6 @@ def _windows(spans: list[tuple[int, int]], length: int, capacity: int) -> Iterat
     """
     if not spans or capacity < 2:  # a label needs a previous token
         return
-    prompt = spans[0][0]
     last, previous = None, 0
     for first, stop in spans:
         if last is not None and last.size + stop - previous <= capacity:

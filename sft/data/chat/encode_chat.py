@@ -1,4 +1,4 @@
-"""Converts a chat, or a row of token ids, to tokens and the weight of each token in the loss.
+"""Converts a row to tokens and the weight of each token in the loss.
 
 `encode_chat` renders (`render.py`) and tokenises (`tokens.py`) a chat once and as a whole, so the ids are those of the
 template's text.  Then it finds the assistant's turns in the text (`turns.py`) and their tokens (`tokens.py`).
@@ -10,7 +10,8 @@ template's text.  Then it finds the assistant's turns in the text (`turns.py`) a
     all        every token except the first
 
 If the supervised tokens cannot be proven, an error is raised.  Errors name the message; the caller adds file and line.
-`cache/truncation.py` handles samples that are too long, and `omitted.py` finds text that the template left out.
+`encode_text.py` encodes plain texts, `cache/truncation.py` handles samples that are too long, and `omitted.py` finds
+text that the template left out.
 """
 
 import json
@@ -18,7 +19,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sft.data.chat.formats import Chat, Tokenized
+from sft.data.chat.encode_text import encode_text
+from sft.data.chat.formats import Chat, Text, Tokenized
 from sft.data.chat.messages import THINKING
 from sft.data.chat.render import RenderedChat, render_chat
 from sft.data.chat.tokenizer import BYTE_CONTROL, ByteTokenizer, ChatTokenizer
@@ -30,20 +32,27 @@ Supervise = Literal["assistant", "last", "all"]
 
 
 class Encoding(NamedTuple):
-    """A row as tokens int32 [n], their weights float32 [n], and the rendered chat (None without a template)."""
+    """A row as tokens int32 [n], their weights float32 [n], and the rendered chat (None without a template).
+
+    num_before  of a plain text: the number of tokens that the tokenizer puts before it; None for other rows
+    """
 
     tokens: np.ndarray
     weights: np.ndarray
     rendered: RenderedChat | None
+    num_before: int | None = None
 
 
-def encode_row(row: Chat | Tokenized, tokenizer: ChatTokenizer, supervise: Supervise) -> Encoding:
+def encode_row(row: Chat | Text | Tokenized, tokenizer: ChatTokenizer, supervise: Supervise) -> Encoding:
     """Tokens and weights of a row of any length.  Raises DataError.
 
     token ids 3 259, a tokenizer with 259 ids  ->  token 2 is 259, but the tokenizer has the ids 0 to 258.
     """
     if isinstance(row, Chat):
         return encode_chat(row, tokenizer, supervise)
+    if isinstance(row, Text):
+        tokens, weights, num_before = encode_text(row, tokenizer)
+        return Encoding(tokens, weights, None, num_before)
     outside = np.flatnonzero(row.tokens >= tokenizer.vocab_size)
     if len(outside):
         first = int(outside[0])

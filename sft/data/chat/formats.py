@@ -1,4 +1,4 @@
-"""Reads a row of a data file, in any of the accepted formats, as a checked chat or as tokens.
+"""Reads a row of a data file, in any of the accepted formats, as a checked chat, as plain text or as tokens.
 
 Decides which formats are accepted, and refuses invalid rows and rows that fit two formats.  `messages.py` checks
 messages.  Errors raised here name the message; the caller adds file and line.  This module does not know tokenizers or
@@ -30,6 +30,7 @@ from sft.errors import DataError
 
 _LARGEST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "assistant_masks")
+_TEXT = "text"
 _UNSUPERVISED = -100  # label of unsupervised tokens, by the convention of PyTorch
 
 
@@ -45,6 +46,12 @@ class Chat(NamedTuple):
     weights: tuple[float, ...] | None = None
 
 
+class Text(NamedTuple):
+    """A document or a file of code, without turns."""
+
+    text: str
+
+
 class Tokenized(NamedTuple):
     """A row that was tokenised elsewhere: tokens int32 [n], and weights float32 [n], above 0 for supervised tokens."""
 
@@ -55,8 +62,10 @@ class Tokenized(NamedTuple):
 Row = dict[str, Any]
 
 
-def read_row(row: object) -> Chat | Tokenized:
-    """The chat or the tokens of one row.
+def read_row(row: object) -> Chat | Text | Tokenized:
+    """The chat, the text or the tokens of one row.
+
+    A row is a text only if it has no other format: many chats have a further key `text`.
 
     {"prompt": "Six?", "completion": "6"}
     -> Chat([{"role": "user", "content": "Six?"}, {"role": "assistant", "content": "6"}], None, (0.0, 1.0))
@@ -67,6 +76,8 @@ def read_row(row: object) -> Chat | Tokenized:
         raise DataError(f"a row must be an object; got {type_name(row)}.")
     present = {key: value for key, value in row.items() if value is not None}
     fitting = [keys for keys in _SHAPES if all(key in present for key in keys)]
+    if not fitting and _TEXT in present:
+        return _read_text(present)
     if not fitting:
         keys = ", ".join(f"{key}" if key in present else f"{key} (null)" for key in row) or "none"
         raise DataError(f"unknown format: a row must have {_KNOWN}.  This row has the keys {shortened(keys, 200)}.")
@@ -175,6 +186,16 @@ def _tools(row: Row) -> Tools:
     return tools or None
 
 
+# Texts
+
+
+def _read_text(row: Row) -> Text:
+    text = _string(row[_TEXT], _TEXT)
+    if not text:
+        raise DataError("text is empty.")
+    return Text(text)
+
+
 # Tokens
 
 
@@ -234,4 +255,4 @@ _SHAPES: dict[tuple[str, ...], Callable[[Row], Chat | Tokenized]] = {
     ("tokens",): partial(_read_tokens, key="tokens"),
     ("input_ids",): partial(_read_tokens, key="input_ids"),
 }
-_KNOWN = ", or ".join(" and ".join(keys) for keys in _SHAPES)
+_KNOWN = ", or ".join([*(" and ".join(keys) for keys in _SHAPES), _TEXT])

@@ -1,7 +1,7 @@
 """Loads the tokenizer and the chat template of a run.
 
-Decides the files of both, the padding id, the true number of ids, and the digest that is part of cache keys.
-`template.py` renders chats, and `turns.py` finds the assistant's turns.
+Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
+is part of cache keys.  `template.py` renders chats, and `turns.py` finds the assistant's turns.
 
 There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  Nothing
 is downloaded, and no code of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
@@ -26,7 +26,7 @@ from sft.errors import DataError
 BYTE_CONTROL = {"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}
 _BYTE_DIGEST = hashlib.sha256(b"sft byte tokenizer 1").hexdigest()
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+_Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +75,51 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderTokenizer:
-    """A Hugging Face tokenizer folder with a chat template."""
+    """A Hugging Face tokenizer folder, with or without a chat template."""
 
     name: str
     vocab_size: int
     pad_id: int
-    digest: str
-    template: ChatTemplate
-    delimiters: TurnDelimiters
+    eos_id: int | None
+    around_text: tuple[_Ids, _Ids]  # special tokens that the tokenizer puts before (BOS) and after a text
+    chat_template: ChatTemplate | None
+    turn_delimiters: TurnDelimiters | None
     control: re.Pattern[str]  # matches control tokens: special tokens, and tokens that end a turn
     control_names: dict[int, str]  # control tokens by their ids
     control_heads: tuple[str, ...]  # the first two characters of control tokens, for a faster search
     hf: Any
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template.  Raises DataError if there is none, because only chats need one."""
+        if self.chat_template is None:
+            raise self._has_no_template()
+        return self.chat_template
+
+    @property
+    def delimiters(self) -> TurnDelimiters:
+        """The delimiters of an assistant's turn.  Raises DataError if there is no chat template."""
+        if self.turn_delimiters is None:
+            raise self._has_no_template()
+        return self.turn_delimiters
+
+    def _has_no_template(self) -> DataError:
+        return DataError(
+            f"the tokenizer of {self.name} has no chat template, so messages cannot be written as text.  Give one with "
+            "data.chat_template: a Jinja file, such as chat_template.jinja of a chat model."
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of everything that decides which tokens a row gets: the tokenizer as it was loaded, its special
+        tokens and the chat template.  Files that do not change these, such as config.json, do not change the digest."""
+        facts = {
+            "backend": self.hf.backend_tokenizer.to_str(),
+            "special": {name: str(token) for name, token in self.hf.special_tokens_map.items()},
+            "text": [self.around_text, self.eos_id],
+            "template": self.chat_template and [self.chat_template.source, self.chat_template.switches],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     @property
     def end_of_turn(self) -> str:
@@ -187,19 +220,19 @@ def load_tokenizer(data: DataConfig, name: str | None = None, folder: Path | Non
 
 def _load_folder(name: str, folder: Path, template_file: str | None, switches: dict[str, Any]) -> FolderTokenizer:
     hf = _read_folder(name, folder)
-    source, template_name = _choose_template(hf, name, template_file)
-    template = ChatTemplate(source, template_name, dict(hf.special_tokens_map), switches)
-    _check_switches(template)
+    template = _choose_template(hf, name, template_file, switches)
     backend = hf.backend_tokenizer
-    # The template alone places control tokens.  A post-processor would remove spaces from the character spans of
-    # tokens (ByteLevel's trim_offsets).  A length limit saved in the folder would cut texts.
-    backend.post_processor = None
+    # A length limit saved in the folder would cut texts.
     backend.no_truncation()
     backend.no_padding()
+    around_text = _around_text(backend)
+    # The template alone places the control tokens of a chat.  A post-processor would also remove spaces from the
+    # character spans of tokens (ByteLevel's trim_offsets).
+    backend.post_processor = None
     vocabulary = hf.get_vocab()
     special = {str(token): i for i, token in hf.added_tokens_decoder.items() if token.special}
-    delimiters = learn_delimiters(template, hf.get_added_vocab(), special)
-    names = {**special, **{end: vocabulary[end] for end in delimiters.ends}}
+    delimiters = None if template is None else learn_delimiters(template, hf.get_added_vocab(), special)
+    names = {**special, **{end: vocabulary[end] for end in (delimiters.ends if delimiters else ())}}
     # Longer names come first: if one name begins with another, the longer one must match.
     control = sorted(names, key=len, reverse=True)
     pad = hf.pad_token_id if hf.pad_token_id is not None else hf.eos_token_id
@@ -207,9 +240,10 @@ def _load_folder(name: str, folder: Path, template_file: str | None, switches: d
         name=name,
         vocab_size=max(vocabulary.values()) + 1,  # len() is too small if some ids are unused
         pad_id=0 if pad is None else int(pad),
-        digest=_folder_digest(folder, source, switches),
-        template=template,
-        delimiters=delimiters,
+        eos_id=hf.eos_token_id,
+        around_text=around_text,
+        chat_template=template,
+        turn_delimiters=delimiters,
         control_names={i: token for token, i in names.items()},
         control_heads=tuple(sorted({token[:2] for token in control})),
         control=re.compile("|".join(re.escape(token) for token in control) or "(?!)"),  # (?!) never matches
@@ -243,21 +277,34 @@ def _read_folder(name: str, folder: Path) -> Any:
     return hf
 
 
-def _choose_template(hf: Any, name: str, template_file: str | None) -> tuple[str, str]:
+def _choose_template(hf: Any, name: str, template_file: str | None, switches: dict[str, Any]) -> ChatTemplate | None:
+    """The template of the file or of the tokenizer; None if there is none, which suffices for texts and tokens."""
+    source, template_name = hf.chat_template, f"of {name}"
+    if isinstance(source, dict):
+        source = source.get("default")
     if template_file is not None:
         try:
-            return Path(template_file).read_text(encoding="utf-8"), template_file
+            source, template_name = Path(template_file).read_text(encoding="utf-8"), template_file
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"chat template data.chat_template = {template_file} cannot be read: {error}.") from error
-    template = hf.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not template:
-        raise DataError(
-            f"the tokenizer of {name} has no chat template, so messages cannot be written as text.  Give one with "
-            "data.chat_template: a Jinja file, such as chat_template.jinja of a chat model."
-        )
-    return template, f"of {name}"
+    if not source:
+        if switches:
+            raise DataError(
+                f"data.chat_template_kwargs gives {', '.join(switches)}, but the tokenizer of {name} has no chat "
+                "template.  Give one with data.chat_template, or remove data.chat_template_kwargs."
+            )
+        return None
+    template = ChatTemplate(source, template_name, dict(hf.special_tokens_map), switches)
+    _check_switches(template)
+    return template
+
+
+def _around_text(backend: Any) -> tuple[_Ids, _Ids]:
+    """What the post-processor puts before and after a text.  Llama 3: ((128000,), ())"""
+    encoding = backend.encode("a", add_special_tokens=True)
+    mask = encoding.special_tokens_mask  # 1 1 0 1: two tokens before the text, one after it
+    first, last = mask.index(0), len(mask) - mask[::-1].index(0)
+    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
 
 
 def _check_switches(template: ChatTemplate) -> None:
@@ -271,15 +318,3 @@ def _check_switches(template: ChatTemplate) -> None:
             f"data.chat_template_kwargs gives {', '.join(taken or unread)}, which {why}.  Variables that chat template "
             f"{template.name} reads: {readable or 'none'}."
         )
-
-
-def _folder_digest(folder: Path, template: str, switches: dict[str, Any]) -> str:
-    """A digest of the template, the switches and the bytes of the folder's tokenizer files, without model weights."""
-    digest = hashlib.sha256(template.encode())
-    if switches:
-        digest.update(json.dumps(switches, sort_keys=True).encode() + b"\0")
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in _TOKENIZER_SUFFIXES:
-            digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -26,6 +26,7 @@ _MASKS = {
     "built in": "written by the built-in ChatML template, which marks the assistant's text",
     "generation markers": "proven by the template's {% generation %} blocks",
     "differences": "proven chat by chat, by text prefixes or by blanking a turn (no {% generation %} blocks)",
+    "no template": "not made from chats, because the tokenizer has no chat template",
 }
 
 # Name of a finding: the unit of its count, what the report says about it, and why it matters.
@@ -215,6 +216,8 @@ def _roles(survey: Survey) -> Iterator[str]:
         rows.append([role.role, f"{role.messages:,}", *sizes, percent(role.supervised_share, 1)])
     if survey.roles:
         yield from _table(rows, left=1)
+    if survey.rows_of_text:
+        yield f"{_rows(survey.rows_of_text)} of plain text, without roles"
     if survey.rows_of_tokens:
         yield f"{_rows(survey.rows_of_tokens)} with token ids, without roles"
 
@@ -223,7 +226,9 @@ def _tokenizer(facts: TokenizerFacts) -> Iterator[str]:
     yield f"{facts.name}, {facts.vocab_size:,} ids"
     yield f"masks are {_MASKS[facts.masks]}"
     end = f"turns end with {facts.end_of_turn} (id {facts.end_of_turn_id})"
-    if facts.eos is None:
+    if facts.end_of_turn is None:
+        yield f"the tokenizer's eos is {facts.eos} (id {facts.eos_id})" if facts.eos else "the tokenizer names no eos"
+    elif facts.eos is None:
         yield f"{end}; the tokenizer names no end of sequence (eos)"
     elif facts.eos_id == facts.end_of_turn_id:
         yield f"{end}, which is also the tokenizer's end of sequence (eos)"

@@ -1,6 +1,7 @@
 """Counts messages of each role, empty user turns, and chats that end without an answer, in one pass over the rows.
 
-Rows that already are token ids have no messages; only their number is counted.  Skipped rows are ignored.
+Plain texts and rows that already are token ids have no messages; only their number is counted.  Skipped rows are
+ignored.
 
 The text of a message is its content and its tool calls as JSON, without the turn delimiters that the template adds.
 With the byte tokenizer, all tokens of a text are counted.  With other tokenizers, characters are counted, and messages
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from sft.console import Console
 from sft.data.chat.encode_chat import Supervise, weights_of_turns
-from sft.data.chat.formats import Chat, Tokenized, read_row
+from sft.data.chat.formats import Chat, Text, Tokenized, read_row
 from sft.data.chat.messages import ROLES, Message, to_json
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect.counts import DataSet
@@ -42,6 +43,7 @@ class Messages(NamedTuple):
 
     roles: tuple[Role, ...]
     is_exact: bool
+    num_texts: int  # number of rows that are plain texts
     num_tokenised: int  # number of rows that already are token ids
     findings: list[Finding]
 
@@ -55,10 +57,11 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
     counters = {role: _RoleCounter() for role in ROLES}
     empty, unanswered = _Rows(), _Rows()
     stride = max(1, sum(map(len, data.rows)) // _TOKENISED_ROWS)
-    num_chats = num_tokenised = 0
+    num_chats = num_texts = num_tokenised = 0
     for path, number, chat in _rows(data, console):
-        if isinstance(chat, Tokenized):
-            num_tokenised += 1
+        if not isinstance(chat, Chat):
+            num_texts += isinstance(chat, Text)
+            num_tokenised += isinstance(chat, Tokenized)
             continue
         weights = weights_of_turns(chat, supervise)
         for i, message in enumerate(chat.messages):
@@ -73,6 +76,7 @@ def count_messages(data: DataSet, tokenizer: ChatTokenizer, supervise: Supervise
     return Messages(
         roles=tuple(counter.role(name) for name, counter in counters.items() if counter.messages),
         is_exact=isinstance(tokenizer, ByteTokenizer),
+        num_texts=num_texts,
         num_tokenised=num_tokenised,
         findings=[
             finding("empty_user_turns", empty.count, counters["user"].messages, empty.names),
@@ -128,7 +132,7 @@ class _RoleCounter:
         )
 
 
-def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | Tokenized]]:
+def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | Text | Tokenized]]:
     """Path, row number and content of every row of the files that was not skipped."""
     with console.track("reading rows", sum(map(len, data.rows)), "rows") as progress:
         for path, rows in zip(data.paths, data.rows, strict=True):

@@ -37,13 +37,13 @@ class TokenizerFacts:
 
     name: str
     vocab_size: int
-    end_of_turn: str
-    end_of_turn_id: int
+    end_of_turn: str | None  # null without a chat template
+    end_of_turn_id: int | None
     end_of_turn_ids: tuple[int, ...]  # end_of_turn_id, then other tokens that can end a turn, e.g. after a tool call
     eos: str | None  # null for the byte tokenizer, which has no EOS token
     eos_id: int | None
     pad_id: int
-    masks: str  # `built in`, `generation markers` or `differences`
+    masks: str  # `built in`, `generation markers`, `differences`, or `no template`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class Survey:
     retention: tuple[Retention, ...]
     roles: tuple[Role, ...]
     roles_exact: bool
+    rows_of_text: int  # number of rows that are plain texts; `roles` does not count them
     rows_of_tokens: int  # number of rows that are token ids; `roles` does not count them
     tokenizer: TokenizerFacts
     findings: tuple[Finding, ...]
@@ -82,7 +83,8 @@ def take_survey(
     ]
     train, *held_out = [data_set for data_set, _ in prepared]
     facts = tokenizer_facts(tokenizer)
-    scanned, *scans = [scan(data_set.corpus, facts.end_of_turn_ids, console) for data_set, _ in prepared]
+    ends = [*facts.end_of_turn_ids, *([] if facts.eos_id is None else [facts.eos_id])]  # eos ends a plain text
+    scanned, *scans = [scan(data_set.corpus, ends, console) for data_set, _ in prepared]
     messages = count_messages(train, tokenizer, data.supervise, console)
     return Survey(
         schema=SCHEMA,
@@ -98,6 +100,7 @@ def take_survey(
         retention=retention(np.concatenate(train.rows), doc_multiple=data.doc_multiple, seq_length=data.seq_length),
         roles=messages.roles,
         roles_exact=messages.is_exact,
+        rows_of_text=messages.num_texts,
         rows_of_tokens=messages.num_tokenised,
         tokenizer=facts,
         findings=(
@@ -150,18 +153,20 @@ def whole_rows(table: np.ndarray) -> np.ndarray:
 
 def tokenizer_facts(tokenizer: ChatTokenizer) -> TokenizerFacts:
     """The facts about a recipe's tokenizer."""
+    ends: tuple[int, ...] = ()
+    eos, eos_id, masks = None, None, "no template"
     if isinstance(tokenizer, ByteTokenizer):
-        ends: tuple[int, ...] = (BYTE_CONTROL[tokenizer.end_of_turn],)
-        eos, eos_id, masks = None, None, "built in"
+        ends, masks = (BYTE_CONTROL[tokenizer.end_of_turn],), "built in"
     else:
-        ends = tuple(tokenizer.ids[end] for end in tokenizer.delimiters.ends)
-        eos, eos_id = tokenizer.hf.eos_token, tokenizer.hf.eos_token_id
-        masks = "generation markers" if tokenizer.template.has_markers else "differences"
+        eos, eos_id = tokenizer.hf.eos_token, tokenizer.eos_id
+        if tokenizer.chat_template is not None:
+            ends = tuple(tokenizer.ids[end] for end in tokenizer.delimiters.ends)
+            masks = "generation markers" if tokenizer.template.has_markers else "differences"
     return TokenizerFacts(
         name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
-        end_of_turn=tokenizer.end_of_turn,
-        end_of_turn_id=ends[0],
+        end_of_turn=tokenizer.end_of_turn if ends else None,
+        end_of_turn_id=ends[0] if ends else None,
         end_of_turn_ids=ends,
         eos=eos,
         eos_id=eos_id,

@@ -106,15 +106,16 @@ def check_resume(recipe: "Recipe", *, has_files: bool = True) -> None:
         resume_setting.named(config)
 
 
-def check_wandb(recipe: "Recipe") -> None:
-    """Raise ConfigError if a recipe logs to W&B, but the package wandb is not installed."""
-    project = recipe.config.log.wandb
-    package = None if project is None else find_spec("wandb")
-    if project is not None and (package is None or package.origin is None):  # origin None: a folder named wandb
-        raise ConfigError(
-            f"log.wandb = {project} ({recipe.origins['log.wandb']}) needs the package wandb, which is not installed "
-            "here: pip install wandb; or train without it: log.wandb=null."
-        )
+def check_packages(recipe: "Recipe") -> None:
+    """Raise ConfigError if a recipe logs to W&B or MLflow, but the package wandb or mlflow is not installed."""
+    log = recipe.config.log
+    for package, value in {"wandb": log.wandb, "mlflow": log.mlflow}.items():
+        spec = None if value is None else find_spec(package)
+        if value is not None and (spec is None or spec.origin is None):  # origin None: a folder of that name
+            raise ConfigError(
+                f"log.{package} = {value} ({recipe.origins[f'log.{package}']}) needs the package {package}, which is "
+                f"not installed here: pip install {package}; or train without it: log.{package}=null."
+            )
 
 
 def read_tokenizer(recipe: "Recipe") -> "ChatTokenizer":

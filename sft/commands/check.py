@@ -6,9 +6,9 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from sft.commands.arguments import (
+    check_packages,
     check_paths,
     check_resume,
-    check_wandb,
     launched_world_size,
     read_recipe,
     read_tokenizer,
@@ -41,7 +41,7 @@ def check(arguments: Namespace) -> None:
             print(explain(recipe, key, lambda: resolve_layout(recipe, world_size)))
         return
     layout = resolve_layout(recipe, world_size)
-    check_wandb(recipe)
+    check_packages(recipe)
     check_resume(recipe, has_files=not arguments.no_data)
     print_group("layout", layout.equations(recipe.config.data.seq_length))
     _print_rotary(recipe)

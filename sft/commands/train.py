@@ -4,8 +4,8 @@ from argparse import Namespace
 from typing import Any
 
 from sft.commands.arguments import (
+    check_packages,
     check_paths,
-    check_wandb,
     launched_world_size,
     read_recipe,
     recipe_command,
@@ -21,7 +21,7 @@ def train(arguments: Namespace) -> int:
     """Run `sft train`.  Returns 75 if the run was asked to stop before its end and saved a checkpoint, else 0."""
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, launched_world_size() or 1)
-    check_wandb(recipe)
+    check_packages(recipe)
     check_paths(recipe)
 
     from sft.run import environment

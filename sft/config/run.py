@@ -41,6 +41,8 @@ class LogConfig(Section):
     """Write TensorBoard events to run.dir/tensorboard."""
     wandb: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Project at Weights & Biases; null logs nothing there.  WANDB_* environment variables set account and server."""
+    mlflow: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Experiment of MLflow; null logs nothing there.  MLFLOW_TRACKING_URI sets the server or database."""
     position_edges: list[Positive] = [4096, 16384, 65536]
     """Edges of position ranges in a document.  The loss is also logged for each range."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None

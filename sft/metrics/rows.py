@@ -1,7 +1,7 @@
 """Declares every number of metrics.jsonl as a row, in the order of the records.
 
-Records, names in TensorBoard and W&B, the tables of docs/metrics.md and docs/metrics.schema.json are made from these
-rows.  `totals.py` declares the quantities from which rows are computed.
+Records, names in TensorBoard, W&B and MLflow, the tables of docs/metrics.md and docs/metrics.schema.json are made from
+these rows.  `totals.py` declares the quantities from which rows are computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,7 +80,7 @@ class Row:
     _: KW_ONLY
     only_if: Callable[[Any, RunFacts], bool] | None = None  # whether a record contains the row; None: always
     nested: bool = False
-    drawn: bool = True  # whether TensorBoard and W&B also show the number
+    drawn: bool = True  # whether TensorBoard, W&B and MLflow also show the number
 
     @property
     def kind(self) -> str:

@@ -1,9 +1,10 @@
-"""Writes the records of a run to metrics.jsonl, TensorBoard and Weights & Biases, on rank 0 only.
+"""Writes the records of a run to metrics.jsonl, TensorBoard, Weights & Biases and MLflow, on rank 0 only.
 
-Decides the names of numbers in TensorBoard and W&B, and which records remain after a restart.
+Decides the names of numbers in TensorBoard, W&B and MLflow, and which records remain after a restart.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -101,6 +102,52 @@ class Wandb:
         self._run.finish(exit_code=exit_code)
 
 
+class Mlflow:
+    """Logs to MLflow.  A resumed run continues the same MLflow run, whose id is in the file `mlflow_id`.
+
+    A param of MLflow never changes.  So the params are the values at the first start, and a value that has changed
+    since then is a tag with the name of the param.
+
+    Raises ConfigError if MLflow does not start.
+    """
+
+    def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any]) -> None:
+        import mlflow  # optional, and slow to import
+
+        self._mlflow: Any = mlflow
+        self._pending: Any = None  # the numbers of the last record, which a thread of MLflow sends
+        id_file = folder / "mlflow_id"
+        values = {mlflow_name(key): _text(value) for key, value in config.items()}
+        kept_id = id_file.read_text(encoding="ascii").strip() if id_file.exists() else None
+        try:
+            mlflow.set_experiment(experiment)
+            run = mlflow.start_run(run_id=kept_id, run_name=folder.resolve().name)
+            params = run.data.params
+            mlflow.log_params({key: text for key, text in values.items() if key not in params})
+            mlflow.set_tags({key: text for key, text in values.items() if params.get(key, text) != text})
+        except Exception as error:  # mlflow may raise any error of its service and of its libraries
+            raise ConfigError(
+                f"log.mlflow = {experiment}: MLflow did not start: {_one_line(error)}.  Set MLFLOW_TRACKING_URI to "
+                "the server or database, or switch MLflow off with log.mlflow=null."
+            ) from error
+        replace_text(id_file, run.info.run_id + "\n")
+
+    def write(self, record: Record) -> None:
+        if numbers := scalars(record):
+            self._wait()
+            named = {mlflow_name(name): value for name, value in numbers.items()}
+            self._pending = self._mlflow.log_metrics(named, step=record["step"], synchronous=False)
+
+    def close(self, exit_code: int = 0) -> None:
+        self._wait()
+        self._mlflow.end_run("FINISHED" if exit_code == 0 else "FAILED")
+
+    def _wait(self) -> None:
+        """Wait until the numbers of the last record are sent.  Raises MlflowException if they were not."""
+        if self._pending is not None:
+            self._pending.wait()
+
+
 class BestEffortWriter:
     """A writer whose failure does not end the run.  A failure is reported, and the writer gets no more records."""
 
@@ -131,21 +178,25 @@ def open_writers(
     """The writers that the recipe asks for.  `step` is the last completed step.  Called on rank 0."""
     opened: list[Writer] = []
     try:
-        # W&B comes first: if W&B does not start, no file has changed.
+        # W&B and MLflow come first: if one of them does not start, no file has changed.
         if config.log.wandb is not None:
             opened.append(BestEffortWriter("W&B", Wandb(folder, config.log.wandb, values(config)), console))
+        if config.log.mlflow is not None:
+            opened.append(BestEffortWriter("MLflow", Mlflow(folder, config.log.mlflow, values(config)), console))
         if config.log.tensorboard:
             opened.append(BestEffortWriter("TensorBoard", TensorBoard(folder / "tensorboard", step), console))
         opened.append(JsonLines(folder / "metrics.jsonl", step, is_evaluated=is_evaluated))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         for writer in opened:
             writer.close(exit_code=2)
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"run.dir = {folder} cannot be written: {error}.") from error
     return opened[::-1]
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers that TensorBoard and W&B draw over steps, with Megatron-LM's names.  A `start` record has none.
+    """The numbers that TensorBoard, W&B and MLflow draw over steps, with Megatron-LM's names; none of a `start` record.
 
     step -> `lm loss`        held-out set `eval` -> `lm loss validation`        other set -> `lm loss validation/NAME`
     """
@@ -155,6 +206,20 @@ def scalars(record: Record) -> dict[str, float]:
     if record["kind"] == "eval":
         suffix = " validation" if record["set"] == "eval" else f" validation/{record['set']}"
     return {name + suffix: float(value) for name, value in flat(record) if name not in _NOT_DRAWN and value is not None}
+
+
+def mlflow_name(name: str) -> str:
+    """The name of a number or param in MLflow, which allows letters, digits, "_", "-", ".", " " and "/".
+
+    "loss by position/64K+/loss" -> "loss by position/64K_plus/loss".  Any other character becomes its code point in
+    hex: "a@b" -> "a_40_b".  MLflow also allows ":", but not on Windows.
+    """
+    return re.sub(r"[^/\w.\- ]", lambda match: f"_{ord(match[0]):x}_", name.replace("+", "_plus"))
+
+
+def _text(value: Any) -> str:
+    """A value of the recipe as a param of MLflow: a text as it is, any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _remove_after(path: Path, step: int, is_evaluated: bool) -> None:

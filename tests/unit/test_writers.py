@@ -1,7 +1,6 @@
 """Where records go: files read back, a stand-in for W&B, and the lines on the console."""
 
 import importlib.machinery
-import io
 import json
 import re
 import sys
@@ -13,11 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sft.cli import main
-from sft.console import Console
 from sft.errors import ConfigError, StorageError, TrainingError
-from sft.metrics.log import MetricsLog
-from sft.metrics.writers import BestEffortWriter, JsonLines, TensorBoard, Wandb, Writer, open_writers, scalars
-from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, run_of, totals, train
+from sft.metrics.writers import BestEffortWriter, JsonLines, TensorBoard, Wandb, open_writers, scalars
+from tests.unit.fixtures.logs import console, log_of
+from tests.unit.metric_values import RECIPE, START, check, config, evaluation, result, totals, train
 
 
 class FakeRun:
@@ -64,16 +62,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     stand_in = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     return stand_in
-
-
-def console() -> tuple[Console, io.StringIO]:
-    stream = io.StringIO()
-    return Console(0, stream), stream
-
-
-def log_of(writers: list[Writer], said: Console, *overrides: str, step: int = 0) -> MetricsLog:
-    """Of a run of nine steps."""
-    return MetricsLog(Path(), writers, said, run_of(config(*overrides)), step=step, num_steps=9)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -239,22 +227,29 @@ def test_a_full_disk_under_tensorboard_is_told_once_and_metrics_go_on(
     assert [line["kind"] for line in lines(tmp_path)] == ["train", "eval"]
 
 
-@pytest.mark.parametrize("verb, is_folder", [("train", False), ("check", True)])
-def test_a_missing_wandb_is_refused_before_the_data_are_looked_at(
-    tmp_path: Path, verb: str, is_folder: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "verb, package, is_folder", [("train", "wandb", False), ("check", "wandb", True), ("check", "mlflow", False)]
+)
+def test_a_missing_package_is_refused_before_the_data_are_looked_at(
+    tmp_path: Path,
+    verb: str,
+    package: str,
+    is_folder: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where earlier runs of other programs left a folder of that name, which Python takes for a package."""
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(RECIPE)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "wandb").is_dir()])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / package).is_dir()])
     if is_folder:
-        Path("wandb").mkdir()
+        Path(package).mkdir()
         monkeypatch.syspath_prepend(str(tmp_path))
-    assert main([verb, "a.yaml", "log.wandb=chats"]) == 2
+    assert main([verb, "a.yaml", f"log.{package}=chats"]) == 2
     assert capsys.readouterr() == (
         "",
-        "ConfigError: log.wandb = chats (command line: log.wandb=chats) needs the package wandb, which is not "
-        "installed here: pip install wandb; or train without it: log.wandb=null.\n",
+        f"ConfigError: log.{package} = chats (command line: log.{package}=chats) needs the package {package}, which is "
+        f"not installed here: pip install {package}; or train without it: log.{package}=null.\n",
     )
 
 

@@ -28,7 +28,7 @@ from sft.metrics.rows import RunFacts
 from sft.metrics.totals import StepResult
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout
-from sft.recipe.resolved import Recipe, dump
+from sft.recipe.resolved import Recipe, dump, summary
 from sft.recipe.run_checks import RunLength, check_run
 from sft.run import environment
 from sft.run.evaluation import Evaluator
@@ -51,7 +51,7 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> int
     torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(groups.rank)
-    console.say("\n".join([dump(recipe), *layout.equations(config.data.seq_length)]))
+    console.say("\n".join([summary(recipe), *layout.equations(config.data.seq_length)]))
     if line := environment.describe(from_user, torch_device.type):
         console.say(line)
     folder = Path(config.run.dir)

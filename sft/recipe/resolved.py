@@ -65,9 +65,25 @@ def dump(recipe: Recipe) -> str:
       tp: 1  # default
       cp: 4  # command line: parallel.cp=4
     """
-    lines = [f"# Resolved from {printable(recipe.path)}."]
+    return _yaml(recipe, f"Resolved from {printable(recipe.path)}.", values(recipe.config))
+
+
+def summary(recipe: Recipe) -> str:
+    """The keys that the file and the command line set, as `dump` writes them.  A start prints this summary.
+
+    All other keys have their defaults, or values from the config.json of model.hf.
+    """
+    keys = {key: value for key, value in values(recipe.config).items() if recipe.is_from_user(key)}
+    folder = printable(recipe.config.run.dir)
+    return _yaml(
+        recipe, f"Set in {printable(recipe.path)} or on the command line; all keys: {folder}/recipe.yaml", keys
+    )
+
+
+def _yaml(recipe: Recipe, header: str, keys: Mapping[str, Any]) -> str:
+    lines = [f"# {header}"]
     headed: set[str] = set()
-    for key, value in values(recipe.config).items():
+    for key, value in keys.items():
         *groups, name = key.split(".")
         for depth, group in enumerate(groups):
             path = ".".join(groups[: depth + 1])

@@ -52,7 +52,8 @@ def test_what_a_run_writes(finished: tuple[Path, str]) -> None:
         assert of_file["loss"] == pytest.approx(alone["lm loss"], rel=1e-5)  # fp32
         assert together["loss by source"]["more"]["tokens"] == 1 + 2 + 3 + 3
     assert evaluation[2]["lm loss"] < evaluation[0]["lm loss"]
-    assert out.startswith("# Resolved from ") and "\n  cp: 2  # " in out and "\nworld_size 2 = tp 1 x cp 2 " in out
+    assert out.startswith("# Set in ") and "\n  cp: 2  # " in out and "\nworld_size 2 = tp 1 x cp 2 " in out
+    assert "# default" not in out and "# default" in (folder / "run/recipe.yaml").read_text()
     assert out.count("packed epoch 0: ") == 1 and re.search(r"^saved .*/iter_0000006 \(.* KiB in .* s\)$", out, re.M)
     assert "lm loss, train: " in out and "lm loss, held-out: " in out and "done: " in out
     assert (folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sft.config import yaml
 from sft.errors import ConfigError
 from sft.recipe.load import load_recipe, parse_recipe
-from sft.recipe.resolved import Origin, Recipe, derived, dump
+from sft.recipe.resolved import Origin, Recipe, derived, dump, summary
 from tests.builders import RECIPE, parsed, refusal_lines
 
 # What values mean
@@ -276,6 +276,33 @@ def test_dump_says_whence() -> None:
 def test_dump_loads_back() -> None:
     first = parsed("data.eval={b: [b, 'c d'], 1.5: d}", "model.megatron={a: 1, b: null}", "optim.lr=5e4")
     assert parse_recipe(dump(first), "b.yaml").config == first.config
+
+
+def test_the_summary_of_a_start_has_what_the_user_set_and_no_default() -> None:
+    recipe = parsed("parallel.cp=4", "model.megatron.a=1", "optim.lr=2e-5")
+    assert summary(recipe) == """\
+# Set in a.yaml or on the command line; all keys: runs/a/recipe.yaml
+run:
+  dir: runs/a  # a.yaml, line 1
+model:
+  num_layers: 2  # a.yaml, line 3
+  hidden_size: 64  # a.yaml, line 4
+  ffn_hidden_size: 128  # a.yaml, line 5
+  num_attention_heads: 4  # a.yaml, line 6
+  init_from: random  # a.yaml, line 7
+  megatron:
+    a: 1  # command line: model.megatron.a=1
+data:
+  train: [a.jsonl]  # a.yaml, line 9
+  seq_length: 1024  # a.yaml, line 10
+parallel:
+  cp: 4  # command line: parallel.cp=4
+train:
+  num_steps: 10  # a.yaml, line 11
+  global_batch_size: 4  # a.yaml, line 11
+optim:
+  lr: 2e-05  # command line: optim.lr=2e-5
+"""
 
 
 def test_an_override_of_several_lines_survives_the_dump() -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
 from sft.hf.families import FAMILIES
+from sft.hf.families.unsupported import unsupported
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, local_folder
 from sft.hf.rotary import rope_of, written
@@ -68,10 +69,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     """
     family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
-        raise ConfigError(
-            f"{path}: model_type = {json.dumps(content.get('model_type'))} is not supported.  Supported: "
-            f"{', '.join(FAMILIES)}.  docs/models.md says how to add one."
-        )
+        raise ConfigError(f"{path}: {unsupported(content)}")
     problems = _options(content, family)
     values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
     for key, hf_key in family.keys.items():
@@ -92,6 +90,8 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             values.setdefault("head_dim", hidden // heads)
     rope, wrong = rope_of(content, family.defaults.get("rope_theta", 10000.0))
     problems += wrong
+    if rope.get("scaling", "none") not in family.scalings:
+        problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
     sources["rope.base"] = sources["rope.base"] if "rope_parameters" in content else "rope_theta"
@@ -231,5 +231,11 @@ def _same_family(family: Family, now: ModelConfig, path: str) -> None:
     ]
     if "moe.num_experts" in family.keys and now.moe.num_experts is None:
         wrong.append(f"model.moe.num_experts = null, but {family.model_type} models have experts ({path}).")
+    if now.rope.scaling not in family.scalings:
+        wrong.append(f"{_unscalable(family, f'model.rope.scaling = {now.rope.scaling}')} ({path}).")
     if wrong:
         raise ConfigError(listed(wrong))
+
+
+def _unscalable(family: Family, value: str) -> str:
+    return f"{value}, but transformers computes a {family.model_type} model only with {', '.join(family.scalings)}"

@@ -11,7 +11,7 @@ those of the files, which may differ from those in the memory of transformers.  
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -188,6 +188,8 @@ class Family:
     keys     our key below `model` -> the key of config.json
     aliases  key of config.json -> another name of the same key
     options  key of config.json -> the values that our model supports
+    scalings  kinds of scaled positions that transformers computes for this family
+    other_rules  rules for other names or shapes under which files store the same model
     unread   tensors in old files that are ignored
     passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
     """
@@ -201,6 +203,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")
+    other_rules: tuple[tuple[Rule, ...], ...] = ()
     passed_through: tuple[str, ...] = ()
 
     @property
@@ -212,6 +216,18 @@ class Family:
     def head(self) -> str:
         """The name of the output weight, which a tied model does not store."""
         return next(rule.views[0].name for rule in self.rules if rule.is_head)
+
+    def stored_as(self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, vocab_size: int) -> "Family":
+        """The family with those of its rules that fit the files.  The family itself if no rules fit.
+
+        shapes: of all stored tensors, by name
+        """
+        for rules in (self.rules, *self.other_rules) if self.other_rules else ():
+            family = replace(self, rules=rules)
+            tensors = views_by_tensor(family.mappings(model, vocab_size))
+            if all(shapes.get(tensor.name) == tensor.shape for tensor in tensors):
+                return family
+        return self
 
     def passes_through(self, name: str) -> bool:
         """Whether the tensor of this name is kept unchanged and not trained."""

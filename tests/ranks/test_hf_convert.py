@@ -74,6 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3 moe": dict(family="qwen3_moe", norm_topk_prob=True),  # as Qwen released them
     "qwen3 moe, weights of the softmax": dict(family="qwen3_moe", tied=True),
     "mixtral": dict(family="mixtral"),
+    "seed oss": dict(family="seed_oss"),
+    "phi 4": dict(family="phi3", rms_norm_eps=1e-5),
     "linear positions": dict(family="llama", rope_parameters=rope("linear", 1e4, factor=4.0)),
     "llama3 positions": dict(
         family="llama", rope_parameters=rope("llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)

@@ -11,6 +11,7 @@ import transformers
 from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested, write_back
+from sft.hf.families import FAMILIES
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import llama, mixtral, qwen3_moe, refusal
 
@@ -102,9 +103,9 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 
 def test_an_unknown_model_type_is_told_with_the_known_ones() -> None:
-    assert refusal(llama(model_type="gpt_neox")) == (
-        'config.json: model_type = "gpt_neox" is not supported.  Supported: llama, mistral, qwen2, qwen3, '
-        "qwen3_moe, mixtral.  docs/models.md says how to add one."
+    assert refusal(llama(model_type="xlnet")) == (
+        f'config.json: model_type = "xlnet" is not supported.  Supported: {", ".join(FAMILIES)}.  '
+        "docs/models.md says how to add one."
     )
     assert "model_type = null" in refusal({})
     assert "model_type = [1]" in refusal({"model_type": [1]})

@@ -8,6 +8,8 @@ from sft.hf.families.rules import (
     OPTIONS,
     QWEN_OPTIONS,
     attention,
+    joint_attention,
+    joint_mlp,
     mlp,
     outer,
     qk_norm,
@@ -52,5 +54,32 @@ DENSE = (
         keys=KEYS,
         defaults={**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
         options={**QWEN_OPTIONS, **NO_BIAS},
+    ),
+    Family(
+        model_type="seed_oss",
+        class_name="SeedOssForCausalLM",
+        rules=(*outer(), *attention(), *mlp(), *qkv_bias()),
+        implied={**LLAMA_DENSE, "qkv_bias": True},
+        keys=KEYS,
+        defaults={**DEFAULTS, "num_key_value_heads": 8, "head_dim": 128},
+        options={
+            **OPTIONS,
+            "attention_bias": (True,),
+            "attention_out_bias": (False,),
+            "mlp_bias": (False,),
+            # The released value, 0.1, matters only to training in transformers.  This trainer has no dropout.
+            "attention_dropout": (0.1, 0.0),
+            "residual_dropout": (0.1, 0.0),
+        },
+    ),
+    Family(
+        model_type="phi3",  # Phi-4, too
+        class_name="Phi3ForCausalLM",
+        rules=(*outer(), *joint_attention(), *joint_mlp()),
+        implied=LLAMA_DENSE,
+        keys=KEYS,
+        defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
+        options={**OPTIONS, **NO_BIAS, "sliding_window": (None,), "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        scalings=("none",),  # transformers reads yarn as longrope, and knows no other kind
     ),
 )

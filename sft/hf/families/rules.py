@@ -37,6 +37,14 @@ def attention(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
+def joint_attention(model: str = "model") -> tuple[Rule, ...]:
+    """The rules of `attention`, for files that store queries, keys and values as one tensor."""
+    layer = f"{model}.layers.{LAYER}"
+    qkv = tuple(View(f"{layer}.self_attn.qkv_proj.weight", "q+k+k h", part) for part in range(3))
+    norm, _, output = attention(model)
+    return (norm, Rule(f"{_OURS}.self_attention.linear_qkv.weight", qkv, "groups"), output)
+
+
 def qkv_bias(model: str = "model") -> tuple[Rule, ...]:
     layer = f"{model}.layers.{LAYER}.self_attn"
     return (
@@ -70,6 +78,14 @@ def mlp(model: str = "model") -> tuple[Rule, ...]:
         ),
         Rule(f"{_OURS}.mlp.linear_fc2.weight", (View(f"{layer}.mlp.down_proj.weight", "h f"),)),
     )
+
+
+def joint_mlp(model: str = "model") -> tuple[Rule, ...]:
+    """The rules of `mlp`, for files that store gate and up as one tensor."""
+    layer = f"{model}.layers.{LAYER}"
+    gate_up = tuple(View(f"{layer}.mlp.gate_up_proj.weight", "f+f h", part) for part in range(2))
+    norm, _, down = mlp(model)
+    return (norm, Rule(f"{_OURS}.mlp.linear_fc1.weight", gate_up), down)
 
 
 def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> tuple[Rule, ...]:

@@ -1,0 +1,102 @@
+"""What this trainer lacks for families that it does not support, for the error message."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sft.hf.families import FAMILIES
+
+_BIASED = "LayerNorm with biases, and an MLP without a gate"
+_MAMBA = "Mamba layers"
+_DELTA = "Gated DeltaNet layers, gated attention, and rotary positions on a part of each head"
+_LATENT = "latent attention (MLA), and a router with sigmoid scores, expert groups and shared experts"
+_GEMMA = "GeGLU, norm weights that are offsets from 1, and scaled embeddings"
+_INTERLEAVED = "rotary positions on neighbouring numbers of a head"
+_WINDOWS = "sliding windows"
+
+# model_type -> what a model of the family needs, and the supported family with the most in common
+_MISSING: dict[str, tuple[str, str]] = {
+    "apertus": ("the xIELU activation in an MLP without a gate", "qwen3"),
+    "arcee": ("a squared ReLU in an MLP without a gate", "llama"),
+    "bloom": (f"{_BIASED}, and ALiBi", "llama"),
+    "chatglm": ("code of the model's own repository", "llama"),
+    "cohere": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, and scaled logits", "llama"),
+    "cohere2": (f"LayerNorm, attention and MLP side by side, {_INTERLEAVED}, {_WINDOWS}, and scaled logits", "llama"),
+    "cwm": (_WINDOWS, "llama"),
+    "dbrx": ("LayerNorm, clamped queries, keys and values, and experts fused by rows", "mixtral"),
+    "deepseek_v2": (_LATENT, "qwen3_moe"),
+    "deepseek_v3": (_LATENT, "qwen3_moe"),
+    "deepseek_v32": (f"sparse attention, {_LATENT}", "qwen3_moe"),
+    "dots1": ("a router with sigmoid scores, shared experts, and dense first layers", "qwen3_moe"),
+    "ernie4_5": (_INTERLEAVED, "llama"),
+    "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, shared experts, and dense layers", "qwen3_moe"),
+    "exaone4": (f"{_WINDOWS}, norms after attention and MLP, and layers without rotary positions", "qwen3"),
+    "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
+    "falcon_h1": (_MAMBA, "llama"),
+    "gemma": (_GEMMA, "llama"),
+    "gemma2": (f"{_GEMMA}, {_WINDOWS}, norms before and after each block, and soft-capped logits", "llama"),
+    "gemma3": (f"{_GEMMA}, {_WINDOWS}, and norms before and after each block", "qwen3"),
+    "gemma3_text": (f"{_GEMMA}, {_WINDOWS}, and norms before and after each block", "qwen3"),
+    "gemma3n": (f"{_GEMMA}, {_WINDOWS}, and embeddings for each layer", "qwen3"),
+    "glm": (f"{_INTERLEAVED}, on a part of each head", "llama"),
+    "glm4": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
+    "glm4_moe": (
+        "rotary positions on a part of each head, a router with sigmoid scores, shared experts, and dense first layers",
+        "qwen3_moe",
+    ),
+    "gpt2": (f"{_BIASED}, and learned positions", "llama"),
+    "gpt_neox": (f"{_BIASED}, and rotary positions on a part of each head", "llama"),
+    "gpt_oss": (
+        f"attention sinks, {_WINDOWS} in every second layer, biases on all projections and experts, and a clamped gate",
+        "mixtral",
+    ),
+    "granitemoe": ("experts stored as one tensor for each layer, together with the multipliers of granite", "mixtral"),
+    "granitemoehybrid": (_MAMBA, "mixtral"),
+    "helium": (_INTERLEAVED, "llama"),
+    "hunyuan_v1_dense": ("norms on queries and keys after the rotary positions", "qwen3"),
+    "hunyuan_v1_moe": ("norms on queries and keys after the rotary positions, and shared experts", "qwen3_moe"),
+    "internlm2": ("code of the model's own repository", "llama"),
+    "internlm3": ("dynamic rotary positions, with which its models were released", "llama"),
+    "jamba": (_MAMBA, "mixtral"),
+    "kimi_linear": ("Kimi Delta Attention layers", "qwen3_moe"),
+    "lfm2": ("convolution layers", "qwen3"),
+    "llama4": (f"chunked attention, {_INTERLEAVED}, and shared experts", "mixtral"),
+    "llama4_text": (f"chunked attention, {_INTERLEAVED}, and shared experts", "mixtral"),
+    "mimo": ("code of the model's own repository", "qwen2"),
+    "minicpm3": ("latent attention (MLA), and scaled embeddings and residuals", "llama"),
+    "minimax_m2": (
+        "a router with sigmoid scores and a correction bias, and rotary positions on a part of each head",
+        "qwen3_moe",
+    ),
+    "ministral": (f"{_WINDOWS} in some of its layers", "mistral"),
+    "mllama": ("layers with cross-attention to images", "llama"),
+    "mpt": (f"{_BIASED}, and ALiBi", "llama"),
+    "nanochat": ("a squared ReLU in an MLP without a gate, norms without weights, and soft-capped logits", "llama"),
+    "nemotron": ("LayerNorm whose weights are offsets from 1, and a squared ReLU in an MLP without a gate", "llama"),
+    "nemotron_h": (_MAMBA, "llama"),
+    "olmo": ("norms without weights", "llama"),
+    "olmo3": (f"{_WINDOWS}, and norms after attention and MLP", "llama"),
+    "opt": (f"{_BIASED}, and learned positions", "llama"),
+    "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),
+    "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
+    "qwen3_5": (_DELTA, "qwen3"),
+    "qwen3_5_moe": (f"{_DELTA}, and a gated shared expert", "qwen3_moe"),
+    "qwen3_next": (f"{_DELTA}, and a gated shared expert", "qwen3_moe"),
+    "solar_open": ("a router with sigmoid scores, and shared experts", "qwen3_moe"),
+    "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
+    "starcoder2": (f"{_BIASED}, and {_WINDOWS}", "llama"),
+}
+
+
+def unsupported(content: Mapping[str, Any]) -> str:
+    """The error message for a config.json of a family that is not supported.
+
+    {"model_type": "olmo3"} -> model_type = "olmo3" is not supported: it needs sliding windows, ...
+    """
+    named = content.get("model_type")
+    needs, nearest = _MISSING.get(str(named), ("", ""))
+    why = f": it needs {needs}, which this trainer does not have.  The nearest family is {nearest}" if needs else ""
+    return (
+        f"model_type = {json.dumps(named)} is not supported{why}.  Supported: {', '.join(FAMILIES)}.  "
+        "docs/models.md says how to add one."
+    )

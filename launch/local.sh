@@ -24,6 +24,21 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-180}"
 
 python -m sft check "$recipe" "$@" --world-size "$nproc" --no-data
 python -m sft data prepare "$recipe" "$@"
+# A process group of its own for torchrun: a signal reaches it once, from this script.
+set -m
 # Without --signals-to-handle, SIGUSR1 would kill torchrun and leave its processes running.
-exec torchrun --standalone --nproc-per-node "$nproc" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    -m sft train "$recipe" "$@"
+torchrun --standalone --nproc-per-node "$nproc" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    -m sft train "$recipe" "$@" &
+started=$!
+for signal in TERM INT HUP QUIT USR1; do
+    # shellcheck disable=SC2064 # the name of the signal and the process are those of now
+    trap "kill -s $signal $started 2>/dev/null || true" "$signal"
+done
+code=0
+while kill -0 "$started" 2>/dev/null; do
+    code=0
+    wait "$started" || code=$?
+done
+# torchrun ends with a long traceback of its own, so the reason is repeated here.
+if [ "$code" -ne 0 ]; then python -m sft status "$recipe" "$@" || true; fi
+exit "$code"

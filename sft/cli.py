@@ -9,12 +9,14 @@ import atexit
 import difflib
 import importlib.metadata
 import io
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
@@ -35,6 +37,7 @@ def run() -> NoReturn:
         code = main()
     except Exception:  # a bug, or a lost rank; threads of the process group must not keep this process alive
         traceback.print_exc()
+        _tell_torchrun(traceback.format_exc())
         code = 1
     atexit._run_exitfuncs()  # libraries flush and clean up here
     sys.stdout.flush()
@@ -55,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(words)
         code: int = arguments.action(arguments) or 0
         sys.stdout.flush()
+        if code == 75:
+            _tell_torchrun("The run was asked to stop and has saved a checkpoint.  The same command resumes the run.")
         return code
     except BrokenPipeError:  # the reader, `head` for instance, has closed the pipe
         if words[:1] == ["train"]:  # the console handles a closed stdout, so this is another pipe
@@ -78,11 +83,27 @@ def _report(error: SftError, *, is_run: bool) -> None:
     """
     if not is_run or os.environ.get("RANK", "0") == "0":
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"{type(error).__name__}: {error}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
         time.sleep(_SECONDS_FOR_RANK_0)
         # torchrun has not ended this process, so rank 0 did not find this mistake: this rank reports it.
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(f"{type(error).__name__}: {error}")
+
+
+def _tell_torchrun(message: str) -> None:
+    """Write `message` into the file from which torchrun takes the last lines that it prints, its "Root Cause".
+
+    Without this file, torchrun's last line is "To enable traceback see ...", and `message` is 40 lines further up.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        try:
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
+        except OSError:  # a full disk: the message is on stderr, too
+            pass
 
 
 class _Parser(argparse.ArgumentParser):

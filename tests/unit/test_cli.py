@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sft.cli import main
 from sft.errors import StorageError, TrainingError
@@ -257,6 +258,21 @@ def test_rank_0_tells_and_the_others_are_quiet(
         assert printed.err == ("" if rank != "0" else MISTAKES["missing recipe"][1])
     assert main(["check", "b.yaml"]) == 2  # one process, whatever RANK says
     assert capsys.readouterr().err == MISTAKES["missing recipe"][1]
+
+
+def test_torchrun_is_told_the_reason_for_its_last_lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only by the process that reports the mistake: torchrun shows the reason of the process that fails first."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    assert main(["train", "b.yaml"]) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(folder / "error.json"))
+    shown = ChildFailedError("sft", {0: failure}).format_msg().splitlines()
+    assert f"{shown[-2]}\n" == f"  traceback : {capsys.readouterr().err}" and set(shown[-1]) == {"="}
+    stopped = types.SimpleNamespace(main=lambda recipe, layout, from_user: 75)
+    monkeypatch.setitem(sys.modules, "sft.trainer", stopped)
+    assert main(["train", "a.yaml"]) == 75
+    assert "The same command resumes the run." in (folder / "error.json").read_text()
 
 
 def test_a_reader_that_has_seen_enough() -> None:

@@ -24,7 +24,20 @@ with open(os.environ["CALLS"], "a") as calls:
     calls.write(json.dumps(call) + "\\n")
 """
 STAND_INS = {
-    "torchrun": "",
+    # Under local.sh it may send its parent a signal, which must come back, and fail.
+    "torchrun": """
+import signal, time
+received = []
+if name := os.environ.get("SIGNAL_PARENT"):
+    signal.signal(getattr(signal, name), lambda *_: received.append(name))
+    os.kill(os.getppid(), getattr(signal, name))
+    deadline = time.monotonic() + 20
+    while not received:
+        assert time.monotonic() < deadline, name
+        time.sleep(0.01)
+    print("forwarded:", *received)
+sys.exit(int(os.environ.get("TORCHRUN_EXIT", "0")))
+""",
     "python": """
 import signal
 verb = sys.argv[3]
@@ -121,6 +134,14 @@ def test_local_checks_the_recipe_then_starts_torchrun(tmp_path: Path) -> None:
     assert run.calls[2]["env"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "180"
     assert run.calls[2]["env"]["OMP_NUM_THREADS"] == "6"  # the user's own
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in run.calls[2]["env"]  # sft/run/environment.py chooses it
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_local_forwards_a_signal_once_and_repeats_last_how_the_run_ended(tmp_path: Path, name: str) -> None:
+    env = {"SIGNAL_PARENT": name, "TORCHRUN_EXIT": "1", "STATUS_TEXT": "start the run again", "STATUS_EXIT": "75"}
+    run = launch(tmp_path, "local.sh", "2", "r.yaml", "parallel.cp=2", env=env)
+    assert (run.code, run.stdout) == (1, f"forwarded: {name}\nstart the run again\n"), run.stderr
+    assert run.of("python")[-1] == ["-m", "sft", "status", "r.yaml", "parallel.cp=2"]
 
 
 @pytest.mark.parametrize("script, args", [("local.sh", ["2", "r.yaml"]), ("slurm.sbatch", ["r.yaml"])])

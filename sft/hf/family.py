@@ -190,7 +190,6 @@ class Family:
     options  key of config.json -> the values that our model supports
     scalings  kinds of scaled positions that transformers computes for this family
     other_rules  rules for other names or shapes under which files store the same model
-    unread   tensors in old files that are ignored
     passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
     """
 
@@ -202,7 +201,6 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
     scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")
     other_rules: tuple[tuple[Rule, ...], ...] = ()
     passed_through: tuple[str, ...] = ()

@@ -29,26 +29,28 @@ MAPPED_BYTES = 64 << 20  # read from mapped files before unmapping; a file that 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file.  dtype: name of the type in safetensors, which `DTYPES` may lack"""
+    """One tensor of a file.
+
+    dtype: name of the type in safetensors, which `DTYPES` may lack
+    start: offset of the tensor's bytes in the file
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+    start: int
+    num_bytes: int
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name.  Raises CheckpointError listing all problems of the files."""
+    """The tensors of a folder by name.  Raises CheckpointError listing all problems of the files.
+
+    requested_bytes: stored bytes of all values that were read so far
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, StoredTensor] = {}
+        self.requested_bytes = 0
         self._sizes: dict[Path, int] = {}
         self._mapped: dict[Path, Any] = {}
         self._stack, self._mapped_bytes = ExitStack(), 0
@@ -67,30 +69,60 @@ class SafetensorsFolder:
             raise CheckpointError("\n  ".join(problems))
         if index is not None:
             _compare_with_index(self.tensors, index, folder)
+        self._files = {name: tensor.file for name, tensor in self.tensors.items()}
 
     def read_rows(
-        self, name: str, start: int, target: torch.Tensor, *, index: tuple[int, ...] = (), transposed: bool = False
-    ) -> memoryview:
-        """Fill `target`, which has the type of the tensor, with rows from `start` on.  Returns target's bytes.
+        self,
+        name: str,
+        start: int,
+        target: torch.Tensor,
+        *,
+        index: tuple[int, ...] = (),
+        transposed: bool = False,
+        first_column: int = 0,
+    ) -> None:
+        """Fill `target` with rows from `start` on; of matrices, with columns from `first_column` on.
 
+        target: [rows] or [rows, columns], of any type and on any device
         index, transposed: the rows are those of the matrix tensor[index], or of its transpose
         Raises CheckpointError if the file has changed since it was opened.
         """
-        file = self.tensors[name].file
-        row_bytes = math.prod(target.shape[1:]) * target.itemsize
+        tensor = self.tensors[name]
+        width = tensor.shape[len(index) : len(index) + 1] if transposed else tensor.shape[len(index) + 1 :]
+        row_bytes = math.prod(width) * DTYPES[tensor.dtype].itemsize  # whole rows: pages hold other columns as well
+        columns = [slice(first_column, first_column + size) for size in target.shape[1:]]
         step = max(1, MAPPED_BYTES // max(1, row_bytes))
         for first in range(0, target.shape[0], step):
-            rows = target[first : first + step]
-            if not rows.numel():
+            block = target[first : first + step]
+            if not block.numel():
                 continue
-            wanted = slice(start + first, start + first + len(rows))
-            with _as_checkpoint_error(file):
-                part = self._map(name).get_slice(name)[(*index, *([slice(None)] if transposed else []), wanted)]
-            rows.copy_(part.T if transposed else part)
-            self._mapped_bytes += rows.nbytes
+            rows = slice(start + first, start + first + len(block))
+            part = self._part(name, (*index, *([*columns, rows] if transposed else [rows, *columns])))
+            block.copy_(part.T if transposed else part)
+            self._mapped_bytes += len(block) * row_bytes
             if self._mapped_bytes >= MAPPED_BYTES:
                 self.close()
-        return target.view(torch.uint8).reshape(-1).numpy().data
+
+    def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
+        """The bytes of a tensor of any type, as an export writes them, in blocks of about `max_bytes`."""
+        tensor = self.tensors[name]
+        with _as_checkpoint_error(tensor.file), tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            for start in range(0, tensor.num_bytes, max_bytes):
+                block = file.read(min(max_bytes, tensor.num_bytes - start))
+                if not block:
+                    raise CheckpointError(f"{tensor.file} became shorter while {name} was read.")
+                yield memoryview(block)
+
+    def blocks(self, name: str, max_bytes: int) -> Iterator[torch.Tensor]:
+        """Copies of the rows of a tensor, in blocks of about `max_bytes`."""
+        tensor = self.tensors[name]
+        num_rows = tensor.shape[0]
+        step = max(1, max_bytes * num_rows // max(1, tensor.num_bytes))
+        for start in range(0, num_rows, step):
+            block = torch.empty(min(step, num_rows - start), *tensor.shape[1:], dtype=DTYPES[tensor.dtype])
+            self.read_rows(name, start, block)
+            yield block
 
     def close(self) -> None:
         """Unmap all files; the next read maps its file again."""
@@ -98,8 +130,15 @@ class SafetensorsFolder:
         self._stack.close()
         self._mapped_bytes = 0
 
+    def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        """The numbers tensor[where], in mapped memory.  where: an index or a slice with start and stop for each axis"""
+        with _as_checkpoint_error(self._files[name]):
+            part: torch.Tensor = self._map(name).get_slice(name)[where]
+        self.requested_bytes += part.nbytes
+        return part
+
     def _map(self, name: str) -> Any:
-        file = self.tensors[name].file
+        file = self._files[name]
         # Reading past the end of a mapped file kills the process.
         if file.stat().st_size < self._sizes[file]:
             raise CheckpointError(f"{file} became shorter while {name} was read.")
@@ -113,12 +152,22 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     with _as_checkpoint_error(path):
         if path.exists() and not path.is_file():
             raise SafetensorError("it is not a file")  # opening a pipe would block for ever
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            return {
-                name: StoredTensor(file=path, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
+        with safe_open(path, framework="pt"):
+            pass  # the header is valid, and fits the size of the file
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    return {
+        name: StoredTensor(
+            file=path,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            start=8 + length + entry["data_offsets"][0],
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 @contextmanager

@@ -109,11 +109,12 @@ def test_headers_that_lie(made: Make, content: bytes, why: str) -> None:
 def test_a_file_that_shrinks_meanwhile(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     source = made()
 
-    def shrink(*args: Any, **kwargs: Any) -> None:
+    def shrink(*args: Any) -> list[str]:
         (source / "model.safetensors").write_bytes(b"")
+        return []
 
     before = (source / "model.safetensors").stat().st_size
-    monkeypatch.setattr("sft.hf.convert.import_hf._check", shrink)
+    monkeypatch.setattr("sft.hf.convert.import_hf._extra_state_keys", shrink)
     assert before and "became shorter while model.embed_tokens.weight was read" in import_refused(source)
 
 

@@ -35,7 +35,7 @@ _WHOLE_TENSOR_BYTES = 1 << 30  # our tensors up to this size are read completely
 # Keys of a checkpoint that do not belong to the model: moments, fp32 weights, random generators, plain values.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state")
 # Groups of `model.*` that do not describe the model.
-_NOT_SHAPE = ("init_from", "hf", "init_std", "megatron")
+_NOT_SHAPE = ("init_from", "hf", "hf_read_once", "init_std", "megatron")
 
 
 def export_hf(

@@ -24,13 +24,13 @@ from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import installed
 from sft.config import ModelConfig
 from sft.console import Console, Progress, size
-from sft.hf.architecture import Architecture, architecture, read
+from sft.hf.architecture import Architecture
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.hf.convert.torch_dist import TorchDistWriter
-from sft.hf.family import LAYER, HfTensor, RowSpan, TensorMapping, views_by_tensor
+from sft.hf.family import HfTensor, RowSpan, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG, IMPORTED
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
-from sft.hf.tensor_check import check_tensors, fold_by_layer
+from sft.hf.source import open_source
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
 from sft.parallel.layout import padded_vocab_size
 
@@ -52,18 +52,16 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
     model, if the target exists, and if the disk has no room.
     """
     refuse_existing(target)  # before reading headers, which may take long
-    content = read(source)
-    model = architecture(content, str(source / CONFIG))
-    with closing(SafetensorsFolder(source)) as stored:
-        mappings = list(model.family.mappings(model.model, model.vocab_size))
-        _check(stored, mappings, model, source)
-        num_bytes = sum(stored.tensors[tensor.name].num_bytes for tensor in views_by_tensor(mappings))
+    opened = open_source(source)
+    model, num_bytes = opened.architecture, opened.num_trained_bytes
+    with closing(opened.stored) as stored:
         padding = (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.model.hidden_size * 4 * 2
         with new_folder(target, num_bytes + padding) as temporary:
             checkpoint = temporary / folders.name_of(0)
             checkpoint.mkdir()
             with console.track(f"importing {source}", num_bytes, "bytes") as progress:
-                _write(stored, mappings, model, checkpoint, content.get("max_position_embeddings"), progress)
+                positions = opened.content.get("max_position_embeddings")
+                _write(stored, opened.mappings, model, checkpoint, positions, progress)
             (temporary / IMPORTED).mkdir()
             shutil.copyfile(source / CONFIG, temporary / IMPORTED / CONFIG)
             copy_companions(source, temporary / IMPORTED)
@@ -72,59 +70,6 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
         f"imported {source} ({model.family.model_type}, {size(num_bytes)}) to {target}; start a run from it with "
         f"model.init_from={target}"
     )
-
-
-def _check(stored: SafetensorsFolder, mappings: list[TensorMapping], model: Architecture, source: Path) -> None:
-    wanted = {tensor.name: tensor.shape for tensor in views_by_tensor(mappings)}
-    unread = {
-        name.replace(LAYER, str(layer)) for name in model.family.unread for layer in range(model.model.num_layers)
-    }
-    shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in unread}
-    problems = [
-        f"type {dtype} is not supported, only {', '.join(DTYPES)}: {line}"
-        for dtype in sorted({tensor.dtype for tensor in stored.tensors.values()} - set(DTYPES))
-        for line in fold_by_layer(name for name in shapes if stored.tensors[name].dtype == dtype)
-    ]
-    problems += _mixed_types(stored, mappings)
-    embedding, head = model.family.embedding, model.family.head
-    if model.model.tie_embeddings and head in shapes and embedding in shapes:
-        if _is_copy(stored, embedding, head):
-            del shapes[head]
-        else:
-            problems.append(f"tie_word_embeddings is true, but {head} and {embedding} differ")
-    check_tensors(shapes, wanted, str(source), other=problems)
-
-
-def _mixed_types(stored: SafetensorsFolder, mappings: list[TensorMapping]) -> list[str]:
-    """One line for each of our tensors whose sources have several types."""
-    types: dict[str, dict[str, str]] = {}  # our key -> type -> name of its first tensor
-    for mapping in mappings:
-        for view in mapping.sources:
-            if view.name in stored.tensors:
-                types.setdefault(mapping.key, {}).setdefault(stored.tensors[view.name].dtype, view.name)
-    return [
-        "tensors that become one tensor have different types: "
-        f"{', '.join(f'{dtype} ({name})' for dtype, name in names.items())}"
-        for names in types.values()
-        if len(names) > 1
-    ]
-
-
-def _is_copy(stored: SafetensorsFolder, name: str, other_name: str) -> bool:
-    """Whether two tensors are equal bit for bit.  Some published files of tied models hold the embedding twice."""
-    tensor, other = stored.tensors[name], stored.tensors[other_name]
-    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape) or tensor.dtype not in DTYPES:
-        return False
-    num_rows = tensor.shape[0]
-    step = max(1, BLOCK_BYTES // max(1, tensor.row_bytes))
-    for start in range(0, num_rows, step):
-        shape = (min(step, num_rows - start), *tensor.shape[1:])
-        blocks = [torch.empty(shape, dtype=DTYPES[tensor.dtype]) for _ in range(2)]
-        for source, block in zip((name, other_name), blocks):
-            stored.read_rows(source, start, block)
-        if not torch.equal(*(block.view(torch.uint8) for block in blocks)):
-            return False
-    return True
 
 
 def _write(
@@ -181,11 +126,9 @@ def _write_tensor(
                 rows.zero_()
             else:
                 view = mapping.sources[span.source]
-                read_bytes = stored.read_rows(
-                    view.name, view.first + span.start, rows, index=view.index, transposed=view.transposed
-                )
-                digests[span.source].update(read_bytes)
-                progress.advance(len(read_bytes))
+                stored.read_rows(view.name, view.first + span.start, rows, index=view.index, transposed=view.transposed)
+                digests[span.source].update(_bytes_of(rows))
+                progress.advance(rows.nbytes)
         offset = (*mapping.stack_index, first, *[0] * len(mapping.row_shape))
         writer.write_chunk(mapping.key, mapping.shape(num_rows), offset, data[(None,) * len(mapping.stack_index)])
     return {view.name: digest.hexdigest() for view, digest in zip(mapping.sources, digests) if view.is_whole}
@@ -194,12 +137,13 @@ def _write_tensor(
 def _digest(stored: SafetensorsFolder, tensor: HfTensor) -> str:
     """SHA-256 of a stored tensor."""
     digest = hashlib.sha256()
-    row_shape, dtype = tensor.shape[1:], DTYPES[stored.tensors[tensor.name].dtype]
-    step = max(1, BLOCK_BYTES // stored.tensors[tensor.name].row_bytes)
-    for start in range(0, tensor.shape[0], step):
-        block = torch.empty(min(step, tensor.shape[0] - start), *row_shape, dtype=dtype)
-        digest.update(stored.read_rows(tensor.name, start, block))
+    for block in stored.blocks(tensor.name, BLOCK_BYTES):
+        digest.update(_bytes_of(block))
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
 def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowSpan]]:

@@ -15,7 +15,7 @@ from sft.hf.families.rules import (
     qk_norm,
     qkv_bias,
 )
-from sft.hf.family import LAYER, Family
+from sft.hf.family import Family
 
 DENSE = (
     Family(
@@ -26,7 +26,7 @@ DENSE = (
         keys=KEYS,
         defaults=DEFAULTS,
         options={**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
-        unread=(f"model.layers.{LAYER}.self_attn.rotary_emb.inv_freq",),  # in files of Llama 2
+        passed_through=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # in files of Llama 2
     ),
     Family(
         model_type="mistral",

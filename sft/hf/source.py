@@ -1,0 +1,168 @@
+"""Sorts the tensors of a Hugging Face folder: trained, passed through, or refused by name.
+
+Every tensor of the files is one of these, and nothing is lost.  A trained tensor is a source of one of our tensors.  A
+tensor that is passed through stays as it is, and an export writes it again.  All other tensors are refused: one error
+lists them, together with missing tensors and wrong shapes and types.
+
+`SafetensorsFolder` decides which files belong to the folder.  `Family` says which tensors a model has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sft.console import size
+from sft.hf.architecture import Architecture, architecture, read
+from sft.hf.family import Family, TensorMapping, views_by_tensor
+from sft.hf.hub import CONFIG
+from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
+from sft.hf.tensor_check import check_tensors, fold_by_layer
+
+_COMPARED_BYTES = 64 << 20  # largest block of two tensors that are compared
+Role = Literal["trained", "tied copy", "passed through"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One tensor of an export.
+
+    dtype: name of the type in safetensors, such as BF16
+    role: a tied copy has the values of the embedding; the files of some tied models store the output as well
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The model in a Hugging Face folder.
+
+    name: the folder, or the name on the hub, for messages
+    content: of config.json
+    mappings: our tensors, and the stored tensors of which they consist
+    manifest: every tensor of the folder, as an export must write it
+    """
+
+    name: str
+    folder: Path
+    content: Mapping[str, Any]
+    architecture: Architecture
+    stored: SafetensorsFolder
+    mappings: list[TensorMapping]
+    manifest: Mapping[str, Expected]
+
+    def names(self, role: Role) -> list[str]:
+        return [name for name, expected in self.manifest.items() if expected.role == role]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.stored.tensors.values())
+
+    @property
+    def num_trained_bytes(self) -> int:
+        return sum(self.stored.tensors[name].num_bytes for name in self.names("trained"))
+
+    def describe(self) -> str:
+        """Qwen/Qwen3-8B: 399 tensors trained, 0 passed through, 0 refused; 15.3 GiB"""
+        passed_through = len(self.names("passed through"))
+        trained = len(self.manifest) - passed_through
+        counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
+        return f"{self.name}: {counts}; {size(self.num_bytes)}"
+
+
+def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source:
+    """The model in `folder`.  Reads config.json and the headers of the files.
+
+    compare: also read a tied output that is stored twice, and refuse it if it differs from the embedding
+    Raises ConfigError if our model does not support config.json.  Raises CheckpointError that lists all tensors that do
+    not fit the model, or all problems of the files.
+    """
+    content = read(folder)
+    model = architecture(content, str(folder / CONFIG))
+    stored = SafetensorsFolder(folder)
+    shapes = {tensor_name: tensor.shape for tensor_name, tensor in stored.tensors.items()}
+    family = model.family.stored_as(shapes, model.model, model.vocab_size)
+    mappings = list(family.mappings(model.model, model.vocab_size))
+    tied = (family.embedding, family.head) if model.model.tie_embeddings else None
+    roles = _sort(stored, family, mappings, folder, tied=tied, compare=compare)
+    manifest = {
+        tensor_name: Expected(shape=tensor.shape, dtype=tensor.dtype, role=roles[tensor_name])
+        for tensor_name, tensor in stored.tensors.items()
+    }
+    return Source(
+        name=name or str(folder),
+        folder=folder,
+        content=content,
+        architecture=model,
+        stored=stored,
+        mappings=mappings,
+        manifest=manifest,
+    )
+
+
+def _sort(
+    stored: SafetensorsFolder,
+    family: Family,
+    mappings: list[TensorMapping],
+    folder: Path,
+    *,
+    tied: tuple[str, str] | None,
+    compare: bool,
+) -> dict[str, Role]:
+    """The role of every tensor.  Raises CheckpointError that lists everything that does not fit the model.
+
+    tied: names of the embedding and of the output, if they are one tensor of the model
+    """
+    wanted = {tensor.name: tensor.shape for tensor in views_by_tensor(mappings)}
+    roles: dict[str, Role] = {
+        name: "trained" if name in wanted else "passed through"
+        for name in stored.tensors
+        if name in wanted or family.passes_through(name)
+    }
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if roles.get(name) != "passed through"}
+    problems = [
+        f"type {dtype} is not supported, only {', '.join(DTYPES)}: {line}"
+        for dtype in sorted({stored.tensors[name].dtype for name in shapes} - set(DTYPES))
+        for line in fold_by_layer(name for name in shapes if stored.tensors[name].dtype == dtype)
+    ]
+    problems += _mixed_types(stored.tensors, mappings)
+    if tied and all(name in shapes for name in tied):
+        embedding, head = tied
+        if _same_form(stored, embedding, head) and not (compare and _differ(stored, embedding, head)):
+            del shapes[head]
+            roles[head] = "tied copy"
+        else:
+            problems.append(f"tie_word_embeddings is true, but {head} and {embedding} differ")
+    check_tensors(shapes, wanted, str(folder), other=problems)
+    return roles
+
+
+def _mixed_types(tensors: Mapping[str, StoredTensor], mappings: list[TensorMapping]) -> list[str]:
+    """One line for each of our tensors whose sources have several types."""
+    types: dict[str, dict[str, str]] = {}  # our key -> type -> name of its first tensor
+    for mapping in mappings:
+        for view in mapping.sources:
+            if view.name in tensors:
+                types.setdefault(mapping.key, {}).setdefault(tensors[view.name].dtype, view.name)
+    return [
+        "tensors that become one tensor have different types: "
+        f"{', '.join(f'{dtype} ({name})' for dtype, name in names.items())}"
+        for names in types.values()
+        if len(names) > 1
+    ]
+
+
+def _same_form(stored: SafetensorsFolder, name: str, other_name: str) -> bool:
+    tensor, other = stored.tensors[name], stored.tensors[other_name]
+    return (tensor.dtype, tensor.shape) == (other.dtype, other.shape) and tensor.dtype in DTYPES
+
+
+def _differ(stored: SafetensorsFolder, name: str, other_name: str) -> bool:
+    """Whether any bit of two tensors of the same type and shape differs."""
+    pairs = zip(stored.blocks(name, _COMPARED_BYTES), stored.blocks(other_name, _COMPARED_BYTES))
+    return not all(torch.equal(block.view(torch.uint8), other.view(torch.uint8)) for block, other in pairs)

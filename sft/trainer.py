@@ -18,6 +18,7 @@ from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
+from sft.hf.initial import load_initial
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
 from sft.mcore.attention.selection import slower_than_possible
@@ -114,7 +115,8 @@ class Trainer:
 
     def train(self) -> bool:
         """Train until the last step, or until the run must stop.  Returns whether the run is done."""
-        state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console)
+        initial = partial(load_initial, self.engine, self.config, self.console)
+        state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
         if self._is_done(state):
             self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")

@@ -16,10 +16,9 @@ from sft.checkpoint import folders, manifest, resume_setting
 from sft.checkpoint.manifest import Manifest, Verify
 from sft.checkpoint.saver import Saver
 from sft.checkpoint.train_state import Changes, Conditions, TrainState, changes
-from sft.config import RANDOM, CheckpointConfig, Config
+from sft.config import CheckpointConfig, Config
 from sft.console import Console, size
-from sft.errors import CheckpointError, ConfigError
-from sft.mcore import initial_weights
+from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.mcore.process_groups import ProcessGroups
@@ -35,9 +34,17 @@ class ResumePoint:
     is_named: bool = False  # whether checkpoint.resume is the path of this checkpoint
 
 
-def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions, console: Console) -> TrainState:
+def restore(
+    engine: Engine,
+    saver: Saver,
+    config: Config,
+    conditions: Conditions,
+    console: Console,
+    load_initial: Callable[[], str],
+) -> TrainState:
     """Load a checkpoint, or the weights from which a new run starts, into `engine`.  Returns the state.
 
+    load_initial: loads these weights into `engine`, and returns which weights they are
     Collective.  Raises CheckpointError if the run cannot resume, ConfigError if checkpoints cannot be written.
     """
     folder, control = saver.folder, engine.groups.control
@@ -49,16 +56,7 @@ def restore(engine: Engine, saver: Saver, config: Config, conditions: Conditions
         state = load(engine, point, config.checkpoint, conditions, console)
         saver.resumed(state.step, is_ours=point.path.parent.resolve() == folder.resolve())
         return state
-    if config.model.init_from == RANDOM:
-        initial_weights.initialise(engine)
-        console.say(f"started from random weights (seed {config.run.seed})")
-    elif config.model.init_from is not None:
-        start_from(engine, config.model.init_from, config.checkpoint.verify, console)
-    else:
-        raise ConfigError(
-            f"the weights of model.hf = {config.model.hf} cannot be read directly yet.  Convert them with "
-            "`sft import` and name the result with model.init_from=CHECKPOINT, or set model.init_from=random."
-        )
+    console.say(f"started from {load_initial()}")
     return TrainState()
 
 
@@ -169,15 +167,6 @@ def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:
         f"keep their shapes: {override}; or start a new run from the weights of the checkpoint: model.init_from={path} "
         f"with another run.dir."
     )
-
-
-def start_from(engine: Engine, source: str, verify: Verify, console: Console) -> None:
-    """Load the weights that model.init_from names.  Collective.  Raises CheckpointError if there are none."""
-    key = f"model.init_from = {source}"
-    path = broadcast_from_rank0(lambda: folders.find([Path(source)], key), engine.groups.control)
-    point = verified(path, verify, engine.groups)
-    engine_state.load_weights(engine, point.path)
-    console.say(f"started from the weights of {point.path} ({point.verification})")
 
 
 def _paths(config: CheckpointConfig, folder: Path) -> tuple[list[Path], bool]:

@@ -118,7 +118,7 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 def _describes_model(key: str) -> bool:
     """Whether a change of the key changes the computation of the model, even with tensors of the same shapes."""
-    return key.startswith("model.") and key not in _START_ONLY
+    return key.startswith("model.") and key not in _START_ONLY and is_reported(key)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

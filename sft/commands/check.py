@@ -50,6 +50,7 @@ def check(arguments: Namespace) -> None:
         vocab_size = read_tokenizer(recipe).vocab_size if built_in else None
         _print_model(recipe, layout, vocab_size)
         _print_time(recipe, layout, vocab_size, recipe.config.data.seq_length)
+        print_group("weights", ["not read (--no-data)"])
         print_group("data", ["not read (--no-data)"])
         _print_warnings(recipe, num_steps=recipe.config.train.num_steps)
     else:
@@ -73,6 +74,7 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     train = recipe.config.train
     tokenizer = read_tokenizer(recipe)
     _print_model(recipe, layout, tokenizer.vocab_size)
+    _print_weights(recipe, tokenizer.vocab_size)
     corpora = prepare_recipe(recipe.config, tokenizer, progress())
     corpus = corpora.pop("train")
     loader = loader_of(recipe.config, layout, corpus)
@@ -115,6 +117,13 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None)
     rows = vocab_rows(model, tokenizer_size or 0)
     print_group("model", [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"])
     print_group("memory", describe(recipe.config, layout, rows))
+
+
+def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
+    """Print the weights from which a new run starts, and refuse those that no run could load."""
+    from sft.hf.initial import describe
+
+    print_group("weights", [describe(recipe.config, tokenizer_size)])
 
 
 def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sft.config.section import Path, Positive, Section, divisors
+from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
 RANDOM = "random"  # of init_from; a folder of this name is ./random
@@ -107,6 +107,8 @@ class ModelConfig(Section):
     """Mixture of experts."""
     hf: Path | None = None
     """Hugging Face folder, or checkpoint of `sft import`: sizes, weights and tokenizer come from this folder."""
+    hf_read_once: bool = Field(False, json_schema_extra=UNREPORTED)
+    """One rank reads each weight of `hf`, and sends it to the ranks that hold it too; for a slow shared file system."""
     init_from: Path | None = None
     """Initial weights of a new run: null means those of `hf`; `random`; or a Megatron checkpoint folder."""
     megatron: dict[str, bool | int | float | str | list[str] | None] = {}

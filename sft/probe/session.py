@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from sft.batch import Sample
 from sft.checkpoint import folders, resume
-from sft.config import RANDOM, Config
+from sft.config import Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
+from sft.hf.initial import load_initial
 from sft.hf.tokenizer import tokenizer_of
-from sft.mcore import device, initial_weights, process_groups
+from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, release
 from sft.parallel.collectives import broadcast_from_rank0
@@ -59,17 +60,16 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
 
 @contextmanager
 def model(session: Session) -> Iterator[tuple[Engine, str]]:
-    """The engine, and where its weights are from: the run's checkpoint, model.init_from, or random weights."""
+    """The engine, and where its weights are from: the run's checkpoint, or those from which a new run starts."""
     config, data = session.config, session.data
     engine = Engine(config, session.layout, session.groups, vocab_size=data.vocab_size, num_steps=data.num_steps)
     source = broadcast_from_rank0(lambda: _checkpoint(config), session.groups.control)
     if source is None:
-        initial_weights.initialise(engine)
-        weights = f"random weights (seed {config.run.seed}): neither the run nor model.init_from has a checkpoint"
+        weights = load_initial(engine, config, session.console)
     else:
         point = resume.verified(source, config.checkpoint.verify, session.groups)
         engine_state.load_weights(engine, point.path)
-        weights = f"weights of {point.path} ({point.verification})"
+        weights = f"the weights of {point.path} ({point.verification})"
     yield engine, weights
     release(engine)
     if session.groups.device.type == "cuda":
@@ -77,7 +77,7 @@ def model(session: Session) -> Iterator[tuple[Engine, str]]:
 
 
 def _checkpoint(config: Config) -> Path | None:
-    """The checkpoint that checkpoint.resume names, the run's newest, or that of model.init_from; None: there is none.
+    """The checkpoint that checkpoint.resume names, or the run's newest; None: the run has none.
 
     Raises CheckpointError if a named path has no checkpoint.
     """
@@ -86,6 +86,4 @@ def _checkpoint(config: Config) -> Path | None:
         return folders.find([Path(resume_from)], f"checkpoint.resume = {resume_from}")
     if resume_from == "must" or (resume_from == "auto" and folders.candidates(own)):
         return folders.find([own], f"checkpoint.resume = {resume_from}: {own}")
-    if config.model.init_from not in (None, RANDOM):
-        return folders.find([Path(config.model.init_from)], f"model.init_from = {config.model.init_from}")
     return None

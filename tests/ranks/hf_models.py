@@ -1,6 +1,5 @@
 """Small random models of transformers and the same weights in our engine: token losses and gradients of both."""
 
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ import numpy as np
 import torch
 
 from sft.batch import Sample
-from sft.console import Console
+from sft.console import QUIET
 from sft.hf.architecture import architecture, read
-from sft.mcore.checkpoint_io import engine_state
+from sft.hf.load_weights import load_weights
+from sft.hf.source import open_source
 from sft.mcore.engine import Engine
 from sft.parallel import context_parallel
 from tests.ranks import scenarios
@@ -36,10 +36,15 @@ class Architecture:
     tied: bool = False
 
 
+def load(engine: Engine, folder: str) -> None:
+    """The weights of the Hugging Face folder, straight from its files."""
+    load_weights(engine, open_source(Path(folder)), QUIET)
+
+
 def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> list[Any]:
     """-log p(label) of every local token of each pack, and the pack positions they belong to."""
     with scenarios.running(overrides) as engine:
-        engine_state.load_weights(engine, Path(folder))
+        load(engine, folder)
         return [_losses(engine, samples) for samples in packs]
 
 
@@ -56,7 +61,7 @@ def packed_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequ
     Data-parallel ranks take turns with the packs.  Experts are named by their number among all.
     """
     with scenarios.running(overrides) as engine:
-        engine_state.load_weights(engine, Path(folder))
+        load(engine, folder)
         (chunk,) = engine.chunks
         chunk.train()
         chunk.zero_grad_buffer()
@@ -132,7 +137,7 @@ def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint of ours, and transformers' model of the same weights."""
+    """A Hugging Face folder, and transformers' model of the same weights."""
 
     folder: str
     model: Any
@@ -165,9 +170,6 @@ def backward(model: Any, samples: Sequence[Sample]) -> tuple[float, int]:
         loss.backward()
         total += float(loss.detach())
     return total, count
-
-
-QUIET = Console(0, io.StringIO())
 
 
 def recipe_of(source: Path) -> list[str]:

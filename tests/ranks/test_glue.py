@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
+from sft.console import QUIET
 from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.import_hf import import_hf
 from tests.launching import start
-from tests.ranks.hf_models import QUIET, check_parameters, recipe_of
+from tests.ranks.hf_models import check_parameters, recipe_of
 from tests.unit.fixtures import hf
 
 # fp32 against float64, over six Adam steps, relative.
@@ -214,7 +214,6 @@ def by_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks, from weights of transformers: chat twice an epoch, half of code, and two held-out sets."""
     folder = tmp_path_factory.mktemp("by_epochs")
     source = hf.save(folder / "source", "qwen3")
-    import_hf(source, folder / "imported", QUIET)
     sources = (
         f"{{chat: {{files: {folder}/sums.jsonl, epochs: 2.0}}, code: {{files: {folder}/code.jsonl, epochs: 0.5}}}}"
     )
@@ -222,7 +221,13 @@ def by_epochs(tmp_path_factory: pytest.TempPathFactory) -> Run:
     steps = ["train.num_steps=6", "train.eval_every=3", "optim.schedule=constant", f"optim.warmup_steps={WARM_UP}"]
     optim = [f"optim.lr={LR}", f"optim.weight_decay={DECAY}", f"optim.clip_grad={CLIP}"]
     data = [f"data.train={sources}", f"data.eval={{near: {folder}/near.jsonl, far: {folder}/far.jsonl}}"]
-    start_from = [*recipe_of(source), f"model.init_from={folder}/imported", "run.seed=77"]
+    start_from = [
+        *recipe_of(source),
+        f"model.hf={source}",
+        "model.init_from=null",
+        "data.tokenizer=byte",
+        "run.seed=77",
+    ]
     told = run(folder, [*start_from, *data, *steps, *optim, *keep, "loss.reduction=sample"], 2)
     return Run(folder, told, hf.load(source).double())
 

@@ -1,4 +1,4 @@
-"""Imported models compute what transformers computes, on every layout; and what is trained goes back to transformers.
+"""Models compute what transformers does with the same files, on every layout; what is trained goes back to it.
 
 The models are transformers' own, saved by it; the losses and gradients to compare with come from it too.
 """
@@ -21,12 +21,11 @@ import pytest
 import torch
 
 from sft.batch import Sample
-from sft.console import Console
+from sft.console import QUIET, Console
 from sft.data.cache.prepare import prepare_recipe
 from sft.data.chat.tokenizer import load_tokenizer
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
-from sft.mcore.checkpoint_io import engine_state
 from sft.recipe.load import load_recipe
 from tests.builders import chats
 from tests.ranks import megatron_lm, scenarios
@@ -34,7 +33,6 @@ from tests.ranks.hf_models import (
     GRADIENT_TOLERANCE,
     MEAN_LOSS_TOLERANCE,
     PACKS,
-    QUIET,
     VISIBLE,
     Architecture,
     Reference,
@@ -44,6 +42,7 @@ from tests.ranks.hf_models import (
     global_name,
     hf_losses,
     in_hf_names,
+    load,
     packed_gradients,
     packed_losses,
     recipe_of,
@@ -94,7 +93,7 @@ def is_sparse(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Model(Reference):
-    """A model of transformers, the checkpoint that was made of it, and the recipe of its sizes."""
+    """A model of transformers, its folder, and the recipe of its sizes."""
 
     recipe: list[str]
 
@@ -107,9 +106,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         if name not in made:
             folder = tmp_path_factory.mktemp("model")
             source = hf.save(folder / "source", **MODELS[name])
-            import_hf(source, folder / "imported", QUIET)
-            checkpoint = str(folder / "imported" / "iter_0000000")
-            made[name] = Model(checkpoint, hf.load(source).train(), recipe_of(source))
+            made[name] = Model(str(source), hf.load(source).train(), recipe_of(source))
         return made[name]
 
     return get
@@ -198,7 +195,7 @@ STEPS_TOLERANCE = 1e-5  # of losses, norms and parameters; measured at most 2.4e
 def trained(overrides: list[str], folder: str) -> dict[str, Any]:
     """Steps of ours: losses, norms before clipping, and the parameters of this rank."""
     with scenarios.running(overrides) as engine:
-        engine_state.load_weights(engine, Path(folder))
+        load(engine, folder)
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
         batches = [loader.microbatches(step) for step in range(STEPS)]
         results = [engine.train_step(batch) for batch in batches]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.checkpoint import resume
-from sft.console import Console
+from sft.console import QUIET
+from sft.hf.initial import load_initial
 from sft.mcore.model import sharded_tensors
 from tests.ranks import saving, scenarios
 from tests.ranks.pool import RankPool
@@ -43,7 +45,8 @@ def start(overrides: list[str], folder: str, save: bool = False) -> tuple[int, s
         with draws:
             engine = contexts.enter_context(scenarios.running([*SMALL, *overrides], has_weights=False))
             run = saving.Run(engine, folder)
-            resume.restore(engine, run.saver, engine.config, run.saver._conditions, Console(1))
+            initial = partial(load_initial, engine, engine.config, QUIET)
+            resume.restore(engine, run.saver, engine.config, run.saver._conditions, QUIET, initial)
         weights = scenarios.parameter_hash(engine)
         run.train(1)
         if save:

@@ -64,7 +64,8 @@ def test_null_as_older_versions_wrote_it_is_no_change() -> None:
 @pytest.mark.parametrize(
     "key",
     ["run.dir", "run.device", "run.timeout_s", "run.grace_s", "run.progress_timeout_s", "run.exit_after_minutes",
-     "log.every", "checkpoint.save_every", "profile.memory.ranks", "data.num_workers", "data.cache_dir"],
+     "log.every", "checkpoint.save_every", "profile.memory.ranks", "data.num_workers", "data.cache_dir",
+     "model.hf_read_once"],
 )  # fmt: skip
 def test_what_changes_no_number_is_silent(key: str) -> None:
     assert changes(BEFORE, conditions(recipe={**RECIPE, key: 7}), []) == Changes(reported=[], refused={})

@@ -19,7 +19,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.saving import ASYNC, Run, listing, run_of
 
 Ranks = Callable[[int], RankPool]
-END_OF_TEST = 60.0  # seconds; nothing waits that long unless it is broken
+END_OF_TEST = 240.0  # seconds; nothing waits that long unless it is broken
 LAYOUTS: list[tuple[int, list[str]]] = [
     (1, []),
     (2, ["parallel.distributed_optimizer=true"]),

@@ -19,7 +19,7 @@ from sft.run.signals import StopSignals, deadline
 from tests.unit.fixtures.held import held, threads
 
 ROOT = Path(__file__).resolve().parents[2]
-END_OF_TEST = 30.0  # seconds; no wait takes that long unless something is broken
+END_OF_TEST = 240.0  # seconds; no wait takes that long unless something is broken, not even on a busy machine
 
 # stuck never returns, and no signal interrupts it: a mutex locked twice, with the interpreter free for others.
 HEAD = """
@@ -224,18 +224,17 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
         grandchild = os.fork()
         if grandchild:
             os.write(writer, f"{{grandchild}}\\n".encode())
-        time.sleep(40)
+        time.sleep(100)
+        print("slept", flush=True)
         os._exit(0)
     print("ready", child, os.read(reader, 99).decode(), sep="\\n", end="", flush=True)
     {last}
 """)
     child, grandchild = int(line(process)), int(line(process))
     process.wait()
-    began = time.monotonic()
     os.kill(child, signal.SIGTERM)
     os.kill(grandchild, signal.SIGTERM)
-    assert end(process) == (0, [])  # when nobody holds its stdout any more
-    assert time.monotonic() - began < END_OF_TEST
+    assert end(process) == (0, [])  # when nobody holds its stdout any more; a process that has slept prints it
 
 
 def test_a_child_of_a_killed_run_ends_although_another_was_forked_just_now(start: Start) -> None:
@@ -245,7 +244,7 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     for number in range(2):
         child = os.fork()
         if child == 0:
-            time.sleep(40)
+            time.sleep(1000)
             os._exit(0)
         children.append(child)
         kept = os.dup(it._receiver.fileno())  # the second child has it still, as between its fork and its first line

@@ -37,7 +37,7 @@ def run() -> NoReturn:
         code = main()
     except Exception:  # a bug, or a lost rank; threads of the process group must not keep this process alive
         traceback.print_exc()
-        _tell_torchrun(traceback.format_exc())
+        _report_to_torchrun(traceback.format_exc())
         code = 1
     atexit._run_exitfuncs()  # libraries flush and clean up here
     sys.stdout.flush()
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.action(arguments) or 0
         sys.stdout.flush()
         if code == 75:
-            _tell_torchrun("The run was asked to stop and has saved a checkpoint.  The same command resumes the run.")
+            _report_to_torchrun("The run was asked to stop and has saved a checkpoint.  The same command resumes the run.")
         return code
     except BrokenPipeError:  # the reader, `head` for instance, has closed the pipe
         if words[:1] == ["train"]:  # the console handles a closed stdout, so this is another pipe
@@ -83,16 +83,16 @@ def _report(error: SftError, *, is_run: bool) -> None:
     """
     if not is_run or os.environ.get("RANK", "0") == "0":
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        _tell_torchrun(f"{type(error).__name__}: {error}")
+        _report_to_torchrun(f"{type(error).__name__}: {error}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
         time.sleep(_SECONDS_FOR_RANK_0)
         # torchrun has not ended this process, so rank 0 did not find this mistake: this rank reports it.
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        _tell_torchrun(f"{type(error).__name__}: {error}")
+        _report_to_torchrun(f"{type(error).__name__}: {error}")
 
 
-def _tell_torchrun(message: str) -> None:
+def _report_to_torchrun(message: str) -> None:
     """Write `message` into the file from which torchrun takes the last lines that it prints, its "Root Cause".
 
     Without this file, torchrun's last line is "To enable traceback see ...", and `message` is 40 lines further up.

@@ -9,9 +9,12 @@ no rank needs a token of another rank for its labels.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch  # takes a second, which errors about data need not wait for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +88,12 @@ class Microbatch:
     Fields without shape [1, t] describe the whole pack, and are the same on every context-parallel rank.
     """
 
-    tokens: torch.Tensor  # int64 [1, t]
-    labels: torch.Tensor  # int64 [1, t]
-    position_ids: torch.Tensor  # int64 [1, t]
-    loss_weights: torch.Tensor  # float32 [1, t], above 0 for supervised labels
-    documents: torch.Tensor  # int32 [1, t], index of each token's document in the pack
-    cu_seqlens: torch.Tensor  # int32 [num_documents + 1], padded boundaries, filler documents included
+    tokens: "torch.Tensor"  # int64 [1, t]
+    labels: "torch.Tensor"  # int64 [1, t]
+    position_ids: "torch.Tensor"  # int64 [1, t]
+    loss_weights: "torch.Tensor"  # float32 [1, t], above 0 for supervised labels
+    documents: "torch.Tensor"  # int32 [1, t], index of each token's document in the pack
+    cu_seqlens: "torch.Tensor"  # int32 [num_documents + 1], padded boundaries, filler documents included
     max_seqlen: int  # length of the longest padded document
     lengths: np.ndarray  # int32 [num_documents], real lengths; 0 marks a filler document
     supervised: np.ndarray  # int32 [num_documents], number of supervised labels
@@ -102,11 +105,13 @@ class Microbatch:
     sample_ids: tuple[int, ...]
 
     @property
-    def loss_mask(self) -> torch.Tensor:
+    def loss_mask(self) -> "torch.Tensor":
         """bool [1, t]: whether the label is supervised, that is, has a weight above 0."""
         return self.loss_weights > 0
 
     @property
-    def is_padding(self) -> torch.Tensor:
+    def is_padding(self) -> "torch.Tensor":
         """bool [1, t]: whether the token is padding, in a real or in a filler document."""
+        import torch
+
         return self.position_ids >= torch.from_numpy(self.lengths)[self.documents]

@@ -55,9 +55,10 @@ def test_contracts_notice(tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported_before_it_is_used() -> None:
-    """`sft --help` and a wrong recipe must be answered at once: no torch, no megatron, no transformers."""
+    """Help, and errors about recipes and data, must appear at once: no torch, no megatron, no transformers."""
     modules = (
-        "sft.cli, sft.recipe.load, sft.config, sft.parallel.layout, sft.parallel.context_parallel, sft.estimate.memory"
+        "sft.cli, sft.recipe.load, sft.config, sft.parallel.layout, sft.parallel.context_parallel, sft.estimate.memory, "
+        "sft.data.cache.prepare, sft.data.inspect.forecast, sft.data.inspect.survey, sft.recipe.run_checks"
     )
     program = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
-import torch
 
 from sft.batch import Microbatch, Pack, Sample
 from sft.parallel.alignment import aligned
@@ -111,6 +110,7 @@ def token_weight(num_supervised: int, reduction: str) -> np.float32:
 
 def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microbatch:
     """The microbatch of the rank that holds positions `indices` of a pack; its counts are those of the whole pack."""
+    import torch  # takes a second, which errors about data need not wait for
 
     def at_indices(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array[indices]).to(dtype).unsqueeze(0)  # [1, t]

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
-from sft.hf.families import FAMILIES
+from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, local_folder
+from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.rotary import rope_of, written
 
 _LONGEST = "max_position_embeddings"
@@ -67,9 +68,10 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
 
     Raises ConfigError that lists everything that our model does not support.
     """
-    family = FAMILIES.get(str(content.get("model_type")))
+    family, whole = family_of(content), content
     if family is None:
         raise ConfigError(f"{path}: {unsupported(content)}")
+    content = text_part(whole, family)
     problems = _options(content, family)
     values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
     for key, hf_key in family.keys.items():
@@ -95,6 +97,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
     sources["rope.base"] = sources["rope.base"] if "rope_parameters" in content else "rope_theta"
+    sources = {key: located(whole, name, family) for key, name in sources.items()}
     model = None if problems else _model(values, sources, problems)
     if model is None:
         raise ConfigError(listed([f"{path}: {problem}." for problem in problems]))
@@ -119,7 +122,8 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
 def trained_positions(folder: str) -> int | None:
     """max_position_embeddings of config.json: the longest context that the model was trained on; None if unknown."""
     content = read(local_folder(folder))
-    longest = content.get(_LONGEST)
+    family = family_of(content)
+    longest = text_part(content, family).get(_LONGEST) if family else None
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
@@ -132,8 +136,9 @@ def write_back(
     Raises ConfigError if `now` belongs to another family.
     """
     before = architecture(content, path)
-    family = before.family
+    family, whole = before.family, content
     _same_family(family, now, path)
+    content = text_part(whole, family)
     changed = dict(content)
     new = _resolved(now, before.vocab_size, family)
     old = _resolved(before.model, before.vocab_size, family)
@@ -150,6 +155,7 @@ def write_back(
     name = "dtype" if "dtype" in content else "torch_dtype"
     if name in content or dtype != "float32":
         changed[name] = dtype
+    changed = put_back(whole, content, changed, family)
     after = architecture(changed, path)
     assert _resolved(after.model, after.vocab_size, family) == new, (after.model, now)
     return changed

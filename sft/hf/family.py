@@ -190,6 +190,9 @@ class Family:
     options  key of config.json -> the values that our model supports
     scalings  kinds of scaled positions that transformers computes for this family
     other_rules  rules for other names or shapes under which files store the same model
+    text_config  whether the keys of the language model stand in the group text_config of config.json
+    has_mrope    whether rotary positions have sections for time, height and width, which are equal for text
+    text_type    model_type in text_config, for a family whose language model may be of several types
     passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
     """
 
@@ -203,7 +206,15 @@ class Family:
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scalings: tuple[str, ...] = ("none", "linear", "llama3", "yarn")
     other_rules: tuple[tuple[Rule, ...], ...] = ()
+    text_config: Literal["none", "required", "optional"] = "none"
+    text_type: str = ""
+    has_mrope: bool = False
     passed_through: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """qwen3, or mistral3/mistral"""
+        return f"{self.model_type}/{self.text_type}" if self.text_type else self.model_type
 
     @property
     def embedding(self) -> str:

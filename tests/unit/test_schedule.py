@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from sft.config import OptimConfig
-from sft.errors import ConfigError
 from sft.config.schedule import Schedule
+from sft.errors import ConfigError
 from sft.mcore.optimizer.build import build_scheduler
 
 RATES = {  # of 10 steps with peak 1.0: one number per step, the first step counted as 1

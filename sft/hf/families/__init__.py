@@ -1,10 +1,23 @@
 """The table of families: one `Family` for each supported `model_type`.
 
 `rules.py` holds what families share, and `family.py` explains the letters of a shape.  The other files declare the
-families: `dense.py` and `experts.py`.
+families: `dense.py`, `experts.py`, and `vision.py` for those with a vision tower.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 from sft.hf.families.dense import DENSE
 from sft.hf.families.experts import EXPERTS
+from sft.hf.families.vision import VISION
+from sft.hf.family import Family
 
-FAMILIES = {family.model_type: family for family in (*DENSE, *EXPERTS)}
+FAMILIES = {family.name: family for family in (*DENSE, *EXPERTS, *VISION)}
+
+
+def family_of(content: Mapping[str, Any]) -> Family | None:
+    """The family that config.json names.  Some families hold models of several families in their text_config."""
+    inner = content.get("text_config")
+    text_type = inner.get("model_type") if isinstance(inner, dict) else None
+    name = str(content.get("model_type"))
+    return FAMILIES.get(f"{name}/{text_type}") or FAMILIES.get(name)

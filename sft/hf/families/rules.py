@@ -106,6 +106,29 @@ def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> 
     )
 
 
+def stacked_experts(model: str, *, transposed: bool) -> tuple[Rule, ...]:
+    """The rules of `experts`, for files that store the experts of a layer as two tensors.
+
+    transposed: the tensors are [experts, h, gate and up] and [experts, e, h]; else [experts, gate and up, h] and
+        [experts, h, e]
+    """
+    stack = f"{model}.layers.{LAYER}.mlp.experts"
+    norm, router, _, _ = experts("mlp", "", "", "", model)
+    gate_up, down = ("x h e+e", "x e h") if transposed else ("x e+e h", "x h e")
+    return (
+        norm,
+        router,
+        Rule(
+            f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
+            tuple(View(f"{stack}.gate_up_proj", gate_up, part, transposed) for part in range(2)),
+        ),
+        Rule(
+            f"{_OURS}.mlp.experts.experts.linear_fc2.weight",
+            (View(f"{stack}.down_proj", down, transposed=transposed),),
+        ),
+    )
+
+
 LLAMA_DENSE: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "moe.num_experts": None}
 KEYS = {
     "num_layers": "num_hidden_layers",

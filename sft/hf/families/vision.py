@@ -1,0 +1,80 @@
+"""Checkpoints with a vision tower, of which only the language model is trained, on text.
+
+Their names are those of the released files.  transformers has other names in memory and translates them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from sft.hf.families.dense import DENSE
+from sft.hf.families.experts import EXPERTS
+from sft.hf.families.rules import DEFAULTS, attention, mlp, outer, qk_norm, qkv_bias, stacked_experts
+from sft.hf.family import Family
+
+_TEXT = {family.model_type: family for family in (*DENSE, *EXPERTS)}
+_INNER = "model.language_model"  # in files of Qwen3-VL, and in files of others that some versions of transformers wrote
+_OUTER = "language_model.model"  # in files of Mistral 3
+
+_QWEN2_VL: dict[str, Any] = {
+    "rules": (*outer(), *attention(), *mlp(), *qkv_bias()),
+    "other_rules": ((*outer(_INNER), *attention(_INNER), *mlp(_INNER), *qkv_bias(_INNER)),),
+    "keys": {key: hf_key for key, hf_key in _TEXT["qwen2"].keys.items() if key != "head_dim"},
+    "options": {**_TEXT["qwen2"].options, "head_dim": (None,)},
+    "defaults": {**_TEXT["qwen2"].defaults, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "text_config": "optional",
+    "has_mrope": True,
+    "passed_through": ("visual.*", "model.visual.*"),
+}
+_QWEN3_VL: dict[str, Any] = {"text_config": "required", "has_mrope": True, "passed_through": ("model.visual.*",)}
+_MISTRAL3: dict[str, Any] = {
+    "model_type": "mistral3",
+    "class_name": "Mistral3ForConditionalGeneration",
+    "rules": (*outer(_OUTER, "language_model.lm_head.weight"), *attention(_OUTER), *mlp(_OUTER)),
+    "other_rules": ((*outer(_INNER), *attention(_INNER), *mlp(_INNER)),),
+    "text_config": "required",
+    "passed_through": (
+        "vision_tower.*",
+        "multi_modal_projector.*",
+        "model.vision_tower.*",
+        "model.multi_modal_projector.*",
+    ),
+}
+
+
+def _qwen3_vl_moe(*, transposed: bool) -> tuple[Any, ...]:
+    return (*outer(_INNER), *attention(_INNER), *stacked_experts(_INNER, transposed=transposed), *qk_norm(_INNER))
+
+
+VISION: tuple[Family, ...] = (
+    replace(_TEXT["qwen2"], model_type="qwen2_vl", class_name="Qwen2VLForConditionalGeneration", **_QWEN2_VL),
+    replace(_TEXT["qwen2"], model_type="qwen2_5_vl", class_name="Qwen2_5_VLForConditionalGeneration", **_QWEN2_VL),
+    replace(
+        _TEXT["qwen3"],
+        model_type="qwen3_vl",
+        class_name="Qwen3VLForConditionalGeneration",
+        rules=(*outer(_INNER), *attention(_INNER), *mlp(_INNER), *qk_norm(_INNER)),
+        defaults={**_TEXT["qwen3"].defaults, "rope_theta": 5e5},
+        **_QWEN3_VL,
+    ),
+    replace(
+        _TEXT["qwen3_moe"],
+        model_type="qwen3_vl_moe",
+        class_name="Qwen3VLMoeForConditionalGeneration",
+        rules=_qwen3_vl_moe(transposed=True),
+        other_rules=(_qwen3_vl_moe(transposed=False),),  # as transformers 5 saves them
+        implied={**_TEXT["qwen3_moe"].implied, "moe.normalize_top_k": True},
+        keys={key: hf_key for key, hf_key in _TEXT["qwen3_moe"].keys.items() if key != "moe.normalize_top_k"},
+        options={**_TEXT["qwen3_moe"].options, "norm_topk_prob": (True,)},
+        defaults={
+            **DEFAULTS,
+            "rope_theta": 5e5,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+        },
+        **_QWEN3_VL,
+    ),
+    replace(_TEXT["mistral"], text_type="mistral", **_MISTRAL3),
+)

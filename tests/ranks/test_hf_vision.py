@@ -1,0 +1,52 @@
+"""The language model of a checkpoint with a vision tower gives text the losses that transformers gives it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.batch import Sample
+from tests.ranks import scenarios
+from tests.ranks.hf_models import PACKS, Reference, check_losses, packed_losses, recipe_of
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures import vision
+
+Ranks = Callable[[int], RankPool]
+CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
+SP = ["parallel.sequence_parallel=true"]
+
+
+def saved(folder: Path, name: str) -> Path:
+    """ "qwen3_vl_moe as released": what transformers saves, in the form of the released files."""
+    family, _, form = name.partition(" ")
+    source = vision.save(folder / "source", family, tied=family == "mistral3")
+    changes = {"": lambda path: path, "as released": vision.as_released, "with flat keys": vision.flat}
+    return changes[form](source)
+
+
+CASES: list[Any] = [
+    ("qwen2_vl with flat keys", 2, PP),
+    ("qwen2_5_vl with flat keys", 2, TP),
+    ("qwen2_5_vl", 2, CP),
+    ("qwen3_vl", 2, TP),
+    ("qwen3_vl_moe as released", 2, EP),
+    ("qwen3_vl_moe as released", 2, [*TP, *SP, *EP]),
+    ("qwen3_vl_moe", 2, [*CP, *EP]),
+    ("mistral3", 2, CP),
+    *(pytest.param(name, 2, layout, marks=pytest.mark.grid) for name in vision.VISION for layout in (CP, TP, PP)),
+]
+
+
+@pytest.mark.parametrize(
+    "name,world_size,overrides", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v)
+)
+def test_every_token_has_the_loss_that_transformers_gives_it(
+    ranks: Ranks, tmp_path: Path, name: str, world_size: int, overrides: list[str]
+) -> None:
+    """Straight from the files; packed, and a sample alone."""
+    source = saved(tmp_path, name)
+    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
+    packs: list[list[Sample]] = [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,))]
+    results = ranks(world_size).run(packed_losses, recipe_of(source) + overrides, str(source), packs)
+    check_losses(results, Reference(str(source), vision.load(source)), packs)

@@ -20,6 +20,7 @@ from sft.hf.families.unsupported import unsupported
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, local_folder
 from sft.hf.nested_config import located, put_back, text_part
+from sft.hf.quantization import QUANTIZATION, Scheme, scheme_of
 from sft.hf.rotary import rope_of, written
 
 _LONGEST = "max_position_embeddings"
@@ -34,12 +35,14 @@ class Architecture:
     """The model that a config.json describes.
 
     values: by dotted key below `model`; sources: for each value, the key of config.json that gives it
+    scheme: how FP8 weights are dequantised; None: the weights are not quantised
     """
 
     family: Family
     model: ModelConfig
     values: dict[str, Any]
     sources: dict[str, str]
+    scheme: Scheme | None
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +75,8 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     if family is None:
         raise ConfigError(f"{path}: {unsupported(content)}")
     content = text_part(whole, family)
-    problems = _options(content, family)
+    scheme, unsupported_weights = scheme_of(content)
+    problems = [*_options(content, family), *unsupported_weights]
     values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
     for key, hf_key in family.keys.items():
         names = _names_in(content, hf_key, family)
@@ -101,7 +105,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     model = None if problems else _model(values, sources, problems)
     if model is None:
         raise ConfigError(listed([f"{path}: {problem}." for problem in problems]))
-    return Architecture(family=family, model=model, values=values, sources=sources)
+    return Architecture(family=family, model=model, values=values, sources=sources, scheme=scheme)
 
 
 def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
@@ -139,7 +143,7 @@ def write_back(
     family, whole = before.family, content
     _same_family(family, now, path)
     content = text_part(whole, family)
-    changed = dict(content)
+    changed = {key: value for key, value in content.items() if key != QUANTIZATION}  # an export has no FP8 weights
     new = _resolved(now, before.vocab_size, family)
     old = _resolved(before.model, before.vocab_size, family)
     for ours, hf_key in family.keys.items():

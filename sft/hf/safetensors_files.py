@@ -71,6 +71,11 @@ class SafetensorsFolder:
             _compare_with_index(self.tensors, index, folder)
         self._files = {name: tensor.file for name, tensor in self.tensors.items()}
 
+    @property
+    def num_dequantised(self) -> int:
+        """Tensors whose numbers are not the stored ones."""
+        return 0
+
     def read_rows(
         self,
         name: str,
@@ -106,7 +111,7 @@ class SafetensorsFolder:
     def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
         """The bytes of a tensor of any type, as an export writes them, in blocks of about `max_bytes`."""
         tensor = self.tensors[name]
-        with _as_checkpoint_error(tensor.file), tensor.file.open("rb") as file:
+        with as_checkpoint_error(tensor.file), tensor.file.open("rb") as file:
             file.seek(tensor.start)
             for start in range(0, tensor.num_bytes, max_bytes):
                 block = file.read(min(max_bytes, tensor.num_bytes - start))
@@ -132,7 +137,7 @@ class SafetensorsFolder:
 
     def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
         """The numbers tensor[where], in mapped memory.  where: an index or a slice with start and stop for each axis"""
-        with _as_checkpoint_error(self._files[name]):
+        with as_checkpoint_error(self._files[name]):
             part: torch.Tensor = self._map(name).get_slice(name)[where]
         self.requested_bytes += part.nbytes
         return part
@@ -149,7 +154,7 @@ class SafetensorsFolder:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file.  Raises CheckpointError if the file is not a complete safetensors file."""
-    with _as_checkpoint_error(path):
+    with as_checkpoint_error(path):
         if path.exists() and not path.is_file():
             raise SafetensorError("it is not a file")  # opening a pipe would block for ever
         with safe_open(path, framework="pt"):
@@ -171,7 +176,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def _as_checkpoint_error(path: Path) -> Iterator[None]:
+def as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turn errors of the safetensors library and of the disk into a CheckpointError that names the file."""
     try:
         yield

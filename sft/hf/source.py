@@ -16,6 +16,7 @@ import torch
 
 from sft.console import size
 from sft.hf.architecture import Architecture, architecture, read
+from sft.hf.dequantised import DequantisedFolder
 from sft.hf.family import Family, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
@@ -72,7 +73,9 @@ class Source:
         passed_through = len(self.names("passed through"))
         trained = len(self.manifest) - passed_through
         counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
-        return f"{self.name}: {counts}; {size(self.num_bytes)}"
+        count = self.stored.num_dequantised
+        fp8 = f", {count:,} tensors dequantised from FP8" if count else ""
+        return f"{self.name}: {counts}; {size(self.num_bytes)}{fp8}"
 
 
 def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source:
@@ -84,7 +87,7 @@ def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source
     """
     content = read(folder)
     model = architecture(content, str(folder / CONFIG))
-    stored = SafetensorsFolder(folder)
+    stored = SafetensorsFolder(folder) if model.scheme is None else DequantisedFolder(folder, model.scheme)
     shapes = {tensor_name: tensor.shape for tensor_name, tensor in stored.tensors.items()}
     family = model.family.stored_as(shapes, model.model, model.vocab_size)
     mappings = list(family.mappings(model.model, model.vocab_size))

@@ -80,7 +80,7 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     [
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported, only "silu" or "swish"'),
         ({"attention_bias": True}, "attention_bias = true is not supported, only false"),
-        ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4} is not supported'),
+        ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method = null, which is not supported"),
         ({"auto_map": {"AutoModel": "own.Code"}}, "auto_map"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM is supported"),

@@ -146,7 +146,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0, None),
     "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
     "auto_map": (None,),  # the repository contains its own model code
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),

@@ -1,0 +1,97 @@
+"""Reads FP8 weights as numbers of the model's type.
+
+A stored FP8 number times the scale of its matrix, row or block is the number of the model.  Scales of weights and of
+activations are used up here: to its readers, the folder has the tensors of the model before it was quantised.
+`quantization.py` says what config.json may contain.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sft.errors import CheckpointError
+from sft.hf.quantization import Scheme
+from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor, as_checkpoint_error
+from sft.hf.tensor_check import fold_by_layer
+
+FP8 = "F8_E4M3"
+
+
+class DequantisedFolder(SafetensorsFolder):
+    """The tensors of a folder whose FP8 weights `scheme` describes.  Raises CheckpointError naming unusable scales."""
+
+    def __init__(self, folder: Path, scheme: Scheme) -> None:
+        super().__init__(folder)
+        self._dtype = DTYPES[scheme.dtype]
+        self._scales: dict[str, StoredTensor] = {}  # by FP8 tensor
+        self._scheme, used, unusable = scheme, set(), []
+        for name, tensor in self.tensors.items():
+            if tensor.dtype == FP8:
+                scale = self.tensors.get(scheme.scale_of(name))
+                if scale is None or not _fits(scale, tensor, scheme.block):
+                    unusable.append(name)
+                    continue
+                self._scales[name] = scale
+                used |= {scheme.scale_of(name), *scheme.activation_scales_of(name)}
+        if unusable:
+            shape = f"one number per block of {scheme.block[0]} x {scheme.block[1]}" if scheme.block else "one number"
+            raise CheckpointError(
+                f"{folder} has FP8 weights without a usable scale (a floating-point tensor with the name of the weight "
+                f"and {scheme.suffix}; {shape}): {', '.join(fold_by_layer(unusable))}."
+            )
+        self.tensors = {name: self._after(name, tensor) for name, tensor in self.tensors.items() if name not in used}
+
+    @property
+    def num_dequantised(self) -> int:
+        """Tensors that were FP8."""
+        return len(self._scales)
+
+    def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
+        if name not in self._scales:
+            yield from super().raw_blocks(name, max_bytes)
+        else:
+            for block in self.blocks(name, max_bytes):
+                yield block.view(torch.uint8).reshape(-1).numpy().data
+
+    def _after(self, name: str, tensor: StoredTensor) -> StoredTensor:
+        if name not in self._scales:
+            return tensor
+        return replace(tensor, dtype=self._scheme.dtype, num_bytes=math.prod(tensor.shape) * self._dtype.itemsize)
+
+    def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        part = super()._part(name, where)
+        if name not in self._scales:
+            return part
+        return (part.float() * self._scale(name, where)).to(self._dtype)
+
+    def _scale(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        """The scales of tensor[where], which multiply it.  Axes without scales of their own have size 1."""
+        scale_name, sizes = self._scheme.scale_of(name), self._scales[name].shape
+        with as_checkpoint_error(self._scales[name].file):
+            scale = self._map(scale_name).get_tensor(scale_name).float()
+        self.requested_bytes += self._scales[name].num_bytes
+        scale = scale.reshape([1] * (len(where) - len(sizes)) + list(sizes))
+        whole = self.tensors[name].shape
+        for axis, wanted in enumerate(where):
+            start, stop = (wanted, wanted + 1) if isinstance(wanted, int) else (wanted.start, wanted.stop)
+            if scale.shape[axis] > 1:
+                step = 1 if scale.shape[axis] == whole[axis] else self._block_of(axis, len(where))
+                scale = scale.index_select(axis, torch.arange(start, stop) // step)
+        return scale.reshape([size for size, wanted in zip(scale.shape, where) if isinstance(wanted, slice)])
+
+    def _block_of(self, axis: int, num_axes: int) -> int:
+        assert self._scheme.block is not None
+        return self._scheme.block[axis - num_axes + 2]
+
+
+def _fits(scale: StoredTensor, tensor: StoredTensor, block: tuple[int, int] | None) -> bool:
+    """Whether `scale` has one number per block; or without blocks, one for all numbers, each row, or each matrix."""
+    if scale.dtype not in DTYPES or len(tensor.shape) < 2:
+        return False
+    *outer, rows, columns = tensor.shape
+    if block is not None:
+        return scale.shape == (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    return math.prod(scale.shape) == 1 or scale.shape in ((*outer, rows, 1), (*outer, 1, 1))

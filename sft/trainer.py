@@ -18,6 +18,7 @@ from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
+from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
@@ -39,6 +40,7 @@ from sft.run.sample_log import SampleLog, link
 from sft.run.signals import leave_with_parent
 from sft.run.step_check import StepCheck, dump_step
 
+_WAIT_S = 2.0  # for exports, between two checks for a signal
 STOPPED = 75  # exit code (EX_TEMPFAIL) of a run that was asked to stop and saved a checkpoint
 
 
@@ -101,6 +103,7 @@ class Trainer:
             layout=layout.sizes,
             versions=installed(),
         )
+        self.exports = Exports(config.checkpoint, self.folder, console)
         self.saver = Saver(
             config.checkpoint,
             checkpoints,
@@ -108,8 +111,10 @@ class Trainer:
             groups,
             console,
             is_ours=lifecycle.holds_folder,
-            on_published=lifecycle.report_published,
+            on_published=self._after_publishing,
+            in_use=self.exports.in_use,
         )
+        self._best_step: int | None = None
         self.evaluator = Evaluator(self.engine, self.data.held_out, config.train, lifecycle, self.num_steps)
         self.check = StepCheck(config.train, console)
 
@@ -118,10 +123,12 @@ class Trainer:
         initial = partial(load_initial, self.engine, self.config, self.console)
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
+        self._best_step = state.best_step
+        is_last = state.step == self.num_steps
+        broadcast_from_rank0(partial(self.exports.resumed, state, is_last=is_last), self.groups.control)
         if self._is_done(state):
             self.console.say(f"nothing to do: the run in {self.folder} has done all its {self.num_steps} steps")
-            self.lifecycle.end("done", state.step, None)
-            return True
+            return self._end(state, None) is None
         broadcast_from_rank0(self._write_inputs, self.groups.control)
         bar = self.console.track("training", self.num_steps, "steps", lines=False, start=state.step)
         with self._open_metrics(state) as metrics, bar as progress, ExitStack() as at_exit:
@@ -147,10 +154,10 @@ class Trainer:
                         state = self._compare_with_best(state, held_out)
                         self._save(state, sample_log, wait=stop is not None or state.step == self.num_steps)
                         stop = stop or self.lifecycle.stop_reason()  # again, because a signal may arrive during a save
-            self._end(state, stop)
+            stop = self._end(state, stop)
             metrics.summarise()
         self.console.say(self._closing_line(state, stop))
-        return self._is_done(state)
+        return stop is None
 
     def _get_batch(self, step: int) -> GlobalBatch:
         self.lifecycle.phase(f"step {step + 1}: data")
@@ -193,6 +200,7 @@ class Trainer:
         if best is None or value is None:
             return state
         state = state.judged(value, lower=LOWER_IS_BETTER[best[1]])
+        self._best_step = state.best_step
         if state.best_step == state.step:
             self.console.say(f"best so far: step {state.step}, {self.config.checkpoint.keep_best} {state.best_value}")
         return state
@@ -204,18 +212,41 @@ class Trainer:
         self.saver.save(self.engine, state, wait=wait)
         self.lifecycle.saved_at = time.monotonic()
 
-    def _end(self, state: TrainState, stop: str | None) -> None:
-        """Wait for a background save, and record how the run ended, before any rank exits."""
+    def _after_publishing(self, step: int, save_s: float) -> None:
+        """Called on rank 0 when a checkpoint is published, possibly by the thread that saves."""
+        self.lifecycle.report_published(step, save_s)
+        self.exports.published(step, is_best=step == self._best_step, is_last=step == self.num_steps)
+
+    def _end(self, state: TrainState, stop: str | None) -> str | None:
+        """Wait for a background save and for exports, and record how the run ended, before any rank exits.
+
+        Returns the reason why the run is not done; None if it is done.
+        """
         self.lifecycle.phase(f"saving step {state.step}")
         self.saver.drain(must_succeed=True)
-        is_done = self._is_done(state)
-        self.lifecycle.end("done" if is_done else "preempted", state.step, None if is_done else stop)
+        stop = self._wait_for_exports() if self._is_done(state) else stop or "the last evaluation is missing"
+        self.exports.stop()
+        self.lifecycle.end("preempted" if stop else "done", state.step, stop)
+        return stop
+
+    def _wait_for_exports(self) -> str | None:
+        """Wait until all exports are made.  Returns the reason if the run must stop before.
+
+        Raises StorageError if an export failed.
+        """
+        with self.console.watch("waiting for exports", None, "bytes", self.exports.num_bytes):
+            while broadcast_from_rank0(partial(self.exports.is_busy, wait_s=_WAIT_S), self.groups.control):
+                self.lifecycle.phase("waiting for exports")
+                if stop := self.lifecycle.stop_reason():
+                    return stop
+        broadcast_from_rank0(self.exports.refuse_failures, self.groups.control)
+        return None
 
     def _is_done(self, state: TrainState) -> bool:
         return state.step >= self.num_steps and state.evaluated == state.step
 
     def _closing_line(self, state: TrainState, stop: str | None) -> str:
-        if self._is_done(state):
+        if stop is None:
             files = "checkpoints/, tensorboard/, metrics.jsonl, seen.jsonl, recipe.yaml, data.json and run_state.json"
             return f"done: {self.folder}/ holds {files}"
         return (

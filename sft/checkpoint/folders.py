@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from sft.atomic_files import flush, replace_text
@@ -150,7 +150,7 @@ def remove_old(
     *,
     keep_last: int | None,
     keep_every: int | None,
-    keep_steps: Iterable[int],
+    keep_steps: Collection[int | None],
     report: Callable[[str], None],
 ) -> None:
     """Remove checkpoints earlier than `step`, whose checkpoint was just published.

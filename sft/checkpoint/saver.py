@@ -10,7 +10,7 @@ A failed save is reported, and training continues.  Three failures in a row, or 
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,10 @@ _LAST_WAIT_S = 60.0
 class Saver:
     """Saves the checkpoints of one run.  All methods except `wait_briefly` are collective.
 
-    Both functions are called on rank 0, by the thread that saves:
+    The functions are called on rank 0, by the thread that saves:
     is_ours       returns whether this run still holds the lock of its folder
     on_published  receives the step of a published checkpoint and the seconds that its save took
+    in_use        returns the steps whose checkpoints are being read, and must not be removed
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Saver:
         console: Console,
         is_ours: Callable[[], bool],
         on_published: Callable[[int, float], None],
+        in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._config, self.folder, self._conditions, self._groups = config, folder, conditions, groups
         self._console, self._is_ours, self._on_published = console, is_ours, on_published
+        self._in_use = in_use
         # None: without checkpoint.async_save, or after a rank had too little memory for a copy
         self._buffers = CopyBuffers() if config.async_save else None
         self._plans = SavePlans()
@@ -197,7 +200,7 @@ class Saver:
             state.step,
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
-            keep_steps=[] if state.best_step is None else [state.best_step],
+            keep_steps={state.best_step, *self._in_use()},
             report=self._console.say,
         )
         return final

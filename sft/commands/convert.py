@@ -11,7 +11,7 @@ def add(commands: Any) -> None:
     to_megatron = commands.add_parser("import", help="convert a Hugging Face model to a Megatron checkpoint")
     to_megatron.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and safetensors files")
     to_megatron.add_argument(
-        "target", metavar="DST", type=Path, help="checkpoint folder to create, for model.init_from"
+        "target", metavar="DST", type=Path, help="checkpoint folder to create; set model.init_from to it"
     )
     to_megatron.set_defaults(action=import_model, parser=to_megatron)
 
@@ -23,6 +23,8 @@ def add(commands: Any) -> None:
     to_hf.add_argument("--hf", metavar="FOLDER", type=Path, help=about)
     about = "compare the SHA-256 (full, the default) or only the sizes of the checkpoint's files with its manifest"
     to_hf.add_argument("--verify", choices=("full", "size"), default="full", help=about)
+    about = "process id of the run that starts this export; the export ends when the run ends"
+    to_hf.add_argument("--end-with", metavar="PID", type=int, help=about)
     to_hf.set_defaults(action=export_model, parser=to_hf)
 
 
@@ -33,6 +35,11 @@ def import_model(arguments: Namespace) -> None:
 
 
 def export_model(arguments: Namespace) -> None:
+    if arguments.end_with is not None:
+        from sft.run.signals import leave_with
+
+        leave_with(arguments.end_with)
+
     from sft.hf.convert.export_hf import export_hf
 
     export_hf(arguments.source, arguments.target, Console(0), like=arguments.hf, verify=arguments.verify)

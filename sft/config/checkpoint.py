@@ -32,6 +32,8 @@ class CheckpointConfig(Section):
     """Also keep every checkpoint whose step is a multiple of this number."""
     keep_best: str | None = None
     """Also keep the checkpoint with the best SET/METRIC, a metric of a held-out set: eval/lm loss."""
+    export_hf: Literal["none", "last", "best", "every"] = "none"
+    """Checkpoints that the run exports, while it trains, to Hugging Face folders in run.dir/hf_exports."""
 
     @property
     def best(self) -> tuple[str, str] | None:
@@ -42,8 +44,13 @@ class CheckpointConfig(Section):
         return name, metric
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.keep_last is None and (self.keep_every is not None or self.keep_best is not None):
+        has_no_effect = self.keep_best is not None and self.export_hf != "best"
+        if self.keep_last is None and (self.keep_every is not None or has_no_effect):
             kept = "keep_every" if self.keep_every is not None else "keep_best"
             yield kept, "has no effect with keep_last = null, which keeps all checkpoints; set keep_last to 2 or more"
         if self.best is not None and self.best[1] not in LOWER_IS_BETTER:
             yield "keep_best", f"is not SET/METRIC with a metric of {', '.join(LOWER_IS_BETTER)}"
+        if self.export_hf == "best" and self.keep_best is None:
+            yield "export_hf", "= best needs keep_best, which says what is best, for example eval/lm loss"
+        if self.export_hf == "last" and not self.save_last:
+            yield "export_hf", "= last needs save_last = true"

@@ -195,13 +195,25 @@ def leave_with_parent() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    _end_with_parent()
     # If the launcher ended before the call, the parent is process 1.  In a container, process 1 may be the launcher.
     if os.getppid() != parent or (parent == 1 and not _is_launcher(1)):
         print("the launcher has ended, so this process exits", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def leave_with(parent: int) -> None:
+    """Make the kernel end this process when `parent`, the process that started it, ends.  On Linux only."""
+    if sys.platform.startswith("linux"):
+        _end_with_parent()
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+
+def _end_with_parent() -> None:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _is_launcher(pid: int) -> bool:

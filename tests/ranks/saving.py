@@ -2,7 +2,7 @@
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,19 @@ ASYNC = "checkpoint.async_save=true"
 class Run:
     """An engine, its saver, and what rank 0 has said."""
 
-    def __init__(self, engine: Engine, folder: str, is_ours: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str,
+        is_ours: Callable[[], bool] = lambda: True,
+        in_use: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         self.engine, self.folder, self.said = engine, Path(folder), io.StringIO()
         now = Conditions(plan={"data": "9f2c"}, recipe={}, layout={"tp": engine.layout.tp}, versions={"sft": "0"})
         console = Console(engine.groups.rank, self.said)
         self.published: dict[int, float] = {}  # on rank 0: the seconds that each save took, by step
         note = self.published.__setitem__
-        self.saver = Saver(engine.config.checkpoint, self.folder, now, engine.groups, console, is_ours, note)
+        self.saver = Saver(engine.config.checkpoint, self.folder, now, engine.groups, console, is_ours, note, in_use)
         self._loader = scenarios.loader_of(engine, scenarios.SkewedCorpus([100, 37, 64, 5, 111, 90, 2, 128] * 4))
 
     def train(self, *steps: int) -> None:

@@ -218,12 +218,12 @@ def bytes_to_write(overrides: list[str]) -> dict[str, Any]:
         return {"model": found[False], "optimizer": found[True], "in place": in_place, "estimate": copy}
 
 
-def test_retention_keeps_the_last_the_multiples_and_the_best(ranks: Ranks, tmp_path: Path) -> None:
+def test_retention_keeps_the_last_the_multiples_the_best_and_those_in_use(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save_many, str(tmp_path))
-    assert listing(tmp_path) == [*(f"iter_000000{step}" for step in (2, 3, 6, 7, 8)), folders.POINTER]
+    assert listing(tmp_path) == [*(f"iter_000000{step}" for step in (2, 3, 5, 6, 7, 8)), folders.POINTER]
 
 
 def save_many(folder: str) -> None:
-    with run_of(["checkpoint.keep_last=2", "checkpoint.keep_every=3"], folder) as run:
+    with run_of(["checkpoint.keep_last=2", "checkpoint.keep_every=3"], folder, in_use=lambda: {5}) as run:
         for step in range(1, 9):
             run.save(step, best_step=min(step, 2))

@@ -23,6 +23,7 @@ from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.hf.convert.exports import CHECKPOINT_DIGEST
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.family import HfTensor, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG, IMPORTED
@@ -82,7 +83,10 @@ def export_hf(
         copied = _write_others(temporary, template, content, config)
         others = [entry for entry in temporary.iterdir() if entry.is_file() and entry.name not in files]
         files |= {entry.name: manifest.entry_of(entry) for entry in others}
-        manifest.write(temporary, Manifest(files=files, facts={"source": str(path), "tensors": digests}))
+        facts = {"source": str(path), "tensors": digests}
+        if (path / manifest.NAME).exists():
+            facts[CHECKPOINT_DIGEST] = manifest.entry_of(path / manifest.NAME).sha256
+        manifest.write(temporary, Manifest(files=files, facts=facts))
     changed = ", ".join(sorted(key for key in {*config, *content} if config.get(key) != content.get(key)))
     console.say(
         f"exported {path} to {target} ({size(num_bytes)})\n  config.json   {template / CONFIG}, "

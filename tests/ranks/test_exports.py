@@ -1,0 +1,57 @@
+"""Runs that export their checkpoints: on several ranks, with a folder that cannot be written, and killed meanwhile."""
+
+import json
+import time
+from pathlib import Path
+
+from sft.console import QUIET
+from sft.hf.convert.import_hf import import_hf
+from tests import launching
+from tests.launching import start
+from tests.unit.fixtures import hf
+
+SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)  # with the fixture's: those of the recipe
+DEADLINE_S = 60.0
+
+
+def status(run: Path) -> str:
+    return str(json.loads((run / "run_state.json").read_text())["status"])
+
+
+def test_every_checkpoint_is_exported_after_a_failure_and_a_kill(tmp_path: Path) -> None:
+    """Training ends although exports fail; later starts make them, on another layout; a kill leaves no half folder."""
+    (tmp_path / "chat.jsonl").write_text((launching.GOOD + "\n") * 20)
+    import_hf(hf.save(tmp_path / "model", "llama", **SIZES), tmp_path / "imported", QUIET)
+    run = tmp_path / "run"
+    exports = run / "hf_exports"
+    run.mkdir()
+    exports.touch()  # a file, so that no export can be written
+    recipe = [f"model.hf={tmp_path}/model", f"model.init_from={tmp_path}/imported", "checkpoint.export_hf=every"]
+    recipe += ["checkpoint.save_every=1", "parallel.cp=1", "optim.schedule=constant"]
+    recipe += ["data.tokenizer=byte"]
+    tp, pp = [*recipe, "parallel.tp=2"], [*recipe, "parallel.pp=2"]
+
+    codes_and_output = start(tmp_path, tp)
+    assert [code for code, _, _ in codes_and_output] == [1, 1]
+    _, output, errors = codes_and_output[0]
+    assert "WARNING: the checkpoint of step 1 was not exported: FileExistsError" in output
+    assert "StorageError: all steps are done and saved, but 2 of the exports" in errors
+    assert status(run) == "failed-retryable" and len(launching.records(tmp_path, "train")) == 2
+
+    exports.unlink()
+    ranks = launching.launch(tmp_path, pp)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (exports / "iter_0000001.log").exists():
+            assert time.monotonic() < deadline and ranks[0].poll() is None
+            time.sleep(0.01)
+    finally:
+        launching.kill(ranks)
+    assert not [path for path in exports.iterdir() if path.is_dir() and ".tmp-" not in path.name]
+
+    codes_and_output = start(tmp_path, pp)
+    assert [code for code, _, _ in codes_and_output] == [0, 0], codes_and_output
+    assert status(run) == "done"
+    assert {path.name for path in exports.iterdir() if path.is_dir()} == {"iter_0000001", "iter_0000002"}
+    first, second = (hf.load(exports / f"iter_000000{step}").state_dict() for step in (1, 2))
+    assert any((first[name] != second[name]).any() for name in first)

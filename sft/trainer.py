@@ -18,6 +18,7 @@ from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
+from sft.hf import hub
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
 from sft.hf.tokenizer import tokenizer_of
@@ -28,7 +29,7 @@ from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
 from sft.metrics.rows import RunFacts
 from sft.metrics.totals import StepResult
-from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe, dump, summary
 from sft.recipe.run_checks import RunLength, check_run
@@ -54,6 +55,7 @@ def main(recipe: Recipe, layout: Layout, from_user: Collection[str] = ()) -> int
     torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(groups.rank)
+    hub.check_commits(all_gather_objects(hub.commits, groups.control))
     console.say("\n".join([summary(recipe), *layout.equations(config.data.seq_length)]))
     if line := environment.describe(from_user, torch_device.type):
         console.say(line)

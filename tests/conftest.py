@@ -1,11 +1,14 @@
 """For every test: pools of ranks that live as long as the session, and which tests `make test` leaves out."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.pool import RankPool
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub; tests/unit/fixtures/hub.py serves one on this machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.errors import ConfigError
+from sft.hf import hub
 
 if TYPE_CHECKING:
     from sft.data.chat.tokenizer import ChatTokenizer
@@ -78,7 +79,9 @@ def check_paths(recipe: "Recipe") -> None:
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files]
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
-    paths += [] if data.tokenizer in (None, "byte") else [("data.tokenizer", data.tokenizer)]
+    tokenizer = None if data.tokenizer == "byte" else data.tokenizer
+    is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
+    paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
     paths += [] if data.plan is None else [("data.plan", data.plan)]
     missing = [
@@ -86,10 +89,26 @@ def check_paths(recipe: "Recipe") -> None:
         for key, path in paths
         if not Path(path).exists()
     ]
+    if tokenizer is not None and is_on_hub:
+        try:
+            hub.local_folder(tokenizer)
+        except ConfigError as error:
+            missing.append(f"data.tokenizer = {tokenizer} ({recipe.origins['data.tokenizer']}): {error}")
     if missing:
         from sft.config import listed
 
         raise ConfigError(listed(missing))
+
+
+def download_weights(recipe: "Recipe") -> None:
+    """Download the weights of a hub name, if the run starts from them.  Raises ConfigError if that fails."""
+    from sft.checkpoint import folders, resume_setting
+
+    config = recipe.config
+    is_named = config.checkpoint.resume not in resume_setting.WORDS
+    resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
+    if config.model.hf and config.model.init_from is None and hub.is_hub_name(config.model.hf) and not resumes:
+        hub.download_weights(config.model.hf)
 
 
 def check_resume(recipe: "Recipe", *, has_files: bool = True) -> None:

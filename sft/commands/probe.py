@@ -4,7 +4,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from sft.commands.arguments import check_paths, launched_world_size, read_recipe, recipe_command, resolve_layout
+from sft.commands.arguments import (
+    check_paths,
+    download_weights,
+    launched_world_size,
+    read_recipe,
+    recipe_command,
+    resolve_layout,
+)
 
 
 def add(commands: Any) -> None:
@@ -33,6 +40,8 @@ def probe(arguments: Namespace) -> int:
     recipe = read_recipe(arguments)
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_paths(recipe)
+    if arguments.probe != "data":  # the others build the model
+        download_weights(recipe)
 
     from sft.run import environment
 

@@ -6,6 +6,7 @@ from typing import Any
 from sft.commands.arguments import (
     check_packages,
     check_paths,
+    download_weights,
     launched_world_size,
     read_recipe,
     recipe_command,
@@ -23,6 +24,7 @@ def train(arguments: Namespace) -> int:
     layout = resolve_layout(recipe, launched_world_size() or 1)
     check_packages(recipe)
     check_paths(recipe)
+    download_weights(recipe)
 
     from sft.run import environment
 

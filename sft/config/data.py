@@ -26,7 +26,7 @@ class DataConfig(Section):
     eval: list[Path] | dict[Name, Path | list[Path]] | None = None
     """Held-out files, packed like training data; null: none.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets."""
     tokenizer: Path | None = None
-    """byte (built in, no file) or a Hugging Face tokenizer folder; null means that of model.hf, or byte without it."""
+    """byte (built in), or a folder or hub name with a tokenizer; null means that of model.hf, or byte without it."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own chat template."""
     chat_template_kwargs: dict[Variable, bool | int | float | str] = {}

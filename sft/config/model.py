@@ -106,7 +106,7 @@ class ModelConfig(Section):
     moe: MoeConfig = MoeConfig()
     """Mixture of experts."""
     hf: Path | None = None
-    """Hugging Face folder, or checkpoint of `sft import`: sizes, weights and tokenizer come from this folder."""
+    """Hub name (org/name or org/name@revision), folder, or checkpoint of `sft import`: sizes, weights and tokenizer."""
     hf_read_once: bool = Field(False, json_schema_extra=UNREPORTED)
     """One rank reads each weight of `hf`, and sends it to the ranks that hold it too; for a slow shared file system."""
     init_from: Path | None = None

@@ -18,7 +18,7 @@ from sft.errors import ConfigError
 from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
 from sft.hf.family import Family
-from sft.hf.hub import CONFIG, local_folder
+from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import QUANTIZATION, Scheme, scheme_of
 from sft.hf.rotary import rope_of, written
@@ -115,9 +115,10 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     Raises ConfigError if config.json is missing or describes a model that is not supported.
     """
     path = local_folder(folder)
-    model = architecture(read(path), str(path / CONFIG))
+    shown = f"{folder}/{CONFIG}" if is_hub_name(folder) else str(path / CONFIG)
+    model = architecture(read(path), shown)
     return {
-        f"model.{key}": (value, f"{path / CONFIG}, {model.sources[key]}")
+        f"model.{key}": (value, f"{shown}, {model.sources[key]}")
         for key, value in model.values.items()
         if value is not None or key in model.family.implied
     }

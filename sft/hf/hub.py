@@ -1,14 +1,253 @@
-"""The local folder of a model or tokenizer that a recipe names."""
+"""Finds the folder of a model or tokenizer that a recipe names, and downloads it from the Hugging Face hub if needed.
 
+    models/Qwen3-8B        an existing folder always comes first
+    ./x  ../x  ~/x  /x/y   a path, never a hub name
+    Qwen/Qwen3-8B          otherwise a hub name, with an optional branch, tag or commit: Qwen/Qwen3-8B@main
+
+huggingface_hub does all access to the hub and to its cache, and reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and
+HF_ENDPOINT; it is imported only for hub names.  A process asks for the commit of a name once, so all files of a start
+belong to one commit.  One process of each node asks and downloads (`once_per_node.py`).  `hub_errors.py` words errors.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from sft.console import Console, size
+from sft.errors import ConfigError
+from sft.hf import hub_errors
+from sft.hf.once_per_node import once_per_node
 
 CONFIG = "config.json"
 IMPORTED = "hf"  # folder of config.json in an imported checkpoint
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.][\w./-]*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Everything beside the weights that a model or a tokenizer needs.  Files in folders of a repository are other formats.
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_IN_FOLDERS = ["*/*"]
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_snapshots: dict[str, "Snapshot"] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A commit of a repository in the local cache.  Weights are there only after `download_weights`."""
+
+    name: str  # as the recipe has it
+    repo: str
+    commit: str
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingWeights:
+    """Weights of a hub name that are not in the cache.  num_bytes: None if the hub cannot be asked"""
+
+    files: tuple[str, ...]
+    num_bytes: int | None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` is to be looked up on the hub: it has the form of a hub name, and no such path exists."""
+    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
 def local_folder(name: str) -> Path:
-    """The folder of config.json and tokenizer: `name`, or the folder hf/ in it if `name` is an imported checkpoint."""
+    """The folder of config.json and tokenizer of a hub name, a folder, or an imported checkpoint (its folder hf/).
+
+    Of a hub name, all files but the weights are downloaded.  Raises ConfigError if that fails.
+    """
+    if is_hub_name(name):
+        return snapshot(name).folder
     folder = Path(name)
     if not (folder / CONFIG).exists() and (folder / IMPORTED / CONFIG).exists():
         return folder / IMPORTED
     return folder
+
+
+def snapshot(name: str) -> Snapshot:
+    """The commit of a hub name, with all files but the weights.  Raises ConfigError if it cannot be had."""
+    if name not in _snapshots:
+        match = _HUB_NAME.fullmatch(name)
+        assert match is not None, name
+        repo, revision = match[1], match[2]
+        folder = Path(once_per_node(f"look up {name}", lambda: str(_look_up(name, repo, revision))))
+        _snapshots[name] = Snapshot(name=name, repo=repo, commit=folder.name, folder=folder)
+    return _snapshots[name]
+
+
+def commit_of(name: str) -> str | None:
+    """The commit of a hub name; None for a folder."""
+    return snapshot(name).commit if is_hub_name(name) else None
+
+
+def commits() -> dict[str, str]:
+    """The commit of every hub name that this process has looked up."""
+    return {name: snap.commit for name, snap in _snapshots.items()}
+
+
+def check_commits(of_ranks: Sequence[dict[str, str]]) -> None:
+    """Raise ConfigError if ranks have looked up different commits, given as `commits` of every rank."""
+    for rank, of_rank in enumerate(of_ranks):
+        for name in {**of_ranks[0], **of_rank}:
+            first, other = of_ranks[0].get(name), of_rank.get(name)
+            if first != other:
+                raise ConfigError(
+                    f"{name} is {_called(first)} on rank 0, but {_called(other)} on rank {rank}.  All ranks must "
+                    "read the same files.  The repository may have changed while the run started: start again, or "
+                    f"name the commit: {name.partition('@')[0]}@{first or other}."
+                )
+
+
+def missing_weights(name: str) -> MissingWeights | None:
+    """What `download_weights` would download; None if the cache has all weights.
+
+    Raises ConfigError if the repository has no safetensors files.
+    """
+    snap = snapshot(name)
+    sizes = _listing(snap)
+    wanted = _weight_files(snap, sizes)
+    files = tuple(file for file in wanted if not (snap.folder / file).exists())
+    if not files:
+        return None
+    return MissingWeights(files=files, num_bytes=None if sizes is None else sum(sizes[file] for file in files))
+
+
+def download_weights(name: str) -> Path:
+    """Download what is missing of the weights of a hub name.  Returns the folder of all files of its commit.
+
+    Raises ConfigError if that fails, or if the weights are no safetensors files.
+    """
+    snap = snapshot(name)
+    return Path(once_per_node(f"download {name} {snap.commit}", lambda: str(_download(snap))))
+
+
+def _look_up(name: str, repo: str, revision: str | None) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted: dict[str, Any] = {"allow_patterns": _SMALL_FILES, "ignore_patterns": _IN_FOLDERS}
+    is_offline = constants.is_offline_mode()
+    with _quietly(), hub_errors.translated(name, repo, revision):
+        if is_offline or _COMMIT.fullmatch(revision or ""):
+            return Path(snapshot_download(repo, revision=revision, local_files_only=is_offline, **wanted))
+        try:
+            # snapshot_download takes an older commit from the cache if it cannot ask, and does not say so.
+            commit = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT).sha
+        except Exception as error:
+            if not hub_errors.is_unreachable(error):
+                raise
+            try:
+                folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, **wanted))
+            except LocalEntryNotFoundError:
+                raise error from None
+            _console().say(
+                f"WARNING: {hub_errors.endpoint()} cannot be reached ({hub_errors.first_line(error)}), so {name} is "
+                f"commit {folder.name} of the cache.  HF_HUB_OFFLINE=1 does not ask."
+            )
+            return folder
+        folder = Path(snapshot_download(repo, revision=revision, **wanted))
+        if folder.name != commit:  # the branch has moved since, or only the first question was answered
+            raise ConfigError(
+                f"{name} was commit {commit}, and then commit {folder.name}.  Start again, or name the commit: "
+                f"{repo}@{commit}."
+            )
+        return folder
+
+
+def _download(snap: Snapshot) -> Path:
+    from huggingface_hub import constants, snapshot_download
+
+    sizes = _listing(snap)
+    files = [file for file in _weight_files(snap, sizes) if not (snap.folder / file).exists()]
+    if not files:
+        return snap.folder
+    if constants.is_offline_mode():
+        raise ConfigError(
+            f"{snap.name}: HF_HUB_OFFLINE is set, and the cache ({snap.folder}) lacks {_some(files)}.  Download the "
+            f"model with `hf download {snap.repo} --revision {snap.commit}`, or unset HF_HUB_OFFLINE."
+        )
+    total = None if sizes is None else sum(sizes[file] for file in files)
+    blobs = snap.folder.parents[1] / "blobs"
+    free = shutil.disk_usage(snap.folder).free
+    if total is not None and total > free:
+        raise ConfigError(
+            f"{snap.name}: the weights that are still to be downloaded have {size(total)}, but the disk of the cache "
+            f"({constants.HF_HUB_CACHE}) has {size(free)} free.  Free some, or set HF_HOME to a folder on another disk."
+        )
+    before = _bytes_in(blobs)
+    with (
+        _quietly(),
+        hub_errors.translated(snap.name, snap.repo, snap.commit),
+        _console().watch(f"downloading {snap.name}", total, "bytes", lambda: _bytes_in(blobs) - before),
+    ):
+        return Path(snapshot_download(snap.repo, revision=snap.commit, allow_patterns=files))
+
+
+def _listing(snap: Snapshot) -> dict[str, int] | None:
+    """Sizes in bytes of the files of a commit; None if the cache does not know them, and the hub cannot be asked."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        return {file.path: file.size for file in get_cached_repo_tree(snap.repo, revision=snap.commit)}
+    except CachedRepoTreeNotFoundError:
+        return None
+
+
+def _weight_files(snap: Snapshot, sizes: dict[str, int] | None) -> list[str]:
+    """The safetensors files of a model: those that the index names, or the single one."""
+    index = snap.folder / _INDEX
+    if not index.exists():
+        held = sorted(sizes or (path.name for path in snap.folder.iterdir()))
+        if _SINGLE in held or (sizes is None and not any(name.endswith(".safetensors") for name in held)):
+            return [_SINGLE]
+        raise ConfigError(
+            f"{snap.name} has neither {_SINGLE} nor {_INDEX} (it has {_some(held)}).  Other formats of weights are "
+            "not read, and pickles (.bin, .pth) are never opened.  Convert the model with save_pretrained of "
+            "transformers, or name a revision with safetensors files."
+        )
+    try:
+        named = sorted({str(file) for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{snap.name}: {_INDEX} cannot be read ({type(error).__name__}: {error}).") from None
+    if sizes is not None and (unknown := [file for file in named if file not in sizes]):
+        raise ConfigError(f"{snap.name}: {_INDEX} names {_some(unknown)}, but the repository has no such file.")
+    return named
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the progress bars of huggingface_hub: one console shows the progress of a run."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_enabled = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_enabled:
+            enable_progress_bars()
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(folder)) if folder.is_dir() else 0
+
+
+def _console() -> Console:
+    return Console(int(os.environ.get("RANK", "0")), sys.stderr)
+
+
+def _called(commit: str | None) -> str:
+    return "a folder" if commit is None else f"commit {commit}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "nothing"

@@ -13,6 +13,7 @@ from sft.checkpoint import folders, manifest, resume
 from sft.config import RANDOM, Config, ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
+from sft.hf import hub
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family, TensorMapping
 from sft.hf.hub import CONFIG, local_folder
@@ -55,7 +56,7 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if model.init_from == RANDOM:
         return f"random (seed {config.run.seed})"
     if model.init_from is None:
-        return _open(config).describe()
+        return _not_downloaded(model.hf or "") or _open(config).describe()
     path = find_checkpoint(model.init_from)
     entries = manifest.read(path)
     if entries is not None:
@@ -89,6 +90,15 @@ def find_checkpoint(init_from: str) -> Path:
         f"{key} is a Hugging Face folder, but must be a Megatron checkpoint.  To start from the weights of this "
         f"folder: model.hf={init_from} model.init_from=null."
     )
+
+
+def _not_downloaded(name: str) -> str | None:
+    """Which weights of a hub name a start would download; None if there are none."""
+    missing = hub.missing_weights(name) if hub.is_hub_name(name) else None
+    if missing is None:
+        return None
+    amount = "" if missing.num_bytes is None else f", {size(missing.num_bytes)}"
+    return f"{name}: not downloaded yet ({len(missing.files)} files{amount}); sft train downloads and checks them"
 
 
 def _open(config: Config, *, compare: bool = True) -> Source:

@@ -17,12 +17,13 @@ from sft.checkpoint import folders, resume
 from sft.config import Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
+from sft.hf import hub
 from sft.hf.initial import load_initial
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, release
-from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 
@@ -53,6 +54,7 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
         layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s, store=store
     )
     console = Console(groups.rank, sys.stderr)
+    hub.check_commits(all_gather_objects(hub.commits, groups.control))
     data = DataPipeline(config, tokenizer_of(config), recipe.arguments, layout, groups, console)
     yield Session(config=config, layout=layout, groups=groups, console=console, data=data)
     process_groups.stop()  # not after an error: another rank may wait in a collective

@@ -127,14 +127,13 @@ def test_digest_follows_tokenizer_and_template(folder: Path, tmp_path: Path) -> 
 
 
 def test_folders_that_are_no_tokenizer(folder: Path, tmp_path: Path) -> None:
-    """Names of the hub are not looked up."""
     other, damaged = tmp_path / "other", tmp_path / "damaged"
     other.mkdir()
     shutil.copytree(folder, damaged)
     for path in (other / "config.json", damaged / "tokenizer.json"):
         path.write_text("{")
     for settings, complaint in (
-        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte .* nothing is downl"),
+        ({"tokenizer": "org/model"}, "folder org/model does not exist.  data.tokenizer is byte"),
         ({"tokenizer": str(other)}, r"has no tokenizer \(it holds config.json\).  data.tokenizer is byte"),
         ({"tokenizer": str(damaged)}, "is not a usable tokenizer folder"),
         ({"tokenizer": str(folder), "chat_template": "nowhere.jinja"}, "nowhere.jinja cannot be read: .*No such file"),

@@ -3,8 +3,8 @@
 Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
 is part of cache keys.  `template.py` renders chats, and `turns.py` finds the assistant's turns.
 
-There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  Nothing
-is downloaded, and no code of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
+There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code of
+a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
 """
 
 import hashlib
@@ -252,9 +252,9 @@ def _load_folder(name: str, folder: Path, template_file: str | None, switches: d
 
 
 def _read_folder(name: str, folder: Path) -> Any:
-    expected = "data.tokenizer is byte (built in, no file) or a folder with tokenizer.json"
+    expected = "data.tokenizer is byte (built in, no file), a folder with tokenizer.json, or a model on the hub"
     if not folder.is_dir():
-        raise DataError(f"tokenizer folder {name} does not exist.  {expected}; nothing is downloaded.")
+        raise DataError(f"tokenizer folder {name} does not exist.  {expected}.")
     names = sorted(path.name for path in folder.iterdir())
     held = ", ".join(names[:6]) or "nothing"
     if not any(file in names for file in _VOCABULARIES):  # transformers might make an empty tokenizer of config.json

@@ -4,7 +4,8 @@ python -m tools.traffic_table            print the table
 python -m tools.traffic_table --write    write the table into the page
 
 Counted are the messages of layers and of gradients, as a ring sends them: an all-gather or reduce-scatter of N bytes
-over n ranks sends N (n - 1) / n per rank.  The embedding, the loss head and small messages are left out.
+over n ranks sends N (n - 1) / n per rank.  The embedding, the loss head and small messages are left out.  The sizes of
+the models come from the hub, or from folders of the same names in the current folder.
 """
 
 import sys

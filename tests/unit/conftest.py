@@ -1,5 +1,6 @@
 """What several unit tests share."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,23 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fold
         return made[name]
 
     return get
+
+
+RELEASED = {  # names on the hub, and files of fixtures/released
+    "Qwen/Qwen3-0.6B": "qwen3_0p6b",
+    "Qwen/Qwen3-8B": "qwen3_8b",
+    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
+}
+
+
+@pytest.fixture
+def released_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A current folder with the config.json of every model of recipes/, so that none comes from the hub."""
+    for name, file in RELEASED.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(hf.released(file)))
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

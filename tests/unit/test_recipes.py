@@ -12,6 +12,10 @@ from sft.recipe.resolved import dump
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+pytestmark = pytest.mark.usefixtures("released_models")
+# What a recipe says about a model that has a config.json.
+OWN = {"hf", "rope.scaling", "rope.factor", "rope.original_max_position", "moe.aux_loss_coef"}
+MOST_LINES = 25
 HEADER = ["Purpose", "Launch", "Hardware", "Expect", "Sibling"]
 
 
@@ -44,6 +48,15 @@ def test_each_resolves_where_its_header_launches_it(name: str) -> None:
     layout = Layout.resolve(recipe.config, launched_world_size(name))
     assert layout.world_size == launched_world_size(name)
     assert parse_recipe(dump(recipe), name).config == recipe.config
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"demo.yaml"}))
+def test_no_recipe_repeats_what_comes_with_the_model(name: str) -> None:
+    recipe = load_recipe(str(FOLDER / name))
+    written = {key for key, origin in recipe.origins.items() if origin.kind == "file"}
+    assert {key.removeprefix("model.") for key in written if key.startswith("model.")} <= OWN
+    assert not written & {"data.tokenizer", "data.chat_template"}
+    assert len((FOLDER / name).read_text().splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from sft.recipe.load import load_recipe
 from tools import marked_tables, traffic_table
 from tools.traffic_table import GPUS_PER_MACHINE, RECIPES, RING, ROOT, Traffic, of
 
+pytestmark = pytest.mark.usefixtures("released_models")
+
 
 def traffic(name: str, *overrides: str) -> dict[str, Traffic]:
     config = load_recipe(str(ROOT / "recipes" / f"{name}.yaml"), list(overrides)).config

@@ -3,8 +3,8 @@
 Decides the files of both, the padding id, the true number of ids, the tokens around a plain text, and the digest that
 is part of cache keys.  `template.py` renders chats, and `turns.py` finds the assistant's turns.
 
-There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code of
-a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
+There are two kinds: the built-in byte tokenizer, which needs no file, and any Hugging Face tokenizer folder.  No code
+of a folder runs.  A sandbox with a budget renders the folder's template (`sandbox.py`).
 """
 
 import hashlib

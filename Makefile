@@ -62,12 +62,12 @@ demo: $(READY)
 	$(BIN)/python -m tools.make_demo_corpus --out runs/demo-data
 	$(BIN)/sft data prepare recipes/demo.yaml
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml
-	$(BIN)/python -m tools.plot_run runs/demo
+	$(BIN)/sft plot runs/demo
 	@echo
 	@echo "Next, with $(BIN) on PATH (it holds sft and torchrun):"
 	@echo "  continue it         torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml train.num_epochs=3"
 	@echo "  another layout      torchrun --standalone --nproc-per-node 2 -m sft train recipes/demo.yaml run.dir=runs/demo-tp parallel.cp=1 parallel.tp=2"
-	@echo "  the two curves      python -m tools.plot_run runs/demo runs/demo-tp"
+	@echo "  the two curves      sft plot runs/demo runs/demo-tp"
 	@echo "  your own chats      launch/local.sh 2 recipes/demo.yaml run.dir=runs/mine data.train=my.jsonl"
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.commands import check, convert, data, probe, status, train
+from sft.commands import check, convert, data, probe, results, status, train
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_COMMANDS = (train, check, status, data, probe, convert)  # in the order of `sft --help`
+_COMMANDS = (train, check, status, data, probe, convert, results)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:
@@ -48,7 +48,8 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0: done.  1: plans differ, or a disk failed.  2: a mistake of the user.  75: start the run again.  130: interrupted.
+    0: done.  1: plans or runs differ, or a disk failed.  2: a mistake of the user.  75: start the run again.
+    130: interrupted.
     """
     for stream in (sys.stdout, sys.stderr):  # escapes characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.action(arguments) or 0
         sys.stdout.flush()
         if code == 75:
-            _report_to_torchrun("The run was asked to stop and has saved a checkpoint.  The same command resumes the run.")
+            _report_to_torchrun(
+                "The run was asked to stop and has saved a checkpoint.  The same command resumes the run."
+            )
         return code
     except BrokenPipeError:  # the reader, `head` for instance, has closed the pipe
         if words[:1] == ["train"]:  # the console handles a closed stdout, so this is another pipe

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.commands.arguments import check_paths, read_recipe, read_tokenizer, recipe_command, resolve_layout
-from sft.commands.output import print_group, progress
+from sft.commands.output import need_matplotlib, print_group, progress
 from sft.console import Console, size
 from sft.errors import ConfigError
 
@@ -74,10 +74,7 @@ def inspect(arguments: Namespace) -> None:
     if picture is not None:
         if picture.suffix != ".png":
             raise ConfigError(f"--png {picture} does not end in .png.  The picture is written as PNG.")
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib") from None
+        need_matplotlib("--png")
 
     from sft.data.inspect.report import survey_lines
     from sft.data.inspect.survey import take_survey

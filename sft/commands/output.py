@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from sft.console import Console
+from sft.errors import ConfigError
 
 
 def print_group(name: str, lines: Sequence[str]) -> None:
@@ -14,3 +16,9 @@ def print_group(name: str, lines: Sequence[str]) -> None:
 def progress() -> Console:
     """A console on stderr for progress: stdout is for results."""
     return Console(0, sys.stderr)
+
+
+def need_matplotlib(user: str) -> None:
+    """Raise ConfigError if matplotlib is not installed, without which `user`, a command or option, cannot draw."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"{user} needs matplotlib, which is not installed: pip install matplotlib")

@@ -1,9 +1,12 @@
 """Who may import whom: the contracts of setup.cfg hold, and they notice when they do not."""
 
+import configparser
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["torch", "megatron", "transformer_engine", "transformers", "datasets", "pandas", "tensorboard"]
@@ -57,10 +60,23 @@ def test_contracts_notice(tmp_path: Path) -> None:
 def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     """Help, and errors about recipes and data, must appear at once: no torch, no megatron, no transformers."""
     modules = (
-        "sft.cli, sft.recipe.load, sft.config, sft.parallel.layout, sft.parallel.context_parallel, sft.estimate.memory, "
+        "sft.cli, sft.recipe.load, sft.config, sft.parallel.layout, sft.parallel.context_parallel, "
+        "sft.estimate.memory, "
         "sft.data.cache.prepare, sft.data.inspect.forecast, sft.data.inspect.survey, sft.recipe.run_checks"
     )
     program = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_a_wheel_holds_every_module_and_command() -> None:
+    """A folder without __init__.py would be left out of the wheel, and a command of tools/ with it."""
+    folders = {file.parent for file in (ROOT / "sft").rglob("*.py")}
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(find_packages(ROOT, include=["sft", "sft.*"])) == packages
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert settings["options.packages.find"]["include"].split() == ["sft", "sft.*"]
+    assert settings["options.entry_points"]["console_scripts"].strip() == "sft = sft.cli:run"
+    assert not [file for file in (ROOT / "sft").rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")]

@@ -1,4 +1,4 @@
-"""tools/plot_run.py: what it reads from metrics.jsonl, and what it says when it cannot."""
+"""`sft plot`: what it reads from metrics.jsonl, and what it says when it cannot."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tools import plot_run, plotted_run
+from sft.cli import main
+from sft.metrics.results import plot
+from sft.metrics.results.curves import smoothed
 
 START = {"schema": 2, "kind": "start", "step": 0}
 
@@ -35,18 +37,18 @@ def write(folder: Path, *records: dict) -> Path:
 
 def test_a_run_becomes_a_png_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "demo", START | {"schema": 1}, train(1, 5.5), train(2, 5.1), held_out(2, 5.2))
-    assert plot_run.main([str(folder)]) == 0
+    assert main(["plot", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}/plot.png\n"
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_smoothing() -> None:
     few = np.array([5.0, 3.0, 4.0])
-    assert plotted_run.smoothed(few).tolist() == [5.0, 3.0, 4.0]
+    assert smoothed(few).tolist() == [5.0, 3.0, 4.0]
     many = np.array([1.0, 4.0, 1.0, 1.0, np.nan, 3.0] + 34 * [3.0])  # 40 values: mean of one on each side
-    assert plotted_run.smoothed(many)[:6].tolist() == [2.5, 2.0, 2.0, 1.0, 2.0, 3.0]
-    assert plotted_run.smoothed(many)[-1] == 3.0
-    assert np.isnan(plotted_run.smoothed(np.full(40, np.nan))).all()
+    assert smoothed(many)[:6].tolist() == [2.5, 2.0, 2.0, 1.0, 2.0, 3.0]
+    assert smoothed(many)[-1] == 3.0
+    assert np.isnan(smoothed(np.full(40, np.nan))).all()
 
 
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict]) -> list[Axes]:
@@ -55,7 +57,7 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *runs: list[dict]) -> 
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     folders = [write(tmp_path / name, START, *records) for name, records in zip("abc", runs, strict=False)]
     out = tmp_path / "pictures" / "plot.png"
-    assert plot_run.main([*map(str, folders), "--out", str(out)]) == 0
+    assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
     assert out.parent.is_dir()
     return figures[0].get_axes()
 
@@ -111,7 +113,7 @@ def test_loss_by_position_of_several_runs(tmp_path: Path, monkeypatch: pytest.Mo
         "far": {"a": [(0, 2), (1, 2)]},
     }
     colors = {str(line.get_color()) for axes in panels for line in axes.get_lines() if line.get_label() == "a"}
-    assert colors == {plot_run.COLORS[0]}
+    assert colors == {plot.COLORS[0]}
 
 
 def test_each_held_out_set_has_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +141,8 @@ def test_no_panel_without_loss_by_position(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_that_cannot_be_drawn_gets_one_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What else is wrong with a run: test_compare_runs.py, whose tool reads it by the same code."""
-    assert plot_run.main([str(write(tmp_path / "demo", START))]) == 2
+    """What else is wrong with a run: test_compare_runs.py, which reads it by the same code."""
+    assert main(["plot", str(write(tmp_path / "demo", START))]) == 2
     output = capsys.readouterr()
     assert output.out == "" and not (tmp_path / "demo" / "plot.png").exists()
     assert output.err.startswith("RunError: ") and "has no step and no evaluation" in output.err

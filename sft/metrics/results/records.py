@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl of a run, for the tools that compare and draw runs.  Needs only Python.
+"""Reads metrics.jsonl of a run, for the commands that compare and draw runs.  Needs only Python.
 
 Reads schemas 1 to 5.  A resumed run may repeat steps; callers decide which record of a step counts.  The last line is
 skipped if it is incomplete because the run was killed.
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.metric_differences import Metrics
+from sft.errors import SftError
+from sft.metrics.results.differences import Metrics
 
 SCHEMAS = (1, 2, 3, 4, 5)
 TRAIN, EVAL = "train", "eval"
 
 
-class RunError(Exception):
+class RunError(SftError):
     """A run cannot be read.  The message is for users; the exit code is 2."""
 
 
@@ -39,8 +40,8 @@ def read_records(run: Path) -> list[dict[str, Any]]:
     for record in records[:1] + [record for record in records if "schema" in record]:
         if record.get("schema") not in SCHEMAS:
             raise RunError(
-                f"{path} has schema {record.get('schema')}; this tool reads {SCHEMAS[0]} to {SCHEMAS[-1]}. "
-                "Use the tool of the version of sft that made the run."
+                f"{path} has schema {record.get('schema')}; this version reads {SCHEMAS[0]} to {SCHEMAS[-1]}. "
+                "Use the version of sft that made the run."
             )
     if not any(record["kind"] in (TRAIN, EVAL) for record in records):
         raise RunError(f"{path} has no step and no evaluation: the run has not finished a step, or ended before that.")

@@ -1,4 +1,4 @@
-"""The data of a run that plot_run draws: records by step, smoothed values, loss by position."""
+"""The data of a run that `sft plot` draws: records by step, smoothed values, loss by position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.run_records import EVAL, TRAIN, held_out_set, read_records
+from sft.metrics.results.records import EVAL, TRAIN, held_out_set, read_records
 
 SMOOTH = 0.05
 BY_POSITION = "loss by position"  # {bucket: {"loss": nats per supervised token or null, "tokens": count}}

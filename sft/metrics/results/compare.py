@@ -1,13 +1,12 @@
 """Compares two runs: for each metric, the first step at which they differ, and the largest difference.
 
-    python -m tools.compare_runs runs/a runs/b                 -> one line per metric; exit code 0, 1 or 2
-    python -m tools.compare_runs a/metrics.jsonl b --rtol 1e-3
+    sft compare runs/a runs/b                 -> one line per metric; exit code 0, 1 or 2
+    sft compare a/metrics.jsonl b --rtol 1e-3
 
-Reads metrics.jsonl (tools/run_records.py); needs only Python.  Train records and the records of each held-out set are
-compared separately, on the steps that both runs have.  Exit code 0: no difference; 1: a difference; 2: the runs cannot
-be compared.
+Reads metrics.jsonl (records.py).  Train records and the records of each held-out set are compared separately, on the
+steps that both runs have.  Exit code 0: no difference; 1: a difference; 2: the runs cannot be compared.
 
-tools/metric_differences.py decides which values differ.  A metric or a step that only one run has is a difference,
+differences.py decides which values differ.  A metric or a step that only one run has is a difference,
 except with --ignore-missing.  Steps before the later start or after the earlier end are listed, but are no difference.
 
 Names of nested values contain "/": `loss by position/0-4K/loss`.  Text and lists are not compared.  Metrics that depend
@@ -15,14 +14,10 @@ on the clock or the machine (TIMED) are compared only with --all.  A resumed run
 step counts.
 """
 
-import argparse
-import math
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from tools.metric_differences import Metrics, Row, Tolerance, compare, extent, is_timed, spans, table
-from tools.run_records import RunError, RunMetrics, kinds_of, read_metrics
+from sft.metrics.results.differences import Metrics, Row, Tolerance, compare, extent, is_timed, spans, table
+from sft.metrics.results.records import RunError, RunMetrics, kinds_of
 
 
 def alone_steps(kind: str, a: RunMetrics, b: RunMetrics) -> tuple[list[str], int]:
@@ -86,39 +81,3 @@ def report(
 def common(left: dict[int, Metrics], right: dict[int, Metrics]) -> dict[int, tuple[Metrics, Metrics]]:
     """The records of the steps that both runs have, in the order of steps."""
     return {step: (left[step], right[step]) for step in sorted(left) if step in right}
-
-
-def tolerance_of(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("a", type=Path, metavar="A", help="run folder, or its metrics.jsonl")
-    parser.add_argument("b", type=Path, metavar="B", help="run folder, or its metrics.jsonl")
-    parser.add_argument("--rtol", type=tolerance_of, default=1e-6, help="relative tolerance of floats (1e-6)")
-    parser.add_argument("--atol", type=tolerance_of, default=0.0, help="absolute tolerance of floats (0)")
-    parser.add_argument("--all", action="store_true", help="also compare metrics of time and memory")
-    parser.add_argument("--ignore-missing", action="store_true", help="ignore metrics and steps that only one run has")
-    arguments = parser.parse_args(argv)
-    tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)
-    try:
-        a, b = read_metrics(arguments.a), read_metrics(arguments.b)
-        lines, is_different = report(
-            a, b, tolerance, ignore_missing=arguments.ignore_missing, compare_all=arguments.all
-        )
-    except RunError as error:
-        print(f"RunError: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return int(is_different)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

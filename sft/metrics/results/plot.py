@@ -1,9 +1,9 @@
 """Draws one or several runs: loss, gradient norm, learning rate, tokens per second, loss by position.
 
-    python -m tools.plot_run runs/demo                        -> runs/demo/plot.png
-    python -m tools.plot_run runs/a runs/b --out compare.png  -> both runs in each panel
+    sft plot runs/demo                        -> runs/demo/plot.png
+    sft plot runs/a runs/b --out compare.png  -> both runs in each panel
 
-Reads metrics.jsonl of each run folder (tools/run_records.py); needs matplotlib (pip install -e '.[plot]').  The faint
+Reads metrics.jsonl of each run folder (records.py); needs matplotlib.  The faint
 line shows every step, and the strong line a centred mean over a twentieth of the run.  Markers show evaluations; each
 held-out set has its own marker.  A resumed run may repeat steps; the last record of a step counts.
 
@@ -11,8 +11,6 @@ If a run has loss by position, it is drawn for the first held-out set if there a
 training.  For one run, a panel has a line for each bucket.  For several runs, each bucket has a panel with all runs.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +21,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from tools.plotted_run import Curves, PlottedRun, held_out, names_of, positions, read_run, smoothed
-from tools.run_records import RunError
+from sft.metrics.results.curves import Curves, PlottedRun, held_out, names_of, positions, smoothed
 
 PANELS = [  # metric, title, unit
     ("lm loss", "loss", "nats per supervised token"),
@@ -125,22 +122,3 @@ def draw(runs: Sequence[PlottedRun], out: Path) -> None:
     panels[0].legend(frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (with metrics.jsonl)")
-    parser.add_argument("--out", type=Path, help="PNG to write; default: plot.png in the first run's folder")
-    arguments = parser.parse_args(argv)
-    out = arguments.out or arguments.runs[0] / "plot.png"
-    try:
-        draw([read_run(folder) for folder in arguments.runs], out)
-    except RunError as error:
-        print(f"RunError: {error}", file=sys.stderr)
-        return 2
-    print(out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

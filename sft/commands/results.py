@@ -1,0 +1,61 @@
+"""`sft compare` and `sft plot`: what finished and running runs have measured."""
+
+import argparse
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sft.commands.output import need_matplotlib
+
+
+def add(commands: Any) -> None:
+    compare_ = commands.add_parser("compare", help="find the first step at which two runs differ (exit code 1)")
+    for name in ("a", "b"):
+        compare_.add_argument(name, type=Path, metavar=name.upper(), help="run folder, or its metrics.jsonl")
+    compare_.add_argument("--rtol", type=_tolerance, default=1e-6, help="relative tolerance of floats (1e-6)")
+    compare_.add_argument("--atol", type=_tolerance, default=0.0, help="absolute tolerance of floats (0)")
+    compare_.add_argument("--all", action="store_true", help="also compare metrics of time and memory")
+    about = "ignore metrics and steps that only one run has"
+    compare_.add_argument("--ignore-missing", action="store_true", help=about)
+    compare_.set_defaults(action=compare, parser=compare_)
+
+    plot_ = commands.add_parser("plot", help="draw the curves of one or several runs into one picture")
+    plot_.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (with metrics.jsonl)")
+    about = "PNG to write; default: plot.png in the folder of the first run"
+    plot_.add_argument("--out", metavar="FILE", type=Path, help=about)
+    plot_.set_defaults(action=plot, parser=plot_)
+
+
+def compare(arguments: Namespace) -> int:
+    """Run `sft compare`.  Returns 1 if the runs differ, else 0."""
+    from sft.metrics.results.compare import report
+    from sft.metrics.results.differences import Tolerance
+    from sft.metrics.results.records import read_metrics
+
+    tolerance = Tolerance(rtol=arguments.rtol, atol=arguments.atol)
+    a, b = read_metrics(arguments.a), read_metrics(arguments.b)
+    lines, is_different = report(a, b, tolerance, ignore_missing=arguments.ignore_missing, compare_all=arguments.all)
+    print("\n".join(lines))
+    return int(is_different)
+
+
+def plot(arguments: Namespace) -> None:
+    need_matplotlib("sft plot")
+
+    from sft.metrics.results.curves import read_run
+    from sft.metrics.results.plot import draw
+
+    out = arguments.out or arguments.runs[0] / "plot.png"
+    draw([read_run(folder) for folder in arguments.runs], out)
+    print(out)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value

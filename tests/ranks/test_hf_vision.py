@@ -17,14 +17,6 @@ CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["para
 SP = ["parallel.sequence_parallel=true"]
 
 
-def saved(folder: Path, name: str) -> Path:
-    """ "qwen3_vl_moe as released": what transformers saves, in the form of the released files."""
-    family, _, form = name.partition(" ")
-    source = vision.save(folder / "source", family, tied=family == "mistral3")
-    changes = {"": lambda path: path, "as released": vision.as_released, "with flat keys": vision.flat}
-    return changes[form](source)
-
-
 CASES: list[Any] = [
     ("qwen2_vl with flat keys", 2, PP),
     ("qwen2_5_vl with flat keys", 2, TP),
@@ -45,7 +37,7 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks, tmp_path: Path, name: str, world_size: int, overrides: list[str]
 ) -> None:
     """Straight from the files; packed, and a sample alone."""
-    source = saved(tmp_path, name)
+    source = vision.made(tmp_path / "source", name, tied=name == "mistral3")
     corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
     packs: list[list[Sample]] = [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,))]
     results = ranks(world_size).run(packed_losses, recipe_of(source) + overrides, str(source), packs)

@@ -1,6 +1,7 @@
 """The recipe and the layout that the arguments of a command name, and the checks that need no heavy module."""
 
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def check_paths(recipe: "Recipe") -> None:
     """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported."""
     data = recipe.config.data
     paths = [(key, path) for key, files in data.train_keys.items() for path in files]
-    paths += [("data.eval", path) for files in data.eval_sets.values() for path in files]
+    paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
     tokenizer = None if data.tokenizer == "byte" else data.tokenizer
     is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
     paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
@@ -86,6 +87,7 @@ def check_paths(recipe: "Recipe") -> None:
     paths += [] if data.plan is None else [("data.plan", data.plan)]
     missing = [
         f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
+        + _dataset_hint(key, path)
         for key, path in paths
         if not Path(path).exists()
     ]
@@ -109,6 +111,13 @@ def download_weights(recipe: "Recipe") -> None:
     resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
     if config.model.hf and config.model.init_from is None and hub.is_hub_name(config.model.hf) and not resumes:
         hub.download_weights(config.model.hf)
+
+
+def _dataset_hint(key: str, path: str) -> str:
+    """How to name a dataset of the hub, if a data file is called like one: OWNER/NAME without an ending"""
+    if not key.startswith(("data.train", "data.eval")) or not re.fullmatch(r"[A-Za-z0-9_-]+/[A-Za-z0-9_-]+", path):
+        return ""
+    return f"  A dataset of the Hugging Face hub is named so: {key[:10].rstrip('.')}={{chat: {{dataset: {path}}}}}."
 
 
 def check_resume(recipe: "Recipe", *, has_files: bool = True) -> None:

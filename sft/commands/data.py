@@ -57,9 +57,9 @@ def prepare(arguments: Namespace) -> None:
     from sft.data.cache.prepare import prepare_recipe, sweep_recipe
 
     tokenizer = read_tokenizer(recipe)
-    prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
+    corpora = prepare_recipe(recipe.config, tokenizer, Console(0, sys.stdout), verify=arguments.verify)
     if arguments.sweep:
-        stale = sweep_recipe(recipe.config, tokenizer)
+        stale = sweep_recipe(recipe.config, corpora.values(), tokenizer)
         freed = sum(folder.num_bytes for folder in stale)
         lines = [f"removed {folder.folder} ({size(folder.num_bytes)})" for folder in stale]
         print_group("sweep", [*lines, f"{Path(recipe.config.cache_dir)}: {size(freed)} freed"])

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
-from sft.config.data import DataConfig, SourceConfig
+from sft.config.data import DataConfig, Input, NamedDataset, RowsConfig, SourceConfig
 from sft.config.model import RANDOM, ModelConfig, MoeConfig, RopeConfig
 from sft.config.parallel import ParallelConfig
 from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, TorchProfile

@@ -1,9 +1,10 @@
 """Keys of the data: files, tokenizer, supervision, and packing."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, field_validator
 
 from sft.config.section import UNREPORTED, Name, Path, Positive, Section, Word
 
@@ -11,9 +12,63 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 _OURS = {"messages", "tools", "documents", "add_generation_prompt"}  # variables that every template gets
 
 
-class SourceConfig(Section):
-    files: list[Path] = Field(min_length=1)
+@dataclass(frozen=True)
+class NamedDataset:
+    """A dataset that `datasets.load_dataset` takes: its name on the Hugging Face hub, or a local folder."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    columns: tuple[tuple[str, str], ...] | None = None  # (our key, their column); None: all columns as they are
+
+    def __str__(self) -> str:
+        """The name in reports: HuggingFaceH4/ultrachat_200k train_sft[:10%]"""
+        return " ".join(part for part in (self.name, self.config, self.split) if part)
+
+
+Input = str | NamedDataset  # a data file, or a dataset by name
+
+
+class RowsConfig(Section):
+    files: Annotated[list[Path], Field(min_length=1)] | None = None
     """Files of this source.  A single path means a list of one path."""
+    dataset: Path | None = None
+    """Instead of files: name of a dataset on the Hugging Face hub, or a folder that `datasets` can load."""
+    config: Path | None = None
+    """Configuration of the dataset, if it has several."""
+    split: Path | None = None
+    """Split of the dataset, or parts of splits, such as "train_sft[:10%]".  null means train."""
+    revision: Path | None = None
+    """Commit, tag or branch of a dataset on the hub.  null means main.  Only a commit never changes."""
+    columns: Annotated[dict[Word, Path], Field(min_length=1)] | None = None
+    """Our key and their column: {messages: conversation}.  Other columns are not read.  null reads all columns."""
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, files: object) -> object:
+        return [files] if isinstance(files, str) else files
+
+    @property
+    def inputs(self) -> list[Input]:
+        """The files, or the dataset."""
+        if self.dataset is None:
+            return list(self.files or [])
+        columns = None if self.columns is None else tuple(self.columns.items())
+        return [NamedDataset(self.dataset, self.config, self.split or "train", self.revision, columns)]
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.files is not None and self.dataset is not None:
+            yield "dataset", "clashes with files; give one of them"
+        elif self.files is None and self.dataset is None:
+            yield "files", "is missing; give files, or dataset with the name of a dataset"
+        elif self.dataset is None:
+            for name in ("config", "split", "revision", "columns"):
+                if getattr(self, name) is not None:
+                    yield name, "belongs to a dataset, but dataset is not given; remove it"
+
+
+class SourceConfig(RowsConfig):
     weight: Annotated[float, Field(gt=0.0)] | None = None
     """Relative share of the tokens of an epoch.  An epoch is as short as possible, but contains every sample."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
@@ -22,9 +77,11 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     train: Annotated[list[Path], Field(min_length=1)] | Annotated[dict[Word, SourceConfig], Field(min_length=1)]
-    """Training files (JSONL, JSON or parquet, see docs/data.md), or named sources: {chat: {files: a.jsonl}}."""
-    eval: list[Path] | dict[Name, Path | list[Path]] | None = None
-    """Held-out files, packed like training data; null: none.  {chat: a.jsonl, code: [b.jsonl]} evaluates two sets."""
+    """Training files (JSONL, JSON or parquet, see docs/data.md), or named sources: {chat: {files: a.jsonl}}, {chat:
+    {dataset: OWNER/NAME, split: train}}."""
+    eval: list[Path] | dict[Name, Path | list[Path] | RowsConfig] | None = None
+    """Held-out files, packed like training data; null: none.  {chat: a.jsonl, code: {dataset: OWNER/NAME}} evaluates
+    two sets."""
     tokenizer: Path | None = None
     """byte (built in), or a folder or hub name with a tokenizer; null means that of model.hf, or byte without it."""
     chat_template: Path | None = None
@@ -64,24 +121,32 @@ class DataConfig(Section):
         """Training files by key: {"data.train": [...]}, or {"data.train.chat.files": [...], ...}."""
         if isinstance(self.train, list):
             return {"data.train": self.train}
-        return {f"data.train.{name}.files": source.files for name, source in self.train.items()}
+        return {f"data.train.{name}.files": source.files for name, source in self.train.items() if source.files}
 
     @property
-    def train_files(self) -> list[str]:
-        """Files of all sources, in their order."""
-        return [file for files in self.train_keys.values() for file in files]
+    def train_files(self) -> list[Input]:
+        """Files and datasets of all sources, in their order."""
+        if isinstance(self.train, list):
+            return list(self.train)
+        return [file for source in self.train.values() for file in source.inputs]
 
     @property
     def train_names(self) -> list[str] | None:
-        """The source of each file of `train_files`; None if sources have no names."""
-        return [name for name, source in self.sources.items() for _ in source.files] or None
+        """The source of each element of `train_files`; None if sources have no names."""
+        return [name for name, source in self.sources.items() for _ in source.inputs] or None
 
     @property
-    def eval_sets(self) -> dict[str, list[str]]:
-        """Files of each held-out set; a set without a name is called eval."""
+    def eval_sets(self) -> dict[str, list[Input]]:
+        """Files and datasets of each held-out set; a set without a name is called eval."""
         if self.eval is None or isinstance(self.eval, list):
-            return {"eval": self.eval} if self.eval else {}
-        return {name: [files] if isinstance(files, str) else files for name, files in self.eval.items()}
+            return {"eval": list(self.eval)} if self.eval else {}
+        return {name: self._inputs(rows) for name, rows in self.eval.items()}
+
+    @staticmethod
+    def _inputs(rows: str | list[str] | RowsConfig) -> list[Input]:
+        if isinstance(rows, RowsConfig):
+            return rows.inputs
+        return [rows] if isinstance(rows, str) else list(rows)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         weighted = [name for name, source in self.sources.items() if source.weight is not None]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from sft.config import Config, Section, SourceConfig, foreign, yaml
+from sft.config import Config, RowsConfig, Section, SourceConfig, foreign, yaml
 from sft.config.section import UNREPORTED
 
 OPEN = "model.megatron"  # the only mapping whose keys megatron-core defines
@@ -149,8 +149,10 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {item}"
             return (f"{item} or " if alone else "") + several + (", not empty" if bounds else "")
         case origin if origin is dict:
-            sources = get_args(kind)[1] is SourceConfig
-            words = f"a mapping of names to {'groups of keys' if sources else 'such' if alone else 'values'}"
+            values = [value for value, _ in _alternatives(get_args(kind)[1])]
+            groups = ["groups of keys"] if {RowsConfig, SourceConfig} & set(values) else []
+            such = [] if SourceConfig in values else ["such" if alone else "values"]
+            words = f"a mapping of names to {' or '.join([*such, *groups])}"
             bounds = ()
         case _:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "non-empty text"}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.batch import Microbatch
-from sft.config import Config
+from sft.config import Config, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer
@@ -83,13 +83,13 @@ class DataPipeline:
         """The name of a sample's row, e.g. `chat.jsonl:1841`."""
         return self._corpus.name(sample)
 
-    def _prepared(self, paths: list[str], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
+    def _prepared(self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
         """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
         data, cache_dir = self._config.data, Path(self._config.cache_dir)
-        folders = broadcast_from_rank0(
-            lambda: find_prepared(paths, data, tokenizer, cache_dir, command=self._command), self._position.control
+        prepared = broadcast_from_rank0(
+            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self._position.control
         )
-        corpus = map_prepared(paths, folders, data, names, command=self._command)
+        corpus = map_prepared(prepared, data, names, command=self._command)
         self._console.say(corpus.summary())
         return corpus
 

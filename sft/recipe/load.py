@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sft.config import Config, Conflict, keys, listed, yaml
+from sft.config import Config, Conflict, RowsConfig, keys, listed, yaml
 from sft.config.keys import NAMED, OPEN, leaves, named, sections, show
 from sft.config.yaml import Pairs
 from sft.errors import ConfigError
@@ -218,6 +218,14 @@ class _Draft:
 
     def refuse(self, kind: str, location: Sequence[str | int], cause: object) -> None:
         """Adds one pydantic error to `problems`, as a text with the recipe key and the origin of its value."""
+        if tuple(location[:2]) == ("data", "eval") and isinstance(sets := self.values["data.eval"], dict):
+            groups = {name: rows for name, rows in sets.items() if isinstance(rows, dict)}
+            if len(location) > 3 and location[3] in groups:
+                if "RowsConfig" in str(location[4]):
+                    self.refuse_held_out(kind, str(location[3]), [str(part) for part in location[5:6]], cause)
+                return
+            if len(location) == 3 and groups:
+                return  # pydantic also reports that a mapping is no list
         form = "list" if NAMED in self.values else "dict"
         if ".".join(map(str, location[:2])) == NAMED and len(location) > 2 and not str(location[2]).startswith(form):
             return  # pydantic also reports the form that the user did not choose
@@ -236,6 +244,20 @@ class _Draft:
             about = leaves()[keys.in_schema(key)].description
             problem = f"{key} is missing from {self.path}; expected {keys.expected(key)}.  {about}"
             self._note(Origin("default"), problem)
+
+    def refuse_held_out(self, kind: str, name: str, field: Sequence[str], cause: object) -> None:
+        """Adds an error in a held-out set that is a group of keys: {chat: {dataset: OWNER/NAME}}."""
+        origin, group, written = self.origins["data.eval"], f"data.eval.{name}", self.values["data.eval"][name]
+        problems = cause.problems if isinstance(cause, Conflict) else [(part, "") for part in field]
+        for key, why in problems:
+            value = f"{group}.{key} = {show(written.get(key))} ({origin})"
+            if kind == "extra_forbidden":
+                fields = ", ".join(RowsConfig.model_fields)
+                self._note(origin, f"unknown key {group}.{key} ({origin}).  Keys of {group}: {fields}.")
+            elif why:
+                self._note(origin, f"{value} {why}.")
+            else:
+                self._note(origin, f"{value}; expected {keys.expected(f'{NAMED}.{name}.{key}')}.")
 
     def refuse_value(self, key: str, why: str) -> None:
         source = self.origins.get(key.rpartition(".")[0]) if named(key) else None

@@ -38,7 +38,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "half a surrogate pair": (b'{"messages": "\\ud83d"}', "contains half a surrogate pair (\\ud83d), which is not "
                                                           "valid text."),
     "a number": (b"7", "a row must be an object; got 7."),
-    "no known shape": (b'{"text": "a", "messages": null}', "This row has the keys text, messages (null)."),
+    "no known shape": (b'{"body": "a", "messages": null}', "This row has the keys body, messages (null)."),
     "id beyond the tokenizer": (b'{"tokens": [1, 259], "loss_mask": [0, 1]}', "token 2 is 259, but the"),
 }  # fmt: skip
 

@@ -44,8 +44,8 @@ def test_a_second_start_reads_no_raw_data(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(data)
 
     def start() -> None:
-        folders = find_prepared([path], data, tokenizer, cache, command="sft data prepare")
-        assert len(map_prepared([path], folders, data, command="sft data prepare")) == 1
+        prepared = find_prepared([path], data, tokenizer, cache, command="sft data prepare")
+        assert len(map_prepared(prepared, data, command="sft data prepare")) == 1
 
     assert bytes_read(lambda: corpus_of(path)) > SIZE
     assert bytes_read(start) < OTHER_READS

@@ -200,7 +200,7 @@ def calling(**call: object) -> dict[str, object]:
 
 KNOWN = (
     "unknown format: a row must have messages, or conversations, or prompt and completion, or instruction and "
-    "output, or tokens, or input_ids.  This row has the keys "
+    "output, or tokens, or input_ids, or text.  This row has the keys "
 )
 TWICE = " but a row must have one format.  Keep one of them."
 
@@ -212,7 +212,8 @@ BAD_ROWS: list[tuple[object, str]] = [
     ("hi", "a row must be an object; got a string."),
     # Shapes
     ({"message": []}, KNOWN + "message."),
-    ({"messages": None, "text": "a"}, KNOWN + "messages (null), text."),
+    ({"messages": None, "body": "a"}, KNOWN + "messages (null), body."),
+    ({"messages": {"role": ["user"], "content": []}}, "messages must be a list of at least one message; got an object"),
     (talk(USER, ANSWER, prompt="a", completion="b"), "the row has messages as well as prompt and completion," + TWICE),
     # Messages
     (talk(), "messages must be a list of at least one message; got an empty list."),

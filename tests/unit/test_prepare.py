@@ -286,8 +286,8 @@ def test_training_only_opens_what_is_prepared(tmp_path: Path) -> None:
     prepared = corpus_of(path)
     with pytest.raises(DataError, match="b.jsonl is not tokenised with these settings in "):
         find_prepared([path, other], data, tokenizer, cache, command=HOW)
-    folders = find_prepared([path], data, tokenizer, cache, command=HOW)
-    opened = map_prepared([path], folders, data, command=HOW)
+    found = find_prepared([path], data, tokenizer, cache, command=HOW)
+    opened = map_prepared(found, data, command=HOW)
     assert opened.digest == prepared.digest and opened.summary() == prepared.summary()
     assert opened.sample(1).tokens.tolist() == prepared.sample(1).tokens.tolist()
     short = {"seq_length": 32, "over_long": "drop"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.config import yaml
+from sft.config import NamedDataset, yaml
 from sft.errors import ConfigError
 from sft.recipe.load import load_recipe, parse_recipe
 from sft.recipe.resolved import Origin, Recipe, derived, dump, summary
@@ -53,6 +53,22 @@ def test_whole_numbers_serve_as_numbers() -> None:
     assert type(lr.optim.lr) is float
 
 
+def test_datasets_by_name() -> None:
+    """Beside files; a dataset may have columns, and a part of a split."""
+    columns = (("messages", "talk"),)
+    data = parsed(
+        'data.train={chat: {dataset: a/b, split: "train[:10%]", columns: {messages: talk}}, code: {files: c.jsonl}}',
+        "data.train.code.weight=2",
+        "data.train.chat.weight=1",
+        "data.eval={chat: {dataset: a/b, config: en, revision: v1}, code: [d.jsonl]}",
+    ).config.data
+    chat = NamedDataset("a/b", split="train[:10%]", columns=columns)
+    assert (data.train_files, data.train_names) == ([chat, "c.jsonl"], ["chat", "code"])
+    assert data.eval_sets == {"chat": [NamedDataset("a/b", config="en", revision="v1")], "code": ["d.jsonl"]}
+    assert data.train_keys == {"data.train.code.files": ["c.jsonl"]}
+    assert [str(chat), str(data.eval_sets["chat"][0])] == ["a/b train[:10%]", "a/b en train"]
+
+
 def test_held_out_sets_have_names() -> None:
     for override, sets in {
         "data.eval=[]": {},
@@ -76,14 +92,27 @@ def test_held_out_sets_have_names() -> None:
             "{train: b}",
             "has a set named train, which is the name of the training data; choose another " "name.",
         ),
-        ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such or null."),
+        ("{chat: 7}", "; expected a path or a list of paths or a mapping of names to such or groups of keys or null."),
+        ("{chat: {dataset: a, splits: b}}", "unknown key data.eval.chat.splits (command line: data.eval={chat: {data"),
+        (
+            "{chat: {dataset: a, files: b}}",
+            '.dataset = "a" (command line: data.eval={chat: {dataset: a, files: b}}) clashes',
+        ),
+        (
+            "{chat: {split: a}, b: c}",
+            "files = null (command line: data.eval={chat: {split: a}, b: c}) is missing; give files, ",
+        ),
+        (
+            "{chat: {dataset: 7}, b: c}",
+            "data.eval.chat.dataset = 7 (command line: data.eval={chat: {dataset: 7}, b: c}); expec",
+        ),
     ],
 )
 def test_held_out_sets_that_are_none(value: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(f"data.eval={value}")
     message = str(caught.value)
-    assert message.startswith("data.eval") and why in message and "\n" not in message
+    assert "data.eval" in message and why in message and "\n" not in message
 
 
 MIXED = RECIPE.replace(
@@ -129,16 +158,19 @@ def test_overrides_of_sources(overrides: list[str], sources: dict[str, tuple[lis
     assert sources or data.train == ["d"]
 
 
+FIELDS = "files, dataset, config, split, revision, columns, weight, epochs."
 WRONG_SOURCES = {
     "chat.wieght=2": "unknown key data.train.chat.wieght (@).  Did you mean data.train.chat.weight?",
-    "chat=null": "data.train.chat = null (@); expected a group of keys.  Keys of data.train.chat: files, weight, "
-    "epochs.",
+    "chat=null": "data.train.chat = null (@); expected a group of keys.  Keys of data.train.chat: " + FIELDS,
     "chat.epochs=2": "data.train.chat.epochs = 2 (@) clashes with the weight of chat; give weights to all sources, "
     "or epochs to all sources.",
     "chat.weight=null": "data.train.chat.weight = null (@) is missing, but code has weight; give weights to "
     "all sources, or to none.",
-    "new.weight=1": "data.train.new.files is missing from a.yaml; expected a path or a list of paths, not empty.  "
-    "Files of this source.  A single path means a list of one path.",
+    "new.weight=1": "data.train.new.files = null (default) is missing; give files, or dataset with the name of a "
+    "dataset.",
+    "chat.dataset=a/b": 'data.train.chat.dataset = "a/b" (@) clashes with files; give one of them.',
+    "chat.split=test": 'data.train.chat.split = "test" (@) belongs to a dataset, but dataset is not given; remove it.',
+    "chat.splits=test": "unknown key data.train.chat.splits (@).  Did you mean data.train.chat.split?",
 }
 
 
@@ -151,7 +183,7 @@ def test_wrong_sources(end: str, message: str) -> None:
 @pytest.mark.parametrize(
     "value, message",
     [
-        ("{a: b}", 'data.train.a = "b" (@); expected a group of keys.  Keys of data.train.a: files, weight, epochs.'),
+        ("{a: b}", 'data.train.a = "b" (@); expected a group of keys.  Keys of data.train.a: ' + FIELDS),
         ("{a/b: {files: c}}", '"a/b" (@) is not a valid name of a source in data.train; use letters, digits, - and _.'),
         ("{a: {files: b}, a: {files: c}}", "data.train.a is given twice (@; first in line 1).  Keep one."),
         (

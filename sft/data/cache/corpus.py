@@ -12,25 +12,28 @@ from typing import Any
 import numpy as np
 
 from sft.batch import Sample
-from sft.config import DataConfig
+from sft.config import DataConfig, Input
 from sft.data.cache.folders import store_folder
+from sft.data.cache.loaded_datasets import find_inputs
 from sft.data.cache.omissions import refusal
 from sft.data.cache.store import Store, open_store
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import check_file, row_name
+from sft.data.read.named_dataset import LoadedDataset
+from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError
 
 
 class Corpus:
-    """Samples of one or more files, memory-mapped, in the order of the files and their rows.
+    """Samples of one or more files or datasets, memory-mapped, in the order of the files and their rows.
 
+    files           the files and datasets
     names           the source of each file; None: every file is a source
     lengths         int64 [n], number of tokens of each sample
     num_supervised  int64 [n], number of supervised labels of each sample
     digest          depends on tokens, weights and order of samples, not on file names or the cache folder
     """
 
-    def __init__(self, paths: Sequence[Path], stores: Sequence[Store], names: Sequence[str] | None = None) -> None:
+    def __init__(self, paths: Sequence[DataFile], stores: Sequence[Store], names: Sequence[str] | None = None) -> None:
         self._lines = [np.flatnonzero(store.rows["tokens"] > 0) for store in stores]  # lines with a sample
         lengths = [store.rows["tokens"][lines] for store, lines in zip(stores, self._lines, strict=True)]
         self.lengths: np.ndarray = np.concatenate(lengths)
@@ -39,8 +42,8 @@ class Corpus:
         )
         self.digest = hashlib.sha256("".join(store.digest for store in stores).encode()).hexdigest()
         self.row_reports = {path: store.row_report for path, store in zip(paths, stores, strict=True)}
-        self._paths = list(paths)
-        names = names or file_names(self._paths)
+        self.files = list(paths)
+        names = names or file_names(self.files)
         self.sources: tuple[str, ...] = tuple(dict.fromkeys(names))
         self._source_of = [self.sources.index(name) for name in names]
         self._stores = list(stores)
@@ -63,7 +66,7 @@ class Corpus:
         """The name of a sample for users: `chat.jsonl:1841`, `chat.jsonl:1841 window 2 of 3`."""
         file, index = self._find(sample_id)
         line = self._stores[file].rows[self._lines[file][index]]
-        name = row_name(self._paths[file], int(line["row"]))
+        name = row_name(self.files[file], int(line["row"]))
         return name if line["windows"] == 1 else f"{name} window {line['window']} of {line['windows']}"
 
     @property
@@ -101,44 +104,45 @@ class Corpus:
         return file, sample_id - int(self._first_ids[file])
 
 
-def file_names(paths: Sequence[Path]) -> list[str]:
-    """A name for each file: its file name without the ending, or its path if two files share this name."""
-    stems = [path.name.split(".")[0] for path in paths]
+def file_names(paths: Sequence[DataFile]) -> list[str]:
+    """A name for each file: its file name without the ending, or its path if two files share this name.  A dataset is
+    called by its own name."""
+    stems = [path.name if isinstance(path, LoadedDataset) else path.name.split(".")[0] for path in paths]
     return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
 
 
 def find_prepared(
-    paths: Sequence[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
-) -> list[Path]:
-    """The folder of each file's store.  Does not tokenise; errors name `command`, which prepares the files.
+    inputs: Sequence[Input], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, *, command: str
+) -> list[tuple[DataFile, Path]]:
+    """Each file or dataset, and the folder of its store.  Neither tokenises nor uses a network; errors name `command`,
+    which prepares the files.
 
     Reads all bytes of files whose digest is not remembered, so only one rank calls this function and broadcasts the
     folders.  Raises DataError if a file cannot be read or is not prepared, if no sample is left, or if data.on_omitted
     refuses a chat.
     """
-    for path in paths:
-        check_file(Path(path))
-    folders = [store_folder(cache_dir, Path(path), data, tokenizer) for path in paths]
-    map_prepared(paths, folders, data, command=command).check_omitted(data, tokenizer)
-    return folders
+    files = find_inputs(inputs, cache_dir, command=command)
+    prepared = [(file, store_folder(cache_dir, file, data, tokenizer)) for file in files]
+    map_prepared(prepared, data, command=command).check_omitted(data, tokenizer)
+    return prepared
 
 
 def map_prepared(
-    paths: Sequence[str], folders: Sequence[Path], data: DataConfig, names: Sequence[str] | None = None, *, command: str
+    prepared: Sequence[tuple[DataFile, Path]], data: DataConfig, names: Sequence[str] | None = None, *, command: str
 ) -> Corpus:
     """The corpus of the stores that `find_prepared` found; `names` holds the source of each file."""
-    stores = [open_store(folder) for folder in folders]
-    missing = [path for path, store in zip(paths, stores, strict=True) if store is None]
+    stores = [open_store(folder) for _, folder in prepared]
+    missing = [str(file) for (file, _), store in zip(prepared, stores, strict=True) if store is None]
     if missing:
         raise DataError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not tokenised with these settings in "
-            f"{folders[0].parent}.  First run this command on a machine that sees these folders: {command}"
+            f"{prepared[0][1].parent}.  First run this command on a machine that sees these folders: {command}"
         )
-    return make_corpus([Path(path) for path in paths], [store for store in stores if store is not None], data, names)
+    return make_corpus([file for file, _ in prepared], [store for store in stores if store is not None], data, names)
 
 
 def make_corpus(
-    files: Sequence[Path], stores: Sequence[Store], data: DataConfig, names: Sequence[str] | None = None
+    files: Sequence[DataFile], stores: Sequence[Store], data: DataConfig, names: Sequence[str] | None = None
 ) -> Corpus:
     """The corpus of these stores.  Raises DataError if the stores hold no sample."""
     corpus = Corpus(files, stores, names)

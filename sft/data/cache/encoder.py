@@ -6,7 +6,6 @@ files.  Every tokenising process imports this module, so it does not import torc
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from sft.data.cache.truncation import NOTHING, excerpts
 from sft.data.chat.encode_chat import Encoding, encode_row
 from sft.data.chat.formats import Chat, read_row
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import Row, row_name
+from sft.data.read.rows import DataFile, Row, row_name
 from sft.data.read.strict_json import parse
 from sft.errors import DataError
 
@@ -37,7 +36,7 @@ class EncodedRows(NamedTuple):
     num_chats: int = 0  # usable rows with messages
 
 
-def encode_rows(rows: Iterable[Row], file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
+def encode_rows(rows: Iterable[Row], file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> EncodedRows:
     """Tokenises rows of a file.  For the first unusable row, raises a DataError that begins with the row's name."""
     tokens = [np.empty(0, dtype=np.int32)]
     weights = [np.empty(0, dtype=np.float32)]

@@ -6,6 +6,7 @@ that makes samples of rows (`ENCODING`).  Samples do not depend on the parallel 
     cache_dir/3f9a...      the complete store of one file (`store.py`)
     cache_dir/3f9a....work  parts of an unfinished store, also after its process was killed (`workers.py`)
     cache_dir/digests      digests of data files (`digests.py`)
+    cache_dir/datasets     which rows a dataset by name is (`loaded_datasets.py`)
 """
 
 import hashlib
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 from sft.config import DataConfig
 from sft.data.cache.digests import content_digest, files_of
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
+from sft.data.read.named_dataset import LoadedDataset
+from sft.data.read.rows import DataFile
 from sft.errors import DataError
 
 # Version of the code that makes samples of rows.  A change that gives any row other tokens or weights must change this
@@ -27,14 +30,14 @@ from sft.errors import DataError
 # The text is a digest of the source files of older releases, so stores of these releases are still used.
 ENCODING = "80c6f0ae371b9ea2e6b764ed63c48a518a45bb1e4b356c0b1744fd584af7737d"
 # Version of the code that decides which rows are unusable.  Stores that skipped no row do not depend on it.
-REFUSALS = "1: rows of plain text are used"
+REFUSALS = "1: texts, and messages as an object of lists, are used"
 _SETTINGS = ("seq_length", "doc_multiple", "over_long", "on_bad_row", "supervise")
 Stamp = tuple[tuple[int, int], ...]
 
 _OURS = re.compile(r"[0-9a-f]{32}(\.work)?")
 
 
-def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatTokenizer) -> Path:
+def store_folder(cache_dir: Path, file: DataFile, data: DataConfig, tokenizer: ChatTokenizer) -> Path:
     """The cache folder of one data file; its name is a hash of everything that the samples depend on: 32 hex digits."""
     libraries = (
         []
@@ -42,8 +45,8 @@ def store_folder(cache_dir: Path, file: Path, data: DataConfig, tokenizer: ChatT
         else [version(name) for name in ("transformers", "tokenizers", "jinja2")]
     )
     parts: dict[str, Any] = {
-        "content": content_digest(file, cache_dir),
-        "kind": file.suffix,
+        "content": file.digest if isinstance(file, LoadedDataset) else content_digest(file, cache_dir),
+        "kind": "dataset" if isinstance(file, LoadedDataset) else file.suffix,
         "tokenizer": tokenizer.digest,
         "settings": {name: getattr(data, name) for name in _SETTINGS},
         "code": ENCODING,
@@ -59,13 +62,17 @@ def work_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.work")
 
 
-def stamp(path: Path) -> Stamp:
-    """Sizes and modification times of a file or folder; they change whenever a program writes to it."""
-    stats = [part.stat() for part in (files_of(path) if path.is_dir() else [path])]
+def stamp(path: DataFile) -> Stamp:
+    """Sizes and modification times of a file, folder or dataset; they change whenever a program writes to it."""
+    if isinstance(path, LoadedDataset):
+        parts = path.files
+    else:
+        parts = files_of(path) if path.is_dir() else [path]
+    stats = [part.stat() for part in parts]
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
-def check_unchanged(path: Path, before: Stamp) -> None:
+def check_unchanged(path: DataFile, before: Stamp) -> None:
     """Raises DataError if the file or folder was modified after its stamp `before` was taken."""
     try:
         changed = stamp(path) != before

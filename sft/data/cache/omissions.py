@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import NamedTuple
 
 from sft.data.chat.omitted import find_omitted, why_omitted
 from sft.data.chat.render import RenderedChat
 from sft.data.chat.tokenizer import ChatTokenizer, template_name
-from sft.data.read.rows import row_name
+from sft.data.read.rows import DataFile, row_name
 from sft.errors import DataError
 
 _ROWS_LISTED = 100
@@ -116,7 +115,7 @@ def add_up(omissions: Iterable[FileOmission], *, rows_listed: int = _ROWS_LISTED
     return tuple(sorted(totals, key=lambda total: (-total.chats, total.role, total.kind)))
 
 
-def refusal(file: Path, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:
+def refusal(file: DataFile, row: int, first: RowOmission | FileOmission, tokenizer: ChatTokenizer) -> DataError:
     """The error for the first text that is left out; `row` holds this text."""
     source = "tool" if first.role == "tools" else "message"
     text = json.dumps(first.said if len(first.said) < _SHOWN else first.said[: _SHOWN - 3] + "...", ensure_ascii=False)

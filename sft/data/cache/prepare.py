@@ -18,17 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.config import Config, DataConfig
+from sft.config import Config, DataConfig, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus, make_corpus
 from sft.data.cache.encoder import EncodedRows, check_palette
 from sft.data.cache.folders import Stale, Stamp, stamp, store_folder, sweep, work_folder
+from sft.data.cache.loaded_datasets import open_inputs
 from sft.data.cache.omissions import refusal
 from sft.data.cache.row_report import Reject
 from sft.data.cache.store import Store, open_store, publish, put_aside, write_store
 from sft.data.cache.workers import FileJob, PartResult, make_part, make_parts, part_path, part_ranges, read_part
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import check_file, index_rows, row_name
+from sft.data.read.rows import DataFile, index_rows, row_name
 from sft.errors import DataError
 
 # With on_bad_row = skip, a larger share of unusable rows is an error: the template or the format of the file is wrong.
@@ -38,7 +39,7 @@ _MOST_AUTO_WORKERS = 32  # each process needs several hundred MB for a tokenizer
 
 
 def prepare(
-    paths: Sequence[str],
+    inputs: Sequence[Input],
     data: DataConfig,
     tokenizer: ChatTokenizer,
     cache_dir: Path,
@@ -47,15 +48,13 @@ def prepare(
     *,
     verify: bool = False,
 ) -> Corpus:
-    """The corpus of `paths`, tokenised now or mapped from `cache_dir`.  `verify` first checks all bytes of existing
+    """The corpus of `inputs`, tokenised now or mapped from `cache_dir`.  `verify` first checks all bytes of existing
     stores; `names` are the source names of the files.
 
     Raises DataError if a file, row or chat cannot be used, if cache_dir cannot be written, or if no sample is left.  An
     error of a row begins with `file:line`.
     """
-    files = [Path(path) for path in paths]
-    for file in files:
-        check_file(file)
+    files = open_inputs(inputs, cache_dir, console)
     stamps = [stamp(file) for file in files]  # before the digest, so every later change is detected
     folders = [store_folder(cache_dir, file, data, tokenizer) for file in files]
     stores: dict[Path, Store] = {}
@@ -104,14 +103,15 @@ def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *,
     return prepare(data.train_files, data, tokenizer, cache_dir, console, data.train_names, verify=verify)
 
 
-def sweep_recipe(config: Config, tokenizer: ChatTokenizer) -> list[Stale]:
-    """Removes what the recipe's cache holds for other files, settings, tokenizers or versions of sft."""
-    data, cache_dir = config.data, Path(config.cache_dir)
-    files = [Path(file) for listed in (data.train_files, *data.eval_sets.values()) for file in listed]
-    return sweep(cache_dir, {store_folder(cache_dir, file, data, tokenizer) for file in files})
+def sweep_recipe(config: Config, corpora: Iterable[Corpus], tokenizer: ChatTokenizer) -> list[Stale]:
+    """Removes what the recipe's cache holds for other files than those of `corpora`, or for other settings, tokenizers
+    or versions of sft."""
+    cache_dir = Path(config.cache_dir)
+    files = [file for corpus in corpora for file in corpus.files]
+    return sweep(cache_dir, {store_folder(cache_dir, file, config.data, tokenizer) for file in files})
 
 
-def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> Store | None:
+def _existing(file: DataFile, folder: Path, console: Console, *, verify: bool) -> Store | None:
     store = open_store(folder, verify=verify)
     if store is not None:
         console.say(f"{file}: {store.row_report} ({'verified' if verify else 'cached'})")
@@ -122,7 +122,7 @@ def _existing(file: Path, folder: Path, console: Console, *, verify: bool) -> St
     return store
 
 
-def _plan_job(file: Path, folder: Path, stamp_before: Stamp, data: DataConfig, tokenizer: ChatTokenizer) -> FileJob:
+def _plan_job(file: DataFile, folder: Path, stamp_before: Stamp, data: DataConfig, tokenizer: ChatTokenizer) -> FileJob:
     try:
         index = index_rows(file)
     except OSError as error:

@@ -29,7 +29,7 @@ from sft.data.cache.folders import Stamp, check_unchanged, work_folder
 from sft.data.cache.omissions import RowOmission
 from sft.data.cache.row_report import Reject
 from sft.data.chat.tokenizer import ChatTokenizer
-from sft.data.read.rows import RowIndex, read_rows
+from sft.data.read.rows import DataFile, RowIndex, read_rows
 from sft.errors import DataError
 
 # With small parts, a killed preparation loses only seconds of work, and all processes end at about the same time.  A
@@ -44,7 +44,7 @@ _ATTEMPTS = 5
 class FileJob:
     """One file to tokenise."""
 
-    file: Path
+    file: DataFile
     data: DataConfig
     tokenizer: ChatTokenizer
     index: RowIndex

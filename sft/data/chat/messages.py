@@ -58,10 +58,24 @@ def read_messages(messages: object, name: str) -> list[CheckedMessage]:
     """
     if isinstance(messages, str):
         messages = read_json(messages, name)
+    if isinstance(messages, dict):
+        messages = _from_lists(messages)
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{name} must be a list of at least one message; got {type_name(messages)}.")
     prefix = f"{name} " if name in ("prompt", "completion") else ""
     return [_read_message(message, f"{prefix}message {number}") for number, message in enumerate(messages, start=1)]
+
+
+def _from_lists(lists: dict[str, Any]) -> object:
+    """The messages of an object of lists, as older versions of `datasets` store a list of objects.
+
+    {"role": ["user", "assistant"], "content": ["a", "b"]}  ->  two messages; any other object stays as it is
+    """
+    if not lists or not all(isinstance(column, list) for column in lists.values()):
+        return lists
+    if len({len(column) for column in lists.values()}) > 1:
+        return lists
+    return [dict(zip(lists, values)) for values in zip(*lists.values())]
 
 
 def check_calls(turns: Sequence[CheckedMessage]) -> None:

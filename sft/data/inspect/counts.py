@@ -8,13 +8,13 @@ rows; `findings.py` reads tokens.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from sft.data.cache.corpus import Corpus, file_names
 from sft.data.cache.omissions import FileOmission, add_up
+from sft.data.read.rows import DataFile
 from sft.parallel.alignment import aligned
 
 # Fields of a row report that `counts_of` adds up.
@@ -28,7 +28,7 @@ class DataSet(NamedTuple):
     """Files that are prepared together."""
 
     part: str  # train, or the name of a held-out set
-    paths: list[Path]
+    paths: list[DataFile]
     sources: list[str] | None  # source of each file; None for held-out files, and if data.train names no sources
     corpus: Corpus
     rows: list[np.ndarray]  # per file LINE [rows]: the uncut length of each row that was not skipped

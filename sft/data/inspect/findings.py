@@ -12,7 +12,6 @@ among a billion samples, two share a hash with probability 1e-21), so any sample
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from sft.data.cache.corpus import Corpus
 from sft.data.cache.omissions import FileOmission
 from sft.data.cache.truncation import turns
 from sft.data.inspect.counts import DataSet
-from sft.data.read.rows import row_name
+from sft.data.read.rows import DataFile, row_name
 from sft.parallel.alignment import aligned
 
 NUM_EXAMPLES = 5
@@ -151,7 +150,7 @@ def of_rows(data: DataSet, config: DataConfig) -> list[Finding]:
 def of_template(data: DataSet) -> list[Finding]:
     """Findings about chats from which the chat template omits texts, for each role and kind of text."""
     total = sum(data.corpus.row_reports[path].chats for path in data.paths)
-    by_name: dict[str, list[tuple[Path, FileOmission]]] = {}
+    by_name: dict[str, list[tuple[DataFile, FileOmission]]] = {}
     for path in data.paths:
         for omission in data.corpus.row_reports[path].omitted:
             by_name.setdefault(omission.name, []).append((path, omission))

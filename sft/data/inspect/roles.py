@@ -10,7 +10,6 @@ of evenly spaced rows are tokenised to estimate tokens: tokenising all rows woul
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from sft.console import Console
@@ -20,7 +19,7 @@ from sft.data.chat.messages import ROLES, Message, to_json
 from sft.data.chat.tokenizer import ByteTokenizer, ChatTokenizer
 from sft.data.inspect.counts import DataSet
 from sft.data.inspect.findings import NUM_EXAMPLES, Finding, finding
-from sft.data.read.rows import read_rows, row_name
+from sft.data.read.rows import DataFile, read_rows, row_name
 from sft.data.read.strict_json import parse
 
 _TOKENISED_ROWS = 2000
@@ -92,7 +91,7 @@ class _Rows:
     count: int = 0
     names: list[str] = field(default_factory=list)
 
-    def add(self, path: Path, number: int) -> None:
+    def add(self, path: DataFile, number: int) -> None:
         self.count += 1
         if len(self.names) < NUM_EXAMPLES:
             self.names.append(row_name(path, number))
@@ -132,7 +131,7 @@ class _RoleCounter:
         )
 
 
-def _rows(data: DataSet, console: Console) -> Iterator[tuple[Path, int, Chat | Text | Tokenized]]:
+def _rows(data: DataSet, console: Console) -> Iterator[tuple[DataFile, int, Chat | Text | Tokenized]]:
     """Path, row number and content of every row of the files that was not skipped."""
     with console.track("reading rows", sum(map(len, data.rows)), "rows") as progress:
         for path, rows in zip(data.paths, data.rows, strict=True):

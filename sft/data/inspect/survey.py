@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sft.config import DataConfig
+from sft.config import DataConfig, Input
 from sft.console import Console
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.prepare import prepare
@@ -119,7 +119,7 @@ def take_survey(
 
 
 def _prepare_any(
-    part: str, files: list[str], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
+    part: str, inputs: list[Input], data: DataConfig, tokenizer: ChatTokenizer, cache_dir: Path, console: Console
 ) -> tuple[DataSet, str | None]:
     """Returns the corpus that training would use and None, or a corpus and the error message if training refuses
     the data.  If training refuses rows because they are too long, the returned corpus contains these rows uncut.
@@ -129,18 +129,18 @@ def _prepare_any(
     reporting = data.model_copy(update={"on_omitted": "report"})
     refused = None
     try:
-        corpus = prepare(files, reporting, tokenizer, cache_dir, console, sources)
+        corpus = prepare(inputs, reporting, tokenizer, cache_dir, console, sources)
     except DataError as error:
         # Some or all rows are too long.  If the error has another cause, the second `prepare` raises it again.
         console.say("training would refuse these data; tokenising them again without a length limit")
         whole = reporting.model_copy(update={"seq_length": _NO_LIMIT, "over_long": "error"})
-        corpus, refused = prepare(files, whole, tokenizer, cache_dir, console, sources), str(error)
+        corpus, refused = prepare(inputs, whole, tokenizer, cache_dir, console, sources), str(error)
     try:
         corpus.check_omitted(data, tokenizer)
     except DataError as error:
         refused = refused or str(error)
     rows = [whole_rows(table) for table in corpus.tables]
-    return DataSet(part, [Path(file) for file in files], sources, corpus, rows), refused
+    return DataSet(part, corpus.files, sources, corpus, rows), refused
 
 
 def whole_rows(table: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ _MUST_MATCH = ("data", "data.seq_length", "data.doc_multiple", "train.global_bat
 def follows_from(config: Config, corpus: Corpus) -> dict[str, Any]:
     """Everything that determines the order of the data."""
     shares = {
-        name: {"weight": source.weight, "epochs": source.epochs, "files": len(source.files)}
+        name: {"weight": source.weight, "epochs": source.epochs, "files": len(source.inputs)}
         for name, source in config.data.sources.items()
         if source.weight is not None or source.epochs is not None
     }

@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 
 from sft.data.read.json_rows import COMPRESSED, find_first_row, read_blocks, read_elements, read_lines, scan_lines
+from sft.data.read.named_dataset import LoadedDataset
 from sft.data.read.strict_json import Content, parse_json
-from sft.data.read.tables import count_table, read_table
+from sft.data.read.tables import count_table, read_slices, read_table
 from sft.errors import DataError
 
 Kind = Literal["jsonl", "json", "parquet", "arrow", "folder"]
@@ -26,6 +27,7 @@ _EXPECTED = (
     "written by save_to_disk of datasets"
 )
 
+DataFile = Path | LoadedDataset  # what rows are read from
 Row = tuple[int, Content]  # the number, from 1, is a line number in JSONL and a row number in other kinds
 
 
@@ -45,8 +47,10 @@ class RowIndex:
     numbers: np.ndarray | None = None
 
 
-def check_file(path: Path) -> None:
+def check_file(path: DataFile) -> None:
     """Raises DataError if a file or folder is missing, unreadable, empty or of unknown kind."""
+    if isinstance(path, LoadedDataset):
+        return  # `named_dataset.py` checked it
     if not path.exists():
         raise DataError(f"data file {path} does not exist (folder {Path.cwd()}).")
     if not (path.is_file() or path.is_dir()):
@@ -77,8 +81,10 @@ def kind_of(path: Path) -> Kind:
     return kind
 
 
-def data_files(path: Path) -> list[Path]:
-    """The files that hold the rows, in order: the file itself, or the files that a saved dataset lists."""
+def data_files(path: DataFile) -> list[Path]:
+    """The files that hold the rows, in order: the file itself, or the files of a dataset."""
+    if isinstance(path, LoadedDataset):
+        return path.files
     if not path.is_dir():
         return [path]
     try:
@@ -103,15 +109,20 @@ def data_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def row_name(path: Path, number: int) -> str:
-    """`chat.jsonl:1841` in files of lines, compressed or not; `chat.parquet row 1841` in other files."""
+def row_name(path: DataFile, number: int) -> str:
+    """`chat.jsonl:1841` in files of lines, compressed or not; `chat.parquet row 1841` in other files;
+    `HuggingFaceH4/ultrachat_200k train_sft row 1841` in datasets by name, counted within the split of the recipe."""
+    if isinstance(path, LoadedDataset):
+        return f"{path} row {number}"
     kind = kind_of(path)
     is_lines = kind == "jsonl" or (kind == "json" and not find_first_row(path, may_be_list=True)[0])
     return f"{path}:{number}" if is_lines else f"{path} row {number}"
 
 
-def index_rows(path: Path) -> RowIndex:
+def index_rows(path: DataFile) -> RowIndex:
     """The index of a file, made in one pass over its bytes, or over the headers of a table.  Raises DataError."""
+    if isinstance(path, LoadedDataset):
+        return RowIndex(num_rows=path.num_rows, size=_size(path))
     size, kind = _size(path), kind_of(path)
     if kind not in ("jsonl", "json"):
         return RowIndex(num_rows=count_table(data_files(path)), size=size)
@@ -125,7 +136,7 @@ def index_rows(path: Path) -> RowIndex:
     return RowIndex(num_rows=len(offsets), size=size, offsets=offsets, numbers=None if plain else numbers)
 
 
-def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: int | None = None) -> Iterator[Row]:
+def read_rows(path: DataFile, index: RowIndex | None = None, start: int = 0, stop: int | None = None) -> Iterator[Row]:
     """Rows `start` to `stop` of a file in order, streamed.  Raises DataError if the file cannot be read.
 
     With an index, row `start` is found without a search.  A compressed file is still decompressed from its beginning.
@@ -148,8 +159,11 @@ def read_rows(path: Path, index: RowIndex | None = None, start: int = 0, stop: i
         raise DataError(f"{path} was changed while it was read: it no longer has {index.num_rows:,} rows.")
 
 
-def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
+def _rows_from(path: DataFile, index: RowIndex | None, start: int) -> Iterator[Row]:
     """All rows from row `start` on, where the first row of the file is row 0."""
+    if isinstance(path, LoadedDataset):
+        yield from enumerate(read_slices(path.slices, start, path.columns), start=start + 1)
+        return
     kind = kind_of(path)
     if kind not in ("jsonl", "json"):
         files = data_files(path)
@@ -168,7 +182,7 @@ def _rows_from(path: Path, index: RowIndex | None, start: int) -> Iterator[Row]:
         yield from read_lines(blocks, number)
 
 
-def _size(path: Path) -> int:
+def _size(path: DataFile) -> int:
     try:
         return sum(file.stat().st_size for file in data_files(path))
     except OSError as error:

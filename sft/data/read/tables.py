@@ -4,13 +4,14 @@ Converts a row of a table to the value that the same row has in JSON.  Keys with
 Arrow gives all objects (structs) of a column the same keys, and stores null for a key that an object did not have.  A
 table preserves neither nulls that the writer meant nor the order of keys; a column of JSON text preserves both.  Rows
 are read through pyarrow, a few at a time, without `datasets`.
-`rows.py` decides which files belong together, and `formats.py` what a row means.
+`rows.py` and `named_dataset.py` decide which files belong together, and `formats.py` what a row means.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft.data.read.strict_json import Unreadable, parse_json
 from sft.errors import DataError
@@ -19,7 +20,16 @@ _ROWS_AT_ONCE = 64  # a small number, because long rows need much memory as Pyth
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; datasets writes Arrow's stream format
 
 Convert = Callable[[Any], Any]
+Columns = Sequence[tuple[str, str]]  # (our key, their column)
 Part = tuple[int, Callable[[], Iterable[Any]]]  # number of rows, and a function that loads them as record batches
+
+
+class TableSlice(NamedTuple):
+    """Rows `first` to `stop` of an Arrow file, counted from 0."""
+
+    file: Path
+    first: int
+    stop: int
 
 
 def count_table(files: Sequence[Path]) -> int:
@@ -27,8 +37,31 @@ def count_table(files: Sequence[Path]) -> int:
     return sum(num_rows for file in files for num_rows, _ in _guarded(file, _parts(file)))
 
 
-def read_table(files: Sequence[Path], start: int) -> Iterator[dict[str, Any] | Unreadable]:
-    """Rows from row `start` on, counted from 0; row groups and batches before row `start` are not loaded."""
+def column_names(file: Path) -> list[str]:
+    """The names of the columns of an Arrow file."""
+    for _, load in _guarded(file, _parts(file)):
+        for batch in load():
+            return list(batch.schema.names)
+    return []
+
+
+def read_slices(
+    slices: Sequence[TableSlice], start: int, columns: Columns | None = None
+) -> Iterator[dict[str, Any] | Unreadable]:
+    """Rows of slices of Arrow files from row `start` on, counted from 0 over all slices."""
+    for file, first, stop in slices:
+        if first + start < stop:
+            yield from islice(read_table([file], first + start, columns), stop - first - start)
+        start = max(0, start - (stop - first))
+
+
+def read_table(
+    files: Sequence[Path], start: int, columns: Columns | None = None
+) -> Iterator[dict[str, Any] | Unreadable]:
+    """Rows from row `start` on, counted from 0; row groups and batches before row `start` are not loaded.
+
+    columns  (our key, their column): only these columns are read; None: all, with their names
+    """
     for file in files:
         for num_rows, load in _guarded(file, _parts(file)):
             if start >= num_rows:
@@ -37,8 +70,18 @@ def read_table(files: Sequence[Path], start: int) -> Iterator[dict[str, Any] | U
             for batch in _guarded(file, load()):
                 skipped = min(start, batch.num_rows)
                 start -= skipped
+                chosen = batch if columns is None else _renamed(batch, columns)
                 for first in range(skipped, batch.num_rows, _ROWS_AT_ONCE):
-                    yield from _rows(batch.slice(first, _ROWS_AT_ONCE))
+                    yield from _rows(chosen.slice(first, _ROWS_AT_ONCE))
+
+
+def _renamed(batch: Any, columns: Columns) -> Any:
+    """The batch of the chosen columns, with our names."""
+    import pyarrow
+
+    indices = [batch.schema.get_field_index(column) for _, column in columns]
+    fields = [batch.schema.field(i).with_name(key) for i, (key, _) in zip(indices, columns, strict=True)]
+    return pyarrow.RecordBatch.from_arrays([batch.column(i) for i in indices], schema=pyarrow.schema(fields))
 
 
 def _parts(file: Path) -> Iterator[Part]:

@@ -1,0 +1,136 @@
+"""Opens the files and datasets of a recipe, and remembers in the cache which rows a dataset by name is.
+
+    cache_dir/datasets/7ab0....json    {"name": "OWNER/NAME train", "commit": "8049...", "digest": "3f...", ...}
+
+`sft data prepare` asks the hub for the commit of a dataset, in one process.  A training run reads what was remembered:
+it needs no network, and a branch that moves meanwhile does not change its data.  A store is named by the bytes of the
+Arrow files, like that of any data file, so the rows of another commit have another store.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sft.config import Input, NamedDataset
+from sft.console import Console
+from sft.data.cache.digests import content_digest
+from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, load_dataset
+from sft.data.read.rows import DataFile, check_file
+from sft.data.read.tables import TableSlice
+from sft.errors import DataError
+
+FOLDER = "datasets"
+
+
+class _Memo(NamedTuple):
+    """What was loaded under a name.  folder: the digest of a local folder when it was loaded; None for the hub."""
+
+    dataset: LoadedDataset
+    folder: str | None
+
+
+def open_inputs(inputs: Sequence[Input], cache_dir: Path, console: Console) -> list[DataFile]:
+    """The files, checked, and the datasets, loaded.  Only one process calls this function.  Raises DataError."""
+    return [_load(entry, cache_dir, console) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
+
+
+def find_inputs(inputs: Sequence[Input], cache_dir: Path, *, command: str) -> list[DataFile]:
+    """The files, checked, and the datasets as `command` loaded them last.  Raises DataError if it has not."""
+    return [_find(entry, cache_dir, command) if isinstance(entry, NamedDataset) else _file(entry) for entry in inputs]
+
+
+def _file(name: str) -> Path:
+    check_file(Path(name))
+    return Path(name)
+
+
+def _find(wanted: NamedDataset, cache_dir: Path, command: str) -> LoadedDataset:
+    memo = _remembered(wanted, cache_dir)
+    if memo is None or memo.folder != _folder_digest(wanted, cache_dir):
+        state = "is not loaded" if memo is None else "has changed since it was loaded"
+        raise DataError(
+            f"dataset {wanted} {state} into {cache_dir}.  First run this command on a machine that sees this folder: "
+            f"{command}"
+        )
+    return memo.dataset
+
+
+def _load(wanted: NamedDataset, cache_dir: Path, console: Console) -> LoadedDataset:
+    memo, folder = _remembered(wanted, cache_dir), _folder_digest(wanted, cache_dir)
+    is_intact = memo is not None and _is_intact(memo.dataset, cache_dir)
+    if memo is not None and is_intact and memo.folder == folder:
+        if folder is not None or COMMIT.fullmatch(wanted.revision or ""):
+            return memo.dataset  # neither can have changed
+    try:
+        loaded = load_dataset(wanted)
+    except HubUnreachable as error:
+        if memo is None or not is_intact:
+            raise
+        console.say(f"{wanted}: using commit {memo.dataset.commit}, which was loaded before ({error})")
+        return memo.dataset
+    loaded = replace(loaded, digest=_digest(loaded, cache_dir))
+    was = memo.dataset.commit if memo is not None else None
+    if was is not None and loaded.commit != was:
+        console.say(
+            f"{wanted}: {wanted.revision or 'main'} moved from commit {was} to {loaded.commit}.  A run that began with "
+            f"the former needs revision: {was}"
+        )
+    console.say(f"{wanted}: {f'commit {loaded.commit}, ' if loaded.commit else ''}{loaded.num_rows:,} rows")
+    _remember(wanted, cache_dir, _Memo(loaded, folder))
+    return loaded
+
+
+def _digest(loaded: LoadedDataset, cache_dir: Path) -> str:
+    """Digest of the rows and the chosen columns.  Raises DataError if a file cannot be read."""
+    try:
+        slices = [[content_digest(part.file, cache_dir), part.first, part.stop] for part in loaded.slices]
+    except OSError as error:
+        raise DataError(f"dataset {loaded}: {error.filename} cannot be read: {error.strerror}.") from error
+    return hashlib.sha256(json.dumps([slices, loaded.columns]).encode()).hexdigest()
+
+
+def _folder_digest(wanted: NamedDataset, cache_dir: Path) -> str | None:
+    folder = Path(wanted.name)
+    return content_digest(folder, cache_dir) if folder.is_dir() else None
+
+
+def _is_intact(loaded: LoadedDataset, cache_dir: Path) -> bool:
+    """Whether the Arrow files are still there, with the same bytes."""
+    return all(file.is_file() for file in loaded.files) and _digest(loaded, cache_dir) == loaded.digest
+
+
+def _path(wanted: NamedDataset, cache_dir: Path) -> Path:
+    folder = Path(wanted.name)
+    identity = [str(folder.absolute()) if folder.is_dir() else "", asdict(wanted)]
+    return cache_dir / FOLDER / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
+
+
+def _remembered(wanted: NamedDataset, cache_dir: Path) -> _Memo | None:
+    try:
+        content: dict[str, Any] = json.loads(_path(wanted, cache_dir).read_text(encoding="utf-8"))
+        folder, slices, columns = (content.pop(name) for name in ("folder", "slices", "columns"))
+        dataset = LoadedDataset(
+            **content,
+            slices=tuple(TableSlice(Path(file), first, stop) for file, first, stop in slices),
+            columns=None if columns is None else tuple((key, column) for key, column in columns),
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # never loaded, or a damaged memo
+        return None
+    return _Memo(dataset, folder)
+
+
+def _remember(wanted: NamedDataset, cache_dir: Path, memo: _Memo) -> None:
+    path = _path(wanted, cache_dir)
+    content = {**asdict(memo.dataset), "folder": memo.folder}
+    content["slices"] = [[str(part.file), part.first, part.stop] for part in memo.dataset.slices]
+    temporary = path.with_name(f"{path.name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"data.cache_dir {cache_dir} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,72 @@
+"""Every command of docs/quickstart.md, in the order of the page, as a reader would type them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fixtures.hub import environment, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+# The run of the page, but its model comes from a hub.
+FROM_HUB = """
+torchrun --standalone --nproc-per-node 2 -m sft train quickstart.yaml model.hf=org/tiny run.dir=runs/hub \\
+    data.cache_dir=runs/quickstart/cache train.num_steps=2
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Callable[..., str]:
+    """Runs a command in a folder of its own, with `sft`, `torchrun` and `python` of this environment.
+
+    Returns what the command prints on stdout.
+    """
+    (tmp_path / "bin").mkdir()
+    for name, words in (("sft", "-m sft"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(command: str, **variables: str) -> str:
+        words = ["bash", "-euo", "pipefail", "-c", command]
+        environ = {**os.environ, **variables, **own}
+        done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["lm loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs(tmp_path: Path, shell: Callable[..., str]) -> None:
+    commands = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(commands) == 9
+    outputs = [shell(command) for command in commands]
+    (quoted,) = re.findall(r"^```text\n(weights .*\n)```$", PAGE, re.MULTILINE)
+    assert quoted in outputs[3]
+    trained = losses(tmp_path / "runs/quickstart")
+    assert len(trained) == 10 and trained[-1] < trained[0]
+    assert "<|im_start|>assistant" in outputs[-1]  # what the exported model writes
+    with serving() as hub:
+        hub.add("org/tiny", tmp_path / "models/tiny")
+        shell(FROM_HUB, **environment(hub, tmp_path / "hf"))
+        assert hub.downloads(".safetensors") == ["model.safetensors"]
+    assert losses(tmp_path / "runs/hub") == trained[:2]
+
+
+def test_the_readme_shows_the_commands_of_the_page() -> None:
+    (commands,) = re.findall(r"^```text\n(sft check .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(commands.splitlines()) == 5
+    assert commands in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft import __version__
-from sft.commands import check, convert, data, probe, results, status, train
+from sft.commands import check, convert, data, evaluate, probe, results, status, train
 from sft.errors import ConfigError, SftError, StorageError
 
 _SECONDS_FOR_RANK_0 = 10.0
-_COMMANDS = (train, check, status, data, probe, convert, results)  # in the order of `sft --help`
+_COMMANDS = (train, check, status, evaluate, data, probe, convert, results)  # in the order of `sft --help`
 
 
 def run() -> NoReturn:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SftError as error:
         _report(
-            error, is_run=words[:1] in (["train"], ["probe"])
+            error, is_run=words[:1] in (["train"], ["eval"], ["probe"])
         )  # other commands have one process, even if RANK is set
         return 1 if isinstance(error, StorageError) else 2
     except KeyboardInterrupt:

@@ -93,7 +93,7 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     """
     refused = dict(_differences(before["plan"], now.plan))
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
-    refused |= {key: change for key, change in recipe.items() if _describes_model(key)}
+    refused |= model_changes(before, now.recipe)
     known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}
     if unknown := [key for key in allowed if key not in known]:
         raise ConfigError(
@@ -106,6 +106,20 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     reported += [f"{name} {change}" for name, change in sizes if f"parallel.{name}" not in recipe]
     reported += [f"{name} {change}" for name, change in _differences(before["versions"], now.versions)]
     return Changes(reported=reported, refused={key: change for key, change in refused.items() if key not in allowed})
+
+
+def model_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """The differences between the model of a checkpoint and that of the recipe `now`, by key.
+
+    before: the Conditions in the checkpoint, as a dictionary
+    """
+    differences = _differences(_with_defaults(before["recipe"], now), now)
+    return {key: change for key, change in differences if _describes_model(key)}
+
+
+def tokenizer_name(before: Mapping[str, Any]) -> str:
+    """The tokenizer with which a run was trained: the value of data.tokenizer, or of model.hf if that is null."""
+    return before["recipe"]["data.tokenizer"] or before["recipe"]["model.hf"] or "byte"
 
 
 def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

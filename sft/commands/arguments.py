@@ -75,16 +75,19 @@ def launched_world_size() -> int | None:
     return None if text is None else int(text)
 
 
-def check_paths(recipe: "Recipe") -> None:
-    """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported."""
+def check_paths(recipe: "Recipe", *, trains: bool = True) -> None:
+    """Raise ConfigError if a path in the recipe does not exist.  Called before heavy modules are imported.
+
+    trains: whether the command uses the training data
+    """
     data = recipe.config.data
-    paths = [(key, path) for key, files in data.train_keys.items() for path in files]
+    paths = [(key, path) for key, files in data.train_keys.items() for path in files] if trains else []
     paths += [("data.eval", path) for files in data.eval_sets.values() for path in files if isinstance(path, str)]
     tokenizer = None if data.tokenizer == "byte" else data.tokenizer
     is_on_hub = tokenizer is not None and hub.is_hub_name(tokenizer)
     paths += [] if tokenizer is None or is_on_hub else [("data.tokenizer", tokenizer)]
     paths += [] if data.chat_template is None else [("data.chat_template", data.chat_template)]
-    paths += [] if data.plan is None else [("data.plan", data.plan)]
+    paths += [] if data.plan is None or not trains else [("data.plan", data.plan)]
     missing = [
         f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
         + _dataset_hint(key, path)

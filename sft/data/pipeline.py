@@ -27,7 +27,51 @@ class GlobalBatch:
     microbatches: list[Microbatch]  # microbatches of this rank
 
 
-class DataPipeline:
+class HeldOutData:
+    """Loaders of the held-out sets by name.  The constructor is collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: ChatTokenizer,
+        arguments: str,
+        layout: Layout,
+        position: Position,
+        console: Console,
+    ) -> None:
+        """arguments: the command-line arguments of this recipe, e.g. `a.yaml parallel.cp=4`, for error messages"""
+        self._config, self._layout, self._position, self._console = config, layout, position, console
+        self._command = f"sft data prepare {arguments}"
+        self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
+        self._held_out = {name: self._prepared(files, tokenizer) for name, files in config.data.eval_sets.items()}
+        self.held_out = {
+            name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in self._held_out.items()
+        }
+
+    def _prepared(self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
+        """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
+        data, cache_dir = self._config.data, Path(self._config.cache_dir)
+        prepared = broadcast_from_rank0(
+            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self._position.control
+        )
+        corpus = map_prepared(prepared, data, names, command=self._command)
+        self._console.say(corpus.summary())
+        return corpus
+
+    def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer, *, is_held_out: bool = False) -> Loader:
+        cp_size, cp_rank = self._layout.cp, self._position.cp_rank
+        return make_loader(
+            self._config,
+            self._layout,
+            corpus,
+            pad_id=tokenizer.pad_id,
+            local_indices=partial(context_parallel.local_indices, cp_size=cp_size, cp_rank=cp_rank),
+            dp_rank=self._position.dp_rank,
+            is_held_out=is_held_out,
+        )
+
+
+class DataPipeline(HeldOutData):
     """Loaders of training and held-out data.  The constructor is collective.
 
     plan         everything that determines the order of the data
@@ -46,17 +90,13 @@ class DataPipeline:
         position: Position,
         console: Console,
     ) -> None:
-        """arguments: the command-line arguments of this recipe, e.g. `a.yaml parallel.cp=4`, for error messages"""
-        self._config, self._layout, self._position, self._console = config, layout, position, console
-        self._command = f"sft data prepare {arguments}"
+        super().__init__(config, tokenizer, arguments, layout, position, console)
         data = config.data
-        self.vocab_size = vocab_rows(config.model, tokenizer.vocab_size)
         self._corpus = self._prepared(data.train_files, tokenizer, data.train_names)
-        held_out = {name: self._prepared(files, tokenizer) for name, files in data.eval_sets.items()}
         self.train = self._loader(self._corpus, tokenizer)
-        self.held_out = {name: self._loader(corpus, tokenizer, is_held_out=True) for name, corpus in held_out.items()}
         self.plan: dict[str, Any] = follows_from(config, self._corpus)
-        self.row_reports = {name: corpus.report() for name, corpus in {"train": self._corpus, **held_out}.items()}
+        corpora = {"train": self._corpus, **self._held_out}
+        self.row_reports = {name: corpus.report() for name, corpus in corpora.items()}
         self._epoch: int | None = None  # the latest epoch whose packing was reported
         self.num_packs, self.longest = len(self.train.plans.plan(0)), int(self._corpus.lengths.max())
         self.num_steps = config.train.num_steps or self.train.plans.total_steps(config.train.num_epochs or 1)
@@ -82,25 +122,3 @@ class DataPipeline:
     def row_name(self, sample: int) -> str:
         """The name of a sample's row, e.g. `chat.jsonl:1841`."""
         return self._corpus.name(sample)
-
-    def _prepared(self, inputs: list[Input], tokenizer: ChatTokenizer, names: list[str] | None = None) -> Corpus:
-        """Rank 0 reads the files once and finds their stores; then every rank maps the stores."""
-        data, cache_dir = self._config.data, Path(self._config.cache_dir)
-        prepared = broadcast_from_rank0(
-            lambda: find_prepared(inputs, data, tokenizer, cache_dir, command=self._command), self._position.control
-        )
-        corpus = map_prepared(prepared, data, names, command=self._command)
-        self._console.say(corpus.summary())
-        return corpus
-
-    def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer, *, is_held_out: bool = False) -> Loader:
-        cp_size, cp_rank = self._layout.cp, self._position.cp_rank
-        return make_loader(
-            self._config,
-            self._layout,
-            corpus,
-            pad_id=tokenizer.pad_id,
-            local_indices=partial(context_parallel.local_indices, cp_size=cp_size, cp_rank=cp_rank),
-            dp_rank=self._position.dp_rank,
-            is_held_out=is_held_out,
-        )

@@ -20,7 +20,7 @@ from sft.hf.family import HfView, TensorMapping
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.hf.source import Source
 from sft.mcore.checkpoint_io import torch_dist_files
-from sft.mcore.engine import Engine
+from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
 from sft.parallel.collectives import all_gather_objects
 
@@ -68,8 +68,7 @@ def load_weights(engine: Engine, source: Source, console: Console, *, read_once:
         if read_once:
             for shard, group, reader in zip(shards, groups, readers):
                 dist.broadcast(shard.data, dist.get_global_rank(group, reader), group=group)
-    engine.optimizer.reload_model_params()
-    engine.has_weights = True
+    weights_changed(engine)
 
 
 def _replicas(engine: Engine, shard: Shard) -> dist.ProcessGroup:

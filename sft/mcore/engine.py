@@ -35,6 +35,7 @@ from sft.parallel.layout import Layout
 class Engine:
     """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run.
 
+    trains        False: for forward passes only, so there are no gradients, no optimizer and no schedule
     has_weights   whether the model was loaded or initialised; no step is possible before
     local_losses  losses of the microbatches of this rank's last step, summed over tokens
     progress      called with the name of each part of a step when the part begins
@@ -48,19 +49,22 @@ class Engine:
         *,
         vocab_size: int,
         num_steps: int,
+        trains: bool = True,
         progress: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
         self.backend = choose(config, groups.device.type)
-        self.chunks = model.build(config, layout, groups, vocab_size, self.backend)
+        self.chunks = model.build(config, layout, groups, vocab_size, self.backend, trains=trains)
         self._save_policy = self._make_save_policy()
-        self.optimizer = build.build_optimizer(config, self.chunks)
-        if config.optim.offload_fraction:
-            host_threads.use(self.optimizer, groups.control)
-        self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
         self.core_config = self.chunks[0].config
-        self.core_config.grad_scale_func = self.optimizer.scale_loss
-        self.core_config.finalize_model_grads_func = self._finalize
+        self.optimizer: Any = None
+        if trains:
+            self.optimizer = build.build_optimizer(config, self.chunks)
+            if config.optim.offload_fraction:
+                host_threads.use(self.optimizer, groups.control)
+            self.scheduler = build.build_scheduler(config.optim, self.optimizer, num_steps)
+            self.core_config.grad_scale_func = self.optimizer.scale_loss
+            self.core_config.finalize_model_grads_func = self._finalize
         self._progress = progress
         self._passes = Passes(progress, torch.cuda.Event if groups.device.type == "cuda" else None)
         self._denominator = 0.0  # of the global batch of this step
@@ -263,6 +267,13 @@ class Engine:
             self.groups.tp,
             sequence_parallel=self.layout.sequence_parallel,
         )
+
+
+def weights_changed(engine: Engine) -> None:
+    """Called when weights were loaded or drawn.  The optimizer copies them to its main parameters."""
+    if engine.optimizer is not None:
+        engine.optimizer.reload_model_params()
+    engine.has_weights = True
 
 
 def release(engine: Engine) -> None:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from sft.config import ModelConfig
-from sft.mcore.engine import Engine
+from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
 
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
@@ -37,8 +37,7 @@ def initialise(engine: Engine) -> None:
     for chunk in engine.chunks:
         for shard in sharded_tensors(chunk.module.sharded_state_dict()):
             _set_part(shard, engine.config.model, engine.config.run.seed)
-    engine.optimizer.reload_model_params()
-    engine.has_weights = True
+    weights_changed(engine)
 
 
 def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:

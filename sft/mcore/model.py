@@ -214,11 +214,23 @@ def _with_experts(spec: ModuleSpec, *, recompute: bool) -> ModuleSpec:
 
 
 def build(
-    config: Config, layout: Layout, groups: ProcessGroups, vocab_size: int, backend: AttentionBackend
+    config: Config,
+    layout: Layout,
+    groups: ProcessGroups,
+    vocab_size: int,
+    backend: AttentionBackend,
+    *,
+    trains: bool = True,
 ) -> list[DistributedDataParallel]:
-    """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism."""
+    """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism.
+
+    trains: False freezes the weights, so that core allocates no buffers for gradients
+    """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
+    if not trains:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
     overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -80,11 +80,12 @@ def running(
     vocab: int = VOCAB,
     *,
     has_weights: bool = True,
+    trains: bool = True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Engine]:
     """An engine with random weights on the layout that `overrides` of RECIPE give on this many ranks; gone afterwards.
 
-    has_weights: False leaves it without any
+    has_weights: False leaves it without any; trains: False makes an engine for forward passes only
     """
     config = parse_recipe(RECIPE, "tests", list(overrides)).config
     join()
@@ -94,7 +95,7 @@ def running(
     engine = None
     try:
         num_steps = config.train.num_steps or 1
-        engine = Engine(config, layout, place, vocab_size=vocab, num_steps=num_steps, progress=progress)
+        engine = Engine(config, layout, place, vocab_size=vocab, num_steps=num_steps, trains=trains, progress=progress)
         if has_weights:
             initialise(engine)
         yield engine

@@ -88,19 +88,25 @@ def prepare_recipe(
     config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
 ) -> dict[str, Corpus]:
     """The corpora of a recipe: `train`, then every held-out set by its name."""
-    data, cache_dir = config.data, Path(config.cache_dir)
     train = prepare_train(config, tokenizer, console, verify=verify)
-    held_out = {
-        name: prepare(files, data, tokenizer, cache_dir, console, verify=verify)
-        for name, files in data.eval_sets.items()
-    }
-    return {"train": train, **held_out}
+    return {"train": train, **prepare_held_out(config, tokenizer, console, verify=verify)}
 
 
 def prepare_train(config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False) -> Corpus:
     """The corpus that a recipe trains on."""
     data, cache_dir = config.data, Path(config.cache_dir)
     return prepare(data.train_files, data, tokenizer, cache_dir, console, data.train_names, verify=verify)
+
+
+def prepare_held_out(
+    config: Config, tokenizer: ChatTokenizer, console: Console, *, verify: bool = False
+) -> dict[str, Corpus]:
+    """The corpora of the held-out sets by name."""
+    data, cache_dir = config.data, Path(config.cache_dir)
+    return {
+        name: prepare(files, data, tokenizer, cache_dir, console, verify=verify)
+        for name, files in data.eval_sets.items()
+    }
 
 
 def sweep_recipe(config: Config, corpora: Iterable[Corpus], tokenizer: ChatTokenizer) -> list[Stale]:

@@ -25,7 +25,7 @@ from sft.errors import CheckpointError
 from sft.file_digest import Entry
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
 from sft.mcore.checkpoint_io.save_plans import SavePlans
-from sft.mcore.engine import Engine
+from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
@@ -107,8 +107,7 @@ def load_weights(engine: Engine, folder: Path) -> None:
     tensors, reader = list(sharded_tensors(model_state(engine))), safe_reader.SafeReader(folder)
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
     torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
-    engine.optimizer.reload_model_params()
-    engine.has_weights = True
+    weights_changed(engine)
 
 
 def is_finite(engine: Engine) -> bool:

@@ -1,0 +1,52 @@
+"""`sft eval`: scores weights on held-out sets."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sft.commands.arguments import (
+    check_paths,
+    launched_world_size,
+    read_recipe,
+    read_tokenizer,
+    recipe_command,
+    resolve_layout,
+)
+from sft.commands.output import progress
+from sft.errors import ConfigError
+
+
+def add(commands: Any) -> None:
+    about = "score any weights on data.eval; start it alone, or with torchrun as train"
+    command = recipe_command(commands, "eval", evaluate, about)
+    about = "checkpoint, run, or Hugging Face model (default: the newest checkpoint of run.dir, or the first weights)"
+    command.add_argument("--from", metavar="WEIGHTS", dest="source", help=about)
+    command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/eval.md)")
+
+
+def evaluate(arguments: Namespace) -> None:
+    """Run `sft eval`.  Each process of torchrun calls this function."""
+    recipe = read_recipe(arguments)
+    if not recipe.config.data.eval_sets:
+        raise ConfigError(
+            f"data.eval ({recipe.origins['data.eval']}) names no held-out set, so there is nothing to score.  Give "
+            "data.eval=FILE, or data.eval={NAME: FILE, ...} for several sets."
+        )
+    layout = resolve_layout(recipe, launched_world_size() or 1)
+    check_paths(recipe, trains=False)
+    file: Path | None = arguments.json
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {file} cannot be written: it is a folder, or its folder does not exist.")
+    if os.environ.get("RANK", "0") == "0":  # the other ranks wait for this rank when they join the process group
+        from sft.data.cache.prepare import prepare_held_out
+
+        prepare_held_out(recipe.config, read_tokenizer(recipe), progress())
+
+    from sft.run import environment
+
+    environment.prepare(recipe.config, layout)  # before the next import, which may start CUDA
+
+    from sft.evaluate import main
+
+    main(recipe, layout, arguments.source, file)

@@ -1,0 +1,190 @@
+"""Scores weights on held-out sets, with the code of a run's evaluations, and without touching the run.
+
+Decides which weights are scored, and whether they fit the recipe.  Nothing is written into the run's folder but
+tokenised data.  No lock is taken, so a run that is alive can be scored.  The engine has no gradients and no optimizer.
+"""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+from sft.atomic_files import replace_text
+from sft.checkpoint import folders, resume
+from sft.checkpoint.train_state import installed, model_changes, tokenizer_name
+from sft.config import Config
+from sft.config.keys import values
+from sft.console import Console
+from sft.data.chat.tokenizer import ChatTokenizer
+from sft.data.pipeline import HeldOutData
+from sft.errors import CheckpointError, ConfigError, DataError, StorageError, TrainingError
+from sft.hf.architecture import model_keys
+from sft.hf.hub import CONFIG, is_hub_name
+from sft.hf.initial import load_initial
+from sft.hf.tokenizer import tokenizer_of
+from sft.mcore import device, process_groups
+from sft.mcore.checkpoint_io import engine_state, safe_reader
+from sft.mcore.engine import Engine
+from sft.metrics.log import MetricsLog
+from sft.metrics.records import Record
+from sft.metrics.rows import RunFacts
+from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.layout import Layout
+from sft.recipe.resolved import Recipe
+from sft.run.evaluation import evaluate
+from sft.run.signals import leave_with_parent
+
+FORMAT = "sft eval 1"
+
+
+def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | None) -> None:
+    """Score the weights that `source` names on all sets of data.eval, as one rank.  Progress is printed on stderr.
+
+    source: None means the newest checkpoint of the run, or the weights from which the run would start
+    """
+    config = recipe.config
+    leave_with_parent()
+    torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
+    groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
+    console = Console(groups.rank, sys.stderr)
+    tokenizer = tokenizer_of(config)
+    checkpoint, start = broadcast_from_rank0(lambda: choose(config, source, tokenizer, console), groups.control)
+    data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
+    engine = Engine(config, layout, groups, vocab_size=data.vocab_size, num_steps=1, trains=False)
+    if checkpoint is None:
+        step, weights = 0, load_initial(engine, start, console)
+    else:
+        point = resume.verified(checkpoint, config.checkpoint.verify, groups)
+        engine_state.load_weights(engine, point.path)
+        step = int(safe_reader.common_state(point.path).get("iteration", 0))
+        weights = f"the weights of {point.path} ({point.verification})"
+    console.say(f"scoring {weights}")
+    records = score(engine, data, Console(groups.rank, sys.stdout), step)
+    content = {
+        "format": FORMAT,
+        "recipe": recipe.arguments,
+        "weights": weights,
+        "step": step,
+        "layout": layout.sizes,
+        "versions": installed(),
+        "sets": records,
+    }
+    if json_file is not None:
+        broadcast_from_rank0(lambda: _write(json_file, json.dumps(content, indent=1) + "\n"), groups.control)
+    process_groups.stop()
+
+
+def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dict[str, Record]:
+    """The record of each held-out set by name, and a line about it on `console`, as in a run.  Collective.
+
+    Raises TrainingError if a loss is not finite.
+    """
+    run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
+    log = MetricsLog(Path(engine.config.run.dir), [], console, run, step=step, num_steps=step)
+    records = {}
+    for name, loader in data.held_out.items():
+        started = time.monotonic()
+        totals = evaluate(engine, loader)
+        assert totals is not None
+        if not math.isfinite(totals.objective):
+            raise TrainingError(f"the held-out loss of {name} after step {step} is {totals.objective}.")
+        records[name] = log.evaluation(step, name, totals, seconds=time.monotonic() - started)
+    return records
+
+
+def choose(
+    config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console
+) -> tuple[Path | None, Config]:
+    """The Megatron checkpoint to score; or None, and the config whose initial weights are scored.
+
+    Raises ConfigError or CheckpointError if there are no such weights, or if they do not fit the recipe.
+    """
+    own = Path(config.run.dir) / "checkpoints"
+    if source is None:
+        if not folders.candidates(own) and not folders.has_saved_before(own):
+            return None, config
+        checkpoint = folders.find([own], f"run.dir = {config.run.dir}")
+    elif is_hub_name(source) or (Path(source) / CONFIG).is_file():
+        _check_hf(config, source, tokenizer, console)
+        weights = config.model.model_copy(update={"hf": source, "init_from": None})
+        return None, config.model_copy(update={"model": weights})
+    else:
+        checkpoint = _named(Path(source))
+    _check_checkpoint(config, checkpoint, tokenizer, console)
+    return checkpoint, config
+
+
+def _named(source: Path) -> Path:
+    """The Megatron checkpoint that --from names, or the newest one of a run or of a folder of checkpoints."""
+    try:
+        return folders.find([source, source / "checkpoints"], "--from")
+    except CheckpointError:
+        why = "has no weights" if source.exists() else f"does not exist in {Path.cwd()}"
+        raise CheckpointError(
+            f"--from {source} {why}; expected {folders.EXPECTED}, or a run with checkpoints, or a Hugging Face folder "
+            "with config.json and safetensors files, or a name of the hub."
+        ) from None
+
+
+def _check_checkpoint(config: Config, checkpoint: Path, tokenizer: ChatTokenizer, console: Console) -> None:
+    """Raise CheckpointError if a run with another model or tokenizer wrote the checkpoint.
+
+    A checkpoint of another program says neither; then only the shapes of its tensors are compared, when it is loaded.
+    """
+    trained = safe_reader.common_state(checkpoint).get("sft")
+    if trained is None:
+        return
+    changed = model_changes(trained, values(config))
+    if refused := [f"{key} {change}" for key, change in changed.items() if key not in config.checkpoint.allow_changes]:
+        allowed = ", ".join([*config.checkpoint.allow_changes, *changed])
+        raise CheckpointError(
+            f"{checkpoint} is of another model than this recipe: {'; '.join(refused)}.  Score it with the recipe of "
+            f"its run; or accept the change, if the tensors keep their shapes: checkpoint.allow_changes=[{allowed}]."
+        )
+    _check_tokenizer(config, tokenizer_name(trained), tokenizer, f"{checkpoint} was trained with", console)
+
+
+def _check_hf(config: Config, source: str, tokenizer: ChatTokenizer, console: Console) -> None:
+    """Raise ConfigError if the Hugging Face model has another model or tokenizer than the recipe.
+
+    A recipe may change rotary positions, so they may differ.
+    """
+    recipe = values(config)
+    different = [
+        f"{key} is {value} in {where}, and {recipe[key]} in the recipe"
+        for key, (value, where) in model_keys(source).items()
+        if not key.startswith("model.rope.") and recipe[key] != value
+    ]
+    if different:
+        raise ConfigError(
+            f"--from {source} is another model than that of the recipe: {'; '.join(different[:5])}.  Score it with a "
+            f"recipe of its model, for example with model.hf={source}."
+        )
+    _check_tokenizer(config, source, tokenizer, f"--from {source} has", console)
+
+
+def _check_tokenizer(config: Config, name: str, tokenizer: ChatTokenizer, whose: str, console: Console) -> None:
+    """Raise ConfigError if the tokenizer `name`, which belongs to the weights, is not `tokenizer`, that of the recipe.
+
+    whose: the begin of the sentence about the weights
+    """
+    if name == config.tokenizer:
+        return
+    try:
+        other = tokenizer_of(config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})}))
+    except DataError as error:
+        console.say(f"the tokenizer of the weights was not compared with that of the recipe: {error}")
+        return
+    if other.digest != tokenizer.digest:
+        raise ConfigError(
+            f"{whose} the tokenizer {name}, and the recipe uses {config.tokenizer}, which makes other tokens of the "
+            f"same text.  Score these weights with data.tokenizer={name}."
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        replace_text(file, text)
+    except OSError as error:
+        raise StorageError(f"--json {file} cannot be written: {error}.") from error

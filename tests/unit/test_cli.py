@@ -90,6 +90,7 @@ memory  per rank, estimated and not measured: 2.6 MiB, of which
         weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, kept by layers 908 KiB, at both ends 96 KiB, \
 working set 1.0 MiB
         longest context in 80 GB, by the same estimate: 39,447,424 tokens
+weights random (seed 1234)
 data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents
         steps per epoch 5 = 19 packs / global_batch_size 4, rounded up
@@ -113,10 +114,10 @@ def test_check_without_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a.yaml", "--no-data"]) == 0
     printed = capsys.readouterr().out.split("\n")
     assert printed[0] == "layout  world_size 1 = tp 1 x cp 1 x pp 1 x dp 1"
-    assert printed[-8] == "model   parameters 115,392 with a vocabulary of 259"
-    assert printed[-7].startswith("memory  per rank, estimated and not measured: ")
-    assert printed[-4].startswith("time    estimated and not measured: a step 1.6e-05 s, "), printed[-4]
-    assert printed[-2:] == ["data    not read (--no-data)", ""]
+    assert printed[-9] == "model   parameters 115,392 with a vocabulary of 259"
+    assert printed[-8].startswith("memory  per rank, estimated and not measured: ")
+    assert printed[-5].startswith("time    estimated and not measured: a step 1.6e-05 s, "), printed[-5]
+    assert printed[-3:] == ["weights not read (--no-data)", "data    not read (--no-data)", ""]
     assert main(["check", "a.yaml", "--no-data", "data.tokenizer=t"]) == 0
     printed_without = capsys.readouterr().out
     assert "parameters unknown: model.vocab_size comes from the tokenizer, which was not read" in printed_without

@@ -18,7 +18,7 @@ from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
-from sft.hf import hub
+from sft.hf import hub, run_folder
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
 from sft.hf.tokenizer import tokenizer_of
@@ -126,6 +126,8 @@ class Trainer:
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
         self._best_step = state.best_step
+        prepare = partial(run_folder.prepare, self.folder, self.config.model, self.config.checkpoint, self.console)
+        broadcast_from_rank0(partial(prepare, is_new=state.step == 0), self.groups.control)
         is_last = state.step == self.num_steps
         broadcast_from_rank0(partial(self.exports.resumed, state, is_last=is_last), self.groups.control)
         if self._is_done(state):
@@ -217,6 +219,7 @@ class Trainer:
     def _after_publishing(self, step: int, save_s: float) -> None:
         """Called on rank 0 when a checkpoint is published, possibly by the thread that saves."""
         self.lifecycle.report_published(step, save_s)
+        run_folder.check(self.folder, self.console)
         self.exports.published(step, is_best=step == self._best_step, is_last=step == self.num_steps)
 
     def _end(self, state: TrainState, stop: str | None) -> str | None:

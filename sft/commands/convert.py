@@ -9,7 +9,8 @@ from sft.console import Console
 
 def add(commands: Any) -> None:
     to_megatron = commands.add_parser("import", help="convert a Hugging Face model to a Megatron checkpoint")
-    to_megatron.add_argument("source", metavar="SRC", type=Path, help="folder with config.json and safetensors files")
+    about = "name on the hub, or folder with config.json and safetensors files"
+    to_megatron.add_argument("source", metavar="SRC", help=about)
     to_megatron.add_argument(
         "target", metavar="DST", type=Path, help="checkpoint folder to create; set model.init_from to it"
     )
@@ -19,10 +20,12 @@ def add(commands: Any) -> None:
     about = "checkpoint; or a run or a folder of checkpoints, whose newest checkpoint is converted"
     to_hf.add_argument("source", metavar="SRC", type=Path, help=about)
     to_hf.add_argument("target", metavar="DST", type=Path, help="Hugging Face folder to create")
-    about = "folder of the original model, for a checkpoint that does not name it"
-    to_hf.add_argument("--hf", metavar="FOLDER", type=Path, help=about)
+    about = "folder or hub name of the original model, for a checkpoint that does not name it"
+    to_hf.add_argument("--hf", metavar="FOLDER", help=about)
     about = "compare the SHA-256 (full, the default) or only the sizes of the checkpoint's files with its manifest"
     to_hf.add_argument("--verify", choices=("full", "size"), default="full", help=about)
+    about = "type of the trained tensors (default: the type that each has in the original model)"
+    to_hf.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=about)
     about = "process id of the run that starts this export; the export ends when the run ends"
     to_hf.add_argument("--end-with", metavar="PID", type=int, help=about)
     to_hf.set_defaults(action=export_model, parser=to_hf)
@@ -31,7 +34,7 @@ def add(commands: Any) -> None:
 def import_model(arguments: Namespace) -> None:
     from sft.hf.convert.import_hf import import_hf
 
-    import_hf(arguments.source, arguments.target, Console(0))
+    import_hf(_folder(arguments.source), arguments.target, Console(0), name=arguments.source)
 
 
 def export_model(arguments: Namespace) -> None:
@@ -42,4 +45,16 @@ def export_model(arguments: Namespace) -> None:
 
     from sft.hf.convert.export_hf import export_hf
 
-    export_hf(arguments.source, arguments.target, Console(0), like=arguments.hf, verify=arguments.verify)
+    console, options = Console(0), {
+        "like": arguments.hf and _folder(arguments.hf),
+        "verify": arguments.verify,
+        "dtype": arguments.dtype,
+    }
+    export_hf(arguments.source, arguments.target, console, **options)
+
+
+def _folder(name: str) -> Path:
+    """The folder of a model and its weights.  A hub name is downloaded if needed."""
+    from sft.hf.hub import download_weights, is_hub_name
+
+    return download_weights(name) if is_hub_name(name) else Path(name)

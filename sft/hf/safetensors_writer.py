@@ -30,8 +30,17 @@ TYPES = {  # names of types in safetensors
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
 }
 NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor as a file holds them."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensors(
@@ -66,7 +75,7 @@ def write_tensors(
                 tensor_name, tensor = next(tensors)
                 actual, expected = (tensor_name, tensor.dtype, tensor.shape), (plan_name, plan.dtype, plan.shape)
                 assert actual == expected, f"{actual} instead of {expected}"
-                data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                data = bytes_of(tensor)
                 file.write(data)
                 file.check()
                 if tensor_name in digested:

@@ -45,7 +45,11 @@ def packed_losses(overrides: Sequence[str], folder: str, packs: Sequence[Sequenc
     """-log p(label) of every local token of each pack, and the pack positions they belong to."""
     with scenarios.running(overrides) as engine:
         load(engine, folder)
-        return [_losses(engine, samples) for samples in packs]
+        return losses_of(engine, packs)
+
+
+def losses_of(engine: Engine, packs: Sequence[Sequence[Sample]]) -> list[Any]:
+    return [_losses(engine, samples) for samples in packs]
 
 
 def _losses(engine: Engine, samples: Sequence[Sample]) -> Any:

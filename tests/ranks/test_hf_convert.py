@@ -313,13 +313,14 @@ def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Pat
     recipe = ["recipe.yaml", "model.rope.base=20000"]
     sft(tmp_path, "data", "prepare", *recipe)
     sft(tmp_path, "train", *recipe)
-    shutil.rmtree(tmp_path / "model")  # its copy in imported/hf is left
+    for name in ("model", "imported/hf"):
+        shutil.rmtree(tmp_path / name)  # the copy in run/hf is left
     told = io.StringIO()
     with contextlib.chdir(tmp_path):  # the run names it by a relative path
         export_hf(Path("run"), Path("exported"), Console(0, told))
-        config = load_recipe("recipe.yaml", ["model.hf=imported", "model.rope.base=20000"]).config
+        config = load_recipe("recipe.yaml", ["model.hf=run", "model.rope.base=20000"]).config
         held_out = prepare_recipe(config, load_tokenizer(config.data), QUIET)["eval"]
-    assert "config.json   imported/hf/config.json, changed: rope_parameters" in told.getvalue()
+    assert "config.json   run/hf/config.json, changed: rope_parameters" in told.getvalue()
     model, total, count = hf.load(tmp_path / "exported"), 0.0, 0
     for i in range(7):
         sample = held_out.sample(i)
@@ -329,5 +330,16 @@ def test_a_run_without_sizes_and_its_held_out_loss_in_transformers(tmp_path: Pat
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (logged,) = [r["lm loss"] for r in records if r["kind"] == "eval" and r["step"] == 3]
     assert logged == pytest.approx(total / count, rel=1e-5)
+    card = (tmp_path / "exported" / "README.md").read_text().splitlines()
+    assert card[:6] == [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "---",
+        "",
+        "# run, step 3",
+    ]
+    assert any(line.startswith(f"| eval | 3 | {logged:.4f} |") for line in card)
+    assert f"Base model: {tmp_path}/model." in card and {"train.num_steps: 3", "model.hf: model"} <= {*card}
     (first,) = [r["lm loss"] for r in records if r["kind"] == "eval" and r["step"] == 0]
     assert abs(first - logged) > VISIBLE

@@ -239,7 +239,15 @@ def test_a_checkpoint_that_cannot_tell_its_model(imported: Path, tmp_path: Path)
     assert same(tensors(tmp_path / "source"), tensors(tmp_path / "back"))
 
 
+def test_a_damaged_file_of_the_original(imported: Path) -> None:
+    hf.change(imported / "hf", rms_norm_eps=1e-5)
+    assert f"{imported}/hf is damaged: {imported}/hf/config.json has " in export_refused(imported)
+    (imported / "hf" / "source.json").write_text("{}")
+    assert f"{imported}/hf/source.json is damaged" in export_refused(imported)
+
+
 def test_a_checkpoint_of_another_model(imported: Path) -> None:
+    (imported / "hf" / "source.json").unlink()  # a folder with config.json alone
     hf.change(imported / "hf", num_hidden_layers=3, intermediate_size=48, layer_types=..., rms_norm_eps=1e-5)
     assert "norm_epsilon is 1e-06 in the checkpoint, but 1e-05 in config.json" in export_refused(imported)
     hf.change(imported / "hf", rms_norm_eps=1e-6, tie_word_embeddings=True)

@@ -1,38 +1,44 @@
 """Converts a Megatron checkpoint to a Hugging Face folder, which transformers and inference servers load.
 
-A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  The export takes family,
-tokenizer and other keys from the Hugging Face folder from which the weights were imported.  If the user does not name
-this folder, the export looks for `hf/` next to an imported checkpoint, then for `model.hf` and `model.init_from` of the
-checkpoint's recipe.
+`original.py` finds the original model, from which the family, config.json, the tokenizer and the tensors that are not
+trained come.  `trained_tensors.py` puts the others together.  `proof.py` compares the written files with what they must
+contain.
 """
 
 import json
-import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sft.checkpoint import folders, manifest
-from sft.checkpoint.manifest import Manifest, Verify
+from sft.checkpoint.manifest import Entry, Manifest, Verify
 from sft.config import ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
+from sft.hf import kept
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.hf.convert.exports import CHECKPOINT_DIGEST
+from sft.hf.convert.model_card import write_model_card
+from sft.hf.convert.original import Original, find_original
+from sft.hf.convert.proof import check_export
 from sft.hf.convert.torch_dist import TorchDistReader
-from sft.hf.family import HfTensor, TensorMapping, views_by_tensor
-from sft.hf.hub import CONFIG, IMPORTED
+from sft.hf.convert.trained_tensors import TrainedTensor, put_together
+from sft.hf.family import TensorMapping, views_by_tensor
+from sft.hf.hub import CONFIG
+from sft.hf.quantization import QUANTIZATION
 from sft.hf.safetensors_files import DTYPES
-from sft.hf.safetensors_writer import SHARD_BYTES, write_tensors
+from sft.hf.safetensors_writer import NAMES, SHARD_BYTES, TYPES, write_tensors
+from sft.hf.source import Expected
 from sft.hf.tensor_check import check_tensors
 from sft.mcore.checkpoint_io import safe_reader
 
-_WHOLE_TENSOR_BYTES = 1 << 30  # our tensors up to this size are read completely and split in memory
 # Keys of a checkpoint that do not belong to the model: moments, fp32 weights, random generators, plain values.
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state")
 # Groups of `model.*` that do not describe the model.
@@ -46,62 +52,137 @@ def export_hf(
     *,
     like: Path | None = None,
     verify: Verify = "full",
+    dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
 
-    like: the Hugging Face folder from which the weights were imported; None: derived from the checkpoint
+    like: the Hugging Face folder from which the weights came; None: derived from the checkpoint
+    dtype: type of all trained tensors, `float32`; None: each has the type of the original
     A ConfigError or CheckpointError means that nothing was written.
     """
     refuse_existing(target)
     path = folders.find([source, source / "checkpoints"], str(source))
     _verify(path, verify, console)
     common = safe_reader.common_state(path)
-    template = _find_template(common, path, like)
-    content = read(template)
-    imported = architecture(content, str(template / CONFIG))
+    original = find_original(path, _recipe(common), like)
+    original_content = read(original.folder)
+    content = _dequantised(original_content)
+    imported = architecture(content, str(original.folder / CONFIG))
     model, seq_length = _model(common, imported, path, console)
     reader = TorchDistReader(path)
-    mappings = list(imported.family.mappings(model, model.vocab_size or imported.vocab_size))
-    _check(reader, mappings, path)
-    mappings.sort(key=lambda mapping: -reader.dtype(mapping.key).itemsize)  # aligns every tensor to its type
-    views = views_by_tensor(mappings)
-    planned = {
-        tensor.name: torch.empty(tensor.shape, dtype=reader.dtype(parts[0][0].key), device="meta")
-        for tensor, parts in views.items()
-    }
+    tensors = _trained(imported, model, original, reader, path)
+    expected = _expected(tensors, original, reader, dtype)
+    names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
+    untrained = original.names("passed through")
+    planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
     config = write_back(
-        content, model, str(template / CONFIG), dtype=_main_dtype(planned.values()), seq_length=seq_length
+        content,
+        model,
+        str(original.folder / CONFIG),
+        dtype=_main_dtype(planned[name] for name in tensors),
+        seq_length=seq_length,
     )
     num_bytes = sum(tensor.nbytes for tensor in planned.values())
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            tensors = _hf_tensors(reader, views)
-            files, digests = write_tensors(
-                temporary, planned, tensors, shard_bytes, digested=planned, advance=progress.advance
+            values = chain(
+                _converted(put_together(reader, ((name, tensors[name]) for name in names)), planned),
+                original.passed_through(),
             )
-        copied = _write_others(temporary, template, content, config)
-        others = [entry for entry in temporary.iterdir() if entry.is_file() and entry.name not in files]
-        files |= {entry.name: manifest.entry_of(entry) for entry in others}
-        facts = {"source": str(path), "tensors": digests}
-        if (path / manifest.NAME).exists():
-            facts[CHECKPOINT_DIGEST] = manifest.entry_of(path / manifest.NAME).sha256
-        manifest.write(temporary, Manifest(files=files, facts=facts))
-    changed = ", ".join(sorted(key for key in {*config, *content} if config.get(key) != content.get(key)))
+            files, digests = write_tensors(
+                temporary, planned, values, shard_bytes, digested=untrained, advance=progress.advance
+            )
+        check_export(temporary, expected, {**digests, **original.digests}, f"the export of {path}")
+        copied = _write_others(temporary, original.folder, original_content, config)
+        write_model_card(temporary, path, common, original)
+        _write_manifest(temporary, path, files)
+    changed = ", ".join(_changed(original_content, config))
     console.say(
-        f"exported {path} to {target} ({size(num_bytes)})\n  config.json   {template / CONFIG}, "
+        f"exported {path} to {target} ({size(num_bytes)}; {len(tensors):,} tensors trained, {len(untrained):,} "
+        f"passed through)\n  config.json   {original.folder / CONFIG}, "
         f"{f'changed: {changed}' if changed else 'unchanged'}\n  copied        "
         f"{', '.join(copied) or 'nothing: the folder has no tokenizer'}"
     )
 
 
-def _write_others(folder: Path, template: Path, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def _trained(
+    imported: Architecture, model: ModelConfig, original: Original, reader: TorchDistReader, path: Path
+) -> dict[str, TrainedTensor]:
+    """The tensors that the export takes from the checkpoint, by name.
+
+    Raises CheckpointError if the checkpoint does not hold the model, or if the original has other tensors.
+    """
+    family, vocab_size = imported.family, model.vocab_size or imported.vocab_size
+    expected = original.tensors or {}
+    family = family.stored_as({name: tensor.shape for name, tensor in expected.items()}, model, vocab_size)
+    mappings = list(family.mappings(model, vocab_size))
+    _check(reader, mappings, path)
+    tensors = {tensor.name: TrainedTensor(tensor.shape, parts) for tensor, parts in views_by_tensor(mappings).items()}
+    tensors |= {name: tensors[family.embedding] for name in expected if expected[name].role == "tied copy"}
+    if original.tensors is not None:
+        wanted = {name: tensor.shape for name, tensor in expected.items() if tensor.role != "passed through"}
+        check_tensors({name: tensor.shape for name, tensor in tensors.items()}, wanted, f"the model of {path}")
+    return tensors
+
+
+def _expected(
+    tensors: Mapping[str, TrainedTensor], original: Original, reader: TorchDistReader, dtype: str | None
+) -> dict[str, Expected]:
+    """What the export must have."""
+    expected = dict(original.tensors or {})
+    for name, tensor in tensors.items():
+        if name not in expected:
+            expected[name] = Expected(shape=tensor.shape, dtype=NAMES[tensor.dtype(reader)], role="trained")
+        if dtype is not None:
+            expected[name] = replace(expected[name], dtype=NAMES[getattr(torch, dtype)])
+    return expected
+
+
+def _converted(
+    values: Iterable[tuple[str, torch.Tensor]], planned: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in their planned types.  Raises CheckpointError if a finite number is too large for its type."""
+    for name, value in values:
+        converted = value.to(planned[name].dtype)
+        if converted is not value and not converted.isfinite().all():
+            raise CheckpointError(
+                f"{name} has numbers that {NAMES[converted.dtype]}, the type of the original, cannot hold.  Export "
+                "with --dtype float32."
+            )
+        yield name, converted
+
+
+def _write_manifest(folder: Path, checkpoint: Path, files: dict[str, Entry]) -> None:
+    others = [entry for entry in folder.iterdir() if entry.is_file() and entry.name not in files]
+    facts = {"source": str(checkpoint)}
+    if (checkpoint / manifest.NAME).exists():
+        facts[CHECKPOINT_DIGEST] = manifest.entry_of(checkpoint / manifest.NAME).sha256
+    files = files | {path.name: manifest.entry_of(path) for path in others}
+    manifest.write(folder, Manifest(files=files, facts=facts))
+
+
+def _dequantised(content: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json without its quantisation, because an export holds plain numbers."""
+    return {
+        key: _dequantised(value) if key == "text_config" and isinstance(value, dict) else value
+        for key, value in content.items()
+        if key != QUANTIZATION
+    }
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The keys of config.json that differ."""
+    return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+
+
+def _write_others(folder: Path, original: Path, content: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Write config.json and copy tokenizer files.  Returns the names of the copied files."""
     if config == content:
-        shutil.copyfile(template / CONFIG, folder / CONFIG)
+        shutil.copyfile(original / CONFIG, folder / CONFIG)
     else:
         (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return copy_companions(template, folder)
+    return copy_companions(original, folder)
 
 
 def _verify(path: Path, verify: Verify, console: Console) -> None:
@@ -112,27 +193,6 @@ def _verify(path: Path, verify: Verify, console: Console) -> None:
     if verify == "full":
         console.say(f"verifying {path} ({size(entries.num_bytes)})")
     manifest.refuse(path, manifest.damage(path, entries, verify=verify))
-
-
-def _find_template(common: Mapping[str, Any], path: Path, like: Path | None) -> Path:
-    """The Hugging Face folder whose config.json and tokenizer the export uses."""
-    recipe = _recipe(common)
-    named = [Path(recipe[key]) for key in ("model.hf", "model.init_from") if recipe.get(key)]
-    folders_to_try = [like, like / IMPORTED] if like else [path.parent / IMPORTED]
-    if not like:
-        folders_to_try += [at for folder in named for at in (folder, folder / IMPORTED, folder.parent / IMPORTED)]
-    for folder in folders_to_try:
-        if (folder / CONFIG).is_file():
-            return folder
-    tried = ", ".join(map(str, folders_to_try))
-    if like:
-        raise CheckpointError(
-            f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
-        )
-    raise CheckpointError(
-        f"{path} does not name its Hugging Face model, and {tried} has no {CONFIG}.  Give the folder with {CONFIG} "
-        "and the tokenizer: --hf DIR."
-    )
 
 
 def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -198,50 +258,3 @@ def _main_dtype(planned: Iterable[torch.Tensor]) -> str:
     for tensor in planned:
         num_bytes[tensor.dtype] += tensor.nbytes
     return str(num_bytes.most_common(1)[0][0]).removeprefix("torch.")
-
-
-def _hf_tensors(
-    reader: TorchDistReader, views: Mapping[HfTensor, Sequence[tuple[TensorMapping, int]]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every Hugging Face tensor, put together from its views."""
-    rows_of = _ViewReader(reader)
-    for tensor, parts in views.items():
-        whole = None
-        for mapping, number in parts:
-            view = mapping.sources[number]
-            if view.is_whole:
-                whole = rows_of.view(mapping, number)
-                continue
-            if whole is None:
-                whole = torch.empty(tensor.shape, dtype=reader.dtype(mapping.key))
-            matrix = whole[view.index].T if view.transposed else whole[view.index]
-            matrix[view.first : view.first + view.num_rows] = rows_of.view(mapping, number)
-        assert whole is not None
-        yield tensor.name, whole
-
-
-class _ViewReader:
-    """Reads views from a checkpoint.  Keeps the rows of one mapping, whose views are usually read one after another."""
-
-    def __init__(self, reader: TorchDistReader) -> None:
-        self._reader = reader
-        self._kept: tuple[TensorMapping, torch.Tensor] | None = None
-
-    def view(self, mapping: TensorMapping, number: int) -> torch.Tensor:
-        """The rows of mapping.sources[number]."""
-        spans = mapping.spans()
-        own_spans = [span for span in spans if span.source == number]
-        is_interleaved = len(spans) > len(mapping.sources)
-        num_bytes = mapping.num_rows * self._reader.dtype(mapping.key).itemsize * math.prod(mapping.row_shape)
-        if not is_interleaved and num_bytes > _WHOLE_TENSOR_BYTES:
-            return self._rows(mapping, own_spans[0].target, own_spans[0].num_rows)
-        if self._kept is None or self._kept[0] is not mapping:
-            self._kept = None  # before the next rows take memory
-            self._kept = mapping, self._rows(mapping, 0, mapping.num_rows)
-        pieces = [self._kept[1][span.target : span.target + span.num_rows] for span in own_spans]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _rows(self, mapping: TensorMapping, start: int, count: int) -> torch.Tensor:
-        depth, row_shape = len(mapping.stack_index), mapping.row_shape
-        offset = (*mapping.stack_index, start, *[0] * len(row_shape))
-        return self._reader.read(mapping.key, offset, (*[1] * depth, count, *row_shape)).view(count, *row_shape)

@@ -3,17 +3,15 @@
     TARGET/
         latest_checkpointed_iteration.txt   0
         iter_0000000/                       the weights, in torch_dist format, with a manifest
-        hf/                                 config.json, tokenizer and chat template, for a later export
+        hf/                                 config.json, tokenizer and tensors that are not trained, for a later export
 
 Reads and writes one block of rows at a time, so memory use does not grow with the model.  Weights are copied unchanged.
 """
 
-import hashlib
 import math
-import shutil
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -24,11 +22,12 @@ from sft.checkpoint.manifest import Manifest
 from sft.checkpoint.train_state import installed
 from sft.config import ModelConfig
 from sft.console import Console, Progress, size
+from sft.hf import kept
 from sft.hf.architecture import Architecture
-from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.hf.convert.atomic_folder import new_folder, refuse_existing
 from sft.hf.convert.torch_dist import TorchDistWriter
-from sft.hf.family import HfTensor, RowSpan, TensorMapping, views_by_tensor
-from sft.hf.hub import CONFIG, IMPORTED
+from sft.hf.family import RowSpan, TensorMapping
+from sft.hf.hub import IMPORTED
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
@@ -45,14 +44,15 @@ _BEFORE_EXPERTS = ("pre_mlp_layernorm",)
 _EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 
-def import_hf(source: Path, target: Path, console: Console) -> None:
+def import_hf(source: Path, target: Path, console: Console, name: str = "") -> None:
     """Convert the folder `source`, written by save_pretrained, to the new folder `target`.
 
+    name: of the model on the hub, for the model card of an export
     Raises ConfigError if our model does not support config.json.  Raises CheckpointError if the files do not hold the
     model, if the target exists, and if the disk has no room.
     """
     refuse_existing(target)  # before reading headers, which may take long
-    opened = open_source(source)
+    opened = open_source(source, name)
     model, num_bytes = opened.architecture, opened.num_trained_bytes
     with closing(opened.stored) as stored:
         padding = (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.model.hidden_size * 4 * 2
@@ -62,9 +62,7 @@ def import_hf(source: Path, target: Path, console: Console) -> None:
             with console.track(f"importing {source}", num_bytes, "bytes") as progress:
                 positions = opened.content.get("max_position_embeddings")
                 _write(stored, opened.mappings, model, checkpoint, positions, progress)
-            (temporary / IMPORTED).mkdir()
-            shutil.copyfile(source / CONFIG, temporary / IMPORTED / CONFIG)
-            copy_companions(source, temporary / IMPORTED)
+            kept.keep(opened, temporary / IMPORTED)
             (temporary / folders.POINTER).write_text("0", encoding="ascii")
     console.say(
         f"imported {source} ({model.family.model_type}, {size(num_bytes)}) to {target}; start a run from it with "
@@ -80,16 +78,12 @@ def _write(
     positions: object,
     progress: Progress,
 ) -> None:
-    digests: dict[str, str] = {}
     padded_rows = padded_vocab_size(model.vocab_size, 1)
     with closing(TorchDistWriter(folder)) as writer:
         for key in _extra_state_keys(model.model):
             writer.write_object(key, None)
         for mapping in mappings:
-            digests |= _write_tensor(writer, stored, mapping, padded_rows, progress)
-        for tensor in views_by_tensor(mappings):
-            if tensor.name not in digests:
-                digests[tensor.name] = _digest(stored, tensor)
+            _write_tensor(writer, stored, mapping, padded_rows, progress)
         writer.finish()
     _write_common(
         folder,
@@ -104,18 +98,16 @@ def _write(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": installed(),
         "model_type": model.family.model_type,
-        "tensors": digests,  # SHA-256 of each tensor of the source
     }
     manifest.write(folder, Manifest(files=writer.files | others, facts=facts))
 
 
 def _write_tensor(
     writer: TorchDistWriter, stored: SafetensorsFolder, mapping: TensorMapping, padded_rows: int, progress: Progress
-) -> Mapping[str, str]:
-    """Write one of our tensors.  Returns the digests of those sources that are whole tensors, by name."""
+) -> None:
+    """Write one of our tensors, block by block."""
     dtype = DTYPES[stored.tensors[mapping.sources[0].name].dtype]
     num_rows = padded_rows if mapping.form == "vocabulary" else mapping.num_rows
-    digests = [hashlib.sha256() for _ in mapping.sources]
     row_bytes = math.prod(mapping.row_shape) * dtype.itemsize
     for block in split_into_blocks(mapping.spans(num_rows), max(1, BLOCK_BYTES // row_bytes)):
         first = block[0].target
@@ -127,23 +119,9 @@ def _write_tensor(
             else:
                 view = mapping.sources[span.source]
                 stored.read_rows(view.name, view.first + span.start, rows, index=view.index, transposed=view.transposed)
-                digests[span.source].update(_bytes_of(rows))
                 progress.advance(rows.nbytes)
         offset = (*mapping.stack_index, first, *[0] * len(mapping.row_shape))
         writer.write_chunk(mapping.key, mapping.shape(num_rows), offset, data[(None,) * len(mapping.stack_index)])
-    return {view.name: digest.hexdigest() for view, digest in zip(mapping.sources, digests) if view.is_whole}
-
-
-def _digest(stored: SafetensorsFolder, tensor: HfTensor) -> str:
-    """SHA-256 of a stored tensor."""
-    digest = hashlib.sha256()
-    for block in stored.blocks(tensor.name, BLOCK_BYTES):
-        digest.update(_bytes_of(block))
-    return digest.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
 def split_into_blocks(spans: list[RowSpan], max_rows: int) -> Iterator[list[RowSpan]]:

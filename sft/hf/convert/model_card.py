@@ -1,0 +1,70 @@
+"""Writes README.md of an export: the original model, the step, the losses of the log, and the recipe."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft.config import yaml
+from sft.config.keys import in_schema, leaves
+from sft.hf.convert.original import Original
+
+NAME = "README.md"
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_METRICS = ("lm loss", "perplexity/avg", "token accuracy")
+
+
+def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], original: Original) -> None:
+    """Write README.md.  common: the plain values of the checkpoint; a checkpoint of Megatron-LM has no recipe"""
+    sft = common.get("sft")
+    recipe, state = (sft["recipe"], sft["state"]) if isinstance(sft, dict) else ({}, {})
+    step = state.get("step", common.get("iteration", 0))
+    name, _, revision = original.name.partition("@")
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if _ON_HUB.fullmatch(name) and not Path(name).exists():
+        lines += [f"base_model: {name}"]
+    commit = original.commit or revision
+    lines += ["---", "", f"# {Path(str(recipe.get('run.dir', checkpoint.parent))).name}, step {step}", ""]
+    lines += [f"Base model: {name}{f', revision {commit}' if commit else ''}.", ""]
+    if state.get("num_tokens"):
+        lines += [f"Fine-tuned on {state['num_tokens']:,} supervised tokens in {step:,} steps.", ""]
+    lines += _losses(checkpoint.parent.parent / "metrics.jsonl", step)
+    if recipe:
+        lines += ["## Recipe", "", "Keys that differ from their defaults:", "", "```yaml", *_recipe(recipe), "```", ""]
+    (folder / NAME).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _losses(log: Path, step: int) -> list[str]:
+    """A table of the last records of the log up to this step: of training, and of each held-out set."""
+    last: dict[str, dict[str, Any]] = {}
+    try:
+        for text in log.read_text(encoding="utf-8").splitlines():
+            record = json.loads(text)
+            if record.get("kind") in ("train", "eval") and record["step"] <= step:
+                last["training" if record["kind"] == "train" else str(record.get("set"))] = record
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no log, or a line that is being written
+        pass
+    if not last:
+        return []
+    rows = [
+        f"| {name} | {record['step']} | {' | '.join(_number(record.get(metric)) for metric in _METRICS)} |"
+        for name, record in last.items()
+    ]
+    return ["## Losses", "", f"| data | step | {' | '.join(_METRICS)} |", "|---|---|---|---|---|", *rows, ""]
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else ""
+
+
+def _recipe(recipe: Mapping[str, Any]) -> list[str]:
+    """The keys that differ from their defaults.  config.json has the sizes of the model."""
+    schema = leaves()
+    return [
+        f"{key}: {yaml.write(value)}"
+        for key, value in recipe.items()
+        if not (key.startswith("model.") and key not in ("model.hf", "model.init_from"))
+        and (key if key in schema else in_schema(key)) in schema
+        and value != schema[key if key in schema else in_schema(key)].get_default(call_default_factory=True)
+    ]

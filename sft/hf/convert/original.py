@@ -1,0 +1,94 @@
+"""Finds the original Hugging Face model of a checkpoint: its config.json, tokenizer, and what it says of its tensors.
+
+A checkpoint contains neither its family nor a tokenizer, and only some keys of config.json.  A run and `sft import`
+keep them in a folder `hf/` near their checkpoints.  If there is none, the folders that model.hf and model.init_from of
+the checkpoint's recipe name are tried.  The user may name another folder with --hf.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.checkpoint import manifest
+from sft.errors import CheckpointError
+from sft.hf import kept
+from sft.hf.hub import CONFIG, IMPORTED
+from sft.hf.source import Expected, Role, open_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Original:
+    """The original model of a checkpoint.
+
+    name            as the recipe names it
+    tensors         that an export must have, by name; None if the folder has no weights and does not list them
+    digests         SHA-256 of tensors that are passed through, if they are known
+    passed_through  returns the values of the tensors that are passed through, one at a time
+    """
+
+    folder: Path
+    name: str
+    commit: str | None = None
+    tensors: Mapping[str, Expected] | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    passed_through: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
+
+    def names(self, role: Role) -> list[str]:
+        return [name for name, tensor in (self.tensors or {}).items() if tensor.role == role]
+
+
+def find_original(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Original:
+    """The original model of the checkpoint `path`.
+
+    recipe: that of the checkpoint, by dotted key; like: the folder that the user named
+    Raises CheckpointError if there is no such folder, or if its files are damaged.
+    """
+    folders = list(_folders(path, recipe, like))
+    for folder in folders:
+        if (folder / CONFIG).is_file():
+            return _original(folder, str(recipe.get("model.hf") or folder))
+    if like:
+        raise CheckpointError(
+            f"--hf {like} has no {CONFIG}; --hf must name the Hugging Face folder from which the weights came."
+        )
+    raise CheckpointError(
+        f"{path} does not name its Hugging Face model, and {', '.join(map(str, folders))} has no {CONFIG}.  Give the "
+        f"folder with {CONFIG} and the tokenizer: --hf FOLDER."
+    )
+
+
+def _folders(path: Path, recipe: Mapping[str, Any], like: Path | None) -> Iterator[Path]:
+    """The folders in which config.json may be, best first."""
+    if like:
+        yield from (like, like / IMPORTED)
+        return
+    yield path.parent / IMPORTED  # of `sft import`
+    parent = path.parent if path.parent.name else path.absolute().parent
+    if parent.name == "checkpoints":
+        yield parent.parent / IMPORTED  # of a run
+    for key in ("model.hf", "model.init_from"):
+        if recipe.get(key):
+            named = Path(recipe[key])
+            yield from (named, named / IMPORTED, named.parent / IMPORTED)
+
+
+def _original(folder: Path, name: str) -> Original:
+    files = kept.read(folder)
+    if files is not None:
+        manifest.refuse(folder, files.damage("full"))
+        return Original(
+            folder=folder,
+            name=files.name,
+            commit=files.commit,
+            tensors=files.tensors,
+            digests=files.digests,
+            passed_through=files.passed_through,
+        )
+    if not any(folder.glob("*.safetensors")):
+        return Original(folder=folder, name=name)
+    source = open_source(folder, name, compare=False)
+    return Original(folder=folder, name=name, tensors=source.manifest, passed_through=partial(kept.not_trained, source))

@@ -1,0 +1,94 @@
+"""The folder `hf/` of a run: written before the first step, and checked when the run resumes and after every save.
+
+A damaged folder is made again from its origin, if the origin still has the same content.  Otherwise the run warns and
+trains on, because its checkpoints are complete: an export then needs --hf.  Rank 0 uses this module.
+"""
+
+from pathlib import Path
+
+from sft.checkpoint import folders
+from sft.checkpoint.manifest import Verify
+from sft.config import RANDOM, CheckpointConfig, ModelConfig
+from sft.console import Console
+from sft.errors import CheckpointError, ConfigError
+from sft.hf import kept
+from sft.hf.hub import CONFIG, IMPORTED, local_folder
+from sft.hf.kept import Kept
+from sft.hf.source import open_source
+
+_NOT_PATHS = ("auto", "must", "never", RANDOM)  # values of checkpoint.resume and model.init_from
+
+
+def prepare(run: Path, model: ModelConfig, checkpoint: CheckpointConfig, console: Console, *, is_new: bool) -> None:
+    """Write the folder `hf/` of a new run, or check that of a resumed run.
+
+    Raises ConfigError if the run exports its checkpoints, but is of no Hugging Face model.  Raises CheckpointError if
+    the folder cannot be written.
+    """
+    folder = run / IMPORTED
+    if folder.is_dir() and not is_new:
+        check(run, console, verify="full")
+        return
+    for leftover in run.glob(f"{IMPORTED}.tmp-*"):
+        kept.remove(leftover)
+    if folder.is_dir():  # of an earlier start, which saved no checkpoint; the recipe may have changed
+        kept.remove(folder)
+    sources = [Path(path) for path in (checkpoint.resume, model.init_from) if path not in (None, *_NOT_PATHS)]
+    if (other := _kept_beside(sources)) is not None:
+        kept.copy(other, folder)
+    elif model.hf is not None:
+        _keep_model(model.hf, folder, has_weights=model.init_from != RANDOM)
+    elif checkpoint.export_hf != "none":
+        raise ConfigError(
+            f"checkpoint.export_hf = {checkpoint.export_hf}, but the run is of no Hugging Face model: set model.hf, or "
+            "checkpoint.export_hf=none."
+        )
+    else:
+        return
+    if (written := kept.read(folder)) is not None:
+        console.say(kept.describe(written))
+
+
+def check(run: Path, console: Console, *, verify: Verify = "size") -> None:
+    """Look for damage, and repair it if possible.  Prints a warning if it is not; never raises."""
+    folder = run / IMPORTED
+    problems: list[str] = []
+    try:
+        kept_files = kept.read(folder)
+        if kept_files is None:
+            if folder.is_dir():
+                console.say(f"WARNING: {folder / kept.SOURCE} is missing.  An export needs --hf FOLDER.")
+            return
+        problems = kept_files.damage(verify)
+        if problems:
+            kept.restore(kept_files)
+            console.say(f"WARNING: {'; '.join(problems)}.  {folder} was copied anew from {kept_files.origin}.")
+    except (CheckpointError, ConfigError, OSError) as error:
+        console.say(
+            f"WARNING: {'; '.join([*problems, str(error).rstrip('.')])}.  Training goes on, and checkpoints are "
+            "complete, but an export needs --hf FOLDER with the original model."
+        )
+
+
+def _kept_beside(paths: list[Path]) -> Kept | None:
+    """The folder that `sft import` wrote beside the checkpoint, or that of the run that wrote the checkpoint.
+
+    Each path is a checkpoint or a folder of checkpoints.
+    """
+    for path in paths:
+        checkpoint = folders.find([path], str(path)).absolute()
+        for parent in (checkpoint.parent, checkpoint.parent.parent):
+            if (other := kept.read(parent / IMPORTED)) is not None:
+                return other
+    return None
+
+
+def _keep_model(name: str, target: Path, *, has_weights: bool) -> None:
+    """Write `target` from the model that the recipe names.  has_weights: whether the run starts from its weights"""
+    folder = local_folder(name)
+    if (other := kept.read(folder)) is not None:
+        kept.copy(other, target)
+    elif has_weights and any(folder.glob("*.safetensors")):
+        kept.keep(open_source(folder, name, compare=False), target)
+    elif (folder / CONFIG).is_file():
+        kept.keep_files(folder, name, target)

@@ -1,0 +1,80 @@
+"""A model that was trained on any layout goes back whole: transformers and the trainer give it the same losses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from sft.batch import Sample
+from sft.console import QUIET
+from sft.hf import kept
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.source import open_source
+from tests.ranks import scenarios
+from tests.ranks.hf_models import PACKS, VISIBLE, Reference, check_losses, load, losses_of, recipe_of
+from tests.ranks.pool import RankPool
+from tests.ranks.saving import Run
+from tests.unit.fixtures import hf, vision
+
+Ranks = Callable[[int], RankPool]
+CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
+STEPS = (1, 2)
+CASES: list[Any] = [
+    ("qwen3", TP),
+    ("llama", CP),
+    ("phi3", PP),
+    ("qwen3_moe", EP),
+    ("qwen2_5_vl", TP),
+    ("qwen3_vl_moe", EP),
+    *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, TP, PP)),
+    *(pytest.param(family, layout, marks=pytest.mark.grid) for family in vision.VISION for layout in (CP, TP, PP)),
+]
+
+
+def train_and_save(overrides: list[str], source: str, folder: str, packs: list[list[Sample]]) -> dict[str, Any]:
+    """Train from the Hugging Face folder `source`.  Returns this rank's token losses before and after training."""
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, source)
+        before = losses_of(engine, packs)
+        run = Run(engine, folder)
+        run.train(*STEPS)
+        run.save(STEPS[-1], wait=True)
+        return {"before": before, "after": losses_of(engine, packs)}
+
+
+@pytest.mark.parametrize("family,layout", CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else str(v))
+def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: str, layout: list[str]) -> None:
+    models = vision if family in vision.VISION else hf
+    source = models.save(tmp_path / "source", family)
+    overrides = [*recipe_of(source), "optim.lr=1e-2", "checkpoint.async_save=false", *layout]
+    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
+    packs = [[corpus.sample(i) for i in pack] for pack in PACKS]
+    run = tmp_path / "run"
+    kept.keep(open_source(source), run / "hf")
+    results = ranks(2).run(train_and_save, overrides, str(source), str(run / "checkpoints"), packs)
+    export_hf(run, tmp_path / "exported", QUIET)
+    assert told_by_headers(tmp_path / "exported") == told_by_headers(source)
+
+    trained, original = models.load(tmp_path / "exported"), models.load(source)
+    check_losses([result["after"] for result in results], Reference("", trained), packs)
+    check_losses([result["before"] for result in results], Reference("", original), packs)
+    before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
+    unchanged = {name for name in before if hf.same({name: before[name]}, {name: after[name]})}
+    assert unchanged == {name for name in before if "visual" in name or "vision" in name or "projector" in name}
+    name = next(name for name in before if name.endswith("layers.1.input_layernorm.weight"))
+    assert float((before[name] - after[name]).abs().max()) > VISIBLE
+    tokens = torch.tensor([[5, 7, 11]])
+    assert trained.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 6)
+
+
+def told_by_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of every tensor, as the safetensors library reads them."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    return found

@@ -17,7 +17,8 @@ from tools.bench.steps.case import StepCase
 
 BEGIN, END = "<!-- python -m tools.memory_table --write -->\n", "<!-- end of it -->\n"
 LENGTHS = (65_536, 131_072, 1_048_576)
-CARDS = (80e9, 141e9)
+CARDS = (80e9, 141e9)  # cards are sold by 10^9 bytes; memory is printed in GiB
+GIB = 2.0**30
 WAYS = ("selective", "full", "selective+offload", "full+offload+tile4k")
 LLAMA = ("model.num_layers=32", "model.ffn_hidden_size=14336", "model.vocab_size=128256", "model.qk_norm=false")
 MODELS: dict[str, tuple[str, int, Sequence[str]]] = {  # shape of StepCase, vocabulary, overrides
@@ -49,14 +50,14 @@ def _tokens() -> Iterator[str]:
             memory.LayerBytes.of(PortableBytes(model=resolved(model, "full", 1)[0].model), way).total
             for way in ("none", "selective", "full")
         )
-        yield f"| {model} | {_gb(alone)} GB | {_gb(node)} GB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"
+        yield f"| {model} | {_gib(alone)} GiB | {_gib(node)} GiB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"
 
 
 def _lengths(cp: int) -> Iterator[str]:
     lengths = " | ".join(short(length) if length < 1_000_000 else "1M" for length in LENGTHS)
     where = "one GPU" if cp == 1 else f"each of {cp} GPUs, cp {cp}"
-    cards = " | ".join(f"longest in {card / 1e9:.0f} GB" for card in CARDS)
-    yield f"| {where}: GB + GB of host memory | {lengths} | {cards} |"
+    cards = " | ".join(f"longest, {card / 1e9:.0f}-GB card" for card in CARDS)
+    yield f"| {where}: GiB + GiB of host memory | {lengths} | {cards} |"
     yield "|---|" + "---|" * (len(LENGTHS) + len(CARDS))
     for model in MODELS:
         for way in WAYS:
@@ -66,11 +67,11 @@ def _lengths(cp: int) -> Iterator[str]:
 
 
 def _both(needed: memory.Memory) -> str:
-    return _gb(needed.device) + (f" + {_gb(needed.host)}" if needed.host else "")
+    return _gib(needed.device) + (f" + {_gib(needed.host)}" if needed.host else "")
 
 
-def _gb(amount: float) -> str:
-    return f"{amount / 1e9:.0f}" if amount >= 1e10 else f"{amount / 1e9:.1f}"
+def _gib(amount: float) -> str:
+    return f"{amount / GIB:.0f}" if amount >= 10 * GIB else f"{amount / GIB:.1f}"
 
 
 def _tokens_of(tokens: int) -> str:

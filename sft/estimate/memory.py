@@ -18,7 +18,7 @@ from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
 from sft.parallel.layout import Layout, padded_vocab_size
 
-CARD_BYTES = 80e9  # `describe` reports the longest context for this memory; 80-GB cards have 85e9, CUDA takes the rest
+CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "kept by layers": memory.layers,
-        "at both ends": memory.ends,
+        "final norm and rotary": memory.ends,
         "working set": memory.working,
     }
     lines = [
@@ -269,4 +269,4 @@ def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
         lines.append(f"saves copy {size(memory.host_copy)} to host memory (checkpoint.async_save)")
     longest = longest_context(config, layout, vocab_size, CARD_BYTES)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
-    return [*lines, f"longest context in 80 GB, by the same estimate: {most}"]
+    return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

@@ -87,9 +87,9 @@ layout  world_size 8 = tp 2 x cp 2 x pp 1 x dp 2
         documents padded to a multiple of 32, packs to a multiple of 32
 model   parameters 115,392 with a vocabulary of 259
 memory  per rank, estimated and not measured: 2.6 MiB, of which
-        weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, kept by layers 908 KiB, at both ends 96 KiB, \
+        weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, kept by layers 908 KiB, final norm and rotary 96 KiB, \
 working set 1.0 MiB
-        longest context in 80 GB, by the same estimate: 39,447,424 tokens
+        longest context in 75 GiB (an 80-GB card), by the same estimate: 39,447,424 tokens
 weights random (seed 1234)
 data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents

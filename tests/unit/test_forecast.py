@@ -62,7 +62,7 @@ def test_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "plan", "a.yaml", "--world-size", "2"]) == 0
     assert capsys.readouterr().out == """\
 packs   20 packs of at most 256 tokens, 100.00% full; 70 samples of 30
-        of their capacity: tokens 100.00%, alignment 0.00%, tail 0.00%, filler of the last batch (0 packs) 0.00%
+        of their capacity: tokens 100.00%, alignment 0.00%, ends of packs 0.00%, empty packs of the last batch (0) 0.00%
 steps   steps per epoch 5 = 20 packs / global_batch_size 4, rounded up
         num_steps 20 = 4.00 epochs
         tokens per step 1,024 / 1,024 / 1,024 (min / median / max), 5,120 in all
@@ -83,7 +83,8 @@ def test_waste_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out.splitlines()
     # Of 8 * 224 = 1792: 20 * 33 tokens, 20 * 31 padding, 7 * 224 - 20 * 64 tail, one pack missing.
     assert told[1].strip() == (
-        "of their capacity: tokens 36.83%, alignment 34.60%, tail 16.07%, filler of the last batch (1 packs) 12.50%"
+        "of their capacity: tokens 36.83%, alignment 34.60%, ends of packs 16.07%, "
+        "empty packs of the last batch (1) 12.50%"
     )
 
 

@@ -21,8 +21,8 @@ ADVICE = {
     "parallel.pp and parallel.ep; DeepSpeed and FSDP are not used.",
     "parallel.dp=2": "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp).",
     "sample-packing=true": "Samples are always packed, and no document of a pack reads another document.",
-    # `dataset` is a name that the user chose, and not a setting of another trainer
-    "data.train={dataset: {files: a.jsonl, wieght: 2}}": "Did you mean data.train.dataset.weight?",
+    # `datasets` is a name that the user chose here, and not a setting of another trainer
+    "data.train={datasets: {files: a.jsonl, wieght: 2}}": "Did you mean data.train.datasets.weight?",
 }
 
 

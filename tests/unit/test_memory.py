@@ -274,8 +274,8 @@ def test_the_longest_context_fits_and_one_step_more_does_not() -> None:
 def test_a_model_that_never_fits() -> None:
     assert longest_context(*of(1, LLAMA_8B), 128_256, 80e9) == 0
     assert memory.describe(*of(1, LLAMA_8B), 128_256)[-1] == (
-        "longest context in 80 GB, by the same estimate: none, because weights, gradients and optimizer states alone "
-        "need more"
+        "longest context in 75 GiB (an 80-GB card), by the same estimate: none, because weights, gradients and "
+        "optimizer states alone need more"
     )
 
 
@@ -283,10 +283,10 @@ def test_the_description() -> None:
     wanted = of(8, LLAMA_8B, train={"recompute": "full", "offload_fraction": 1.0}, parallel={"cp": 8})
     assert memory.describe(*wanted, 128_256) == [
         "per rank, estimated and not measured: 57 GiB, of which",
-        "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, at both ends 66 MiB, "
+        "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, final norm and rotary 66 MiB, "
         "working set 1.0 GiB",
         "and of the host: layers 960 MiB, optimizer 0 B",
-        "longest context in 80 GB, by the same estimate: 656,128 tokens",
+        "longest context in 75 GiB (an 80-GB card), by the same estimate: 656,128 tokens",
     ]
 
 
@@ -307,4 +307,4 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
     """
     text = marked_tables.PAGE.read_text(encoding="utf-8")
     assert memory_table.page(text) == text
-    assert "| Qwen3-1.7B | 31 GB | 13 GB | 70.2 KiB | 20.2 KiB | 4.0 KiB |" in memory_table.tables()
+    assert "| Qwen3-1.7B | 29 GiB | 12 GiB | 70.2 KiB | 20.2 KiB | 4.0 KiB |" in memory_table.tables()

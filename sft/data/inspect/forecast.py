@@ -83,8 +83,8 @@ def _packs(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
     causes = (
         ("tokens", real),
         ("alignment", padded - real),
-        ("tail", packs * size - padded),
-        (f"filler of the last batch ({missing} packs)", missing * size),
+        ("ends of packs", packs * size - padded),
+        (f"empty packs of the last batch ({missing})", missing * size),
     )
     return [
         f"{packs:,} packs of at most {size:,} tokens, {plan.fill:.2%} full; {len(plan.samples):,} samples of "

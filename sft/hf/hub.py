@@ -120,6 +120,13 @@ def missing_weights(name: str) -> MissingWeights | None:
     return MissingWeights(files=files, num_bytes=None if sizes is None else sum(sizes[file] for file in files))
 
 
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
 def download_weights(name: str) -> Path:
     """Download what is missing of the weights of a hub name.  Returns the folder of all files of its commit.
 

@@ -17,6 +17,7 @@ from sft.hf import hub
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family, TensorMapping
 from sft.hf.hub import CONFIG, local_folder
+from sft.hf.hub_headers import header_folder
 from sft.hf.load_weights import load_weights
 from sft.hf.source import Source, open_source
 from sft.hf.tensor_check import check_tensors
@@ -56,7 +57,7 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if model.init_from == RANDOM:
         return f"random (seed {config.run.seed})"
     if model.init_from is None:
-        return _not_downloaded(model.hf or "") or _open(config).describe()
+        return _on_hub(model.hf or "") or _open(config).describe()
     path = find_checkpoint(model.init_from)
     entries = manifest.read(path)
     if entries is not None:
@@ -92,13 +93,17 @@ def find_checkpoint(init_from: str) -> Path:
     )
 
 
-def _not_downloaded(name: str) -> str | None:
-    """Which weights of a hub name a start would download; None if there are none."""
+def _on_hub(name: str) -> str | None:
+    """The weights of a hub name that are not downloaded yet, from their headers; None if there are none."""
     missing = hub.missing_weights(name) if hub.is_hub_name(name) else None
     if missing is None:
         return None
     amount = "" if missing.num_bytes is None else f", {size(missing.num_bytes)}"
-    return f"{name}: not downloaded yet ({len(missing.files)} files{amount}); sft train downloads and checks them"
+    later = f"not downloaded yet: {len(missing.files)} files{amount}"
+    if hub.is_offline():
+        return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
+    with header_folder(hub.snapshot(name), missing.files) as folder:
+        return f"{open_source(folder, name, compare=False).describe()}; {later}"
 
 
 def _open(config: Config, *, compare: bool = True) -> Source:

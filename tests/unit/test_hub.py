@@ -15,7 +15,9 @@ from safetensors.numpy import save_file
 from sft.cli import main
 from sft.errors import ConfigError
 from sft.hf import hub
-from tests.builders import chats
+from sft.hf.initial import describe
+from tests.builders import chats, parsed
+from tests.unit.fixtures.hf import Make
 from tests.unit.fixtures.hub import Hub, serving, use
 
 NAME = "org/tiny"
@@ -255,9 +257,8 @@ def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: p
     assert "auto_map" in said("model.hf=org/code")
     chats(tmp_path, 8)
     small = ["data.tokenizer=byte", "data.train=chat.jsonl"]
-    assert main(["check", "a.yaml", *small]) == 0
-    expected = f"weights {NAME}: not downloaded yet (2 files, 391 KiB); sft train downloads and checks them\n"
-    assert expected in capsys.readouterr().out
+    assert main(["check", "a.yaml", *small]) == 2
+    assert "surplus: model-1\n  surplus: model-2\n" in capsys.readouterr().err
     hub.download_weights(NAME)
     assert main(["check", "a.yaml", *small]) == 2
     assert "surplus: model-1\n  surplus: model-2\n" in capsys.readouterr().err
@@ -278,3 +279,26 @@ QWEN3 = {
     "vocab_size": 301,
     "rms_norm_eps": 1e-6,
 }
+
+
+def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the headers of files that are larger than what is requested of them."""
+    folder = made("qwen3", shard="500KB", intermediate_size=4096)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    served.add("org/real", folder)
+    config = parsed("model.hf=org/real", "model.num_layers=null", "model.init_from=null", *SIZES).config
+    assert re.fullmatch(
+        r"org/real: 25 tensors trained, 0 passed through, 0 refused; 3.1 MiB; not downloaded yet: \d+ files, 3.1 MiB",
+        describe(config, None),
+    )
+    assert served.parts and max(num_bytes for _, num_bytes in served.parts) <= 100_001
+    assert not list(hub.local_folder("org/real").glob("*.safetensors"))
+    hub.download_weights("org/real")
+    assert describe(config, None) == "org/real: 25 tensors trained, 0 passed through, 0 refused; 3.1 MiB"
+    for path in hub.local_folder("org/real").glob("*.safetensors"):
+        path.unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert describe(config, None).endswith("HF_HUB_OFFLINE is set, so that no start can download them")
+
+
+SIZES = [f"model.{key}=null" for key in ("hidden_size", "ffn_hidden_size", "num_attention_heads")]

@@ -1,0 +1,53 @@
+"""Reads the headers of safetensors files on the hub, so that `sft check` knows every tensor before a download.
+
+The headers are requested by ranges of bytes.  They are written to files of the same names, whose values are holes: such
+a file has the size that its header says, takes no space, and can be opened like the real one, but not be read.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sft.hf import hub_errors
+from sft.hf.hub import Snapshot
+
+_REQUESTS_AT_ONCE = 8
+
+
+@contextmanager
+def header_folder(snapshot: Snapshot, files: Sequence[str]) -> Iterator[Path]:
+    """A temporary folder with the small files of a model, and with the headers of its safetensors files `files`.
+
+    Raises ConfigError if the hub does not give the headers.
+    """
+    with tempfile.TemporaryDirectory(prefix="sft-headers-") as folder:
+        for path in snapshot.folder.iterdir():
+            if path.name not in files:
+                (Path(folder) / path.name).symlink_to(path.resolve())
+        with hub_errors.translated(snapshot.name, snapshot.repo, snapshot.commit):
+            with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+                for file, header in zip(files, pool.map(lambda file: _header(snapshot, file), files)):
+                    _write(Path(folder) / file, header)
+        yield Path(folder)
+
+
+def _header(snapshot: Snapshot, file: str) -> dict[str, Any]:
+    """{"lm_head.weight": {"dtype": "BF16", "shape": [8, 4], "data_offsets": [0, 64]}, ...}"""
+    from huggingface_hub import HfApi
+
+    described = HfApi().parse_safetensors_file_metadata(snapshot.repo, file, revision=snapshot.commit)
+    return {
+        name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": list(tensor.data_offsets)}
+        for name, tensor in described.tensors.items()
+    }
+
+
+def _write(path: Path, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + max((tensor["data_offsets"][1] for tensor in header.values()), default=0))

@@ -65,7 +65,7 @@ class DequantisedFolder(SafetensorsFolder):
         part = super()._part(name, where)
         if name not in self._scales:
             return part
-        return (part.float() * self._scale(name, where)).to(self._dtype)
+        return part.float().mul_(self._scale(name, where)).to(self._dtype)
 
     def _scale(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
         """The scales of tensor[where], which multiply it.  Axes without scales of their own have size 1."""

@@ -18,9 +18,26 @@ from tools.bench.results import Bar, Column, Row
 
 NUM_ROWS = {  # of a tiny run
     **{"loss_head": 24, "logprobs": 9, "attention": 10, "step": 1, "trades": 1, "longest": 1, "peer": 1, "packing": 9},
-    **{"balance": 1, "collate": 1, "tokenize": 2, "cp_index": 3, "metrics": 1, "checkpoint": 11, "convert": 4},
+    **{
+        "balance": 1,
+        "collate": 1,
+        "tokenize": 2,
+        "cp_index": 3,
+        "metrics": 1,
+        "checkpoint": 11,
+        "load_hf": 6,
+        "convert": 4,
+    },
 }
-SLOW = ["trades", "longest", "peer", "checkpoint", "convert", "loss_head"]  # beside `step`, or with tests of their own
+SLOW = [
+    "trades",
+    "longest",
+    "peer",
+    "checkpoint",
+    "load_hf",
+    "convert",
+    "loss_head",
+]  # beside `step`, or with tests of their own
 IN_TURN = """
 import sys
 from tools.bench.__main__ import main

@@ -33,6 +33,7 @@ SUBJECTS = {
     "cp_index": "index arithmetic of context parallelism for a pack of 1M tokens",
     "metrics": "time and communication of the metrics of a step",
     "checkpoint": "time of saves and loads and stalls of training, compared with torch.save and torch.load",
+    "load_hf": "weights read straight from a Hugging Face folder, compared with safetensors.torch.load_file",
     "convert": "conversion from Hugging Face to Megatron and back, compared with shutil.copyfile",
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fixtures.hub import environment, serving
+from tools.make_tiny_model import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -60,10 +61,14 @@ def test_every_command_of_the_page_runs(tmp_path: Path, shell: Callable[..., str
     assert len(trained) == 10 and trained[-1] < trained[0]
     assert "<|im_start|>assistant" in outputs[-1]  # what the exported model writes
     with serving() as hub:
-        hub.add("org/tiny", tmp_path / "models/tiny")
+        commit = hub.add("org/tiny", tmp_path / "models/tiny")
         shell(FROM_HUB, **environment(hub, tmp_path / "hf"))
         assert hub.downloads(".safetensors") == ["model.safetensors"]
     assert losses(tmp_path / "runs/hub") == trained[:2]
+    # The hub is gone: the run has kept what an export needs.
+    shell("sft export runs/hub models/from-hub")
+    assert (tmp_path / "models/from-hub/chat_template.jinja").read_text() == TEMPLATE
+    assert json.loads((tmp_path / "runs/hub/hf/source.json").read_text())["commit"] == commit
 
 
 def test_the_readme_shows_the_commands_of_the_page() -> None:

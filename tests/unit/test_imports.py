@@ -10,6 +10,7 @@ from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["torch", "megatron", "transformer_engine", "transformers", "datasets", "pandas", "tensorboard"]
+HEAVY += ["huggingface_hub"]  # only names on the hub need it
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
@@ -62,7 +63,7 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     modules = (
         "sft.cli, sft.recipe.load, sft.config, sft.parallel.layout, sft.parallel.context_parallel, "
         "sft.estimate.memory, "
-        "sft.data.cache.prepare, sft.data.inspect.forecast, sft.data.inspect.survey, sft.recipe.run_checks"
+        "sft.data.cache.prepare, sft.data.inspect.forecast, sft.data.inspect.survey, sft.recipe.run_checks, sft.hf.hub"
     )
     program = f"import sys, {modules}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -28,6 +28,7 @@ from sft.hf.convert.atomic_folder import new_folder, refuse_existing
 from sft.hf.convert.torch_dist import TorchDistWriter
 from sft.hf.family import RowSpan, TensorMapping
 from sft.hf.hub import IMPORTED
+from sft.hf.nested_config import text_part
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.source import open_source
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
@@ -60,7 +61,7 @@ def import_hf(source: Path, target: Path, console: Console, name: str = "") -> N
             checkpoint = temporary / folders.name_of(0)
             checkpoint.mkdir()
             with console.track(f"importing {source}", num_bytes, "bytes") as progress:
-                positions = opened.content.get("max_position_embeddings")
+                positions = text_part(opened.content, model.family).get("max_position_embeddings")
                 _write(stored, opened.mappings, model, checkpoint, positions, progress)
             kept.keep(opened, temporary / IMPORTED)
             (temporary / folders.POINTER).write_text("0", encoding="ascii")

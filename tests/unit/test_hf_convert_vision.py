@@ -1,0 +1,37 @@
+"""Checkpoints with a vision tower, to Megatron and back: every tensor bit for bit, and config.json byte for byte."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft.console import QUIET
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.convert.import_hf import import_hf
+from sft.hf.source import open_source
+from sft.mcore.checkpoint_io import safe_reader
+from tests.unit.fixtures import hf, vision
+
+CASES = [
+    ("qwen2_vl", False, torch.float32),
+    ("qwen2_5_vl with flat keys", True, torch.bfloat16),
+    ("qwen3_vl", True, torch.float32),
+    ("qwen3_vl_moe as released", False, torch.bfloat16),
+    ("qwen3_vl_moe", True, torch.float32),
+    ("mistral3", False, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("name,tied,dtype", CASES, ids=lambda value: str(value))
+def test_there_and_back_is_bitwise(tmp_path: Path, name: str, tied: bool, dtype: torch.dtype) -> None:
+    source = vision.made(tmp_path / "source", name, tied=tied, dtype=dtype)
+    before = hf.tensors(source)
+    counts = {role: len(open_source(source).names(role)) for role in ("trained", "passed through")}
+    towers = [one for one in before if "visual." in one or "vision_tower." in one or "projector." in one]
+    assert counts["passed through"] == len(towers) and sum(counts.values()) == len(before)
+    import_hf(source, tmp_path / "there", QUIET)
+    assert safe_reader.common_state(tmp_path / "there" / "iter_0000000")["args"].max_position_embeddings == 512
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert hf.same(before, hf.tensors(tmp_path / "back"))
+    assert (source / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    vision.load(tmp_path / "back")

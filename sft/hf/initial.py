@@ -14,6 +14,7 @@ from sft.config import RANDOM, Config, ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
 from sft.hf import hub
+from sft.hf.architecture import architecture, read
 from sft.hf.families import FAMILIES
 from sft.hf.family import Family, TensorMapping
 from sft.hf.hub import CONFIG, local_folder
@@ -44,7 +45,7 @@ def load_initial(engine: Engine, config: Config, console: Console) -> str:
     opened: list[Source] = []
     all_gather_objects(lambda: opened.append(_open(config, compare=engine.groups.rank == 0)), control)
     load_weights(engine, opened[0], console, read_once=model.hf_read_once)
-    return f"the weights of {opened[0].describe()}"
+    return f"the weights of {_described(opened[0], config)}"
 
 
 def describe(config: Config, vocab_size: int | None) -> str:
@@ -57,7 +58,7 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if model.init_from == RANDOM:
         return f"random (seed {config.run.seed})"
     if model.init_from is None:
-        return _on_hub(model.hf or "") or _open(config).describe()
+        return _on_hub(model.hf or "", config) or _described(_open(config), config)
     path = find_checkpoint(model.init_from)
     entries = manifest.read(path)
     if entries is not None:
@@ -93,7 +94,15 @@ def find_checkpoint(init_from: str) -> Path:
     )
 
 
-def _on_hub(name: str) -> str | None:
+def _described(source: Source, config: Config) -> str:
+    """The counts of the source, and how a bf16 run changes values."""
+    wide = sorted({source.manifest[name].dtype for name in source.names("trained")} - {"BF16"})
+    if not wide or config.run.precision != "bf16":
+        return source.describe()
+    return f"{source.describe()}; {' and '.join(wide)} is rounded to BF16"
+
+
+def _on_hub(name: str, config: Config) -> str | None:
     """The weights of a hub name that are not downloaded yet, from their headers; None if there are none."""
     missing = hub.missing_weights(name) if hub.is_hub_name(name) else None
     if missing is None:
@@ -103,7 +112,7 @@ def _on_hub(name: str) -> str | None:
     if hub.is_offline():
         return f"{name}: {later}; HF_HUB_OFFLINE is set, so that no start can download them"
     with header_folder(hub.snapshot(name), missing.files) as folder:
-        return f"{open_source(folder, name, compare=False).describe()}; {later}"
+        return f"{_described(open_source(folder, name, compare=False), config)}; {later}"
 
 
 def _open(config: Config, *, compare: bool = True) -> Source:
@@ -118,7 +127,10 @@ def _open(config: Config, *, compare: bool = True) -> Source:
 
 
 def _family(model: ModelConfig) -> Family | None:
-    """The first family that has the tensors of `model`; None if there is no such family."""
+    """That of model.hf; else the first family that has the tensors of `model`; None if there is no such family."""
+    if model.hf is not None:
+        folder = local_folder(model.hf)
+        return architecture(read(folder), str(folder / CONFIG)).family
 
     def has_same_tensors(family: Family) -> bool:
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)

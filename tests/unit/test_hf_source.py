@@ -111,6 +111,10 @@ def test_what_a_start_finds(made: Make, tmp_path: Path) -> None:
     checkpoint = tmp_path / "imported" / "iter_0000000"
     assert describe(config_of(source), None).startswith(f"{source}: 45 tensors trained, 0 passed through, 0 refused; ")
     assert describe(config_of(source, "model.init_from=random"), None) == "random (seed 1234)"
+    rounded = [f"{dtype} is rounded to BF16" for dtype in ("F16", "F32")]
+    for dtype, told in ((torch.float16, rounded[0]), (torch.float32, rounded[1]), (torch.bfloat16, "BF16")):
+        other = hf.save(tmp_path / str(dtype), "llama", dtype=dtype)
+        assert describe(config_of(other, "run.precision=bf16"), None).endswith(told) is (dtype != torch.bfloat16)
     # 3 tensors outside of the layers, and 9 kinds in them
     found = describe(config_of(source, f"model.init_from={tmp_path}/imported"), None)
     assert found.startswith(f"{checkpoint}: 12 tensors; ")

@@ -73,10 +73,12 @@ def find(paths: Iterable[Path], key: str) -> Path:
 
     key: the setting that names the paths, for the error.  Raises CheckpointError if there is no checkpoint.
     """
-    for path in paths:
+    sources = list(paths)
+    for path in sources:
         if checkpoints := [path] if (path / MARKER).is_file() else candidates(path):
             return checkpoints[0]
-    raise CheckpointError(f"{key}: the path has no checkpoint; expected {EXPECTED}.")
+    absent = "" if any(path.exists() for path in sources) else f", because it does not exist in {Path.cwd()}"
+    raise CheckpointError(f"{key}: the path has no checkpoint{absent}; expected {EXPECTED}.")
 
 
 def has_saved_before(folder: Path) -> bool:

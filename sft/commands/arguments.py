@@ -1,7 +1,9 @@
 """The recipe and the layout that the arguments of a command name, and the checks that need no heavy module."""
 
+import glob
 import os
 import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -91,6 +93,7 @@ def check_paths(recipe: "Recipe", *, trains: bool = True) -> None:
     missing = [
         f"{key} = {path} ({recipe.origins[key]}) does not exist in {Path.cwd()}; give {key}=PATH."
         + _dataset_hint(key, path)
+        + _pattern_hint(key, path)
         for key, path in paths
         if not Path(path).exists()
     ]
@@ -103,6 +106,17 @@ def check_paths(recipe: "Recipe", *, trains: bool = True) -> None:
         from sft.config import listed
 
         raise ConfigError(listed(missing))
+
+
+def _pattern_hint(key: str, path: str) -> str:
+    """Advice for a shell pattern such as data/*.jsonl, which a recipe may not hold: files could join it unnoticed."""
+    if not set("*?[") & set(path):
+        return ""
+    files = sorted(glob.glob(path, recursive=True))
+    if not files:
+        return "  Patterns are not expanded, and this pattern matches no file."
+    setting = shlex.quote(f"{key}=[{', '.join(files)}]")
+    return f"  Patterns are not expanded.  Name the files, of which {len(files)} match: {setting}"
 
 
 def download_weights(recipe: "Recipe") -> None:

@@ -269,7 +269,7 @@ def test_a_flipped_bit_is_found(imported: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert "the path has no checkpoint" in export_refused(tmp_path / "nowhere")
+    assert "the path has no checkpoint, because it does not exist in " in export_refused(tmp_path / "nowhere")
 
 
 def test_a_checkpoint_whose_router_is_another_one(made: Make, tmp_path: Path) -> None:

@@ -148,3 +148,10 @@ def test_check_prints_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     steps = ["train.num_epochs=null", "train.num_steps=20", "checkpoint.resume=folder/of/another/machine"]
     assert main(["check", "a.yaml", "--no-data", "checkpoint.save_every=50", *steps]) == 0
     assert "\nWARNING checkpoint.save_every = 50, but the run ends after 20 steps" in capsys.readouterr().out
+
+
+def test_a_pattern_is_answered_with_the_files_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "a.yaml", 'data.train=["*.jsonl", "no*.jsonl"]']) == 2
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert first.endswith("Patterns are not expanded.  Name the files, of which 1 match: 'data.train=[a.jsonl]'")
+    assert second.endswith("Patterns are not expanded, and this pattern matches no file.")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from sft.config import Input, NamedDataset
 from sft.console import Console
 from sft.data.cache.digests import content_digest
-from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, load_dataset
+from sft.data.read.named_dataset import COMMIT, HubUnreachable, LoadedDataset, is_offline, load_dataset
 from sft.data.read.rows import DataFile, check_file
 from sft.data.read.tables import TableSlice
 from sft.errors import DataError
@@ -65,6 +65,11 @@ def _load(wanted: NamedDataset, cache_dir: Path, console: Console) -> LoadedData
     if memo is not None and is_intact and memo.folder == folder:
         if folder is not None or COMMIT.fullmatch(wanted.revision or ""):
             return memo.dataset  # neither can have changed
+        if is_offline():  # datasets would take the copy that it made last, for whatever revision
+            console.say(
+                f"{wanted}: using commit {memo.dataset.commit}, which was loaded before (HF_HUB_OFFLINE is set)"
+            )
+            return memo.dataset
     try:
         loaded = load_dataset(wanted)
     except HubUnreachable as error:

@@ -18,7 +18,19 @@ Numbers are decimal, such as `7` or `1e-5`.  Switches are `true` and `false`.  `
 `010` are text.  Duplicate keys, anchors and tags are errors.  Paths are relative to the current directory.
 
 `sft check RECIPE --explain KEY` shows the origin of a value.  recipe.yaml in the run folder contains every value of
-the run.
+the run; the console shows the keys that the file and the command line set.  Names of other trainers, such as
+`learning_rate` or `gradient_checkpointing`, are errors that name our key.
+
+`sft check RECIPE` and training refuse the same recipes, also where only the data show the mistake:
+
+- a warm-up that is as long as the run, or longer
+- a document that is longer than `max_position_embeddings` of `model.hf`, if the recipe neither scales the positions
+  (`model.rope.scaling=yarn`) nor accepts them as they are (`model.rope.scaling=none`)
+- a value of `checkpoint.resume` that names no checkpoint
+
+Both warn of settings without an effect in the run: `checkpoint.save_every`, `train.eval_every` or steps of `profile`
+beyond its end; `checkpoint.keep_best` if saved steps are not evaluated; fewer packs than `train.global_batch_size`; and
+a last step with learning rate 0 in a run of fewer than 10 steps.
 """
 
 

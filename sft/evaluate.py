@@ -19,6 +19,7 @@ from sft.console import Console
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.pipeline import HeldOutData
 from sft.errors import CheckpointError, ConfigError, DataError, StorageError, TrainingError
+from sft.hf import hub
 from sft.hf.architecture import model_keys
 from sft.hf.hub import CONFIG, is_hub_name
 from sft.hf.initial import load_initial
@@ -29,7 +30,7 @@ from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
 from sft.metrics.rows import RunFacts
-from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
 from sft.recipe.resolved import Recipe
 from sft.run.evaluation import evaluate
@@ -48,6 +49,7 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     torch_device = device.start(device.choose(config.run.device), deterministic=config.run.deterministic)
     groups = process_groups.start(layout, torch_device, seed=config.run.seed, timeout_s=config.run.timeout_s)
     console = Console(groups.rank, sys.stderr)
+    hub.check_commits(all_gather_objects(hub.commits, groups.control))
     tokenizer = tokenizer_of(config)
     checkpoint, start = broadcast_from_rank0(lambda: choose(config, source, tokenizer, console), groups.control)
     data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)

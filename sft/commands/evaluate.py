@@ -7,6 +7,7 @@ from typing import Any
 
 from sft.commands.arguments import (
     check_paths,
+    download_weights,
     launched_world_size,
     read_recipe,
     read_tokenizer,
@@ -15,6 +16,7 @@ from sft.commands.arguments import (
 )
 from sft.commands.output import progress
 from sft.errors import ConfigError
+from sft.hf import hub
 
 
 def add(commands: Any) -> None:
@@ -42,6 +44,11 @@ def evaluate(arguments: Namespace) -> None:
         from sft.data.cache.prepare import prepare_held_out
 
         prepare_held_out(recipe.config, read_tokenizer(recipe), progress())
+
+    if arguments.source is None:
+        download_weights(recipe)
+    elif hub.is_hub_name(arguments.source):
+        hub.download_weights(arguments.source)
 
     from sft.run import environment
 

@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,8 +246,7 @@ def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: p
         assert error.count("\n") == 1, error
         return error
 
-    rest = "data: {train: a, seq_length: 256}\ntrain: {num_steps: 5, global_batch_size: 4}\noptim: {lr: 1e-3}\n"
-    Path("a.yaml").write_text(f"run: {{dir: r}}\nmodel: {{hf: {NAME}}}\n{rest}")
+    Path("a.yaml").write_text(f"run: {{dir: r}}\nmodel: {{hf: {NAME}}}\n{REST}")
     Path("upload/config.json").write_text(json.dumps(QWEN3))
     assert "model.hf = org/none (command line: model.hf=org/none): org/none: there is no" in said("model.hf=org/none")
     assert main(["check", "a.yaml", "--no-data", "--explain", "model.num_layers"]) == 0
@@ -267,6 +267,7 @@ def test_commands_say_it_in_one_paragraph(served: Hub, tmp_path: Path, capsys: p
     assert "data.tokenizer = org/none (command line: data.tokenizer=org/none): org/none: " in capsys.readouterr().err
 
 
+REST = "data: {train: a, seq_length: 256}\ntrain: {num_steps: 5, global_batch_size: 4}\noptim: {lr: 1e-3}\n"
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -299,6 +300,34 @@ def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkey
         path.unlink()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert describe(config, None).endswith("HF_HUB_OFFLINE is set, so that no start can download them")
+
+
+@pytest.mark.parametrize(
+    "words, files",
+    [
+        (["train", "a.yaml"], WEIGHTS),
+        (["train", "a.yaml", "model.init_from=random"], []),
+        (["train", "a.yaml", "run.dir=begun"], []),  # its weights are those of the checkpoint
+        (["eval", "a.yaml", "data.eval=chat.jsonl"], WEIGHTS),
+        (["eval", "a.yaml", "data.eval=chat.jsonl", "model.init_from=random", "--from", NAME], WEIGHTS),
+        (["probe", "leak", "a.yaml"], WEIGHTS),
+        (["probe", "data", "a.yaml"], []),
+        (["data", "prepare", "a.yaml"], []),
+    ],
+    ids=" ".join,
+)
+def test_commands_download_the_weights_that_they_use(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], files: list[str]
+) -> None:
+    Path("a.yaml").write_text(f"run: {{dir: r, device: cpu}}\nmodel: {{hf: {NAME}}}\n{REST}")
+    Path("upload/config.json").write_text(json.dumps(QWEN3))
+    Path("begun/checkpoints/iter_0000001").mkdir(parents=True)
+    chats(tmp_path, 8)
+    for module, name in (("sft.trainer", "main"), ("sft.evaluate", "main"), ("sft.probe.answer", "answer")):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: lambda *_: 0}))
+    monkeypatch.setattr("sft.run.environment.prepare", lambda *_: [])
+    assert main([*words, "data.tokenizer=byte", "data.train=chat.jsonl"]) == 0
+    assert sorted(served.downloads(".safetensors")) == files
 
 
 SIZES = [f"model.{key}=null" for key in ("hidden_size", "ffn_hidden_size", "num_attention_heads")]

@@ -25,7 +25,7 @@ NUM_ROWS = {  # of a tiny run
         "cp_index": 3,
         "metrics": 1,
         "checkpoint": 11,
-        "load_hf": 6,
+        "load_hf": 8,
         "convert": 4,
     },
 }

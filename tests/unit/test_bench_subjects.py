@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import __main__ as bench
-from tools.bench import checkpoint, convert, fresh_process, longest
+from tools.bench import checkpoint, convert, fresh_process, load_hf, longest
 from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took
 from tools.bench.convert import COPY, FULL, IMPORT, SIZE
 from tools.bench.fresh_process import ProcessTook
@@ -119,6 +119,32 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fresh_process, "measured", measured)
     assert bench.main(["convert", "--tiny", f"--folder={tmp_path}"]) == 130
     assert list(tmp_path.iterdir()) == []
+
+
+# --- load_hf -----------------------------------------------------------------------------------------------------
+
+
+def test_weights_in_the_page_cache_are_judged_by_a_copy_and_others_by_a_sum() -> None:
+    """A model of 8 GiB, of which one of 8 ranks keeps 1 GiB."""
+    took = {load_hf.SUM: 1.0, load_hf.COPY: 2.0, load_hf.WHOLE: 3.0, load_hf.PART: 0.5}
+    turns = [
+        {
+            (way, state): {"seconds": seconds, "peak": MIB, "touched": 4 * GIB}
+            | ({"kept": GIB, "requested": GIB + GIB // 10} if way == load_hf.PART else {})
+            for way, seconds in took.items()
+            for state in (load_hf.CACHED, load_hf.COLD)
+        }
+    ]
+    rows = {row["way"]: {"case": "x", "largest": MIB // 2, **row} for row in load_hf.rows_of(turns, 8 * GIB)}
+    assert rows["read and place, from disk"]["ratio"] == 3.0 and rows["read and place, cached"]["ratio_of_copy"] == 1.5
+    assert rows["read and place, tp 8, from disk"]["touched"] == 4.0
+    missed = {bar.name: bar.is_missed for bar in load_hf.bars(list(rows.values()))}
+    assert {name.partition(": ")[2]: is_missed for name, is_missed in missed.items() if "seconds" in name} == {
+        "seconds, compared with load_file and a copy": False,
+        "seconds, compared with load_file and a sum": True,
+    }
+    assert [is_missed for name, is_missed in missed.items() if "requested" in name] == [False, False, True, True]
+    assert not any(is_missed for name, is_missed in missed.items() if "beyond" in name)
 
 
 # --- longest -----------------------------------------------------------------------------------------------------

@@ -4,19 +4,19 @@
     python -m tools.bench load_hf --cases llama-3-8b --gib 2.9
     python -m tools.bench load_hf --folder /mnt/nfs                  on a given file system
 
-Rows take turns, each in a new process.  `load_file` is the function of safetensors, followed by one pass over every
-byte (a sum); ratios are to this row of the same turn.  Times are medians.  `from disk` means that the page cache held
-none of the files.  `peak` is the growth of the process beyond its parameters and imports.  `requested` are the bytes
-that were requested from the files, and `touched` those that the kernel read, in sizes of the parameters.
+Rows take turns, each in a new process.  The first two rows are load_file of safetensors and one pass over every byte: a
+sum, or a copy.  Times are medians; ratios are to the sum and to the copy of the same turn.  A sum writes nothing, so
+the bar of weights that the page cache holds is against the copy.  `from disk` means that the page cache held none of
+the files.  `peak` is the growth of the process beyond its parameters and imports.  `requested` are the bytes that were
+requested from the files, and `touched` those that the kernel read, in sizes of the parameters.
 """
 
 import argparse
 import json
+import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from tools.bench.results import Bar, Column, Row
 SLOWEST, TP = 1.5, 8
 MOST_REQUESTED = 1.05
 CACHED, COLD = "cached", "from disk"
-BASE, WHOLE, PART = "load_file", "read and place", f"read and place, tp {TP}"
+SUM, COPY, WHOLE, PART = "load_file, sum", "load_file, copy", "read and place", f"read and place, tp {TP}"
 BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 Turn = Mapping[tuple[str, str], Mapping[str, float]]  # by way and state of the page cache
@@ -63,16 +63,19 @@ def parts_of(mapping: TensorMapping, rank: int, tp: int) -> Iterator[Any]:
         )
 
 
-def base() -> int:
-    """A command that maps every file and reads every byte of it once."""
-    folder, result, _ = sys.argv[1:]
+def read_files() -> int:
+    """A command that maps every file and reads every byte of it once: sums it, or with 1 as the last word copies it."""
+    folder, result, copies = sys.argv[1:]
+    files = sorted(Path(folder).glob("*.safetensors"))
+    target = torch.zeros(max(map(os.path.getsize, files)), dtype=torch.uint8).fill_(1)
 
     def read() -> None:
-        for file in sorted(Path(folder).glob("*.safetensors")):
+        for file in files:
             for tensor in load_file(file).values():
-                tensor.reshape(-1).view(torch.int64).sum().item()
+                numbers = tensor.reshape(-1).view(torch.uint8)
+                target[: len(numbers)].copy_(numbers) if copies == "1" else numbers.view(torch.int64).sum().item()
 
-    Path(result).write_text(json.dumps(took(read)))
+    Path(result).write_text(json.dumps(fresh_process.growth(read)))
     return 0
 
 
@@ -81,19 +84,10 @@ def fill_parameters() -> int:
     folder, result, tp = sys.argv[1:]
     source = open_source(Path(folder))
     parts = [part for mapping in source.mappings for part in parts_of(mapping, 0, int(tp))]
-    numbers = took(lambda: fill(parts, source, QUIET))
+    numbers = fresh_process.growth(lambda: fill(parts, source, QUIET))
     kept = sum(part.data.nbytes for part in parts)
     Path(result).write_text(json.dumps({**numbers, "kept": kept, "requested": source.stored.requested_bytes}))
     return 0
-
-
-def took(work: Callable[[], None]) -> dict[str, float]:
-    """Seconds of `work`, and the bytes by which this process grew during it."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
-    before, start = fresh_process.memory()[0], time.perf_counter()
-    work()
-    return {"seconds": time.perf_counter() - start, "peak": fresh_process.memory()[1] - before}
 
 
 def turn(folder: Path) -> Turn:
@@ -101,7 +95,12 @@ def turn(folder: Path) -> Turn:
     model, result = folder / "model", folder / "result.json"
     files, numbers = sorted(model.glob("*.safetensors")), {}
     for state in (CACHED, COLD):
-        for way, command, tp in ((BASE, "base", 1), (WHOLE, "fill_parameters", 1), (PART, "fill_parameters", TP)):
+        for way, command, tp in (
+            (SUM, "read_files", 0),
+            (COPY, "read_files", 1),
+            (WHOLE, "fill_parameters", 1),
+            (PART, "fill_parameters", TP),
+        ):
             (page_cache.forget if state == COLD else page_cache.fill)(files)
             fresh_process.measured(folder, f"{__name__}:{command}", model, result, tp)
             numbers[way, state] = {**json.loads(result.read_text()), "touched": page_cache.num_bytes(files)}
@@ -131,7 +130,8 @@ def rows_of(turns: Sequence[Turn], model_bytes: int) -> Iterator[Row]:
         if state == COLD:
             row["touched"] = of_turns[0]["touched"] / kept
         if way == WHOLE:
-            row["ratio"] = median(turn[way, state]["seconds"] / turn[BASE, state]["seconds"] for turn in turns)
+            for name, other in (("ratio", SUM), ("ratio_of_copy", COPY)):
+                row[name] = median(turn[way, state]["seconds"] / turn[other, state]["seconds"] for turn in turns)
         yield row
 
 
@@ -139,8 +139,9 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     for row in rows:
         name = f"{row['case']}, {row['way']}"
         if "ratio" in row:
-            yield Bar(name=f"{name}: seconds, compared with load_file", value=row["ratio"], bound=SLOWEST)
-        if not row["way"].startswith(BASE):
+            key, other = ("ratio", "sum") if row["way"].endswith(COLD) else ("ratio_of_copy", "copy")
+            yield Bar(name=f"{name}: seconds, compared with load_file and a {other}", value=row[key], bound=SLOWEST)
+        if not row["way"].startswith("load_file"):
             yield Bar(name=f"{name}: bytes requested, of those kept", value=row["requested"], bound=MOST_REQUESTED)
             name = f"{name}: bytes beyond the parameters, at most twice the largest tensor"
             yield Bar(name=name, value=row["peak"], bound=2 * row["largest"])
@@ -150,7 +151,8 @@ SUBJECT = Subject(
     measure=measure,
     columns=[
         Column("seconds", "seconds", ".3f"),
-        Column("ratio", "times load_file", ".2f"),
+        Column("ratio", "times sum", ".2f"),
+        Column("ratio_of_copy", "times copy", ".2f"),
         Column("peak", "peak MiB", ",.0f", 2**20),
         Column("requested", "requested", ".3f"),
         Column("touched", "touched", ".2f"),

@@ -2,9 +2,12 @@
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_LARGE_BYTES = 1 << 20  # a smaller block is hashed in less time than a thread takes to start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ def entry_of(path: Path) -> Entry:
 class HashingFile:
     """A new file, whose size and digest are computed during writing.
 
+    A thread hashes a large block while the block is written; both release the interpreter's lock.
     `write` keeps an OSError for `check` and `finish` instead of raising it.  torch.save, which calls `write`, would
     turn the OSError into another error, which differs between versions of torch.
     """
@@ -30,15 +34,18 @@ class HashingFile:
     def __init__(self, path: Path) -> None:
         self._stream, self._digest, self.num_bytes = path.open("wb", buffering=0), hashlib.sha256(), 0
         self._error: OSError | None = None
+        self._hasher: ThreadPoolExecutor | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if self._error is None:
-            try:
-                self._put(view)
-            except OSError as error:
-                self._error = error
-        self._digest.update(view)
+        if len(view) < _LARGE_BYTES:
+            self._digest.update(view)
+            self._put_or_fail(view)
+        else:
+            self._hasher = self._hasher or ThreadPoolExecutor(1, "hashing")
+            hashed = self._hasher.submit(self._digest.update, view)
+            self._put_or_fail(view)
+            hashed.result()  # now, because the caller may change the block
         self.num_bytes += len(view)
         return len(view)
 
@@ -73,6 +80,15 @@ class HashingFile:
 
     def close(self) -> None:
         self._stream.close()
+        if self._hasher is not None:
+            self._hasher.shutdown()
+
+    def _put_or_fail(self, view: memoryview) -> None:
+        if self._error is None:
+            try:
+                self._put(view)
+            except OSError as error:
+                self._error = error
 
     def _put(self, view: memoryview) -> None:
         written = 0

@@ -93,9 +93,20 @@ def test_a_conversion_takes_its_largest_tensor_and_2_gib(more: int, is_missed: b
     """Of the turn that took most; a copy does not count."""
     turns = conversions(MIB, 3 * GIB + more, MIB)
     turns[0][COPY] = ProcessTook(1.0, 9 * GIB, 9 * GIB)
-    bars = list(convert.bars([{"case": "x", "largest": GIB, **row} for row in convert.rows_of(turns, 1)]))
+    facts = {"case": "x", "largest": GIB, "bytes": 256 * MIB - 1}
+    bars = list(convert.bars([{**facts, **row} for row in convert.rows_of(turns, 1)]))
     assert [bar.is_missed for bar in bars] == [is_missed, False, False]
     assert {bar.bound for bar in bars} == {3 * GIB}
+
+
+def test_an_export_takes_three_times_as_long_as_a_copy() -> None:
+    """In the middle of the turns: 4.5 times with every byte verified, and 0.25 times."""
+    facts = {"case": "x", "largest": GIB, "bytes": 256 * MIB}
+    bars = convert.bars([{**facts, **row} for row in convert.rows_of(conversions(MIB, MIB, MIB), 1)])
+    assert [(bar.value, bar.bound, bar.is_missed) for bar in bars if "times a copy" in bar.name] == [
+        (4.5, 3.0, True),
+        (0.25, 3.0, False),
+    ]
 
 
 def test_what_a_process_took_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

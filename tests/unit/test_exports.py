@@ -163,6 +163,7 @@ def test_a_killed_export_leaves_no_folder_and_is_made_by_the_next_start(run: Run
     finish(exports)
     exports.refuse_failures()  # the run was stopped, which is no failure
     assert run.exported() == ["iter_0000001.tmp-1"]
+    (run.folder / "hf_exports" / "iter_0000009.tmp-2").mkdir()  # of a checkpoint that has been given up
     (slow / "wait").unlink()
     exports = run.exports("every")
     exports.resumed(TrainState(step=1), is_last=False)

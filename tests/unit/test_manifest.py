@@ -223,6 +223,17 @@ def test_a_hashing_file_is_on_the_disk_when_it_is_finished(tmp_path: Path, monke
     assert calls == ["fsync file"]
 
 
+def test_a_large_block_may_change_after_it_is_written(tmp_path: Path) -> None:
+    """A thread hashes a block of more than a mebibyte; then the caller fills it with the next part of a tensor."""
+    file, block = HashingFile(tmp_path / "file"), bytearray(b"a" * (8 << 20))
+    for letter in (b"b", b"c"):
+        file.write(block)
+        block[:] = letter * len(block)
+    file.write(b"d")
+    assert file.finish() == manifest.entry_of(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"a" * len(block) + b"b" * len(block) + b"d"
+
+
 class Stream:
     """Takes two bytes at a time, and no more than three."""
 

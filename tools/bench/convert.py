@@ -38,6 +38,8 @@ from tools.bench.harness import Option, Refused, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
 BEYOND = 2 << 30  # bytes that a conversion may allocate in addition to the largest tensor
+TIMES = 3.0  # an export, in times of a copy of the same bytes
+TIMED_BYTES = 1 << 28  # in a smaller model, starting threads and writing small files take most of the time
 COPIES = 3.1  # largest use of the disk in sizes of the model: model, import, export, and a margin
 COPY, IMPORT, FULL, SIZE = "copyfile", "import", "export, verify full", "export, verify size"
 WAYS = (COPY, IMPORT, FULL, SIZE)
@@ -161,6 +163,8 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
         if row["way"] != COPY:
             name = f"{row['case']}, {row['way']}, bytes beyond the libraries: the largest tensor and {size(BEYOND)}"
             yield Bar(name=name, value=row["peak"], bound=row["largest"] + BEYOND)
+        if row["way"] in (FULL, SIZE) and row["bytes"] >= TIMED_BYTES:
+            yield Bar(name=f"{row['case']}, {row['way']}, times a copy of the files", value=row["ratio"], bound=TIMES)
 
 
 def validate(options: argparse.Namespace) -> None:

@@ -8,7 +8,9 @@ contain.
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,7 +31,7 @@ from sft.hf.convert.model_card import write_model_card
 from sft.hf.convert.original import Original, find_original
 from sft.hf.convert.proof import check_export
 from sft.hf.convert.torch_dist import TorchDistReader
-from sft.hf.convert.trained_tensors import TrainedTensor, put_together
+from sft.hf.convert.trained_tensors import TrainedTensor, prefetched, put_together
 from sft.hf.family import TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG
 from sft.hf.quantization import QUANTIZATION
@@ -63,7 +65,21 @@ def export_hf(
     """
     refuse_existing(target)
     path = folders.find([source, source / "checkpoints"], str(source))
-    _verify(path, verify, console)
+    with _verifying(path, verify, console) as finish_verification:
+        _convert(path, target, console, finish_verification, like=like, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def _convert(
+    path: Path,
+    target: Path,
+    console: Console,
+    finish_verification: Callable[[], None],
+    *,
+    like: Path | None,
+    dtype: str | None,
+    shard_bytes: int,
+) -> None:
+    """Convert the checkpoint `path`.  The folder gets its name after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
     original = find_original(path, _recipe(common), like)
     original_content = read(original.folder)
@@ -86,10 +102,8 @@ def export_hf(
     num_bytes = sum(tensor.nbytes for tensor in planned.values())
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            values = chain(
-                _converted(put_together(reader, ((name, tensors[name]) for name in names)), planned),
-                original.passed_through(),
-            )
+            trained = _converted(put_together(reader, ((name, tensors[name]) for name in names)), planned)
+            values = prefetched(chain(trained, original.passed_through()))
             files, digests = write_tensors(
                 temporary, planned, values, shard_bytes, digested=untrained, advance=progress.advance
             )
@@ -97,6 +111,7 @@ def export_hf(
         copied = _write_others(temporary, original.folder, original_content, config)
         write_model_card(temporary, path, common, original)
         _write_manifest(temporary, path, files)
+        finish_verification()
     changed = ", ".join(_changed(original_content, config))
     console.say(
         f"exported {path} to {target} ({size(num_bytes)}; {len(tensors):,} tensors trained, {len(untrained):,} "
@@ -185,14 +200,30 @@ def _write_others(folder: Path, original: Path, content: dict[str, Any], config:
     return copy_companions(original, folder)
 
 
-def _verify(path: Path, verify: Verify, console: Console) -> None:
+@contextmanager
+def _verifying(path: Path, verify: Verify, console: Console) -> Iterator[Callable[[], None]]:
+    """A context in which a thread compares the checkpoint's files with their digests.
+
+    Yields a function that waits for the thread and raises CheckpointError if a file differs.  An error in the context
+    may come from a damaged file; then the error of the function takes its place.
+    """
     entries = manifest.read(path)
     if entries is None:
         console.say(f"{path} is not verified: the checkpoint has no manifest")
+        yield lambda: None
         return
+    manifest.refuse(path, manifest.damage(path, entries, verify="size"))
+    thread = ThreadPoolExecutor(1, "verifying")
     if verify == "full":
         console.say(f"verifying {path} ({size(entries.num_bytes)})")
-    manifest.refuse(path, manifest.damage(path, entries, verify=verify))
+    problems = thread.submit(manifest.damage, path, entries, verify=verify)
+    try:
+        yield lambda: manifest.refuse(path, problems.result())
+    except CheckpointError:
+        manifest.refuse(path, problems.result())
+        raise
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _recipe(common: Mapping[str, Any]) -> Mapping[str, Any]:

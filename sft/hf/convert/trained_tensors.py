@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,15 @@ def put_together(
             matrix[view.first : view.first + view.num_rows] = rows_of.view(mapping, number)
         assert whole is not None
         yield name, whole
+
+
+def prefetched(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same values.  A thread makes the next one while the caller uses the current one."""
+    with ThreadPoolExecutor(1, "reading ahead") as thread:
+        following = thread.submit(next, values, None)
+        while (value := following.result()) is not None:
+            following = thread.submit(next, values, None)
+            yield value
 
 
 class _ViewReader:

@@ -59,7 +59,7 @@ def test_pipeline_stages_exchange_without_a_wait(virtual_stages: int) -> None:
         assert found["passes"]["waits"] == 0, found
 
 
-# Queues for kernels and copies: CUDA's, those with tp or cp before Blackwell, with or without offload, and from then on.
+# Queues for kernels and copies: CUDA's, those with tp or cp before Blackwell with or without offload, and from then on.
 QUEUES = [(8, 8), (1, 8), (1, 1), (32, 8)]
 HELD_UP = 1.005  # largest time of a replay, as a multiple of the time with a queue for each stream; measured: 1.000
 EXPOSED = 0.25  # largest share of cp's messages that no kernel hides; measured: 0.19, the first and last of a layer

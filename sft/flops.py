@@ -12,7 +12,8 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     hidden, width = model.hidden_size, model.resolved_head_dim
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
     attention = hidden * (queries + 2 * keys) + queries * hidden
-    attention += (queries + 2 * keys) * model.qkv_bias + 2 * width * model.qk_norm
+    normed = queries + keys if model.qk_norm_across_heads else 2 * width
+    attention += (queries + 2 * keys) * model.qkv_bias + normed * model.qk_norm
     mlp, _ = _mlp(model)
     embeddings = vocab_size * hidden * (1 if model.tie_embeddings else 2)
     return embeddings + model.num_layers * (attention + mlp + 2 * hidden) + hidden
@@ -37,13 +38,20 @@ def _mlp(model: ModelConfig) -> tuple[int, int]:
     """Parameters of a layer's MLP (gate, up and down): all, and those that one token uses.
 
     hidden size 4, 8 experts of width 2, top 2: router 32, each expert 24 -> (224, 80)
+    with a shared expert of width 6 and its gate: 72 + 4 more -> (300, 156)
     """
     experts, top_k = model.moe.num_experts, model.moe.top_k
     if experts is None or top_k is None:
         mlp = 3 * model.hidden_size * model.ffn_hidden_size
         return mlp, mlp
     router, expert = model.hidden_size * experts, 3 * model.hidden_size * model.resolved_expert_ffn
-    return router + experts * expert, router + top_k * expert
+    always = router + shared_expert(model) + model.hidden_size * model.moe.shared_gate
+    return always + experts * expert, always + top_k * expert
+
+
+def shared_expert(model: ModelConfig) -> int:
+    """Parameters of a layer's shared expert without its gate."""
+    return 3 * model.hidden_size * (model.moe.shared_ffn_hidden_size or 0)
 
 
 def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, float]:

@@ -32,6 +32,10 @@ class RopeConfig(Section):
     """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
     """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
+    query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
+    """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
+    skip_layers: list[Positive] = []
+    """Layers without rotary positions, counted from 1 (SmolLM3)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         plain = self.scaling == "none"
@@ -45,6 +49,12 @@ class RopeConfig(Section):
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
             yield "beta_fast", f"must be above beta_slow = {self.beta_slow}"
+        if self.query_scale_beta is not None and self.original_max_position is None:
+            yield "original_max_position", "is required with query_scale_beta, whose steps have this length"
+        if self.query_scale_beta is not None and self.skip_layers:
+            yield "query_scale_beta", "is not supported with skip_layers; use null, or skip_layers = []"
+        if self.skip_layers != sorted(set(self.skip_layers)):
+            yield "skip_layers", "must be in increasing order, each layer once"
 
 
 class MoeConfig(Section):
@@ -54,6 +64,10 @@ class MoeConfig(Section):
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
     """Width of an expert's SwiGLU; null means model.ffn_hidden_size."""
+    shared_ffn_hidden_size: Positive | None = None
+    """Width of the shared expert, a SwiGLU that every token goes to (Qwen2-MoE); null means no shared expert."""
+    shared_gate: bool = False
+    """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
     normalize_top_k: bool = True
     """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: softmax over all experts."""
     aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
@@ -72,6 +86,8 @@ class MoeConfig(Section):
             yield "top_k", "is required with num_experts"
         if experts and top_k and top_k > experts:
             yield "top_k", f"is more than num_experts = {experts}"
+        if self.shared_gate and experts is not None and self.shared_ffn_hidden_size is None:
+            yield "shared_gate", "has no effect without shared_ffn_hidden_size"
         if top_k == 1 and self.normalize_top_k:
             yield "normalize_top_k", "= true makes all weights 1 with top_k = 1; use false, or a larger top_k"
 
@@ -93,12 +109,24 @@ class ModelConfig(Section):
     """Vocabulary size without padding rows; null means the tokenizer's size."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-5
     """Epsilon inside RMSNorm."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """pre: RMSNorm before attention and before the MLP.  post: on their outputs, before the residual sum (Olmo 2)."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys, per head (Qwen3)."""
+    """RMSNorm on queries and keys, per head (Qwen3) unless qk_norm_across_heads."""
+    qk_norm_across_heads: bool = False
+    """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     tie_embeddings: bool = False
     """Share one weight between input embedding and output layer."""
+    embedding_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
+    """Factor on the output of the input embedding (Granite)."""
+    residual_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
+    """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
+    attention_multiplier: Annotated[float, Field(gt=0.0)] | None = None
+    """Factor on query-key products (Granite); null means 1 / sqrt(head_dim)."""
+    logits_scaling: Annotated[float, Field(gt=0.0)] = 1.0
+    """Logits are divided by this number (Granite)."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of random initial weights."""
     rope: RopeConfig = RopeConfig()
@@ -124,6 +152,10 @@ class ModelConfig(Section):
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
+        if self.qk_norm_across_heads and not self.qk_norm:
+            yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
+        if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
+            yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         for name, value in self.megatron.items():
             # YAML 1.2 reads these words as text, but the user probably means a switch or a number.
             if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
@@ -138,6 +170,11 @@ class ModelConfig(Section):
     def resolved_query_groups(self) -> int:
         """Key/value heads: `num_query_groups`, or as many as query heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def needs_portable_norms(self) -> bool:
+        """Whether the model has norms that only some attention backends have (`BackendTraits.has_all_norms`)."""
+        return self.norm_placement != "pre" or self.qk_norm_across_heads
 
     @property
     def resolved_expert_ffn(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from sft.config import Config, ModelConfig
 from sft.console import size
+from sft.flops import shared_expert
 from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
 from sft.parallel.layout import Layout, padded_vocab_size
@@ -85,8 +86,11 @@ class LayerBytes:
             return LayerBytes(attention=attention, mlp={})
         attention |= backend.saved
         attention |= {"norms' scales": model_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
-        if recompute == "none" or backend.norm_outputs_are_saved:
+        if model.norm_placement == "post":
+            attention["attention's projected output"] = hidden  # the input of the norm
+        elif recompute == "none" or backend.norm_outputs_are_saved:
             attention["normed input"] = hidden
+        if recompute == "none" or backend.norm_outputs_are_saved:
             if model.qk_norm:
                 attention["normed queries and keys"] = rank.width * (backend.queries + backend.pairs / 2)
         mlp = model_bytes.mlp(model, rank)
@@ -115,11 +119,13 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
     hidden, width = model.hidden_size, model.resolved_head_dim
     queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
     split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys) * model.qkv_bias
-    whole, experts = 2 * hidden + 2 * width * model.qk_norm, 0.0
+    normed = queries + keys if model.qk_norm_across_heads else 2 * width  # the weights of all heads on every rank
+    whole, experts = 2 * hidden + normed * model.qk_norm, 0.0
     if model.moe.num_experts is None:
         split += 3 * hidden * model.ffn_hidden_size
     else:
-        whole += hidden * model.moe.num_experts
+        whole += hidden * (model.moe.num_experts + model.moe.shared_gate)
+        split += shared_expert(model)
         experts = 3 * hidden * model.resolved_expert_ffn * model.moe.num_experts / (layout.ep * layout.etp)
     layers, first, last = model.num_layers / layout.pp, stage == 0, stage == layout.pp - 1
     tables = first + (last and not (first and model.tie_embeddings))

@@ -26,7 +26,8 @@ from sft.hf.rotary import rope_of, written
 _LONGEST = "max_position_embeddings"
 _REQUIRED = (  # keys that config.json must have if the family has them
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
-    *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k"),
+    *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.normalize_top_k", "moe.shared_ffn_hidden_size"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
 )
 
 
@@ -77,7 +78,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     content = text_part(whole, family)
     scheme, unsupported_weights = scheme_of(content)
     problems = [*_options(content, family), *unsupported_weights]
-    values, sources = dict(family.implied), dict.fromkeys(family.implied, "model_type")
+    values, sources = family.fixed, dict.fromkeys(family.fixed, "model_type")
     for key, hf_key in family.keys.items():
         names = _names_in(content, hf_key, family)
         present = [content[name] for name in names]
@@ -89,15 +90,18 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             values[key] = value
         elif key in _REQUIRED:
             problems.append(f"{hf_key} is missing")
+    for key, conversion in family.computed.items():
+        sources[key] = conversion.source
+        try:
+            values[key] = conversion.read(content)
+        except ValueError as wrong:
+            problems.append(str(wrong))
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if type(heads) is int:  # transformers derives absent or null sizes in the same way
         values.setdefault("num_query_groups", heads)
         if type(hidden) is int and heads > 0:
             values.setdefault("head_dim", hidden // heads)
-    rope, wrong = rope_of(content, family.defaults.get("rope_theta", 10000.0))
-    problems += wrong
-    if rope.get("scaling", "none") not in family.scalings:
-        problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
+    rope = _rope(content, family, problems)
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
     sources["rope.base"] = sources["rope.base"] if "rope_parameters" in content else "rope_theta"
@@ -106,6 +110,17 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
     if model is None:
         raise ConfigError(listed([f"{path}: {problem}." for problem in problems]))
     return Architecture(family=family, model=model, values=values, sources=sources, scheme=scheme)
+
+
+def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
+    """The keys below `model.rope`; adds to `problems`."""
+    has_rope = content.get("rope_scaling") or content.get("rope_parameters")
+    positions = content if has_rope else {**content, "rope_parameters": family.defaults.get("rope_parameters")}
+    rope, wrong = rope_of(positions, family.defaults.get("rope_theta", 10000.0), family.rope_keys)
+    problems += wrong
+    if rope.get("scaling", "none") not in family.scalings:
+        problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
+    return rope
 
 
 def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
@@ -120,7 +135,7 @@ def model_keys(folder: str) -> dict[str, tuple[Any, str]]:
     return {
         f"model.{key}": (value, f"{shown}, {model.sources[key]}")
         for key, value in model.values.items()
-        if value is not None or key in model.family.implied
+        if value is not None or key in model.family.fixed
     }
 
 
@@ -150,11 +165,16 @@ def write_back(
     for ours, hf_key in family.keys.items():
         if new[ours] != old[ours]:
             changed |= dict.fromkeys(_names_in(content, hf_key, family) or [hf_key], new[ours])
+    for ours, conversion in family.computed.items():
+        if new[ours] != old[ours]:
+            changed |= conversion.write(new[ours], now.num_layers)
     if new["rope"] != old["rope"]:
         is_new = "rope_parameters" in content or "rope_theta" not in content
         # Outside of rope_parameters, these keys would override the values inside it.
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
-        changed = {key: value for key, value in changed.items() if key not in outer} | written(now.rope, is_new=is_new)
+        changed = {key: value for key, value in changed.items() if key not in outer} | written(
+            now.rope, is_new=is_new, names=family.rope_keys
+        )
     if seq_length is not None and isinstance(content.get(_LONGEST), int):
         changed[_LONGEST] = max(content[_LONGEST], seq_length)
     name = "dtype" if "dtype" in content else "torch_dtype"
@@ -229,15 +249,16 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
     }
     if "moe.ffn_hidden_size" not in family.keys:  # a family without this key has one MLP width only
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
-    own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in family.keys}
-    return own | {"rope": written(model.rope, is_new=True)}
+    keys = (*family.keys, *family.computed)
+    own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in keys}
+    return own | {"rope": written(model.rope, is_new=True, names=family.rope_keys)}
 
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:
     """Raise ConfigError if the family cannot express the model `now`."""
     wrong = [
         f"model.{key} = {json.dumps(own)}, but it must be {json.dumps(value)} for {family.model_type} ({path})."
-        for key, value in family.implied.items()
+        for key, value in family.fixed.items()
         if (own := attrgetter(key)(now)) != value
     ]
     if "moe.num_experts" in family.keys and now.moe.num_experts is None:

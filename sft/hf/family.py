@@ -5,7 +5,7 @@ those of Transformer Engine, where a norm belongs to the projection that follows
 those of the files, which may differ from those in the memory of transformers.  Letters stand for the sizes in a shape:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
-    q query heads * head width    k key heads * head width    d head width
+    q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
 
 `TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
 """
@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from sft.config import ModelConfig
+from sft.hf.model_keys import PLAIN, Computed
 
 # Placeholders in Hugging Face names: the number of a layer, and the number of an expert in a layer.  Our tensors stack
 # all layers along the first axis, and the experts of each layer along the second axis.
@@ -186,6 +187,8 @@ class Family:
 
     implied  keys of `model.*` whose values follow from the model_type alone
     keys     our key below `model` -> the key of config.json
+    computed our key below `model` -> how config.json expresses it, if not by one key with the same value
+    rope_keys  key of `rope_parameters` that the family must have -> our key below `model.rope`
     aliases  key of config.json -> another name of the same key
     options  key of config.json -> the values that our model supports
     scalings  kinds of scaled positions that transformers computes for this family
@@ -201,6 +204,8 @@ class Family:
     rules: tuple[Rule, ...]
     implied: Mapping[str, Any]
     keys: Mapping[str, str]
+    computed: Mapping[str, Computed] = field(default_factory=dict)
+    rope_keys: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -215,6 +220,12 @@ class Family:
     def name(self) -> str:
         """qwen3, or mistral3/mistral"""
         return f"{self.model_type}/{self.text_type}" if self.text_type else self.model_type
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Keys of `model.*` that are equal in all models of the family, and their values."""
+        own = {*self.keys, *self.computed, *(f"rope.{name}" for name in self.rope_keys.values())}
+        return {key: value for key, value in {**PLAIN, **self.implied}.items() if key not in own}
 
     @property
     def embedding(self) -> str:
@@ -253,6 +264,8 @@ class Family:
             "q": model.num_attention_heads * model.resolved_head_dim,
             "k": model.resolved_query_groups * model.resolved_head_dim,
             "d": model.resolved_head_dim,
+            "s": model.moe.shared_ffn_hidden_size or 0,
+            "1": 1,
         }
         rules = [rule for rule in self.rules if not (rule.is_head and model.tie_embeddings)]
         for layer in (None, *range(model.num_layers)):

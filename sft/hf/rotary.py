@@ -5,7 +5,9 @@ forms as transformers 5 does, and writes changes in the form that the file alrea
 """
 
 import json
+import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from sft.config import RopeConfig
@@ -26,10 +28,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mscale": (None,),
     "mscale_all_dim": (None,),
 }
+_MSCALE = ("mscale", "mscale_all_dim")  # yarn: together they give the attention factor
 
 
-def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[dict[str, Any], list[str]]:
-    """The keys below `model.rope`, and a list of problems.  default_base: used if config.json has none
+def rope_of(
+    content: Mapping[str, Any], default_base: float = 10000.0, names: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys below `model.rope`, and a list of problems.
+
+    default_base: used if config.json has none
+    names: keys that the group must have besides those of its scaling, and our names of them
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
@@ -43,7 +51,11 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
     if kind is None:
         return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
     problems = []
-    known = {*_READ[kind], "rope_type", "type", "rope_theta", *([_ORIGINAL] if kind in ("llama3", "yarn") else [])}
+    known = {*_READ[kind], "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
+    known |= {_ORIGINAL} if kind in ("llama3", "yarn") or names else set()
+    mscale = [number for name in _MSCALE if isinstance(number := group.get(name), (int, float)) and number > 0]
+    if kind == "yarn" and len(mscale) == len(_MSCALE):
+        known |= {*_MSCALE}
     for name, value in group.items():
         if name not in known and value not in _NEUTRAL.get(name, ()):
             problems.append(f"{name} = {json.dumps(value)} is not supported with rope_type = {named}")
@@ -58,20 +70,31 @@ def rope_of(content: Mapping[str, Any], default_base: float = 10000.0) -> tuple[
         if isinstance(longest, int) and isinstance(original, int) and original > 0:
             rope["factor"] = longest / original
     problems += [f"{name} is missing from rope_type = {named}" for name in _REQUIRED[kind] if name not in rope]
-    if rope.get("factor") == 1.0 and "attention_factor" not in rope:
+    problems += [f"{name} is missing from {key}" for name in names if group.get(name) is None]
+    factor = rope.get("factor")
+    if known.issuperset(_MSCALE) and "attention_factor" not in rope and isinstance(factor, (int, float)) and factor > 1:
+        above, below = (0.1 * number * math.log(factor) + 1.0 for number in mscale)
+        rope["attention_factor"] = above / below
+    if rope.get("factor") == 1.0 and rope.get("attention_factor", 1.0) == 1.0:
         kind, rope = "none", {}  # a factor of 1 changes nothing
-    return {"base": base, "scaling": kind, **rope}, problems
+    own = {ours: group[name] for name, ours in names.items() if name in group}
+    if own:
+        rope["original_max_position"] = _first(content.get(_ORIGINAL), group.get(_ORIGINAL))
+    return {"base": base, "scaling": kind, **rope, **own}, problems
 
 
-def written(rope: RopeConfig, *, is_new: bool) -> dict[str, Any]:
-    """The keys of config.json for these positions.  is_new: whether to use the form of transformers 5
+def written(rope: RopeConfig, *, is_new: bool, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The keys of config.json for these positions.
+
+    is_new: whether to use the form of transformers 5; names: as for `rope_of`
 
     base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """
     kind = {ours: hf_name for hf_name, ours in _KINDS.items()}[rope.scaling]
     scaling: dict[str, Any] = {"rope_type": kind}
     scaling |= {name: value for name in _READ[rope.scaling] if (value := getattr(rope, name)) is not None}
-    if rope.scaling in ("llama3", "yarn"):
+    scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
+    if rope.scaling in ("llama3", "yarn") or names:
         scaling[_ORIGINAL] = rope.original_max_position
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling}}

@@ -51,22 +51,39 @@ class ExpertLayer(MoELayer):
         super().__init__(*args, **core)
         self._recompute = recompute
 
+    @property
+    def _recomputes(self) -> bool:
+        return self._recompute and self.training
+
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> [t, 1, h], and no bias."""
         assert padding_mask is not None and intermediate_tensors is None
+        shared = None if self.shared_experts is None else self._compute_shared(hidden_states)
         weights, chosen = self.router(hidden_states, padding_mask)
         sent, weights = self.preprocess(hidden_states, weights, chosen)
         tokens, counts, weights = self.token_dispatcher.dispatch_postprocess(*self.dispatch(sent, weights))
         output = self.token_dispatcher.combine_preprocess(self._compute(tokens, counts, weights))
-        combined: Tensor = self.postprocess(self.combine(output), None)
+        combined: Tensor = self.postprocess(self.combine(output), shared)
         return combined, None
+
+    def _compute_shared(self, tokens: Tensor) -> Tensor:
+        """The output of the shared expert, [t, 1, h] -> [t, 1, h].  It is a dense MLP, which tp splits."""
+        output: Tensor
+        shared = self.shared_experts
+        if not self._recomputes:
+            output = shared(tokens)
+        elif self.config.fp8:
+            output = te_checkpoint(shared, False, tensor_parallel.random.get_cuda_rng_tracker, self.tp_group, tokens)
+        else:
+            output = recomputed(shared, tokens, shared.parameters())
+        return output
 
     def _compute(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         """tokens [n, h] that this rank has received, sorted by expert; counts [experts]; weights [n] -> [n, h]"""
         output: Tensor
-        if not (self._recompute and self.training):
+        if not self._recomputes:
             output, _ = self.experts(tokens, counts, weights)
         elif self.config.fp8:  # Transformer Engine's checkpoint restores the first pass's scales
             tracker = tensor_parallel.random.get_cuda_rng_tracker

@@ -5,10 +5,14 @@ half can run in tiles of tokens, forward and backward; the wide activations insi
 time.  The first half, attention, is computed once; activations/saved_tensors.py decides how its tensors are saved.
 With experts, backward recomputes only the experts (experts.py).  With train.recompute = full, core recomputes whole
 layers.
+
+A layer also adds what core's layer lacks: norms on the outputs of attention and MLP, and a factor on these outputs.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import te_checkpoint
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -19,15 +23,33 @@ from sft.mcore.activations.saved_tensors import SavePolicy
 
 
 class Layer(TransformerLayer):
-    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None: no tiles"""
+    """recompute: backward recomputes the second half; tile: tokens per tile of the second half, None: no tiles
+
+    residual_multiplier: factor on the outputs of attention and MLP before they are added to the residual stream
+    output_norm: class of a norm on each of these outputs; None: no norm
+    """
 
     save_policy: SavePolicy | None = None
 
     def __init__(
-        self, config: Any, *args: Any, recompute: bool = False, tile: int | None = None, **kwargs: Any
+        self,
+        config: Any,
+        *args: Any,
+        recompute: bool = False,
+        tile: int | None = None,
+        residual_multiplier: float = 1.0,
+        output_norm: type[torch.nn.Module] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
         self._recompute, self._tile = recompute, tile
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
+        if output_norm is not None:
+            sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = output_norm(**sizes), output_norm(**sizes)
+        if output_norm is not None or residual_multiplier != 1.0:
+            self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
+            self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.save_policy is not None:
@@ -46,5 +68,24 @@ class Layer(TransformerLayer):
         if self.config.fp8:  # FP8 excludes tiles; Transformer Engine's checkpoint restores the first pass's scales
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
-        weights = [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()]
+        modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
+        weights = [weight for module in modules if module is not None for weight in module.parameters()]
         return recomputed(second_half, hidden_states, weights, tile=self._tile)
+
+
+@dataclass(frozen=True)
+class _ResidualSum:
+    """Takes the place of core's sum, `bias_dropout_add`: residual + multiplier * norm(output)."""
+
+    norm: torch.nn.Module | None
+    multiplier: float
+
+    def __call__(self, training: bool, fused: bool) -> Any:
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        assert bias is None and dropout == 0.0
+        if self.norm is not None:
+            output = self.norm(output)
+        return torch.add(residual, output, alpha=self.multiplier)

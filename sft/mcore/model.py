@@ -34,10 +34,20 @@ from sft.parallel.layout import Layout, padded_vocab_size
 
 
 class HiddenStatesGPT(GPTModel):
-    """GPTModel whose last stage returns hidden states [t, 1, h] instead of logits."""
+    """GPTModel whose last stage returns hidden states [t, 1, h] instead of logits.
+
+    logits_scaling: logits are divided by this number; the last stage divides its hidden states, which is the same
+    """
+
+    def __init__(self, *, embedding_multiplier: float = 1.0, logits_scaling: float = 1.0, **core: Any) -> None:
+        super().__init__(**core)
+        self._logits_scaling = logits_scaling
+        if self.pre_process and embedding_multiplier != 1.0:
+            self.embedding.register_forward_hook(lambda module, args, output: output * embedding_multiplier)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+        scales = self.post_process and self._logits_scaling != 1.0
+        return hidden_states / self._logits_scaling if scales else hidden_states
 
     def output_weight(self) -> Tensor:
         """Output projection of the last stage, [padded vocabulary / tp, h]; if tied, the input embedding."""
@@ -64,7 +74,7 @@ def transformer_config(
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.resolved_query_groups,
         kv_channels=model.resolved_head_dim,
-        softmax_scale=rope.softmax_scale(model.rope, model.resolved_head_dim),
+        softmax_scale=rope.softmax_scale(model),
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_norm,
@@ -178,6 +188,8 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
         moe_aux_loss_coeff=moe.aux_loss_coef,
         moe_z_loss_coeff=moe.z_loss_coef,
         moe_expert_capacity_factor=moe.capacity_factor,
+        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        moe_shared_expert_gate=moe.shared_gate,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
@@ -192,12 +204,16 @@ def _recompute_fields(recompute: str) -> dict[str, Any]:
 
 def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
     """The modules of one transformer layer."""
-    train = config.train
+    model, train = config.model, config.train
     spec, is_selective = backend.layer_spec(), train.recompute == "selective"
-    if config.model.moe.num_experts:
-        spec.module = Layer
+    spec.module = Layer
+    spec.params = {
+        "residual_multiplier": model.residual_multiplier,
+        "output_norm": backend.final_norm if model.norm_placement == "post" else None,
+    }
+    if model.moe.num_experts:
         return _with_experts(spec, recompute=is_selective)
-    spec.module, spec.params = Layer, {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
+    spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec
 
 
@@ -273,6 +289,8 @@ def _build_chunk(
         position_embedding_type="none" if rotary_table is None else "rope",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
+        embedding_multiplier=model.embedding_multiplier,
+        logits_scaling=model.logits_scaling,
     )
     if rotary_table is not None:
         chunk.rotary_pos_emb = rotary_table
@@ -289,7 +307,7 @@ def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
     same tokens.  The tp ranks of an expert see different tokens, so each rank would keep only a part of the gradient.
     """
     for name, param in chunk.named_parameters():
-        if ".experts." in name:
+        if ".experts." in name:  # not in .shared_experts., which tp splits like a dense MLP
             param.allreduce = False
 
 

@@ -10,6 +10,7 @@ from sft.config import Config, LossConfig, ModelConfig
 from sft.parallel.layout import Layout
 
 FP32 = 4
+MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,11 @@ def hidden_state(model: ModelConfig, rank: RankShare) -> float:
 
 
 def norm_scales(model: ModelConfig, rank: RankShare) -> float:
-    """Bytes of the fp32 number per row that norm.py saves in a layer's first norm and in norms of queries and keys."""
-    heads = model.num_attention_heads + model.resolved_query_groups
-    return FP32 * rank.sequence + FP32 * model.qk_norm * heads / rank.tp
+    """Bytes of the fp32 number per row that norm.py and qk_norm.py save, of the norm of attention's input or output and
+    of the norms of queries and keys."""
+    heads = (model.num_attention_heads + model.resolved_query_groups) / rank.tp
+    rows = 2 if model.qk_norm_across_heads else heads
+    return FP32 * rank.sequence + FP32 * model.qk_norm * rows
 
 
 def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
@@ -48,7 +51,7 @@ def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
     The gated activation counts as one kernel, as on CUDA.  On a CPU, core saves 2 * ffn_hidden_size numbers more: the
     gate after silu, and a second copy of up.
     """
-    saved = {"MLP norm's scale": FP32 * rank.sequence, "MLP's normed input": hidden_state(model, rank)}
+    saved = {"MLP norm's scale": FP32 * rank.sequence, MLP_NORM: hidden_state(model, rank)}
     if model.moe.num_experts is not None:
         return {**saved, **_experts(model, rank, model.moe.num_experts)}
     ffn = rank.width * model.ffn_hidden_size / rank.tp
@@ -67,7 +70,17 @@ def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str,
         "gate and up": 2 * ffn,
         "gated": ffn,
         "from experts": sent,
+        **_shared_expert(model, rank),
     }
+
+
+def _shared_expert(model: ModelConfig, rank: RankShare) -> dict[str, float]:
+    """Bytes of the shared expert, without its input, which the router saves."""
+    if model.moe.shared_ffn_hidden_size is None:
+        return {}
+    ffn = rank.width * model.moe.shared_ffn_hidden_size / rank.tp
+    gate = {"shared expert's output and gate": hidden_state(model, rank) + rank.width * rank.sequence}
+    return {"shared gate and up": 2 * ffn, "shared gated": ffn, **(gate if model.moe.shared_gate else {})}
 
 
 def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> set[str]:
@@ -77,14 +90,14 @@ def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> se
     """
     if model.moe.num_experts is None:
         return set()
-    return {"MLP norm's scale", "router", "sent to experts"} | (
-        {"MLP's normed input"} if norm_outputs_are_saved else set()
-    )
+    saves_norm = norm_outputs_are_saved or model.norm_placement == "post"
+    return {"MLP norm's scale", "router", "sent to experts"} | ({MLP_NORM} if saves_norm else set())
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:
     """Bytes of the weight gradient of gate and up, before it is added to the fp32 gradient."""
-    return rank.width * model.hidden_size * 2 * model.resolved_expert_ffn / rank.tp
+    widest = max(model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size or 0)
+    return rank.width * model.hidden_size * 2 * widest / rank.tp
 
 
 def loss_head(loss: LossConfig, model: ModelConfig, rank: RankShare, *, vocab_rows: float, tokens: float) -> float:

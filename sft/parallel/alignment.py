@@ -111,8 +111,10 @@ def _heads(model: ModelConfig) -> dict[str, int]:
 
 
 def _split_by_tp(model: ModelConfig) -> dict[str, int]:
-    heads = _heads(model)
-    return heads if model.moe.num_experts else {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}
+    heads, shared = _heads(model), model.moe.shared_ffn_hidden_size
+    if model.moe.num_experts:
+        return {**heads, "model.moe.shared_ffn_hidden_size": shared} if shared else heads
+    return {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}
 
 
 def _tensor(config: Config) -> Iterator[str]:
@@ -163,6 +165,8 @@ def _widths(config: Config, tp: int) -> dict[str, int]:
     heads, groups, width = model.num_attention_heads, model.resolved_query_groups, model.resolved_head_dim
     if model.moe.num_experts:
         feed_forward = {"the width of an expert / etp": model.resolved_expert_ffn // etp}
+        if model.moe.shared_ffn_hidden_size:
+            feed_forward["model.moe.shared_ffn_hidden_size / tp"] = model.moe.shared_ffn_hidden_size // tp
     else:
         feed_forward = {"model.ffn_hidden_size / tp": model.ffn_hidden_size // tp}
     return {

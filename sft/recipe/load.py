@@ -24,6 +24,7 @@ from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_NOT_POSITIONS = ("skip_layers", "query_scale_beta")  # keys of model.rope that a recipe may not change
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
 
 
@@ -187,7 +188,8 @@ class _Draft:
             return
         kind = self.values.get("model.rope.scaling", architecture["model.rope.scaling"][0])
         for key, (value, where) in architecture.items():
-            own, is_position = self.values.get(key), key.startswith("model.rope.")
+            own = self.values.get(key)
+            is_position = key.startswith("model.rope.") and key.removeprefix("model.rope.") not in _NOT_POSITIONS
             if is_position and key != "model.rope.base" and kind != architecture["model.rope.scaling"][0]:
                 continue  # config.json has numbers of a scaling that the recipe replaces
             if own is None and not (is_position and key in self.values):

@@ -15,6 +15,7 @@ from sft.hf.architecture import architecture, read
 from sft.hf.load_weights import load_weights
 from sft.hf.source import open_source
 from sft.mcore.engine import Engine
+from sft.mcore.gradients import gradient_chunks
 from sft.parallel import context_parallel
 from tests.ranks import scenarios
 
@@ -79,6 +80,50 @@ def packed_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequ
             "loss": totals.objective / totals.num_tokens,
             "num_tokens": totals.num_tokens,
         }
+
+
+def chunked_gradients(overrides: Sequence[str], folder: str, packs: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """As `packed_gradients`, on any layout: the chunks of gradients that this rank holds first."""
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        totals = engine._run([scenarios.microbatch_of(engine, samples) for samples in mine], forward_only=False)
+        chunks = [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
+        return {"chunks": chunks, "loss": totals.objective / totals.num_tokens, "num_tokens": totals.num_tokens}
+
+
+def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks under the names of the tensors in `source`; each of ours is used."""
+    whole: dict[str, np.ndarray] = {}
+    for name, shape, offset, data in (chunk for result in results for chunk in result["chunks"]):
+        target = whole.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
+        target[tuple(slice(start, start + size) for start, size in zip(offset, data.shape))] = data
+    found: dict[str, torch.Tensor] = {}
+    used, arch = set(), architecture(read(source), str(source))
+    for mapping in arch.family.mappings(arch.model, arch.vocab_size):
+        layer, *expert = mapping.stack_index or (None,)
+        name = mapping.key if layer is None else f"layer {layer + 1} {mapping.key.removeprefix('decoder.layers.')}"
+        used.add(name)
+        for span in mapping.spans():
+            view, rows = mapping.sources[span.source or 0], whole[name][(*expert,)][span.target :][: span.num_rows]
+            gradient = found.setdefault(view.name, torch.full(view.shape, torch.nan))
+            gradient[span.start : span.start + span.num_rows] = torch.from_numpy(rows)
+    assert used == whole.keys()
+    return found
+
+
+def stored_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of transformers' model under the names of its files, where each expert has its own matrices."""
+    found = {}
+    for name, param in model.named_parameters():
+        block, _, kind = name.rpartition(".experts.")
+        for number, grad in enumerate(param.grad if block else ()):
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            for part, rows in zip(parts, grad.chunk(len(parts))):
+                found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
+        if not block:
+            found[name] = param.grad.clone()
+    return found
 
 
 def global_name(engine: Engine, name: str) -> str:

@@ -43,11 +43,11 @@ def test_tokens_are_sent_once(ranks: Ranks, recompute: str, sent: int, counted: 
     assert ranks(2).run(messages, overrides) == [(sent * NUM_LAYERS, counted * NUM_LAYERS)] * 2
 
 
-def bytes_kept(num_layers: int) -> float:
+def bytes_kept(num_layers: int, shared: list[str]) -> float:
     """After a forward pass of a pack of one document, in bytes per token."""
     wide = ["model.hidden_size=64", "model.num_query_groups=2", "model.head_dim=16", "run.precision=bf16"]
     experts = [*MOE, AUX[0], "model.moe.ffn_hidden_size=32", f"model.num_layers={num_layers}"]
-    with scenarios.running([*wide, *experts, "train.recompute=selective"]) as engine:
+    with scenarios.running([*wide, *experts, *shared, "train.recompute=selective"]) as engine:
         microbatch = scenarios.microbatch_of(engine, [scenarios.SkewedCorpus([256]).sample(0)])
         engine._set_denominator([microbatch], 1.0)
         for chunk in engine.chunks:
@@ -59,8 +59,11 @@ def bytes_kept(num_layers: int) -> float:
         return alive.num_bytes() / 256
 
 
-def test_bytes_of_a_layer_and_token(ranks: Ranks) -> None:
-    """A dense layer's 972 (tests/ranks/test_saved_tensors.py); the norm's 4; two times 64 numbers that are sent to
+@pytest.mark.parametrize("shared", [[], ["model.moe.shared_ffn_hidden_size=96", "model.moe.shared_gate=true"]])
+def test_bytes_of_a_layer_and_token(ranks: Ranks, shared: list[str]) -> None:
+    """A shared expert keeps nothing: its input is the router's.
+
+    A dense layer's 972 (tests/ranks/test_saved_tensors.py); the norm's 4; two times 64 numbers that are sent to
     experts, 256; four experts' scores, probabilities, weights and masks, 56; two choices, 48."""
-    (two,), (four,) = (ranks(1).run(bytes_kept, layers) for layers in (2, 4))
+    (two,), (four,) = (ranks(1).run(bytes_kept, layers, shared) for layers in (2, 4))
     assert (four - two) / 2 == pytest.approx(972 + 4 + 256 + 56 + 48, rel=BYTES_TOLERANCE)

@@ -64,6 +64,11 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # attention: query 256, key 64, value 64, out 256, log-sum-exp 8 x 4; fp32 of the norms 4 + (8 + 2) x 4
         (["train.recompute=selective"], 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4 + 40),
         (["train.recompute=selective", "model.qk_norm=false"], 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4),
+        # norms of attention's output and of the MLP's: of the first its input, 128; of norms across heads 4 each
+        (
+            ["train.recompute=selective", "model.norm_placement=post", "model.qk_norm_across_heads=true"],
+            128 + 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4 + 8,
+        ),
         (["train.recompute=full"], 128),
         # and both norms' output 2 x 128, the second's fp32 4, normed query and key 320,
         # the MLP's inside: gate and up 768, gate after silu 384, up and an offset of 0 (core) 384, their product 384
@@ -117,7 +122,8 @@ SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"
         (scenarios.gradients, [], ["train.recompute=full", "train.mlp_tile=4096"]),
         (with_host, [], ["train.recompute=full"]),
         (with_host, ["model.qk_norm=false", "model.num_query_groups=1"], ["train.recompute=selective"]),
-        (with_host, MOE, ["train.recompute=selective"]),
+        (with_host, [*MOE, "model.moe.shared_ffn_hidden_size=48"], ["train.recompute=selective"]),
+        (with_host, ["model.norm_placement=post", "model.qk_norm_across_heads=true"], ["train.recompute=selective"]),
     ],
 )
 def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, model: list[str], saving: list[str]) -> None:

@@ -36,6 +36,14 @@ def test_parameters_counted_by_hand() -> None:
     assert num_parameters(layout_config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
 
 
+def test_norms_across_heads_have_a_weight_for_every_head() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 4, "num_query_groups": 2}
+    per_head = layout_config(model={**sizes, "head_dim": 2, "qk_norm": True}).model
+    across = layout_config(model={**sizes, "head_dim": 2, "qk_norm": True, "qk_norm_across_heads": True}).model
+    assert num_parameters(across, 10) - num_parameters(per_head, 10) == 2 * ((8 + 4) - (2 + 2))
+    assert train_flops(across, 10) == train_flops(per_head, 10)
+
+
 def test_experts_counted_by_hand() -> None:
     model = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "head_dim": 2}
     dense = {**model, "num_query_groups": None, "tie_embeddings": True}  # 212 parameters, 96 of them the MLP
@@ -44,6 +52,10 @@ def test_experts_counted_by_hand() -> None:
     assert num_parameters(moe, 10) == 212 - 96 + 32 + 8 * 24
     # qkv 48, proj 16; a token multiplies the router and two experts
     assert train_flops(moe, 10) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40, 6 * 4)
+    shared = {"shared_ffn_hidden_size": 6, "shared_gate": True}  # 3*4*6, and a gate of 4
+    both = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2, **shared}}).model
+    assert num_parameters(both, 10) == num_parameters(moe, 10) + 76
+    assert train_flops(both, 10)[0] == train_flops(moe, 10)[0] + 6 * 76
     wide = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
     assert num_parameters(wide, 10) == 212 - 96 + 32 + 8 * 96
 

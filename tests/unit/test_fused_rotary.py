@@ -70,19 +70,30 @@ def test_who_rotates(te: None, seq_length: int, rotates: bool) -> None:
 class Recorder:
     """Stands for Transformer Engine's attention: returns what it is given."""
 
+    def __init__(self, *, layer_number: int, softmax_scale: float) -> None:
+        self.scale = softmax_scale
+
     def forward(self, *given: Any, **named: Any) -> tuple[Any, ...]:
         return *given, named
 
 
-def test_queries_and_keys_are_rotated_before_attention() -> None:
-    """By a quarter turn: cosine 0, sine 1 turn (1, 2) into (-2, 1).  Values stay."""
-    rotation = Rotation(cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2))
+@pytest.mark.parametrize("layer, skips", [(1, False), (2, True)])
+def test_queries_and_keys_are_rotated_before_attention(layer: int, skips: bool) -> None:
+    """By a quarter turn: cosine 0, sine 1 turn (1, 2) into (-2, 1).  Values stay.  Queries are doubled.
+
+    Layer 2 has no rotary positions, and the scale of a model without them: 1 / sqrt(128).
+    """
+    rotation = Rotation(cos=torch.zeros(1, 1, 2), sin=torch.ones(1, 1, 2), query_scale=torch.full((1, 1, 1), 2.0))
     x, packed = torch.tensor([[[1.0, 2.0]]]), SimpleNamespace(rotation=rotation)
-    query, key, value, mask, named = transformer_engine.rotating(Recorder)().forward(
+    attention = transformer_engine.rotating(Recorder, parsed(*QWEN, "model.rope.skip_layers=[2]").config.model)
+    module = attention(layer_number=layer, softmax_scale=0.5)
+    query, key, value, mask, named = module.forward(
         x, 2 * x, 3 * x, None, attn_mask_type="padding_causal", packed_seq_params=packed
     )
-    assert query.tolist() == [[[-2.0, 1.0]]] and key.tolist() == [[[-4.0, 2.0]]] and value.tolist() == [[[3.0, 6.0]]]
+    assert query.tolist() == ([[[1.0, 2.0]]] if skips else [[[-4.0, 2.0]]])
+    assert key.tolist() == ([[[2.0, 4.0]]] if skips else [[[-4.0, 2.0]]]) and value.tolist() == [[[3.0, 6.0]]]
     assert mask is None and named == {"attn_mask_type": "padding_causal", "packed_seq_params": packed}
+    assert module.scale == (pytest.approx(0.0883883) if skips else 0.5)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,20 @@ def saved(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
     return content
 
 
+LIKE_LLAMA = {
+    "norm_placement": "pre",
+    "qk_norm_across_heads": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "moe.shared_ffn_hidden_size": None,
+    "moe.shared_gate": False,
+    "rope.skip_layers": [],
+    "rope.query_scale_beta": None,
+}
+
+
 def test_llama_3_1_as_released() -> None:
     found = architecture(llama(), "config.json")
     assert found.family.model_type == "llama"
@@ -39,6 +53,7 @@ def test_llama_3_1_as_released() -> None:
         "qkv_bias": False,
         "qk_norm": False,
         "moe.num_experts": None,
+        **LIKE_LLAMA,
         "rope.base": 500000.0,
         "rope.scaling": "llama3",
         "rope.factor": 8.0,
@@ -50,23 +65,45 @@ def test_llama_3_1_as_released() -> None:
     assert found.sources["rope.base"] == "rope_theta" and found.sources["rope.factor"] == "rope_scaling"
 
 
+MINISTRAL_ROPE = RopeConfig(
+    base=1e6,
+    scaling="yarn",
+    factor=16.0,
+    original_max_position=16384,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    attention_factor=1.0,  # mscale and mscale_all_dim are equal
+    query_scale_beta=0.1,
+)
+
+
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, family: str) -> None:
     """A file that says the sizes and nothing else: the rest is by the family, as its class in transformers has it."""
     silent = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32, vocab_size=100)
     silent |= dict(sliding_window=None) if family == "mistral" else {}
+    silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
     theirs = getattr(transformers, f"{hf.FAMILIES[family]}Config")(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
     assert model.resolved_query_groups == theirs.num_key_value_heads
     assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
     assert model.norm_epsilon == theirs.rms_norm_eps
     assert model.tie_embeddings is theirs.tie_word_embeddings
-    assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"])
+    if family == "ministral3":
+        assert model.rope == MINISTRAL_ROPE
+    else:
+        skipped = [2] if family == "smollm3" else []
+        assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"], skip_layers=skipped)
     assert model.moe.num_experts == getattr(theirs, "num_experts", None)
     assert model.moe.top_k == getattr(theirs, "num_experts_per_tok", None)
     if family == "qwen3_moe":
         assert model.resolved_expert_ffn == theirs.moe_intermediate_size == 768
         assert model.moe.normalize_top_k is theirs.norm_topk_prob is False
+    if family == "granite":
+        assert (model.attention_multiplier, model.logits_scaling) == (theirs.attention_multiplier, 1.0) == (1.0, 1.0)
+    if family == "qwen2_moe":
+        assert (model.resolved_expert_ffn, model.moe.shared_ffn_hidden_size, model.qkv_bias) == (1408, 5632, True)
+        assert model.moe.shared_gate and model.moe.normalize_top_k is theirs.norm_topk_prob is False
     if family == "mixtral":
         assert model.resolved_expert_ffn == theirs.intermediate_size == 96
         assert model.moe.normalize_top_k and model.rope.base == 1e6 and model.norm_epsilon == 1e-5

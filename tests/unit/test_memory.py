@@ -55,6 +55,10 @@ def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
     model = layout_config(model={**TINY, **sizes, "qk_norm": norms}).model
     assert LayerBytes.of(PortableBytes(model=model), recompute).total == expected
+    # As many norms after attention and MLP save their inputs, not their outputs; two norms across heads save 2 numbers.
+    after = model.model_copy(update={"norm_placement": "post", "qk_norm_across_heads": norms})
+    more = {"full": 0, "none": 0, "selective": 128}[recompute] + (norms and recompute != "full") * (8 - 40)
+    assert LayerBytes.of(PortableBytes(model=after), recompute).total == expected + more
 
 
 def test_what_a_token_leaves_by_name() -> None:
@@ -103,6 +107,14 @@ def test_a_token_among_experts() -> None:
     assert (found["gate and up"], found["gated"], found["router"]) == (16, 8, 8 * 14 + 2 * 24)
     assert LayerBytes.of(sparse, "selective").mlp == {"MLP norm's scale": 4, "router": 160, "sent to experts": 16}
     assert LayerBytes.of(dense, "selective").mlp == {} == LayerBytes.of(sparse, "full").mlp
+    moe = sparse.model.moe.model_copy(update={"shared_ffn_hidden_size": 6, "shared_gate": True})
+    shared = LayerBytes.of(PortableBytes(model=sparse.model.model_copy(update={"moe": moe})), "none").by_name
+    # 2 x 6 and 6 numbers inside the shared expert, its output of 4 and the gate's number
+    assert {name: size for name, size in shared.items() if name not in found} == {
+        "shared gate and up": 24,
+        "shared gated": 12,
+        "shared expert's output and gate": 10,
+    }
     te = TransformerEngineBytes(model=sparse.model)
     assert LayerBytes.of(te, "selective").mlp.keys() == {*LayerBytes.of(sparse, "selective").mlp, "MLP's normed input"}
 
@@ -127,6 +139,8 @@ def test_experts_are_shared_out_by_themselves() -> None:
     a router of 32."""
     found = taken(8, model=EXPERTS, parallel={"cp": 2, "ep": 4})
     assert found.weights == 2 * (620 + 48)
+    shared = {**EXPERTS, "moe": {**EXPERTS["moe"], "shared_ffn_hidden_size": 6, "shared_gate": True}}
+    assert taken(8, model=shared, parallel={"cp": 2, "ep": 4}).weights == 2 * (620 + 48 + 3 * 4 * 6 + 4)
     assert found.optimizer == pytest.approx(12 * (620 / 8 + 48 / 2))
 
 

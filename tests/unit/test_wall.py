@@ -271,6 +271,26 @@ def test_core_attention_is_built_and_called_as_portable_attention_is_written() -
     assert re.search(rf"core_attention\)?\(query,key,value,attention_mask,{keywords}", source)
 
 
+def test_outputs_are_added_to_the_residual_stream_as_ours_are() -> None:
+    layer = text("transformer.transformer_layer.TransformerLayer")
+    for slot in ("self_attn_bda", "mlp_bda"):
+        assert f"self.{slot}(self.training,self.config.bias_dropout_fusion)(" in layer
+
+
+def test_gradients_of_norms_of_queries_and_keys_are_summed_over_tp() -> None:
+    """By name, whether or not sequence parallelism splits tokens: a rank reads the weights of its own heads."""
+    module = inspect.getmodule(find("distributed.finalize_model_grads"))
+    assert module is not None
+    source = re.sub(r"\s+", "", inspect.getsource(module))
+    assert 'config.qk_layernormand("q_layernorm"innameor"k_layernorm"inname)' in source
+
+
+def test_the_shared_expert_is_built_and_added_by_core() -> None:
+    layer = text("transformer.moe.moe_layer")
+    assert "gate=self.config.moe_shared_expert_gate" in layer and "output=output+shared_expert_output" in layer
+    assert "'sequence_parallel',self.config.sequence_parallel" in text("transformer.moe.shared_experts")
+
+
 def test_norms_are_built_as_ours_is_written() -> None:
     layer = text("transformer.transformer_layer.TransformerLayer")
     attention = text("transformer.attention.SelfAttention")

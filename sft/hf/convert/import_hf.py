@@ -43,6 +43,7 @@ _QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _BEFORE_EXPERTS = ("pre_mlp_layernorm",)
 _EXPERT = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+_SHARED_EXPERT = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 
 
 def import_hf(source: Path, target: Path, console: Console, name: str = "") -> None:
@@ -167,6 +168,7 @@ def _extra_state_keys(model: ModelConfig) -> list[str]:
     """Keys of the objects that Megatron-LM expects in addition to the tensors."""
     layers, experts = range(model.num_layers), range(model.moe.num_experts or 0)
     modules = (*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_BEFORE_EXPERTS if experts else _MLP))
+    modules += _SHARED_EXPERT if model.moe.shared_ffn_hidden_size else ()
     of_layers = [f"{layer}_{len(layers)}" for layer in layers]
     of_experts = [f"{layer}.{expert}_{len(layers)}.{len(experts)}" for layer in layers for expert in experts]
     shards = [*((module, of_layers) for module in modules), *((module, of_experts) for module in _EXPERT)]

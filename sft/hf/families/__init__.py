@@ -1,7 +1,8 @@
 """The table of families: one `Family` for each supported `model_type`.
 
 `rules.py` holds what families share, and `family.py` explains the letters of a shape.  The other files declare the
-families: `dense.py`, `experts.py`, and `vision.py` for those with a vision tower.
+families: `dense.py`, `experts.py`, `variants.py` for those whose layers compute more, and `vision.py` for those with a
+vision tower.
 """
 
 from collections.abc import Mapping
@@ -9,10 +10,11 @@ from typing import Any
 
 from sft.hf.families.dense import DENSE
 from sft.hf.families.experts import EXPERTS
+from sft.hf.families.variants import VARIANTS
 from sft.hf.families.vision import VISION
 from sft.hf.family import Family
 
-FAMILIES = {family.name: family for family in (*DENSE, *EXPERTS, *VISION)}
+FAMILIES = {family.name: family for family in (*DENSE, *EXPERTS, *VARIANTS, *VISION)}
 
 
 def family_of(content: Mapping[str, Any]) -> Family | None:

@@ -20,10 +20,11 @@ def outer(model: str = "model", head: str = "lm_head.weight") -> tuple[Rule, ...
     )
 
 
-def attention(model: str = "model") -> tuple[Rule, ...]:
+def attention(model: str = "model", norm: str | None = "input_layernorm") -> tuple[Rule, ...]:
+    """norm: name of the norm before attention; None: there is none"""
     layer = f"{model}.layers.{LAYER}"
     return (
-        Rule(f"{_OURS}.self_attention.linear_qkv.layer_norm_weight", (View(f"{layer}.input_layernorm.weight", "h"),)),
+        *_norm(f"{_OURS}.self_attention.linear_qkv.layer_norm_weight", layer, norm),
         Rule(
             f"{_OURS}.self_attention.linear_qkv.weight",
             (
@@ -60,18 +61,35 @@ def qkv_bias(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
-def qk_norm(model: str = "model") -> tuple[Rule, ...]:
+def qk_norm(model: str = "model", *, across_heads: bool = False) -> tuple[Rule, ...]:
     layer = f"{model}.layers.{LAYER}.self_attn"
+    queries, keys = ("q", "k") if across_heads else ("d", "d")
     return (
-        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", "d"),)),
-        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", "d"),)),
+        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", queries),)),
+        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", keys),)),
     )
 
 
-def mlp(model: str = "model") -> tuple[Rule, ...]:
+def output_norms(
+    model: str = "model", attention: str = "post_attention_layernorm", mlp: str = "post_feedforward_layernorm"
+) -> tuple[Rule, ...]:
+    """Norms on the outputs of attention and MLP.  attention, mlp: their names"""
     layer = f"{model}.layers.{LAYER}"
     return (
-        Rule(f"{_OURS}.mlp.linear_fc1.layer_norm_weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
+        *_norm(f"{_OURS}.post_self_attn_layernorm.weight", layer, attention),
+        *_norm(f"{_OURS}.post_mlp_layernorm.weight", layer, mlp),
+    )
+
+
+def _norm(ours: str, layer: str, name: str | None) -> tuple[Rule, ...]:
+    return () if name is None else (Rule(ours, (View(f"{layer}.{name}.weight", "h"),)),)
+
+
+def mlp(model: str = "model", norm: str | None = "post_attention_layernorm") -> tuple[Rule, ...]:
+    """norm: name of the norm before the MLP; None: there is none"""
+    layer = f"{model}.layers.{LAYER}"
+    return (
+        *_norm(f"{_OURS}.mlp.linear_fc1.layer_norm_weight", layer, norm),
         Rule(
             f"{_OURS}.mlp.linear_fc1.weight",
             (View(f"{layer}.mlp.gate_proj.weight", "f h"), View(f"{layer}.mlp.up_proj.weight", "f h")),
@@ -127,6 +145,19 @@ def stacked_experts(model: str, *, transposed: bool) -> tuple[Rule, ...]:
             (View(f"{stack}.down_proj", down, transposed=transposed),),
         ),
     )
+
+
+def shared_expert(
+    block: str = "mlp", name: str = "shared_expert", gate: str | None = "shared_expert_gate", model: str = "model"
+) -> tuple[Rule, ...]:
+    """block: name of the module that contains the experts; gate: name of the shared expert's gate; None: no gate"""
+    module, ours = f"{model}.layers.{LAYER}.{block}", f"{_OURS}.mlp.shared_experts"
+    projections = [View(f"{module}.{name}.{part}_proj.weight", "s h") for part in ("gate", "up")]
+    rules = (
+        Rule(f"{ours}.linear_fc1.weight", tuple(projections)),
+        Rule(f"{ours}.linear_fc2.weight", (View(f"{module}.{name}.down_proj.weight", "h s"),)),
+    )
+    return rules if gate is None else (*rules, Rule(f"{ours}.gate_weight", (View(f"{module}.{gate}.weight", "1 h"),)))
 
 
 LLAMA_DENSE: dict[str, Any] = {"qkv_bias": False, "qk_norm": False, "moe.num_experts": None}

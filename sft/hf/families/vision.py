@@ -9,9 +9,10 @@ from typing import Any
 from sft.hf.families.dense import DENSE
 from sft.hf.families.experts import EXPERTS
 from sft.hf.families.rules import DEFAULTS, attention, mlp, outer, qk_norm, qkv_bias, stacked_experts
+from sft.hf.families.variants import VARIANTS
 from sft.hf.family import Family
 
-_TEXT = {family.model_type: family for family in (*DENSE, *EXPERTS)}
+_TEXT = {family.model_type: family for family in (*DENSE, *EXPERTS, *VARIANTS)}
 _INNER = "model.language_model"  # in files of Qwen3-VL, and in files of others that some versions of transformers wrote
 _OUTER = "language_model.model"  # in files of Mistral 3
 
@@ -77,4 +78,5 @@ VISION: tuple[Family, ...] = (
         **_QWEN3_VL,
     ),
     replace(_TEXT["mistral"], text_type="mistral", **_MISTRAL3),
+    replace(_TEXT["ministral3"], text_type="ministral3", **_MISTRAL3),
 )

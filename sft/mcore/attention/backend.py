@@ -75,7 +75,8 @@ class AttentionBackend(ABC):
         device, boundaries = positions.device, send(cu_seqlens, positions.device)
         rotation = None
         if self.attention_rotates:
-            rotation = Rotation.of(positions.flatten(), self.frequencies(device), params_dtype(self.config))
+            dtype, rope_config = params_dtype(self.config), self.config.model.rope
+            rotation = Rotation.of(positions.flatten(), self.frequencies(device), dtype, rope_config)
         return PackedDocuments(
             qkv_format="thd",
             cu_seqlens_q=boundaries,

@@ -1,4 +1,4 @@
-"""The longest local pack that Transformer Engine's fused rotary kernel can rotate.  No torch, so `sft check` can ask.
+"""What Transformer Engine's fused rotary kernel can rotate.  No torch, so `sft check` can ask.
 
 The kernel computes the offset of an element as an int32 (`t_id * stride_s_or_t` in fused_rope.cu, Transformer Engine up
 to 2.20).  The stride is the distance of a tensor's tokens in elements.  With more tokens the kernel would read and
@@ -24,7 +24,10 @@ def token_stride(config: Config) -> int:
 
 
 def why_not(config: Config) -> str | None:
-    """The reason why the kernel cannot rotate this recipe's longest packs; None if it can."""
+    """The reason why the kernel cannot rotate this recipe's model or its longest packs; None if it can."""
+    if config.model.rope.skip_layers or config.model.rope.query_scale_beta is not None:
+        key = "skip_layers" if config.model.rope.skip_layers else "query_scale_beta"
+        return f"rotary embedding in plain torch: Transformer Engine's fused kernel does not know model.rope.{key}"
     tokens, stride = config.data.seq_length // config.parallel.cp, token_stride(config)
     if tokens * stride <= _INT32_OFFSETS:
         return None

@@ -72,8 +72,8 @@ class _PackedAttention(torch.autograd.Function):
         num_groups = _num_groups(key, kernel)
         out = torch.empty_like(query)
         sums = []
-        queries = _rotated(query, rotation).chunk(num_groups, dim=1)
-        gathered = _gathered(_rotated(key, rotation), value, kernel, cp_group, num_groups)
+        queries = _rotated_queries(query, rotation).chunk(num_groups, dim=1)
+        gathered = _gathered(_rotated_keys(key, rotation), value, kernel, cp_group, num_groups)
         for group_query, (keys, values), group_out in zip(queries, gathered, out.chunk(num_groups, dim=1)):
             result, lse = kernel.forward(group_query, keys, values, scale)
             group_out.copy_(result)
@@ -88,8 +88,8 @@ class _PackedAttention(torch.autograd.Function):
         kernel, rotation, num_groups = ctx.kernel, ctx.rotation, len(sums)
         dquery = torch.empty_like(query)
         scatters: list[_ReduceScatter] = []
-        queries = _rotated(query, rotation).chunk(num_groups, dim=1)
-        gathered = _gathered(_rotated(key, rotation), value, kernel, ctx.cp_group, num_groups)
+        queries = _rotated_queries(query, rotation).chunk(num_groups, dim=1)
+        gathered = _gathered(_rotated_keys(key, rotation), value, kernel, ctx.cp_group, num_groups)
         by_group = (x.chunk(num_groups, dim=1) for x in (grads[0], out, dquery))
         for group_query, (keys, values), lse, grad, group_out, group_dquery in zip(queries, gathered, sums, *by_group):
             result, dkeys, dvalues = kernel.backward(grad, group_query, keys, values, group_out, lse, ctx.scale)
@@ -101,12 +101,16 @@ class _PackedAttention(torch.autograd.Function):
         both = torch.cat([scatter.result() for scatter in scatters], dim=1)
         dkey, dvalue = both.split(key.shape[-1], dim=-1)
         if rotation is not None:
-            dquery, dkey = rotation.undo(dquery), rotation.undo(dkey)
+            dquery, dkey = rotation.query_gradient(dquery), rotation.undo(dkey)
         return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None, None
 
 
-def _rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
-    return x if rotation is None else rotation.apply(x)
+def _rotated_queries(query: Tensor, rotation: Rotation | None) -> Tensor:
+    return query if rotation is None else rotation.apply_to_query(query)
+
+
+def _rotated_keys(key: Tensor, rotation: Rotation | None) -> Tensor:
+    return key if rotation is None else rotation.apply(key)
 
 
 def _num_groups(key: Tensor, kernel: Kernel) -> int:

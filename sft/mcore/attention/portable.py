@@ -4,21 +4,24 @@ The kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere
 (core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from sft.config import Config
+from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import Kernel, packed_attention
 from sft.mcore.norm import RMSNorm
+from sft.mcore.qk_norm import KeyNorm, QueryNorm
 
 MakeKernel = Callable[[np.ndarray, int, int, torch.device], Kernel]  # cu_seqlens of the whole pack, cp size, cp rank
 
@@ -42,11 +45,15 @@ class Portable(AttentionBackend):
     def layer_spec(self) -> ModuleSpec:
         model = self.config.model
         spec = get_gpt_layer_local_spec(num_experts=model.moe.num_experts, qk_layernorm=model.qk_norm)
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+        input_norm = RMSNorm if model.norm_placement == "pre" else IdentityOp
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
         attention = spec.submodules.self_attention.submodules
-        attention.core_attention = PortableAttention
+        attention.core_attention = partial(
+            PortableAttention, skip_layers=model.rope.skip_layers, plain_scale=rope.plain_scale(model)
+        )
         if model.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            across = model.qk_norm_across_heads
+            attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
         return spec
 
     def documents(
@@ -58,11 +65,24 @@ class Portable(AttentionBackend):
 
 
 class PortableAttention(torch.nn.Module):
-    """Implements megatron-core's CoreAttention protocol with `packed_attention`."""
+    """Implements megatron-core's CoreAttention protocol with `packed_attention`.
 
-    def __init__(self, *, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unused: Any) -> None:
+    skip_layers: layers without rotary positions, whose factor on query-key products is plain_scale
+    """
+
+    def __init__(
+        self,
+        *,
+        layer_number: int,
+        pg_collection: Any,
+        softmax_scale: float,
+        skip_layers: Collection[int],
+        plain_scale: float,
+        **unused: Any,
+    ) -> None:
         super().__init__()
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rotates = layer_number not in skip_layers
+        self.scale = softmax_scale if self.rotates else plain_scale
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -80,5 +100,6 @@ class PortableAttention(torch.nn.Module):
         documents = packed_seq_params
         assert documents is not None and attention_mask is None and attention_bias is None
         assert documents.kernel is not None and documents.rotation is not None
-        out = packed_attention(query, key, value, documents.kernel, self.scale, self.cp_group, documents.rotation)
+        rotation = documents.rotation if self.rotates else None
+        out = packed_attention(query, key, value, documents.kernel, self.scale, self.cp_group, rotation)
         return out.flatten(1)

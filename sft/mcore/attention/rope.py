@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.config import RopeConfig
+from sft.config import ModelConfig, RopeConfig
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -29,12 +29,17 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return _llama3(plain, rope) if rope.scaling == "llama3" else _yarn(plain, rope, head_dim)
 
 
-def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
-    """Factor on query-key products: 1 / sqrt(head_dim), times YaRN's temperature squared."""
-    temperature = 1.0
+def softmax_scale(model: ModelConfig) -> float:
+    """Factor on query-key products: `plain_scale` times YaRN's temperature squared."""
+    temperature, rope = 1.0, model.rope
     if rope.scaling == "yarn":
         temperature = rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
-    return temperature**2 / math.sqrt(head_dim)
+    return temperature**2 * plain_scale(model)
+
+
+def plain_scale(model: ModelConfig) -> float:
+    """Factor on query-key products in layers without rotary positions."""
+    return model.attention_multiplier or 1.0 / math.sqrt(model.resolved_head_dim)
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
@@ -67,17 +72,32 @@ class Rotation:
     """The rotation of queries and keys of a rank's tokens, made once per microbatch for all layers.
 
     cos, sin [t, 1, head_dim]: the value of each pair of dimensions twice (rotate-half convention)
+    query_scale [t, 1, 1]: factor on rotated queries; None: no factor
     """
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
     @staticmethod
-    def of(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> "Rotation":
+    def of(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype, rope: RopeConfig = RopeConfig()) -> "Rotation":
         """positions: int64 [t], positions of tokens in their documents.  Angles are fp32, as in transformers."""
         angles = torch.outer(positions.to(torch.float32), inv_freq)
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+        scale = None
+        if rope.query_scale_beta is not None:
+            assert rope.original_max_position is not None
+            multiples = (positions // rope.original_max_position).to(torch.float32)
+            scale = (1.0 + rope.query_scale_beta * torch.log1p(multiples)).to(dtype)[:, None, None]
+        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), scale)
+
+    def apply_to_query(self, query: Tensor) -> Tensor:
+        rotated = self.apply(query)
+        return rotated if self.query_scale is None else rotated * self.query_scale
+
+    def query_gradient(self, grad: Tensor) -> Tensor:
+        """The backward of `apply_to_query`."""
+        return self.undo(grad if self.query_scale is None else grad * self.query_scale)
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotates x [t, heads, head_dim]."""

@@ -14,10 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer import ModuleSpec
 from torch import Tensor
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.errors import ConfigError
 from sft.mcore import fp8
-from sft.mcore.attention import fused_rotary
+from sft.mcore.attention import fused_rotary, rope
 from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 
 # First release of Transformer Engine (by its source code) whose cp_comm of this name accepts packed documents.
@@ -42,22 +42,32 @@ class TransformerEngine(AttentionBackend):
         )
         if self.attention_rotates:
             attention = spec.submodules.self_attention.submodules
-            attention.core_attention = rotating(attention.core_attention)
+            attention.core_attention = rotating(attention.core_attention, self.config.model)
         return spec
 
 
-def rotating(attention: Any) -> Any:
-    """A subclass of core's class for Transformer Engine's attention, which rotates queries and keys in plain torch."""
+def rotating(attention: Any, model: ModelConfig) -> Any:
+    """A subclass of core's class for Transformer Engine's attention, which rotates queries and keys in plain torch.
+
+    Layers without rotary positions have another factor on query-key products.
+    """
 
     class RotatingAttention(attention):
+        def __init__(self, *, layer_number: int, softmax_scale: float, **core: Any) -> None:
+            rotates = layer_number not in model.rope.skip_layers
+            scale = softmax_scale if rotates else rope.plain_scale(model)
+            super().__init__(layer_number=layer_number, softmax_scale=scale, **core)
+            self._rotates = rotates
+
         def forward(
             self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedDocuments, **core: Any
         ) -> Any:
             """query [t, heads, d], key [t, key heads, d]"""
             rotation = packed_seq_params.rotation
             assert rotation is not None
-            rotated = rotation.apply(query), rotation.apply(key)
-            return super().forward(*rotated, *args, packed_seq_params=packed_seq_params, **core)
+            if self._rotates:
+                query, key = rotation.apply_to_query(query), rotation.apply(key)
+            return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **core)
 
     return RotatingAttention
 
@@ -73,6 +83,8 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine needs CUDA, but this run is on the CPU"
     if config.run.precision == "fp32":
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
+    if config.model.needs_portable_norms:
+        return "only the portable backend has model.norm_placement = post and model.qk_norm_across_heads"
     if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
         return (
             "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "

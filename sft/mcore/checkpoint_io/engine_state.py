@@ -171,6 +171,7 @@ def _arguments(engine: Engine, step: int) -> Namespace:
 
 def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe the model.  positions: the length of its longest sequence"""
+    skipped = model.rope.skip_layers
     return dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -194,6 +195,7 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         max_position_embeddings=positions,
         bf16=bf16,
         ckpt_format="torch_dist",
+        no_rope_freq=[int(i in skipped) for i in range(1, model.num_layers + 1)] if skipped else None,
         **_expert_arguments(model),
     )
 
@@ -207,6 +209,8 @@ def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
         moe_ffn_hidden_size=model.resolved_expert_ffn,
         moe_router_topk=moe.top_k,
         moe_router_pre_softmax=not moe.normalize_top_k,
+        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        moe_shared_expert_gate=moe.shared_gate,
     )
 
 

@@ -1,0 +1,143 @@
+"""Families whose layers compute something that layers of Llama, Qwen and Mixtral do not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sft.hf.families.rules import (
+    DEFAULTS,
+    KEYS,
+    LLAMA_DENSE,
+    NO_BIAS,
+    OPTIONS,
+    QWEN_OPTIONS,
+    attention,
+    experts,
+    mlp,
+    outer,
+    output_norms,
+    qk_norm,
+    qkv_bias,
+    shared_expert,
+)
+from sft.hf.family import Family
+from sft.hf.model_keys import Computed
+
+_NO_ROPE, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
+
+
+def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
+    """{"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]} -> [3]; without a list, every fourth layer."""
+    count, interval = content.get("num_hidden_layers"), content.get(_INTERVAL, 4)
+    if type(count) is not int or type(interval) is not int or interval < 1:
+        raise ValueError(f"{_INTERVAL} = {interval} with num_hidden_layers = {count} says nothing about the layers")
+    uses_rope = content.get(_NO_ROPE)
+    if uses_rope is None:
+        return list(range(interval, count + 1, interval))
+    if not isinstance(uses_rope, list) or len(uses_rope) < count or any(flag not in (0, 1) for flag in uses_rope):
+        raise ValueError(f"{_NO_ROPE} is not a list of {count} numbers 0 and 1, one for each layer")
+    return [number for number, flag in enumerate(uses_rope[:count], 1) if not flag]
+
+
+def _no_rope_layers(skipped: list[int], count: int) -> dict[str, Any]:
+    return {_NO_ROPE: [int(number not in skipped) for number in range(1, count + 1)]}
+
+
+VARIANTS = (
+    Family(
+        model_type="granite",
+        class_name="GraniteForCausalLM",
+        rules=(*outer(), *attention(), *mlp()),
+        implied=LLAMA_DENSE,
+        keys={
+            **KEYS,
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "attention_multiplier": "attention_multiplier",
+            "logits_scaling": "logits_scaling",
+        },
+        defaults={
+            **DEFAULTS,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        options={**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
+    ),
+    Family(
+        model_type="smollm3",
+        class_name="SmolLM3ForCausalLM",
+        rules=(*outer(), *attention(), *mlp()),
+        implied=LLAMA_DENSE,
+        keys=KEYS,
+        computed={"rope.skip_layers": Computed(_NO_ROPE, _skipped_layers, _no_rope_layers)},
+        defaults={**DEFAULTS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        options={**QWEN_OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
+    ),
+    Family(
+        model_type="olmo2",
+        class_name="Olmo2ForCausalLM",
+        rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm(across_heads=True)),
+        implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True, "qk_norm_across_heads": True},
+        keys=KEYS,
+        defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
+        options={**OPTIONS, **NO_BIAS},
+    ),
+    Family(
+        model_type="ministral3",
+        class_name="Ministral3ForCausalLM",
+        rules=(*outer(), *attention(), *mlp()),
+        implied=LLAMA_DENSE,
+        keys=KEYS,
+        rope_keys={"llama_4_scaling_beta": "query_scale_beta"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        options={**OPTIONS, "sliding_window": (None,)},
+    ),
+    Family(
+        model_type="qwen2_moe",
+        class_name="Qwen2MoeForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *qkv_bias(),
+            *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+            *shared_expert(),
+        ),
+        implied={"qkv_bias": True, "qk_norm": False, "moe.shared_gate": True},
+        keys={
+            **KEYS,
+            "moe.num_experts": "num_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.ffn_hidden_size": "moe_intermediate_size",
+            "moe.normalize_top_k": "norm_topk_prob",
+            "moe.shared_ffn_hidden_size": "shared_expert_intermediate_size",
+        },
+        defaults={
+            **DEFAULTS,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+        },
+        options={**QWEN_OPTIONS, "qkv_bias": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    ),
+)

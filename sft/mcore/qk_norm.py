@@ -1,0 +1,98 @@
+"""RMSNorm over all query heads of a token, or over all its key heads (Olmo 2), in plain torch.
+
+With tensor parallelism a rank has a part of the heads, so each token costs one all-reduced number in forward and one in
+backward.  The norm saves its input and one fp32 number per token.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from sft.mcore.activations.saved_tensors import SavePolicy
+
+
+class _AcrossHeadsNorm(torch.nn.Module):
+    """Every tp rank holds the weight of all heads, [heads * d], and reads the part of its own heads.
+
+    The gradient of the other part is 0.  Core sums gradients over tp if the weight's name has q_layernorm or
+    k_layernorm, so that every rank has the gradient of all heads.
+    """
+
+    save_policy: SavePolicy | None = None
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        """hidden_size: width of a head"""
+        super().__init__()
+        self.eps, self._group = eps, parallel_state.get_tensor_model_parallel_group()
+        self.weight = torch.nn.Parameter(torch.ones(self._num_heads(config) * hidden_size, dtype=config.params_dtype))
+
+    @staticmethod
+    def _num_heads(config: TransformerConfig) -> int:
+        """Heads of all tp ranks."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, 1, heads of this rank, d]"""
+        x = x.contiguous()  # a saved view would keep the whole output of the projection in memory
+        num_heads, width = x.shape[-2:]
+        first = self._group.rank() * num_heads
+        weight = self.weight.view(-1, width)[first : first + num_heads]
+        out, shrink = _Norm.apply(x, weight, self.eps, self.weight.numel(), self._group)
+        if self.save_policy is not None:
+            self.save_policy.mark_recomputable(out, _normed, x, weight, shrink)
+        return out
+
+
+class QueryNorm(_AcrossHeadsNorm):
+    @staticmethod
+    def _num_heads(config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+
+class KeyNorm(_AcrossHeadsNorm):
+    @staticmethod
+    def _num_heads(config: TransformerConfig) -> int:
+        assert config.num_query_groups is not None
+        return config.num_query_groups
+
+
+class _Norm(torch.autograd.Function):
+    """x [t, 1, n, d], weight [n, d] -> normed x, and the factor of each token, without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any) -> tuple[Tensor, Tensor]:
+        squares = x.to(_wide(x)).pow(2)
+        shrink = torch.rsqrt(_sum_over_heads(squares, group) / width + eps)
+        ctx.save_for_backward(x, weight, shrink)
+        ctx.width, ctx.group = width, group
+        ctx.mark_non_differentiable(shrink)
+        return _normed(x, weight, shrink), shrink
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, shrink = ctx.saved_tensors
+        grad = grad.to(shrink.dtype)
+        unscaled, scaled = x.to(shrink.dtype) * shrink, grad * weight
+        dx = shrink * (scaled - unscaled * (_sum_over_heads(scaled * unscaled, ctx.group) / ctx.width))
+        dweight = (grad * unscaled).flatten(0, -3).sum(0)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None
+
+
+def _normed(x: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
+    return (x.to(shrink.dtype) * shrink * weight).to(x.dtype)
+
+
+def _sum_over_heads(x: Tensor, group: Any) -> Tensor:
+    """[t, 1, n, d] -> [t, 1, 1, 1], over the heads of all tp ranks."""
+    total = x.sum((-2, -1), keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

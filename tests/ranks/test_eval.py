@@ -136,7 +136,10 @@ def test_other_layouts_differ_by_rounding(ranks: Ranks, dense: Path, layout: str
         assert_close(untimed(content["sets"][name]), record)
 
 
-@pytest.mark.parametrize("layout", [["parallel.ep=2"], [*TP, "parallel.ep=2"], [ONE, PP]], ids=" ".join)
+ON_STAGES = pytest.param([ONE, PP], marks=pytest.mark.grid)
+
+
+@pytest.mark.parametrize("layout", [["parallel.ep=2"], [*TP, "parallel.ep=2"], ON_STAGES], ids=" ".join)
 def test_experts(ranks: Ranks, experts: Path, layout: list[str]) -> None:
     content = scored(ranks(2), experts, *RUN, *EXPERTS, *layout)
     for name, record in logged(experts, 2).items():

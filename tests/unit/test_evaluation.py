@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+import sft.evaluate
 from sft.config import TrainConfig
 from sft.errors import TrainingError
 from sft.run import evaluation
 from sft.run.evaluation import Evaluator
-from tests.unit.metric_values import totals
+from tests.unit.fixtures.logs import console
+from tests.unit.metric_values import config, run_of, totals
 
 
 def evaluator(**config: Any) -> Evaluator:
@@ -27,6 +29,16 @@ def test_a_non_finite_held_out_loss_ends_the_run(loss: float, monkeypatch: pytes
     message = f"held-out loss of chat after step 0 is {loss}; the run ends without a save"
     with pytest.raises(TrainingError, match=message):
         evaluator(num_steps=10).run(0, metrics)
+
+
+def test_sft_eval_refuses_a_non_finite_loss_and_prints_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, (said, stream) = config(), console()
+    engine: Any = SimpleNamespace(config=recipe, layout=run_of(recipe).layout, vocab_size=10)
+    data: Any = SimpleNamespace(held_out={"chat": None})
+    monkeypatch.setattr(sft.evaluate, "evaluate", lambda engine, loader: totals(objective=float("nan")))
+    with pytest.raises(TrainingError, match="the held-out loss of chat after step 4 is nan."):
+        sft.evaluate.score(engine, data, said, 4)
+    assert stream.getvalue() == ""
 
 
 def test_when_an_evaluation_is_due() -> None:

@@ -27,6 +27,14 @@ from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 
+# Keys of `model` that add or move tensors, and their values in families that do not name them.
+_USUAL = {
+    "norm_placement": "pre",
+    "qk_norm_across_heads": False,
+    "moe.shared_ffn_hidden_size": None,
+    "moe.shared_gate": False,
+}
+
 
 def load_initial(engine: Engine, config: Config, console: Console) -> str:
     """Give `engine` the weights from which a new run starts.  Collective.  Returns which weights these are.
@@ -134,7 +142,10 @@ def _family(model: ModelConfig) -> Family | None:
 
     def has_same_tensors(family: Family) -> bool:
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
-        return has_experts and all(attrgetter(key)(model) == value for key, value in family.implied.items())
+        usual = {key: value for key, value in _USUAL.items() if key not in family.keys}
+        return has_experts and all(
+            attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items()
+        )
 
     return next(filter(has_same_tensors, FAMILIES.values()), None)
 

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.cli import main
+from sft.config import ModelConfig
 from sft.console import QUIET
 from sft.errors import CheckpointError, ConfigError
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.families import FAMILIES
-from sft.hf.initial import describe
+from sft.hf.initial import _family, describe
 from sft.hf.source import Expected, open_source
 from sft.recipe.load import parse_recipe
 from tests.builders import chats
@@ -135,6 +136,19 @@ SIZES = {
     "moe.top_k": 2,
     "moe.ffn_hidden_size": 24,
 }
+
+
+def test_the_family_of_a_recipe_with_typed_sizes_has_its_tensors() -> None:
+    def family_of(**model: Any) -> str | None:
+        sizes = {key: value for key, value in SIZES.items() if "." not in key}
+        found = _family(ModelConfig.model_validate(sizes | model))
+        return found and found.model_type
+
+    experts = {"num_experts": 4, "top_k": 2}
+    assert family_of() == family_of(num_layers=3) == "qwen3"
+    assert family_of(norm_placement="post", qk_norm_across_heads=True) == "olmo2"  # its norms are other tensors
+    assert family_of(moe=experts) == "qwen3_moe"
+    assert family_of(moe=experts | {"shared_ffn_hidden_size": 8}) is None
 
 
 def refused(*arguments: Any) -> str:

@@ -65,6 +65,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "ministral3": dict(family="ministral3"),
     "qwen2_moe": dict(family="qwen2_moe"),
     "qwen2_moe_normalised": dict(family="qwen2_moe", norm_topk_prob=True, tied=True),
+    "exaone4": dict(family="exaone4"),
+    "olmoe": dict(family="olmoe"),
+    "granitemoe": dict(family="granitemoe", tied=True),
 }
 
 
@@ -102,6 +105,7 @@ CASES = [
     *[("olmo2", "one"), ("olmo2", "tp")],
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
+    *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep")],
 ]
 GRID = [
     *[
@@ -113,6 +117,8 @@ GRID = [
         ("olmo2", "tp_whole"),
     ],
     *[("olmo2", "tp_tiles"), ("ministral3", "tp"), ("ministral3", "pp"), ("qwen2_moe", "cp_ep"), ("qwen2_moe", "pp")],
+    *[("exaone4", "cp"), ("exaone4", "pp"), ("olmoe", "cp_ep"), ("olmoe", "pp")],
+    *[("granitemoe", "tp_ep"), ("granitemoe", "cp"), ("granitemoe", "pp")],
 ]
 
 

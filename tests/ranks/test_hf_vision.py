@@ -25,7 +25,8 @@ CASES: list[Any] = [
     ("qwen3_vl_moe as released", 2, EP),
     ("qwen3_vl_moe as released", 2, [*TP, *SP, *EP]),
     ("qwen3_vl_moe", 2, [*CP, *EP]),
-    ("mistral3", 2, CP),
+    ("mistral3", 2, PP),
+    ("ministral3", 2, CP),
     *(pytest.param(name, 2, layout, marks=pytest.mark.grid) for name in vision.VISION for layout in (CP, TP, PP)),
 ]
 

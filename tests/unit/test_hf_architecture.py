@@ -82,6 +82,7 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     """A file that says the sizes and nothing else: the rest is by the family, as its class in transformers has it."""
     silent = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32, vocab_size=100)
     silent |= dict(sliding_window=None) if family == "mistral" else {}
+    silent |= dict(sliding_window=None, layer_types=["full_attention"] * 2) if family == "exaone4" else {}
     silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
     theirs = getattr(transformers, f"{hf.FAMILIES[family]}Config")(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
@@ -94,7 +95,7 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     else:
         skipped = [2] if family == "smollm3" else []
         assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"], skip_layers=skipped)
-    assert model.moe.num_experts == getattr(theirs, "num_experts", None)
+    assert model.moe.num_experts == getattr(theirs, "num_experts", getattr(theirs, "num_local_experts", None))
     assert model.moe.top_k == getattr(theirs, "num_experts_per_tok", None)
     if family == "qwen3_moe":
         assert model.resolved_expert_ffn == theirs.moe_intermediate_size == 768

@@ -19,6 +19,7 @@ CASES = [
     ("qwen3_vl_moe as released", False, torch.bfloat16),
     ("qwen3_vl_moe", True, torch.float32),
     ("mistral3", False, torch.bfloat16),
+    ("ministral3", True, torch.float32),
 ]
 
 

@@ -92,3 +92,28 @@ def test_an_unsupported_family_is_told_what_it_needs() -> None:
         "The nearest family is mixtral.  Supported: llama, "
     )
     assert all(nearest in FAMILIES and named not in FAMILIES for named, (_, nearest) in _MISSING.items())
+
+
+def test_experts_of_granite_are_rows_of_one_tensor() -> None:
+    """Gate above up, as in our tensor; nothing is transposed."""
+    content = {
+        **{"model_type": "granitemoe", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 3},
+        **{"num_attention_heads": 2, "vocab_size": 10, "num_local_experts": 4, "num_experts_per_tok": 2},
+    }
+    model = architecture(content, "config.json").model
+    mappings = [one for one in FAMILIES["granitemoe"].mappings(model, 10) if one.stack_index == (1, 3)]
+    views = [view for mapping in mappings for view in mapping.sources]
+    block = "model.layers.1.block_sparse_moe"
+    assert [(view.name, view.tensor.shape, view.index, view.first, view.shape) for view in views] == [
+        (f"{block}.input_linear.weight", (4, 6, 8), (3,), 0, (3, 8)),
+        (f"{block}.input_linear.weight", (4, 6, 8), (3,), 3, (3, 8)),
+        (f"{block}.output_linear.weight", (4, 8, 3), (3,), 0, (8, 3)),
+    ]
+    assert not any(view.transposed for view in views)
+
+
+def test_windows_and_clipping_are_refused() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 3, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 10}
+    assert "sliding_window = 4096 (the default of transformers)" in refusal({**sizes, "model_type": "exaone4"})
+    assert "clip_qkv = 8 is not supported" in refusal({**sizes, "model_type": "olmoe", "clip_qkv": 8})

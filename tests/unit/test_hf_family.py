@@ -87,7 +87,7 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
     fields = dict(hidden_size=8, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=2)
     theirs = load_file(hf.save(tmp_path, family, tied=tied, **fields) / "model.safetensors")
     experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
-    experts["mixtral"] = MoeConfig(num_experts=4, top_k=2)
+    experts |= dict.fromkeys(("mixtral", "olmoe", "granitemoe"), MoeConfig(num_experts=4, top_k=2))
     experts["qwen2_moe"] = experts["qwen3_moe"].model_copy(update={"shared_ffn_hidden_size": 40, "shared_gate": True})
     model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
     views = views_by_tensor(FAMILIES[family].mappings(model, hf.VOCAB))

@@ -13,7 +13,7 @@ from sft.hf.family import Family, TensorMapping, views_by_tensor
 from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.hf import refusal, released
 
-RELEASED = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2")
+RELEASED = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b")
 
 
 # --- config.json -------------------------------------------------------------------------------------------
@@ -50,6 +50,14 @@ def test_mistral_small_as_released() -> None:
     model = architecture(released("mistral_small_3_2"), "config.json").model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) == (40, 5120, 32768, 131072)
     assert (model.resolved_head_dim, model.rope.base, model.tie_embeddings) == (128, 1e9, False)
+
+
+def test_ministral_as_released() -> None:
+    found = architecture(released("ministral_3_8b"), "config.json")
+    model = found.model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.vocab_size) == (34, 4096, 14336, 131072)
+    assert (model.rope.scaling, model.rope.factor, model.rope.query_scale_beta) == ("yarn", 16.0, 0.1)
+    assert found.sources["rope.factor"] == "text_config.rope_parameters"
 
 
 @pytest.mark.parametrize(
@@ -89,14 +97,17 @@ def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     import transformers
 
     text = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32, vocab_size=100)
-    text |= dict(model_type="mistral", sliding_window=None) if family == "mistral3" else {}
-    content = {"model_type": family, "text_config": text, "tie_word_embeddings": False}
+    if vision.VISION[family] == "Mistral3":
+        text |= dict(model_type={"mistral3": "mistral"}.get(family, family), sliding_window=None)
+    named = "mistral3" if family == "ministral3" else family
+    content = {"model_type": named, "text_config": text, "tie_word_embeddings": False}
     theirs = getattr(transformers, f"{vision.VISION[family]}Config")(text_config=dict(text)).text_config
     model = architecture(content, "config.json").model
     assert model.resolved_query_groups == theirs.num_key_value_heads
     assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert model.norm_epsilon == theirs.rms_norm_eps
-    assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"])
+    assert model.rope.base == theirs.rope_parameters["rope_theta"]
+    assert model.rope.scaling == ("yarn" if family == "ministral3" else "none")
     experts = [getattr(theirs, key, None) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")]
     assert [model.moe.num_experts, model.moe.top_k, model.moe.ffn_hidden_size] == experts
 
@@ -224,7 +235,8 @@ def test_the_config_reads_in_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(back(released(name), **{"rope.base": 2e7})))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     theirs.standardize_rope_params()
-    assert theirs.rope_parameters["rope_theta"] == 2e7 and theirs.rope_parameters["rope_type"] == "default"
+    kind = "yarn" if name == "ministral_3_8b" else "default"
+    assert theirs.rope_parameters["rope_theta"] == 2e7 and theirs.rope_parameters["rope_type"] == kind
     if name.startswith("qwen"):
         sections = [16, 24, 24] if name.startswith("qwen2") else [24, 20, 20]
         assert theirs.rope_parameters["mrope_section"] == sections

@@ -124,25 +124,33 @@ def experts(block: str, gate: str, up: str, down: str, model: str = "model") -> 
     )
 
 
-def stacked_experts(model: str, *, transposed: bool) -> tuple[Rule, ...]:
+def stacked_experts(
+    model: str = "model",
+    block: str = "mlp",
+    router: str = "gate.weight",
+    gate_up: str = "experts.gate_up_proj",
+    down: str = "experts.down_proj",
+    *,
+    transposed: bool = False,
+) -> tuple[Rule, ...]:
     """The rules of `experts`, for files that store the experts of a layer as two tensors.
 
+    block: name of the module that contains router and experts; router, gate_up, down: names of tensors in it
     transposed: the tensors are [experts, h, gate and up] and [experts, e, h]; else [experts, gate and up, h] and
         [experts, h, e]
     """
-    stack = f"{model}.layers.{LAYER}.mlp.experts"
-    norm, router, _, _ = experts("mlp", "", "", "", model)
-    gate_up, down = ("x h e+e", "x e h") if transposed else ("x e+e h", "x h e")
+    layer = f"{model}.layers.{LAYER}"
+    first, second = ("x h e+e", "x e h") if transposed else ("x e+e h", "x h e")
     return (
-        norm,
-        router,
+        Rule(f"{_OURS}.pre_mlp_layernorm.weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
+        Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.{router}", "x h"),)),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
-            tuple(View(f"{stack}.gate_up_proj", gate_up, part, transposed) for part in range(2)),
+            tuple(View(f"{layer}.{block}.{gate_up}", first, part, transposed) for part in range(2)),
         ),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc2.weight",
-            (View(f"{stack}.down_proj", down, transposed=transposed),),
+            (View(f"{layer}.{block}.{down}", second, transposed=transposed),),
         ),
     )
 

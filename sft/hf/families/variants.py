@@ -18,11 +18,15 @@ from sft.hf.families.rules import (
     qk_norm,
     qkv_bias,
     shared_expert,
+    stacked_experts,
 )
 from sft.hf.family import Family
 from sft.hf.model_keys import Computed
 
 _NO_ROPE, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
+_MULTIPLIERS = {
+    name: name for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+}
 
 
 def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
@@ -48,20 +52,8 @@ VARIANTS = (
         class_name="GraniteForCausalLM",
         rules=(*outer(), *attention(), *mlp()),
         implied=LLAMA_DENSE,
-        keys={
-            **KEYS,
-            "embedding_multiplier": "embedding_multiplier",
-            "residual_multiplier": "residual_multiplier",
-            "attention_multiplier": "attention_multiplier",
-            "logits_scaling": "logits_scaling",
-        },
-        defaults={
-            **DEFAULTS,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        keys={**KEYS, **_MULTIPLIERS},
+        defaults={**DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0)},
         options={**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
     ),
     Family(
@@ -139,5 +131,58 @@ VARIANTS = (
             "norm_topk_prob": False,
         },
         options={**QWEN_OPTIONS, "qkv_bias": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    ),
+    Family(
+        model_type="exaone4",  # without sliding windows: EXAONE 4.0 1.2B
+        class_name="Exaone4ForCausalLM",
+        rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm()),
+        implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True},
+        keys=KEYS,
+        defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
+        options={**OPTIONS, "sliding_window": (None,)},
+    ),
+    Family(
+        model_type="olmoe",
+        class_name="OlmoeForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+            *qk_norm(across_heads=True),
+        ),
+        implied={"qkv_bias": False, "qk_norm": True, "qk_norm_across_heads": True},
+        keys={
+            **{key: hf_key for key, hf_key in KEYS.items() if key != "head_dim"},
+            "moe.num_experts": "num_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.normalize_top_k": "norm_topk_prob",
+        },
+        aliases={"num_experts": "num_local_experts"},
+        defaults={
+            **DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        options={**OPTIONS, **NO_BIAS, "clip_qkv": (None,), "head_dim": (None,)},
+    ),
+    Family(
+        model_type="granitemoe",
+        class_name="GraniteMoeForCausalLM",
+        rules=(
+            *outer(),
+            *attention(),
+            *stacked_experts(
+                block="block_sparse_moe",
+                router="router.layer.weight",
+                gate_up="input_linear.weight",
+                down="output_linear.weight",
+            ),
+        ),
+        implied={"qkv_bias": False, "qk_norm": False, "moe.normalize_top_k": True},
+        keys={**KEYS, **_MULTIPLIERS, "moe.num_experts": "num_local_experts", "moe.top_k": "num_experts_per_tok"},
+        defaults={**DEFAULTS, **dict.fromkeys(_MULTIPLIERS, 1.0), "num_local_experts": 8, "num_experts_per_tok": 2},
+        options={**OPTIONS, **NO_BIAS},
     ),
 )

@@ -9,7 +9,7 @@ from sft.hf.families import FAMILIES
 _BIASED = "LayerNorm with biases, and an MLP without a gate"
 _MAMBA = "Mamba layers"
 _DELTA = "Gated DeltaNet layers, gated attention, and rotary positions on a part of each head"
-_LATENT = "latent attention (MLA), and a router with sigmoid scores, expert groups and shared experts"
+_LATENT = "latent attention (MLA), and a router with sigmoid scores and expert groups"
 _GEMMA = "GeGLU, norm weights that are offsets from 1, and scaled embeddings"
 _INTERLEAVED = "rotary positions on neighbouring numbers of a head"
 _WINDOWS = "sliding windows"
@@ -27,9 +27,9 @@ _MISSING: dict[str, tuple[str, str]] = {
     "deepseek_v2": (_LATENT, "qwen3_moe"),
     "deepseek_v3": (_LATENT, "qwen3_moe"),
     "deepseek_v32": (f"sparse attention, {_LATENT}", "qwen3_moe"),
-    "dots1": ("a router with sigmoid scores, shared experts, and dense first layers", "qwen3_moe"),
+    "dots1": ("a router with sigmoid scores, and dense first layers", "qwen3_moe"),
     "ernie4_5": (_INTERLEAVED, "llama"),
-    "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, shared experts, and dense layers", "qwen3_moe"),
+    "ernie4_5_moe": (f"{_INTERLEAVED}, a router with a correction bias, and dense layers", "qwen3_moe"),
     "falcon": (f"{_BIASED}, and attention and MLP side by side", "llama"),
     "falcon_h1": (_MAMBA, "llama"),
     "gemma": (_GEMMA, "llama"),
@@ -40,7 +40,7 @@ _MISSING: dict[str, tuple[str, str]] = {
     "glm": (f"{_INTERLEAVED}, on a part of each head", "llama"),
     "glm4": (f"{_INTERLEAVED}, on a part of each head, and norms before and after each block", "llama"),
     "glm4_moe": (
-        "rotary positions on a part of each head, a router with sigmoid scores, shared experts, and dense first layers",
+        "rotary positions on a part of each head, a router with sigmoid scores, and dense first layers",
         "qwen3_moe",
     ),
     "gpt2": (f"{_BIASED}, and learned positions", "llama"),
@@ -52,14 +52,14 @@ _MISSING: dict[str, tuple[str, str]] = {
     "granitemoehybrid": (_MAMBA, "mixtral"),
     "helium": (_INTERLEAVED, "llama"),
     "hunyuan_v1_dense": ("norms on queries and keys after the rotary positions", "qwen3"),
-    "hunyuan_v1_moe": ("norms on queries and keys after the rotary positions, and shared experts", "qwen3_moe"),
+    "hunyuan_v1_moe": ("norms on queries and keys after the rotary positions", "qwen3_moe"),
     "internlm2": ("code of the model's own repository", "llama"),
     "internlm3": ("dynamic rotary positions, with which its models were released", "llama"),
     "jamba": (_MAMBA, "mixtral"),
     "kimi_linear": ("Kimi Delta Attention layers", "qwen3_moe"),
     "lfm2": ("convolution layers", "qwen3"),
-    "llama4": (f"chunked attention, {_INTERLEAVED}, and shared experts", "mixtral"),
-    "llama4_text": (f"chunked attention, {_INTERLEAVED}, and shared experts", "mixtral"),
+    "llama4": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
+    "llama4_text": (f"chunked attention, and {_INTERLEAVED}", "mixtral"),
     "mimo": ("code of the model's own repository", "qwen2"),
     "minicpm3": ("latent attention (MLA), and scaled embeddings and residuals", "llama"),
     "minimax_m2": (
@@ -78,9 +78,9 @@ _MISSING: dict[str, tuple[str, str]] = {
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),
     "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
     "qwen3_5": (_DELTA, "qwen3"),
-    "qwen3_5_moe": (f"{_DELTA}, and a gated shared expert", "qwen3_moe"),
-    "qwen3_next": (f"{_DELTA}, and a gated shared expert", "qwen3_moe"),
-    "solar_open": ("a router with sigmoid scores, and shared experts", "qwen3_moe"),
+    "qwen3_5_moe": (_DELTA, "qwen2_moe"),
+    "qwen3_next": (_DELTA, "qwen2_moe"),
+    "solar_open": ("a router with sigmoid scores", "qwen3_moe"),
     "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
     "starcoder2": (f"{_BIASED}, and {_WINDOWS}", "llama"),
 }

@@ -5,6 +5,7 @@ On a real SLURM: tests/slurm.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ received = []
 if name := os.environ.get("SIGNAL_PARENT"):
     signal.signal(getattr(signal, name), lambda *_: received.append(name))
     os.kill(os.getppid(), getattr(signal, name))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while not received:
         assert time.monotonic() < deadline, name
         time.sleep(0.01)
@@ -70,7 +71,7 @@ for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
     subprocess.run(task, env=os.environ | of_node, check=True)
 for number, name in enumerate(os.environ.get("SIGNALS", "").split()):
     os.kill(os.getppid(), getattr(signal, "SIG" + name))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while not (len(forwarded) > number if name == "USR1" else "squeue" in open(os.environ["CALLS"]).read()):
         assert time.monotonic() < deadline, name
         time.sleep(0.01)
@@ -106,7 +107,11 @@ def launch(tmp_path: Path, script: str, *args: str, env: dict[str, str] | None =
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)} | (env or {})
     command = [str(ROOT / "launch" / script), *args]
-    done = subprocess.run(command, cwd=work, env=clean, capture_output=True, text=True, timeout=60)
+    # A shell cannot trap a signal that it was started to ignore, and a test run in the background ignores SIGINT.
+    done = subprocess.run(
+        command, cwd=work, env=clean, capture_output=True, text=True, timeout=240,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     made = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
     return Launch(code=done.returncode, stdout=done.stdout, stderr=done.stderr, calls=made)
 

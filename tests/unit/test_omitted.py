@@ -312,7 +312,7 @@ def test_a_word_is_left_out_where_the_rendering_lacks_it(load: Load, name: str) 
             return  # it knows no tools, or wants roles to alternate
         assert (called in missing) == (WORD not in rendering)
         fresh = replace(warm.template, name="fresh")
-        assert found(messages, replace(warm, template=fresh), tools) == missing
+        assert found(messages, replace(warm, chat_template=fresh), tools) == missing
 
     check()
 

@@ -51,7 +51,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp_cp": (4, [*TP, *CP, *SELECTIVE]),
     "tp_whole_cp": (4, ["parallel.tp=2", *CP, "train.recompute=full"]),
     "tp_virtual": (4, [*TP, *PP, "parallel.virtual_stages=2"]),
-    "tp_cp_ep": (4, [*TP, *CP, *EP, *SELECTIVE]),
+    # With ep 4 no two ranks hold the same expert, so gradients of experts and of the shared expert have other groups.
+    "tp_cp_ep": (4, [*TP, *CP, "parallel.ep=4", *SELECTIVE]),
 }
 # Of two stages each begins with another kind of layer; of four virtual ones too.
 FOUR_LAYERS = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])

@@ -20,7 +20,7 @@ from sft.hf.families.unsupported import unsupported
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.nested_config import located, put_back, text_part
-from sft.hf.quantization import QUANTIZATION, Scheme, scheme_of
+from sft.hf.quantization import Scheme, scheme_of
 from sft.hf.rotary import rope_of, written
 
 _LONGEST = "max_position_embeddings"
@@ -159,7 +159,7 @@ def write_back(
     family, whole = before.family, content
     _same_family(family, now, path)
     content = text_part(whole, family)
-    changed = {key: value for key, value in content.items() if key != QUANTIZATION}  # an export has no FP8 weights
+    changed = dict(content)
     new = _resolved(now, before.vocab_size, family)
     old = _resolved(before.model, before.vocab_size, family)
     for ours, hf_key in family.keys.items():

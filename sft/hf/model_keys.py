@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sft.config.keys import leaves
+
 
 @dataclass(frozen=True)
 class Computed:
@@ -18,16 +20,12 @@ class Computed:
     write: Callable[[Any, int], dict[str, Any]]
 
 
-# What a family has only if its table names the key.
+# Values of keys that a family has only if its table names the keys: the defaults of recipes.
 PLAIN: dict[str, Any] = {
-    "norm_placement": "pre",
-    "qk_norm_across_heads": False,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": None,
-    "logits_scaling": 1.0,
-    "moe.shared_ffn_hidden_size": None,
-    "moe.shared_gate": False,
-    "rope.skip_layers": [],
-    "rope.query_scale_beta": None,
+    key: leaves()[f"model.{key}"].default
+    for key in (
+        *("norm_placement", "qk_norm_across_heads"),
+        *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        *("moe.shared_ffn_hidden_size", "moe.shared_gate", "rope.skip_layers", "rope.query_scale_beta"),
+    )
 }

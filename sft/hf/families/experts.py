@@ -2,6 +2,7 @@
 
 from sft.hf.families.rules import (
     DEFAULTS,
+    EXPERT_KEYS,
     KEYS,
     NO_BIAS,
     OPTIONS,
@@ -19,13 +20,7 @@ EXPERTS = (
         class_name="Qwen3MoeForCausalLM",
         rules=(*outer(), *attention(), *experts("mlp", "gate_proj", "up_proj", "down_proj"), *qk_norm()),
         implied={"qkv_bias": False, "qk_norm": True},
-        keys={
-            **KEYS,
-            "moe.num_experts": "num_experts",
-            "moe.top_k": "num_experts_per_tok",
-            "moe.ffn_hidden_size": "moe_intermediate_size",
-            "moe.normalize_top_k": "norm_topk_prob",
-        },
+        keys={**KEYS, **EXPERT_KEYS},
         aliases={"num_experts": "num_local_experts"},  # the name that transformers 5 writes
         defaults={
             **DEFAULTS,

@@ -180,6 +180,12 @@ KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
+EXPERT_KEYS = {  # of Qwen and of families that follow it
+    "moe.num_experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.ffn_hidden_size": "moe_intermediate_size",
+    "moe.normalize_top_k": "norm_topk_prob",
+}
 # Options of all families.  The first value is transformers' default for a key that config.json omits.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),

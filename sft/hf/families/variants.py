@@ -5,6 +5,7 @@ from typing import Any
 
 from sft.hf.families.rules import (
     DEFAULTS,
+    EXPERT_KEYS,
     KEYS,
     LLAMA_DENSE,
     NO_BIAS,
@@ -112,14 +113,7 @@ VARIANTS = (
             *shared_expert(),
         ),
         implied={"qkv_bias": True, "qk_norm": False, "moe.shared_gate": True},
-        keys={
-            **KEYS,
-            "moe.num_experts": "num_experts",
-            "moe.top_k": "num_experts_per_tok",
-            "moe.ffn_hidden_size": "moe_intermediate_size",
-            "moe.normalize_top_k": "norm_topk_prob",
-            "moe.shared_ffn_hidden_size": "shared_expert_intermediate_size",
-        },
+        keys={**KEYS, **EXPERT_KEYS, "moe.shared_ffn_hidden_size": "shared_expert_intermediate_size"},
         defaults={
             **DEFAULTS,
             "num_key_value_heads": 16,
@@ -152,10 +146,9 @@ VARIANTS = (
         ),
         implied={"qkv_bias": False, "qk_norm": True, "qk_norm_across_heads": True},
         keys={
-            **{key: hf_key for key, hf_key in KEYS.items() if key != "head_dim"},
-            "moe.num_experts": "num_experts",
-            "moe.top_k": "num_experts_per_tok",
-            "moe.normalize_top_k": "norm_topk_prob",
+            key: hf_key
+            for key, hf_key in {**KEYS, **EXPERT_KEYS}.items()
+            if key not in ("head_dim", "moe.ffn_hidden_size")
         },
         aliases={"num_experts": "num_local_experts"},
         defaults={

@@ -32,6 +32,7 @@ _PROBE = 255  # byte that a forked child sends to check whether its parent still
 _PR_SET_PDEATHSIG = 1
 
 _active: "StopSignals | None" = None
+_is_handling = False  # whether the handlers of a context are installed, by this process or by one that forked it
 _forking = threading.local()  # the signal mask of the forking thread before the fork
 
 
@@ -56,21 +57,21 @@ class StopSignals:
         self._is_disarmed = False
 
     def __enter__(self) -> "StopSignals":
-        global _active
+        global _active, _is_handling
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._handlers_before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        _active = self
+        _active, _is_handling = self, True
         return self
 
     def __exit__(self, *error: object) -> None:
-        global _active
+        global _active, _is_handling
         if os.getpid() != self._pid:  # a forked child that ends with an exception
             return
-        _active = None
+        _active, _is_handling = None, False
         for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -144,8 +145,12 @@ class StopSignals:
 
 
 def _before_fork() -> None:
-    """Block signals, because a signal that reaches the child before `_in_child` would arrive in the parent's socket."""
-    if _active is not None:
+    """Block signals until `_in_child`.
+
+    Before it, a signal to the child would arrive in the parent's socket.  Python also forgets signals that a new
+    process receives before its hooks run, and so a child of a child would ignore the signal that should end it.
+    """
+    if _is_handling:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

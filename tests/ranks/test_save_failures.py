@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sft.checkpoint import folders, manifest
 from sft.checkpoint import saver as saving
@@ -204,6 +205,7 @@ def fail_once(name: str, folder: str) -> dict[str, Any]:
             try:
                 run.save(2)
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+                dist.barrier(run.engine.groups.control)  # the other rank's test write may still be there
                 left = listing(folder)
                 must = refusal(lambda: run.save(2, wait=True))
             finally:

@@ -237,6 +237,34 @@ with StopSignals(grace_s=1000, deadline=None, report=tell) as it:
     assert end(process) == (0, [])  # when nobody holds its stdout any more; a process that has slept prints it
 
 
+def test_every_process_of_a_run_forks_with_signals_blocked(start: Start) -> None:
+    """Python forgets what a process receives between its fork and its hooks; what is blocked meanwhile comes after."""
+    process = start("""
+def look():
+    return sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(signals.SIGNALS))
+def tell_of_a_fork():
+    signals._before_fork()  # what os.fork calls, in the order in which it does
+    blocked = look()
+    signals._in_parent()
+    tell((blocked, look()))
+print("ready", flush=True)
+tell_of_a_fork()
+with StopSignals(grace_s=1000, deadline=None, report=tell):
+    tell_of_a_fork()
+    if os.fork() == 0:
+        tell_of_a_fork()
+        if os.fork() == 0:
+            tell_of_a_fork()
+            os._exit(0)
+        os.wait()
+        os._exit(0)
+    os.wait()
+tell_of_a_fork()
+""")
+    without, within = "([], [])", "(['SIGINT', 'SIGTERM', 'SIGUSR1'], [])"
+    assert end(process) == (0, [without, within, within, within, without])
+
+
 def test_a_child_of_a_killed_run_ends_although_another_was_forked_just_now(start: Start) -> None:
     process = start("""
 with StopSignals(grace_s=1000, deadline=None, report=tell) as it:

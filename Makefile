@@ -4,12 +4,15 @@
 PYTHON ?= python3
 PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
-TESTS ?= tests/unit tests/ranks tests/faults
+# The long ones first, so that no worker waits for the other at the end.
+TESTS ?= tests/ranks tests/faults tests/unit
 # What a second Python version must show in CI, beside the whole suite on the first.
-TESTS_312 ?= tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py tests/unit/test_safe_reader.py tests/unit/test_encoding_version.py \
-	tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py tests/ranks/test_hf_convert.py tests/ranks/test_flash.py
+TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
+	tests/ranks/test_hf_convert.py tests/ranks/test_flash.py tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py \
+	tests/unit/test_safe_reader.py tests/unit/test_encoding_version.py
 # Processes among which make test shares the test files.  Most tests of ranks keep a core busy and wait on each other.
 WORKERS ?= 2
+SHARED_BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST_FLAGS ?=
 CODE := sft tools tests
 BLACK := black --quiet --line-length 120 --target-version py311
@@ -72,7 +75,7 @@ demo: $(READY)
 	@echo "  what a recipe does  sft check recipes/demo.yaml --world-size 2"
 
 test: $(READY)
-	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) $(SHARED_BY_FILE) $(PYTEST_FLAGS)
 
 # All rows of the fault matrix, and the table of them; make test runs the quick ones.  Faults that need root (a full or a
 # read-only disk, a file that cannot be removed) are left out without it, and named.
@@ -122,7 +125,7 @@ test-py312:
 
 # Full grids of layouts and all rows of the fault matrix, where make test takes covering sets and the quick rows.
 test-all: $(READY)
-	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) --dist loadfile --all --all-faults $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses $(WORKERS) $(SHARED_BY_FILE) --all --all-faults $(PYTEST_FLAGS)
 
 test-all-versions:
 	$(MAKE) test-all PYTHON='$(PYTHON311)'

@@ -58,7 +58,7 @@ def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple
     """A run to its end: (exit code, out, err) per rank."""
     processes = launch(folder, overrides, world_size)
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=240) for process in processes]
     finally:
         kill(processes)
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs)]

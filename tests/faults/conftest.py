@@ -98,7 +98,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(nursery: Nursery, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> End:
     """Of a run of 12 steps, as a user starts it, that nobody disturbs."""
     undisturbed = Case(nursery, recipe, tmp_path_factory.mktemp("undisturbed"))
-    undisturbed.torchrun().ends(0, 200)
+    undisturbed.torchrun().ends(0)
     return undisturbed.end()
 
 

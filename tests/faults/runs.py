@@ -33,7 +33,7 @@ from tests.launching import environments, records
 TOKEN = "SFT_FAULTS_TOKEN"  # in the environment of all that belongs to one start
 _OPTIONS = "SFT_FAULTS_TORCHRUN"
 RECIPE = """
-run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 20, progress_timeout_s: 30, grace_s: 30}}
+run: {{dir: runs/none, device: cpu, precision: fp32, timeout_s: 900, progress_timeout_s: 900, grace_s: 30}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
 data: {{train: {folder}/chat.jsonl, eval: {folder}/held_out.jsonl, seq_length: 256, cache_dir: {folder}/cache}}
 parallel: {{cp: 2}}
@@ -46,6 +46,9 @@ log: {{tensorboard: false}}
 KEPT = {"checkpoints", "data.json", "metrics.jsonl", "recipe.yaml", "run_state.json", "seen.jsonl", "tensorboard"}
 KEPT |= {"bad_steps", "stacks"}
 STEP = "sft.mcore.engine:Engine.train_step"
+# Seconds; shorter than both timeouts above, so that what waits for one of them fails.  Nothing takes that long unless
+# something is broken, not even on a busy machine.
+END_OF_TEST = 240.0
 Fault = dict[str, Any]
 
 
@@ -69,7 +72,7 @@ class Nursery:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=END_OF_TEST)
 
 
 @dataclass(frozen=True)
@@ -217,16 +220,16 @@ class Start:
         self._is_over = False
         self._launch(words, env)
 
-    def wait(self, timeout_s: float = 90.0) -> list[int | None]:
+    def wait(self) -> list[int | None]:
         """For all to end by themselves, and to leave nothing."""
-        self.until(lambda: None not in self.codes(), timeout_s)
-        self.until(lambda: not self.alive(), 10)
+        self.until(lambda: None not in self.codes())
+        self.until(lambda: not self.alive())
         self._is_over = True
         return self.codes()
 
-    def ends(self, code: int, timeout_s: float = 90.0) -> "Start":
+    def ends(self, code: int) -> "Start":
         """By itself, all of it with this exit code."""
-        assert set(self.wait(timeout_s)) == {code}, self.told()
+        assert set(self.wait()) == {code}, self.told()
         return self
 
     def says(self, *texts: str) -> "Start":
@@ -236,14 +239,14 @@ class Start:
             assert text in said, (text, self.told())
         return self
 
-    def until(self, is_so: Any, timeout_s: float = 60.0) -> None:
+    def until(self, is_so: Any) -> None:
         """Until `is_so()`; a run that does not get there is ended, and the test fails with what it said."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + END_OF_TEST
         while not is_so():
             if time.monotonic() > deadline:
                 told = self.told()
                 self.end()
-                raise AssertionError(f"not within {timeout_s:g} s: {told}")
+                raise AssertionError(f"not within {END_OF_TEST:g} s: {told}")
             time.sleep(0.01)
 
     def signal(self, number: int, rank: int | None = None) -> None:
@@ -257,7 +260,7 @@ class Start:
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + END_OF_TEST
         while None in self.codes() and time.monotonic() < deadline:
             time.sleep(0.01)
         self._is_over = True

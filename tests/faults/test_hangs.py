@@ -42,7 +42,7 @@ def test_a_hang_is_named(case: MakeCase, fault: Fault, phases: list[str | None],
     one = case()
     start = one.start(fault, more=SHORT)
     start.until(lambda: bool(start.fired()))
-    start.ends(1, 45)
+    start.ends(1)
     named = [rank for rank, phase in enumerate(phases) if phase]
     for rank in named:
         for told in (stacks(one, rank), start.err(rank)):
@@ -69,7 +69,7 @@ def test_a_rank_leaves_out_a_collective(case: MakeCase) -> None:
     """Collectives that do not match may also end by an error, at once."""
     one = case()
     start = one.start({**COLLECTIVE, "rank": 1, "do": "skip"}, more=SHORT)
-    assert 0 not in start.wait(45) and start.fired() and one.status()["status"] == "failed-retryable", start.told()
+    assert 0 not in start.wait() and start.fired() and one.status()["status"] == "failed-retryable", start.told()
     one.finish_the_same()
 
 
@@ -79,12 +79,12 @@ def test_a_rank_is_stopped(case: MakeCase, rank: int) -> None:
     """SIGSTOP: it says nothing itself; the other one does, and leaves.  The launcher's kill ends the stopped one."""
     one, other = case(), 1 - rank
     start = one.start({"at": STEP, "step": 4, "rank": rank, "do": "stop"}, more=SHORT)
-    start.until(lambda: start.codes()[other] is not None, 45)
+    start.until(lambda: start.codes()[other] is not None)
     assert start.codes()[other] == 1, start.told()
     assert f"rank {other}: 'step 4: sum of the loss weights" in stacks(one, other), start.told()
     assert one.status()["status"] == "failed-retryable", one.status()
     start.signal(signal.SIGKILL, rank)
-    start.wait(10)
+    start.wait()
     one.finish_the_same()
 
 
@@ -101,7 +101,7 @@ def test_a_stopped_run_that_wakes_up_does_no_harm(case: MakeCase) -> None:
     before = {path: path.stat().st_mtime_ns for path in one.checkpoints.rglob("*")}
     metrics = (one.run / "metrics.jsonl").read_bytes()
     start.signal(signal.SIGCONT)
-    assert 0 not in start.wait(60), start.told()
+    assert 0 not in start.wait(), start.told()
     assert {path: path.stat().st_mtime_ns for path in one.checkpoints.rglob("*")} == before
     assert (one.run / "metrics.jsonl").read_bytes() == metrics, "it wrote its steps among those of the other run"
     one.assert_same_end()

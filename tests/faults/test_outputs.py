@@ -70,7 +70,7 @@ def test_stdout_is_closed_while_it_trains(case: MakeCase) -> None:
     reader = threading.Thread(target=_read_some, args=(pipe,))
     reader.start()
     start = one.start({"at": STEP, "do": "sleep", "s": 0.1, "every": True})
-    reader.join(60)
+    reader.join(240)
     codes = start.wait()
     assert codes == [0, 0], (codes, one.status(), start.err(0), start.err(1))
     one.assert_same_end()

@@ -46,7 +46,7 @@ def test_killed_at_every_point_of_a_save(case: MakeCase, hit: Hit, overrides: li
         if fault.pop("nth", False):
             fault["call"] = saves
         start = one.start({**fault, "do": do})
-        assert -9 in start.wait(20) and len(start.fired()) == 1, (what, start.told())
+        assert -9 in start.wait() and len(start.fired()) == 1, (what, start.told())
         at += saves if is_new else saves - 1
         one.assert_whole(at)
         hit("S1"), hit("T1")
@@ -194,7 +194,7 @@ def test_a_save_slower_than_the_grace(case: MakeCase) -> None:
     one = case("run.grace_s=1")
     slow = {"at": WRITE, "do": "sleep", "s": 2.5, "every": True}
     start = one.start(slow, {"at": WRITE, "call": 2, "rank": 0, "do": "term"})
-    codes = start.wait(30)
+    codes = start.wait()
     assert codes[0] == 1 and codes[1] != 0, start.told()
     start.says("This is too short: the last steps would be lost")
     start.says("SIGTERM: the run has not ended within 1 s, exiting without a save")
@@ -212,7 +212,7 @@ def test_a_pointer_that_is_none(cut: MakeCase, hit: Hit) -> None:
         one.pointer.unlink(missing_ok=True)
         if content is not None:
             one.pointer.write_bytes(content)
-        start = one.start({"at": STEP, "rank": 0, "do": "kill-all"}).ends(-9, 20)
+        start = one.start({"at": STEP, "rank": 0, "do": "kill-all"}).ends(-9)
         start.says(f"resumed step 6 from {one.checkpoint(6)}")
         hit("X2" if content and b"/" in content else "S10")
     one.finish_the_same()

@@ -58,7 +58,7 @@ def test_a_second_signal_leaves_at_once(case: MakeCase, hit: Hit) -> None:
         start.signal(signal.SIGTERM)
         time.sleep(1.5)
         start.signal(second)
-        start.ends(128 + second, 15)
+        start.ends(128 + second)
         one.assert_whole(saved + 2)
         hit("G2")
     start = one.start({"at": STEP, "call": 3, "do": "sleep", "s": 1})

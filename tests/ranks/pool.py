@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT_S = 240  # longest a single call may take; a hang is a failure, not a wait
+TIMEOUT_S = 600  # longest a single call may take; a hang is a failure, not a wait
 
 
 class RankFailure(AssertionError):

@@ -91,7 +91,7 @@ def running(
     join()
     layout = Layout.resolve(config, dist.get_world_size())
     on_device = device.start("cpu", deterministic=config.run.deterministic)
-    place = process_groups.start(layout, on_device, seed=config.run.seed, timeout_s=60)
+    place = process_groups.start(layout, on_device, seed=config.run.seed, timeout_s=600)
     engine = None
     try:
         num_steps = config.train.num_steps or 1

@@ -167,7 +167,7 @@ def on_each(tp: int, sequence_parallel: bool) -> bytes:
     Pickled: as they are, each tensor would be a file in shared memory.
     """
     join()
-    place = process_groups.start(tensor_parallel(tp, sequence_parallel), device.start("cpu"), seed=1, timeout_s=60)
+    place = process_groups.start(tensor_parallel(tp, sequence_parallel), device.start("cpu"), seed=1, timeout_s=600)
     try:
         outcomes = {topic.__name__: [outcome(place, sequence_parallel, call) for call in topic(tp)] for topic in TOPICS}
         return pickle.dumps(outcomes)

@@ -15,7 +15,7 @@ import json, os, socket
 import torch.distributed as dist
 from sft.parallel import rendezvous
 
-rendezvous.join("gloo", timeout_s=30)
+rendezvous.join("gloo", timeout_s=200)
 of_rank = [socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME")]
 gathered = [None, None]
 dist.all_gather_object(gathered, of_rank)
@@ -36,7 +36,7 @@ def test_nodes_whose_hostnames_are_loopback_addresses(tmp_path: Path) -> None:
                 )
                 for rank, machine in enumerate(machines)
             ]  # fmt: skip
-            printed = [rank.communicate(timeout=90) for rank in ranks]
+            printed = [rank.communicate(timeout=240) for rank in ranks]
     except NotPermitted as error:
         pytest.skip(f"two network namespaces cannot be made here: {error}")
     expected = [[name, cable, f"={cable}"] for name, cable in zip(NAMES, CABLES)]

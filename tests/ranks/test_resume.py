@@ -1,12 +1,8 @@
-"""A run cut in two is the run, on the same layout bit for bit, on any other up to rounding.
-
-The covering set is trained in pairs of layouts, so that it shows one curve on every layout as well: a step on the
-first from random weights, save, load on the second, two more steps; all of it against one plain rank.
-"""
+"""A run cut in two is the run, bit for bit on the same layout.  Other layouts are in test_resume_layouts.py."""
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +16,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sft.errors import CheckpointError, StorageError
 from sft.mcore.checkpoint_io import engine_state, metadata_index, safe_reader, save_plans, torch_dist_files
-from tests.covering import Case
 from tests.ranks import layouts, scenarios
 from tests.ranks.layouts import AUX, MOE
 from tests.ranks.pool import RankPool
@@ -39,11 +34,6 @@ SAME = [
     (2, [*MOE, *AUX, *TP2, WHOLE]),  # experts reduced over a group of their own: two optimizers in a chain
     (4, [*MOE, *AUX, "parallel.pp=2", "parallel.virtual_stages=2", EP2, WHOLE]),
 ]
-# bf16 keeps 8 bits: one rounding is 4e-3, and a loss is a mean over some 1,400 tokens of such roundings; with experts
-# a few tokens choose another one.
-BF16_LOSS_TOLERANCE = {"dense": 2e-3, "tied": 2e-3, "experts": 1e-2}
-BF16_NORM_TOLERANCE = 5e-2
-BALANCE_TOLERANCE = 1e-5  # of the balancing losses, which routers compute in fp32
 
 
 @pytest.mark.parametrize("world_size,overrides", SAME, ids=str)
@@ -51,73 +41,6 @@ def test_resuming_on_the_same_layout_is_bitwise(
     ranks: Ranks, tmp_path: Path, world_size: int, overrides: list[str]
 ) -> None:
     scenarios.check_bitwise(ranks(world_size), tmp_path, overrides)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(ranks: Ranks) -> Callable[[Case], dict[str, Any]]:
-    """Three steps of one plain rank, of the same model and precision."""
-    made: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def get(case: Case) -> dict[str, Any]:
-        key = case["model"], case["precision"]
-        if key not in made:
-            (made[key],) = ranks(1).run(
-                scenarios.train, [*layouts.MODELS[case["model"]], f"run.precision={case['precision']}"]
-            )
-        return made[key]
-
-    return get
-
-
-def in_pairs(cases: Iterable[Case]) -> list[tuple[Case, Case]]:
-    """Each case after the one before it of the same model and precision, in a ring."""
-    rings: dict[Any, list[Case]] = {}
-    for case in cases:
-        rings.setdefault((case["model"], case["precision"]), []).append(case)
-    return [(before, after) for ring in rings.values() for before, after in zip(ring, [*ring[1:], ring[0]])]
-
-
-GRID = in_pairs(case for case in layouts.GRID if case not in layouts.COVERING)
-
-
-@pytest.mark.parametrize(
-    "before,after",
-    [*in_pairs(layouts.COVERING), *(pytest.param(*pair, marks=pytest.mark.grid) for pair in GRID)],
-    ids=layouts.name,
-)
-def test_another_layout_continues_the_curve(
-    ranks: Ranks, uninterrupted: Callable[[Case], dict[str, Any]], tmp_path: Path, before: Case, after: Case
-) -> None:
-    reference = uninterrupted(after)
-    first = ranks(layouts.world_size(before)).run(scenarios.train, layouts.overrides(before), [0], None, str(tmp_path))
-    check(before, first, reference, slice(0, 1))
-    second = ranks(layouts.world_size(after)).run(scenarios.train, layouts.overrides(after), [1, 2], str(tmp_path))
-    check(after, second, reference, slice(1, 3))
-
-
-def check(case: Case, results: list[dict[str, Any]], reference: dict[str, Any], steps: slice) -> None:
-    is_fp32 = case["precision"] == "fp32"
-    loss_tolerance = layouts.LOSS_TOLERANCE if is_fp32 else BF16_LOSS_TOLERANCE[case["model"]]
-    norm_tolerance = layouts.NORM_TOLERANCE if is_fp32 else BF16_NORM_TOLERANCE
-    held: dict[tuple[int, int], set[str]] = {}
-    for found in results:
-        held.setdefault(found["place"][2:], set()).add(found["parameters"])
-        np.testing.assert_allclose(found["loss"], reference["loss"][steps], rtol=loss_tolerance)
-        np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"][steps], rtol=norm_tolerance)
-        assert found["counts"] == reference["counts"][steps]
-        assert found["learning_rate"] == reference["learning_rate"][steps]
-        assert found["adam_steps"] == {float(steps.stop)}
-        # Counted over tp and pp.  Each tp rank holds whole experts.
-        if case["ep"] == 1 and (case["tp"] == 1 or case["model"] != "experts"):
-            assert found["num_parameters"] == reference["num_parameters"]
-        if case["model"] == "experts" and is_fp32:
-            for load, expected in zip(found["experts"], reference["experts"][steps], strict=True):
-                np.testing.assert_array_equal(load.chosen, expected.chosen)
-                np.testing.assert_allclose(load.aux, expected.aux, rtol=BALANCE_TOLERANCE)
-                np.testing.assert_allclose(load.z, expected.z, rtol=BALANCE_TOLERANCE)
-                assert not load.dropped.any()
-    if case["ep"] == 1:  # ranks that differ in dp and cp only hold the same parameters, bit for bit
-        assert all(len(hashes) == 1 for hashes in held.values()), held
 
 
 CHUNK_BYTES = 1000

@@ -81,7 +81,7 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(finished: tuple[Path,
     chats(tmp_path, 3, "more.jsonl")
     overrides = RUN + [held_out(tmp_path)]
     processes = launch(tmp_path, overrides)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 240
     while not (tmp_path / "run/checkpoints/iter_0000002").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     kill(processes)

@@ -55,7 +55,7 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
         patch.setattr(process_groups, "model_parallel_cuda_manual_seed", lambda seed: None)  # the loss draws nothing
-        place = process_groups.start(layout, torch.device("cpu"), seed=1, timeout_s=60)
+        place = process_groups.start(layout, torch.device("cpu"), seed=1, timeout_s=600)
     try:
         yield place.tp
     finally:

@@ -44,7 +44,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command, env = [sys.executable, *arguments], {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
 # What is imported when
@@ -282,7 +282,7 @@ def test_a_reader_that_has_seen_enough() -> None:
     os.close(reader)
     command = [sys.executable, "-m", "sft", "check", "a.yaml", "--explain", "optim"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, timeout=60)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, timeout=240)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -320,7 +320,7 @@ def test_under_torchrun_other_ranks_wait_for_the_launcher_to_end_them() -> None:
     try:
         assert waiting.stdout is not None and waiting.stdout.readline() == "waits 10.0\n"
         waiting.terminate()
-        assert waiting.communicate(timeout=60) == ("", "")
+        assert waiting.communicate(timeout=240) == ("", "")
         assert waiting.returncode == 2
     finally:
         waiting.kill()

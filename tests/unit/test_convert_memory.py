@@ -69,7 +69,7 @@ def test_an_import_holds_a_block_and_an_export_a_tensor(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     for path in tmp_path.iterdir():
         shutil.rmtree(path)  # pytest would keep 230 MiB for a while

@@ -196,5 +196,5 @@ for words in (["train"], ["probe", "leak"]):
     except SystemExit as reached:
         print(words, reached)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout == "['train'] []\n['probe', 'leak'] []\n", done.stderr

@@ -30,7 +30,7 @@ digest=$(sha256sum "$source/manifest.json" | cut -d " " -f 1)
 echo '{"format": "sft checkpoint 1", "checkpoint_sha256": "'$digest'", "files": {}}' > "$target.tmp-1/manifest.json"
 mv "$target.tmp-1" "$target"
 """
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 
 
 class Run:

@@ -35,7 +35,7 @@ def install(tmp_path: Path, *args: str, **env: str) -> tuple[int, str, list[dict
     clean = {name: value for name, value in os.environ.items() if name not in ("CPATH", "NVTE_FRAMEWORK")}
     clean |= {"PYTHON": str(python), "CALLS": str(calls)} | env
     command = [str(ROOT / "launch/install.sh"), *args]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240)
     made = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
     return done.returncode, done.stderr, made
 

@@ -32,7 +32,7 @@ received = []
 if name := os.environ.get("SIGNAL_PARENT"):
     signal.signal(getattr(signal, name), lambda *_: received.append(name))
     os.kill(os.getppid(), getattr(signal, name))
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 240
     while not received:
         assert time.monotonic() < deadline, name
         time.sleep(0.01)
@@ -71,7 +71,7 @@ for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
     subprocess.run(task, env=os.environ | of_node, check=True)
 for number, name in enumerate(os.environ.get("SIGNALS", "").split()):
     os.kill(os.getppid(), getattr(signal, "SIG" + name))
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 240
     while not (len(forwarded) > number if name == "USR1" else "squeue" in open(os.environ["CALLS"]).read()):
         assert time.monotonic() < deadline, name
         time.sleep(0.01)

@@ -34,7 +34,7 @@ from sft.hf.source import open_source
 from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
 from sft.parallel.layout import padded_vocab_size
 
-BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a reader loads its chunk
+BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a resume loads its chunk
 
 # Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one only with
 # Transformer Engine.  Megatron ignores extra states that it does not request.

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint.metadata as md
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import ReadItem
 
 from sft.errors import CheckpointError
 from sft.file_digest import Entry, HashingFile
@@ -25,17 +24,6 @@ from sft.mcore.checkpoint_io.metadata_index import INDEX
 from sft.mcore.checkpoint_io.safe_reader import SafeReader
 
 FILE_BYTES = 4 << 30  # largest file, so that ranks can divide the files among themselves to verify a checkpoint
-
-
-class _SingleTensorPlanner(DefaultLoadPlanner):
-    """Makes torch read all slices into one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def lookup_tensor(self, index: md.MetadataIndex) -> torch.Tensor:
-        return self._target
 
 
 class TorchDistReader:
@@ -58,14 +46,25 @@ class TorchDistReader:
         return dtype
 
     def read(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The slice of shape `sizes` at `offset`.  Needs memory for this slice and for the largest stored chunk."""
-        target = torch.empty(*sizes, dtype=self.dtype(key))
+        """The slice of shape `sizes` at `offset`, in mapped memory if one stored chunk holds it.  Only for reading."""
         wanted = md.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(sizes))
         items = self._chunks[key].read_items([wanted])
-        if sum(math.prod(item.lengths) for item in items) != target.numel():
+        if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):
             raise CheckpointError(f"{self._folder}: chunks of {key} are missing or stored more than once.")
-        self._reader.read_data(LoadPlan(items), _SingleTensorPlanner(target))
+        if len(items) == 1:
+            return self._stored(items[0])
+        target = torch.empty(*sizes, dtype=self.dtype(key))
+        for item in items:
+            target[_slices(item.dest_offsets, item.lengths)] = self._stored(item)
         return target
+
+    def _stored(self, item: ReadItem) -> torch.Tensor:
+        """The part of a chunk that `item` names, in mapped memory."""
+        return self._reader.mapped_chunk(item.storage_index)[_slices(item.storage_offsets, item.lengths)]
+
+
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))
 
 
 class TorchDistWriter:

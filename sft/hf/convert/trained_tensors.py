@@ -78,4 +78,4 @@ class _ViewReader:
     def _rows(self, mapping: TensorMapping, start: int, count: int) -> torch.Tensor:
         depth, row_shape = len(mapping.stack_index), mapping.row_shape
         offset = (*mapping.stack_index, start, *[0] * len(row_shape))
-        return self._reader.read(mapping.key, offset, (*[1] * depth, count, *row_shape)).view(count, *row_shape)
+        return self._reader.read(mapping.key, offset, (*[1] * depth, count, *row_shape)).reshape(count, *row_shape)

@@ -10,6 +10,8 @@ Decides which contents of files may be read.  `engine_state.py` decides what a c
 
 import functools
 import io
+import mmap
+import os
 import pickle
 import re
 import warnings
@@ -25,6 +27,7 @@ import torch.distributed.checkpoint.metadata as md
 from megatron.core.dist_checkpointing.strategies.checkpointable import LocalShardsContainer
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.safe_globals import SAFE_GLOBALS
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
@@ -137,9 +140,34 @@ class SafeReader(dcp.FileSystemReader):
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        with self._reading_tensors():
+            return super().read_data(plan, planner)
+
+    def mapped_chunk(self, index: md.MetadataIndex) -> torch.Tensor:
+        """One stored chunk, in memory to which the file is mapped as long as the tensor exists.  Only for reading."""
+        info: _StorageInfo = self.storage_data[index]
+        with self._reading_tensors(), (self.folder / info.relative_path).open("rb") as file:
+            with FakeTensorMode():  # makes torch say where the numbers are instead of reading them
+                chunk = torch.load(self._slice_file(file, info), map_location="cpu", weights_only=True)
+            storage = chunk.untyped_storage()
+            start = info.offset + storage._checkpoint_offset
+            if start + storage.nbytes() > min(info.offset + info.length, os.fstat(file.fileno()).st_size):
+                raise CheckpointError(f"{self._position()} cannot be read: it ends before its last number.")
+            if not storage.nbytes():
+                return torch.empty(chunk.shape, dtype=chunk.dtype)
+            padding = start % mmap.ALLOCATIONGRANULARITY
+            content = mmap.mmap(
+                file.fileno(), padding + storage.nbytes(), access=mmap.ACCESS_COPY, offset=start - padding
+            )
+            count = storage.nbytes() // chunk.itemsize
+            numbers = torch.frombuffer(content, dtype=chunk.dtype, count=count, offset=padding)
+            return numbers.as_strided(chunk.shape, chunk.stride(), chunk.storage_offset())
+
+    @contextmanager
+    def _reading_tensors(self) -> Iterator[None]:
         try:
             with _only_safe_globals([]):  # tensors need no classes
-                return super().read_data(plan, planner)
+                yield
         except CheckpointError:
             raise
         except Exception as error:  # a broken or hostile file can raise any error

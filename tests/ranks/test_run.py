@@ -74,12 +74,18 @@ def test_a_finished_run_says_so_and_does_nothing(finished: tuple[Path, str]) -> 
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_killed_run_continues_as_if_nothing_had_happened(
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a dataset by name is trained on like its rows in a file."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     reference, _ = finished
-    chats(tmp_path, 60)
+    (tmp_path / "rows").mkdir()
+    chats(tmp_path / "rows", 60, "train.jsonl")
     chats(tmp_path, 7, "held_out.jsonl")
     chats(tmp_path, 3, "more.jsonl")
-    overrides = RUN + [held_out(tmp_path)]
+    overrides = RUN + [held_out(tmp_path), f"data.train={{chat: {{dataset: {tmp_path}/rows, split: train}}}}"]
     processes = launch(tmp_path, overrides)
     deadline = time.monotonic() + 240
     while not (tmp_path / "run/checkpoints/iter_0000002").exists() and time.monotonic() < deadline:

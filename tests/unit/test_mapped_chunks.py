@@ -1,7 +1,9 @@
 """A stored chunk in mapped memory is what was saved, however it was stored; and no more than its entry is read."""
 
 import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +58,25 @@ def test_writing_to_it_does_not_reach_the_file(tmp_path: Path) -> None:
     mapped(folder).zero_()
     assert mapped(folder).tolist() == NUMBERS.tolist()
     assert mapped(folder, "scale").tolist() == [1.0] * 5
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.made),)
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    folder, stream = save(tmp_path / "iter_0000003"), io.BytesIO()
+    torch.save([NUMBERS, Hostile(tmp_path / "made")], stream)
+    put(folder, KEY, stream.getvalue())
+    with pytest.raises(CheckpointError, match=r"^weight in .*\.distcp cannot be read: it names posix.mkdir"):
+        mapped(folder)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("damage", ["more numbers than the entry", "cut", "no tensor"])

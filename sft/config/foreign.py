@@ -72,9 +72,14 @@ CALLED_HERE = {name: key for key, names in _NAMES.items() for name in names.spli
 
 _REASONS = {
     "LoRA and other adapters are not supported yet; all weights are trained": "lora lora_r lora_alpha lora_rank"
-    " lora_dropout lora_target_modules lora_target_linear peft peft_config use_peft adapter qlora finetuning_type",
-    "Weights are trained in bf16 or fp32 (run.precision), not quantised": "load_in_4bit"
-    " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type",
+    " lora_dropout lora_target_modules lora_target_linear peft peft_config use_peft adapter finetuning_type",
+    "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported": "load_in_4bit"
+    " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
+    " bnb_4bit_use_double_quant qlora use_qlora use_qalora loftq_config loftq_bits",
+    "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not supported": "dora"
+    " use_dora lora_bias use_bdlora alora_invocation_tokens kasa_config velora_config arrow_config",
+    "A starts random and B at zero; starts that change the base weights are not supported": "init_lora_weights"
+    " peft_init_lora_weights pissa pissa_init pissa_iter eva_config corda_config lora_ga_config",
     "fp16 is not supported; run.precision is bf16 or fp32": "fp16 half",
     "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the number of packs per step, over "
     "all GPUs": "batch_size micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"

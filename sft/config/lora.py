@@ -1,0 +1,65 @@
+"""Keys of LoRA: which modules get adapters, their size and scale, and what an export writes."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from sft.config.section import Path, Positive, Section
+
+ALL_LINEAR = "all-linear"
+_PATTERN = re.compile(r"[\w.*?\[\]!-]+")
+
+
+class LoraConfig(Section):
+    """y = x W^T + scale (x A^T) B^T; A [rank, in] and B [out, rank] are trained, W is not (arXiv:2106.09685)."""
+
+    rank: Positive = 16
+    """Rows of A and columns of B, of every adapter."""
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """The product of B and A is multiplied by alpha / rank, or with rslora by alpha / sqrt(rank)."""
+    dropout: float = 0.0
+    """Only 0: a random mask on the input of A would differ between layouts."""
+    targets: Annotated[list[str], Field(min_length=1)] = [ALL_LINEAR]
+    """Modules with adapters, by Hugging Face's names: q_proj, patterns with * and ?, or all-linear (not experts)."""
+    exclude: list[str] = []
+    """Names or patterns of modules without adapters, although targets name them."""
+    rslora: bool = False
+    """Scale of alpha / sqrt(rank) (rank-stabilised LoRA, arXiv:2312.03732)."""
+    train_embeddings: bool = False
+    """Also train the whole input embedding, which PEFT calls modules_to_save."""
+    train_head: bool = False
+    """Also train the whole output weight, which PEFT calls modules_to_save."""
+    init_from: Path | None = None
+    """Folder of a PEFT adapter that a new run continues; null means A random and B zero."""
+    lr_ratio: Annotated[float, Field(gt=0.0)] = 1.0
+    """Learning rate of B divided by that of A, which is optim.lr (LoRA+, arXiv:2402.12354)."""
+    export: Literal["adapter", "merged"] = "adapter"
+    """adapter: exports are PEFT folders.  merged: exports are whole models, with the adapters added to the weights."""
+
+    @property
+    def scale(self) -> float:
+        """rank 16, alpha 32 -> 2.0; with rslora 8.0"""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.dropout != 0.0:
+            yield "dropout", (
+                f"= {self.dropout:g} is not supported: the random mask of a token would depend on the layout, and so "
+                "would the loss; use 0"
+            )
+        for field, names in (("targets", self.targets), ("exclude", self.exclude)):
+            for i, name in enumerate(names):
+                if not _PATTERN.fullmatch(name):
+                    yield field, (
+                        f'contains "{name}", which is no name or pattern of modules; write names such as q_proj, or '
+                        "patterns with * and ?, such as model.layers.1?.*; regular expressions are not supported"
+                    )
+                elif name in names[:i]:
+                    yield field, f"contains {name} twice; remove one"
+        if both := sorted({*self.targets} & {*self.exclude}):
+            yield "exclude", f"names {', '.join(both)}, which targets name, too; remove it from one of them"
+        elif ALL_LINEAR in self.exclude:
+            yield "exclude", f"cannot be {ALL_LINEAR}; name the modules that shall have adapters in targets"

@@ -1,0 +1,86 @@
+"""Names of modules with adapters, as PEFT needs them to find the same modules again.
+
+PEFT 0.21.2 on transformers 5 reads adapters of single experts.  It stacks them: experts.gate_up_proj gets an adapter of
+twice the rank, whose B has blocks of gate and up on its diagonal, and experts.down_proj one of the rank itself.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+_GATE_UP = ({"gate_proj", "up_proj"}, {"w1", "w3"})  # w1, w2, w3: Mixtral
+_DOWN = ({"down_proj"}, {"w2"})
+_TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model)\.(?=layers\.|embed_tokens\b|norm\b)")
+
+
+def module_of(tensor: str, *, has_vision: bool = False) -> str:
+    """The module of a weight.  has_vision: the files name the language model of a model with a vision tower
+
+    model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj; with has_vision
+    model.language_model.layers.0.self_attn.q_proj, which is the name in the memory of transformers 5
+    """
+    module = tensor.removesuffix(".weight")
+    if not has_vision:
+        return module
+    if text := _TEXT.match(module):
+        return f"model.language_model.{module[text.end() :]}"
+    return module.removeprefix("language_model.")
+
+
+def target_modules(adapted: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The shortest endings of names that PEFT matches with all modules `adapted` and with none of `others`, sorted.
+
+    a.0.q_proj, a.1.q_proj; others a.0.k_proj -> q_proj
+    a.1.q_proj; others a.0.q_proj -> 1.q_proj
+    An ending is matched as a whole name or after a dot.  A name that is the ending of another one stays whole.
+    """
+    taken = {ending for name in others for ending in _endings(name)}
+    return sorted({next((ending for ending in _endings(name) if ending not in taken), name) for name in adapted})
+
+
+def _endings(name: str) -> list[str]:
+    """a.0.q -> q, 0.q, a.0.q"""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in reversed(range(len(parts)))]
+
+
+def expert_options(modules: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:
+    """The options that make PEFT stack the adapters of experts; none without adapters of experts.
+
+    PEFT derives them from target_modules for some families, among them qwen3_moe, but not for qwen2_moe, for which it
+    would leave the experts without adapters.
+    """
+    leaves = {match[3] for name in modules if (match := _EXPERT.fullmatch(name))}
+    options: dict[str, Any] = {}
+    if leaves & set().union(*_DOWN):
+        options["target_parameters"] = ["experts.down_proj"]
+    if leaves & set().union(*_GATE_UP):
+        name = r".*\.gate_up_proj"
+        options["target_parameters"] = [*options.get("target_parameters", ()), "experts.gate_up_proj"]
+        options |= {"rank_pattern": {name: 2 * rank}, "alpha_pattern": {name: 2 * alpha}}
+    return options
+
+
+def lost_by_peft(modules: Iterable[str], *, rslora: bool) -> str | None:
+    """Why PEFT would not compute what was trained, as sentences; None if it would.
+
+    PEFT 0.21.2 reads such a folder, often without an error, and leaves adapters out or scales them wrongly.
+    """
+    blocks: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for module in modules:
+        if match := _EXPERT.fullmatch(module):
+            blocks[match[1]][match[3]].add(int(match[2]))
+    for block, experts in blocks.items():  # experts: their numbers, by name of the matrix
+        gate_up = next((pair for pair in _GATE_UP if pair & set(experts)), set())
+        if gate_up - set(experts) or (gate_up and not any(down & set(experts) for down in _DOWN)):
+            return (
+                f"{block} has adapters of {', '.join(sorted(experts))} alone.  PEFT reads those of gate, up and down "
+                "together, or of down alone"
+            )
+        if any(numbers != set(range(max(map(max, experts.values())) + 1)) for numbers in experts.values()):
+            return f"{block} has adapters of some experts only.  PEFT stacks those of all experts"
+        if gate_up and rslora:
+            return f"{block} has adapters with rslora.  PEFT stacks gate and up, and scales them by sqrt(2) too much"
+    return None

@@ -1,0 +1,281 @@
+"""PEFT's folders: what PEFT writes is read exactly, and what we write computes the same in PEFT."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft.file_digest import Entry
+from sft.hf.peft import folder as peft_folder
+from sft.hf.peft.config import AdapterConfig
+from sft.hf.peft.folder import Contents
+from sft.hf.peft.merge import merged
+from sft.hf.peft.targets import module_of, target_modules
+from tests.unit.fixtures import hf, peft, vision
+from tests.unit.fixtures.peft import ALPHA, ATTENTION, MLP, RANK
+
+# Logits are up to about 10, and fp32 sums them in another order when the adapter is a part of the weight.
+LOGITS = 1e-4
+# Every adapter that is lost changes some logit by more.
+LOST = 0.1
+MIXTRAL = ["w1", "w2", "w3"]
+PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+Module = tuple[torch.Tensor, torch.Tensor]
+
+
+def in_experts(module: str) -> bool:
+    return ".experts." in module
+
+
+class Written:
+    """A small random model, an adapter of ours for some of its modules, and the model with the adapter merged.
+
+    chosen: whether a module whose last name is in `leaves` gets an adapter
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        save: Callable[[Path], Any],
+        leaves: list[str],
+        chosen: Callable[[str], bool] = lambda module: True,
+        *,
+        has_vision: bool = False,
+        **config: Any,
+    ) -> None:
+        self.path, self.has_vision, self.base, self.folder = path, has_vision, path / "base", path / "adapter"
+        save(self.base)
+        self.weights = hf.tensors(self.base)
+        self.name_of = {
+            module_of(name, has_vision=has_vision): name for name in self.weights if name.endswith("weight")
+        }
+        towers = ("vision_tower", "visual", "multi_modal")
+        self.modules = {
+            module: tuple(self.weights[name].shape)
+            for module, name in self.name_of.items()
+            if module.rpartition(".")[2] in leaves and chosen(module) and not any(tower in name for tower in towers)
+        }
+        self.config = AdapterConfig(**{"rank": RANK, "alpha": float(ALPHA)} | config)
+        self.saved: dict[str, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(3)
+        self.factors: dict[str, Module] = {
+            module: (
+                0.2 * torch.randn(RANK, num_columns, generator=generator),
+                0.2 * torch.randn(num_rows, RANK, generator=generator),
+            )
+            for module, (num_rows, num_columns) in self.modules.items()
+        }
+
+    def contents(self) -> Contents:
+        shapes = {module: tuple(weight.shape) for module, weight in self.saved.items()}
+        return Contents(config=self.config, modules=self.modules, saved=shapes)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """One after the other, in the order of the file."""
+        values = {peft_folder.key_of_saved(module): weight for module, weight in self.saved.items()}
+        for module, (a, b) in self.factors.items():
+            values |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+        yield from ((key, values[key]) for key in self.contents().shapes())
+
+    def write(self, **options: Any) -> Path:
+        others = [module for module in self.name_of if module not in self.modules]
+        peft_folder.write(self.folder, self.contents(), self.tensors(), others=others, **options)
+        return self.folder
+
+    def load(self, folder: Path) -> Any:
+        import transformers
+
+        kind = "ImageTextToText" if self.has_vision else "CausalLM"
+        return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def reference(self) -> torch.Tensor:
+        """Logits of transformers' model with weights W + scale * B A, which float64 computes."""
+        weights = dict(self.weights)
+        for module, (a, b) in self.factors.items():
+            weight = weights[self.name_of[module]].double() + self.config.scale * (b.double() @ a.double())
+            weights[self.name_of[module]] = weight.float()
+        stored = [module for module in self.saved if module in self.name_of]  # no tied output weight
+        weights |= {self.name_of[module]: self.saved[module] for module in stored}
+        content = json.loads((self.base / "config.json").read_text())
+        return peft.logits(self.load(hf.write(self.path / "merged", content, weights)))
+
+
+@pytest.mark.parametrize(
+    "family, targets",
+    [("llama", ATTENTION), ("qwen3", "all-linear"), ("phi3", "all-linear"), ("qwen3_moe", ATTENTION)],
+)
+def test_what_peft_writes_is_read_exactly(tmp_path: Path, family: str, targets: Any) -> None:
+    model = peft.adapted(hf.build(family), target_modules=targets)
+    model.save_pretrained(tmp_path)
+    adapter = peft_folder.read(tmp_path)
+    expected = peft.factors(model)
+    assert adapter.contents.config == AdapterConfig(rank=RANK, alpha=ALPHA, base=adapter.contents.config.base)
+    assert adapter.contents.modules == {module: (len(b), a.shape[1]) for module, (a, b) in expected.items()}
+    leaves = {"llama": ATTENTION, "qwen3_moe": ATTENTION, "qwen3": ATTENTION + MLP, "phi3": PHI3}[family]
+    assert {module.rpartition(".")[2] for module in expected} == {*leaves}
+    assert len(expected) == hf.LAYERS * len(leaves)
+    for module, factors in expected.items():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(adapter.factors(module), factors, strict=True))
+
+
+def test_weights_that_peft_trains_whole_are_read_exactly(tmp_path: Path) -> None:
+    model = peft.adapted(hf.build("qwen3"), target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model.save_pretrained(tmp_path)
+    adapter = peft_folder.read(tmp_path)
+    shape = (hf.VOCAB, hf.WIDTH)
+    assert adapter.contents.saved == {"model.embed_tokens": shape, "lm_head": shape}
+    trained = model.base_model.model
+    assert torch.equal(adapter.saved("lm_head"), trained.lm_head.modules_to_save.default.weight)
+    embedding = trained.model.embed_tokens.modules_to_save.default.weight
+    assert torch.equal(adapter.saved("model.embed_tokens"), embedding)
+
+
+def test_a_tied_embedding_that_peft_trains_is_read(tmp_path: Path) -> None:
+    """PEFT stores it twice, and names only one in modules_to_save."""
+    options = dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    peft.adapted(hf.build("qwen3", tied=True), **options).save_pretrained(tmp_path)
+    adapter = peft_folder.read(tmp_path)
+    assert adapter.contents.config.tied
+    assert torch.equal(adapter.saved("lm_head"), adapter.saved("model.embed_tokens"))
+
+
+@pytest.mark.parametrize(
+    "family, leaves, chosen",
+    [
+        ("llama", ATTENTION + MLP, None),
+        ("qwen3", ["q_proj", "down_proj"], lambda module: ".layers.1." in module),
+        ("phi3", PHI3, None),
+        ("qwen3_moe", ATTENTION, None),
+        ("qwen3_moe", ATTENTION + MLP, None),
+        ("qwen3_moe", ["down_proj"], None),
+        ("qwen2_moe", ATTENTION + MLP, None),
+        ("qwen2_moe", ATTENTION + MLP, lambda module: not in_experts(module)),
+        ("qwen2_moe", MLP, in_experts),
+        ("mixtral", ATTENTION + MIXTRAL, None),
+        ("olmoe", MLP, None),
+    ],
+)
+def test_peft_computes_the_same_with_what_we_write(
+    tmp_path: Path, family: str, leaves: list[str], chosen: Callable[[str], bool] | None
+) -> None:
+    ours = Written(tmp_path, lambda path: hf.save(path, family), leaves, chosen or (lambda module: True))
+    assert_peft_computes_the_same(ours)
+
+
+@pytest.mark.parametrize("family", ["mistral3", "ministral3", "qwen2_5_vl", "qwen3_vl"])
+def test_peft_computes_the_same_beside_a_vision_tower(tmp_path: Path, family: str) -> None:
+    """Its modules have other names in memory than in the files, and q_proj may be in the tower, too."""
+    ours = Written(tmp_path, lambda path: vision.save(path, family), ATTENTION + MLP, has_vision=True)
+    assert_peft_computes_the_same(ours)
+
+
+def test_peft_has_our_scale_with_rslora(tmp_path: Path) -> None:
+    ours = Written(tmp_path, lambda path: hf.save(path, "llama"), ["q_proj"], rslora=True, alpha=2.5)
+    assert ours.config.scale == 1.25
+    assert_peft_computes_the_same(ours)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_peft_has_the_weights_that_we_train_whole(tmp_path: Path, tied: bool) -> None:
+    ours = Written(tmp_path, lambda path: hf.save(path, "qwen3", tied=tied), ["q_proj"], tied=tied)
+    embedding = torch.randn(hf.VOCAB, hf.WIDTH, generator=torch.Generator().manual_seed(4))
+    ours.saved = {"model.embed_tokens": embedding, "lm_head": embedding if tied else embedding.flip(0)}
+    assert_peft_computes_the_same(ours)
+
+
+def assert_peft_computes_the_same(ours: Written) -> None:
+    model = peft.loaded(ours.load(ours.base), ours.write())
+    expected, without = ours.reference(), peft.logits(ours.load(ours.base))
+    assert (expected - without).abs().max() > LOST
+    torch.testing.assert_close(peft.logits(model), expected, atol=LOGITS, rtol=0)
+    stacked = [module for module in peft.factors(model) if module.endswith(("experts", "experts.base_layer"))]
+    assert bool(stacked) is any(map(in_experts, ours.modules))
+    assert {*peft.factors(model)} - {*stacked} == {module for module in ours.modules if not in_experts(module)}
+
+
+def test_what_we_write_is_read_again(tmp_path: Path) -> None:
+    """Also the options for experts, which a folder with stacked adapters has as well."""
+    ours = Written(
+        tmp_path,
+        lambda path: hf.save(path, "qwen3_moe"),
+        ["q_proj", *MLP],
+        dropout=0.0,
+        base="org/model",
+        revision="main",
+    )
+    ours.saved = {"lm_head": torch.arange(6.0).reshape(3, 2)}
+    adapter = peft_folder.read(ours.write(dtype=torch.bfloat16))
+    assert adapter.contents == ours.contents()
+    adapter.check(ours.modules, adapter.contents.saved)
+    for module, factors in ours.factors.items():
+        for stored, value in zip(adapter.factors(module), factors, strict=True):
+            assert torch.equal(stored, value.bfloat16())
+    assert torch.equal(adapter.saved("lm_head").float(), ours.saved["lm_head"])
+
+
+def test_the_configuration_that_we_write(tmp_path: Path) -> None:
+    ours = Written(tmp_path, lambda path: hf.save(path, "qwen3"), ATTENTION + MLP, base="org/model")
+    seen: list[str] = []
+
+    def finish(folder: Path, entries: dict[str, Entry]) -> None:
+        seen.extend(sorted(path.name for path in folder.iterdir()))
+        assert entries.keys() == {"adapter_model.safetensors"}
+
+    content = json.loads((ours.write(finish=finish) / "adapter_config.json").read_text())
+    assert seen == ["adapter_config.json", "adapter_model.safetensors"]
+    assert content["base_model_name_or_path"] == "org/model"
+    assert content["target_modules"] == sorted(ATTENTION + MLP)
+    assert content["lora_alpha"] == ALPHA and isinstance(content["lora_alpha"], int)
+    assert not {"rank_pattern", "alpha_pattern", "target_parameters"} & content.keys()
+
+
+def test_an_adapter_is_one_file_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT reads one file only."""
+    monkeypatch.setattr("sft.hf.safetensors_writer.write_tensors.__defaults__", (100,))  # bytes of a file
+    folder = Written(tmp_path, lambda path: hf.save(path, "llama"), ATTENTION).write()
+    assert [path.name for path in folder.glob("*.safetensors*")] == ["adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "adapted, others, endings",
+    [
+        ("a.0.q a.1.q", "a.0.k a.1.k", "q"),
+        ("a.1.q a.1.k", "a.0.q", "1.q k"),
+        ("a.1.q", "a.0.q a.11.q", "1.q"),
+        ("a.0.q_proj", "a.0.kq_proj", "q_proj"),
+        ("a.q", "b.a.q", "a.q"),  # PEFT's matching cannot tell them apart
+        ("t.0.attn.q", "v.0.attn.q", "t.0.attn.q"),
+    ],
+)
+def test_target_modules_are_the_shortest_endings_that_are_exact(adapted: str, others: str, endings: str) -> None:
+    assert target_modules(adapted.split(), others.split()) == endings.split()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_merged_weight_is_that_of_peft(rslora: bool) -> None:
+    model = peft.adapted(hf.build("llama"), target_modules=["q_proj"], use_rslora=rslora)
+    name = "model.layers.1.self_attn.q_proj"
+    weight = model.base_model.model.get_submodule(name).base_layer.weight.detach().clone()
+    a, b = peft.factors(model)[name]
+    scale = AdapterConfig(rank=RANK, alpha=ALPHA, rslora=rslora).scale
+    theirs = model.merge_and_unload().get_submodule(name).weight
+    torch.testing.assert_close(merged(weight, a, b, scale), theirs, atol=1e-6, rtol=0)  # sums of 4 products in fp32
+
+
+def test_a_merged_weight_is_rounded_once() -> None:
+    """1 + 2^-9 + 2^-9 is 1 + 2^-8 in exact numbers, and 1 if each sum is rounded to bf16, which has 8 bits."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    a = torch.full((2, 1), 2.0**-8, dtype=torch.bfloat16)
+    b = torch.ones(1, 2, dtype=torch.bfloat16)
+    assert merged(one, a, b, 0.5).item() == 1.0  # halfway, to even
+    assert merged(one, a, b, 1.0).item() == 1.0 + 2.0**-7
+    # B A is 1 + 2^-8 + 2^-9, which bf16 rounds to 1 + 2^-7.  Minus 1, it is 2^-8 + 2^-9, which bf16 has.
+    a = torch.tensor([[1.0], [2.0**-8 + 2.0**-9]], dtype=torch.bfloat16)
+    assert merged(-one, a, b, 1.0).item() == 2.0**-8 + 2.0**-9
+    double = torch.full((1, 1), 1.0, dtype=torch.float64)
+    assert merged(double, a.double() * 2.0**-40, b.double(), 1.0).item() == 1.0 + 2.0**-40 * (1 + 2.0**-8 + 2.0**-9)

@@ -268,14 +268,11 @@ def test_a_merged_weight_is_that_of_peft(rslora: bool) -> None:
 
 
 def test_a_merged_weight_is_rounded_once() -> None:
-    """1 + 2^-9 + 2^-9 is 1 + 2^-8 in exact numbers, and 1 if each sum is rounded to bf16, which has 8 bits."""
-    one = torch.ones(1, 1, dtype=torch.bfloat16)
-    a = torch.full((2, 1), 2.0**-8, dtype=torch.bfloat16)
-    b = torch.ones(1, 2, dtype=torch.bfloat16)
-    assert merged(one, a, b, 0.5).item() == 1.0  # halfway, to even
-    assert merged(one, a, b, 1.0).item() == 1.0 + 2.0**-7
-    # B A is 1 + 2^-8 + 2^-9, which bf16 rounds to 1 + 2^-7.  Minus 1, it is 2^-8 + 2^-9, which bf16 has.
-    a = torch.tensor([[1.0], [2.0**-8 + 2.0**-9]], dtype=torch.bfloat16)
-    assert merged(-one, a, b, 1.0).item() == 2.0**-8 + 2.0**-9
-    double = torch.full((1, 1), 1.0, dtype=torch.float64)
-    assert merged(double, a.double() * 2.0**-40, b.double(), 1.0).item() == 1.0 + 2.0**-40 * (1 + 2.0**-8 + 2.0**-9)
+    """-1 + (1 + 2^-12) is 2^-12.  bf16, which has 8 bits, rounds the second number to 1, and so the sum to 0."""
+    weight, b = -torch.ones(1, 1), torch.ones(1, 2)
+    a = torch.tensor([[1.0], [2.0**-12]])
+    assert merged(weight.bfloat16(), a, b, 1.0).item() == 2.0**-12
+    assert merged(weight.bfloat16(), a.sum(0, keepdim=True), b[:, :1].bfloat16(), 1.0).item() == 2.0**-12
+    assert merged(weight.bfloat16(), a, b, 1.0).dtype == torch.bfloat16
+    a = torch.tensor([[1.0], [2.0**-40]], dtype=torch.float64)
+    assert merged(weight.double(), a, b.double(), 1.0).item() == 2.0**-40

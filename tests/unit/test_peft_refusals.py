@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 
 from sft.config.lora import LoraConfig
@@ -260,3 +262,29 @@ def test_numbers_that_the_type_of_the_file_cannot_hold(tmp_path: Path) -> None:
         == "base_model.model.q.lora_A.weight has numbers that are not finite in torch.float16.  Nothing was written."
     )
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "leaves, rslora", [(["gate_proj", "up_proj"], False), (["gate_proj", "up_proj", "down_proj"], True)]
+)
+def test_peft_still_loses_what_we_refuse_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: list[str], rslora: bool
+) -> None:
+    """If this fails, PEFT reads such folders, and `lost_by_peft` can go."""
+    base = hf.save(tmp_path / "base", "qwen3_moe")
+    weights = hf.tensors(base)
+    modules = {name.removesuffix(".weight"): weights[name] for name in weights if name.split(".")[-2] in leaves}
+    config = AdapterConfig(rank=RANK, alpha=float(ALPHA), rslora=rslora)
+    contents = Contents(config=config, modules={name: tuple(weight.shape) for name, weight in modules.items()})
+    generator = torch.Generator().manual_seed(2)
+    tensors = {key: 0.2 * torch.randn(shape, generator=generator) for key, shape in contents.shapes().items()}
+    monkeypatch.setattr(peft_folder, "lost_by_peft", lambda modules, rslora: None)
+    peft_folder.write(tmp_path / "adapter", contents, tensors.items(), others=[])
+    for module, weight in modules.items():
+        a, b = (tensors[key].double() for key in (peft_folder.key_of_a(module), peft_folder.key_of_b(module)))
+        weights[f"{module}.weight"] = (weight + config.scale * (b @ a)).float()
+    merged = hf.load(hf.write(tmp_path / "merged", json.loads((base / "config.json").read_text()), weights))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(hf.load(base), tmp_path / "adapter")
+    assert (peft.logits(model) - peft.logits(merged)).abs().max() > 0.1

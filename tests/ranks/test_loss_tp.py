@@ -60,12 +60,13 @@ class Call:
     vocab: int = 70
     upstream: float | list[Tensor | None] = 1.0
     into_main_grad: bool = False
+    frozen: bool = False
 
     def check(self, found: Outcome) -> None:
         """`found` is what the definition says."""
         c, loss = self.case, self.loss
         wanted = expected(c, self.upstream, self.vocab, z_loss_coef=loss.z_loss_coef, entropy_coef=loss.entropy_coef)
-        check(found, wanted)
+        check(found, replace(wanted, weight=torch.zeros_like(wanted.weight)) if self.frozen else wanted)
         assert not found.weight[self.vocab :].any()  # exactly 0
         assert not found.hidden[~c.supervised].any()
 
@@ -95,6 +96,15 @@ def main_grads(tp: int) -> list[Call]:
     calls = [Call(case=case(70, s), loss=loss) for s in (SPREAD, LATE) for loss in FUSED]
     calls += [call for call in statistics(tp) if call.loss.impl == "fused"]
     return [replace(call, into_main_grad=True) for call in calls]
+
+
+def frozen(tp: int) -> list[Call]:
+    """In pairs: with a trained weight and with a frozen one."""
+    trained = [Call(case=case(70, s), loss=with_terms(loss, TERMS["all"])) for s in (SPREAD, LATE, []) for loss in EACH]
+    trained += [call for call in statistics(tp) if call.vocab == 70]
+    trained += [replace(call, into_main_grad=True) for call in trained if call.loss.impl == "fused"]
+    trained += [Call(case=case(70), loss=loss, upstream=1 / 3) for loss in EACH]
+    return [call for pair in ((call, replace(call, frozen=True)) for call in trained) for call in pair]
 
 
 def nothing(tp: int) -> list[Call]:
@@ -149,6 +159,7 @@ TOPICS: list[Calls] = [
     more_terms,
     statistics,
     main_grads,
+    frozen,
     nothing,
     huge_padding,
     far_apart,
@@ -178,7 +189,9 @@ def on_each(tp: int, sequence_parallel: bool) -> bytes:
 def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: Call) -> Outcome:
     hidden, weight = inputs(place, sequence_parallel, call.case)
     targets, upstream = call.case.targets(), call.upstream
-    if call.into_main_grad:
+    if call.frozen:
+        weight.requires_grad_(False)
+    elif call.into_main_grad:
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     shard = VocabShard.of(weight, call.vocab, place.tp, sequence_parallel=sequence_parallel)
     if isinstance(upstream, list):
@@ -192,13 +205,23 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
             evaluated = lm_loss(hidden, shard, targets, call.loss)[0]
         assert torch.equal(evaluated, total.detach())  # the same with and without gradients
         (total * upstream).backward()
-    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad is not None and (weight.grad is None) == call.frozen
     return Outcome(
         loss=total.detach(),
         hidden=hidden.grad,
-        weight=weight.main_grad if call.into_main_grad else weight.grad,  # type: ignore[attr-defined]
+        weight=weight_gradient(weight, call),
         rows=tuple(None if column is None else column.detach() for column in rows),
     )
+
+
+def weight_gradient(weight: Tensor, call: Call) -> Tensor:
+    """Zeros if the weight is frozen."""
+    if call.frozen:
+        assert not hasattr(weight, "grad_added_to_main_grad")
+        return torch.zeros_like(weight)
+    gradient: Tensor | None = weight.main_grad if call.into_main_grad else weight.grad  # type: ignore[attr-defined]
+    assert gradient is not None
+    return gradient
 
 
 def inputs(place: process_groups.ProcessGroups, sequence_parallel: bool, c: Case) -> tuple[Tensor, Tensor]:
@@ -259,7 +282,7 @@ on_layouts = pytest.mark.parametrize("tp, sequence_parallel", [(2, False), (4, T
 @on_layouts
 @pytest.mark.parametrize(
     "topic",
-    [plain, more_terms, statistics, main_grads, huge_padding, bad_rows],
+    [plain, more_terms, statistics, main_grads, frozen, huge_padding, bad_rows],
     ids=lambda topic: topic.__name__,
 )
 def test_a_split_vocabulary_gives_what_the_definition_says(
@@ -267,6 +290,15 @@ def test_a_split_vocabulary_gives_what_the_definition_says(
 ) -> None:
     for call, found in layouts.of(topic, tp, sequence_parallel):
         call.check(found)
+
+
+@on_layouts
+def test_a_frozen_weight_leaves_the_bits_of_the_hidden_gradient(
+    layouts: Layouts, tp: int, sequence_parallel: bool
+) -> None:
+    outcomes = [outcome for _, outcome in layouts.of(frozen, tp, sequence_parallel)]
+    for trained, found in zip(outcomes[::2], outcomes[1::2], strict=True):
+        same(found, replace(trained, weight=found.weight))
 
 
 @on_layouts

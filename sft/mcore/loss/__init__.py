@@ -5,7 +5,9 @@
     full     logits of every row and megatron-core's own cross-entropy; the reference
 
 All three split the vocabulary over tp and accept the sequence-parallel slice.  None of them communicates over cp or
-divides by a number of tokens.  Rows that only pad the vocabulary never enter the softmax.
+divides by a number of tokens.  Rows that only pad the vocabulary never enter the softmax.  If the output weight is
+frozen (`requires_grad` is False), none of them computes its gradient (1 GEMM less) or allocates memory for it; the
+gradient of the hidden states is the same, bit for bit.
 
 Reading order: `lm_loss` here, `objective.py` (the objective), then `fused.py`, `chunked.py` or `full.py`.  These three
 modules share `vocab_parallel.py` (the vocabulary over tp) and `softmax.py` (statistics and gradient of scores).

@@ -2,7 +2,8 @@
 
 In training the upstream gradient is known in advance, because the objective is a sum with fixed weights.  So `lm_loss`
 computes all gradients while the scores of a chunk exist (3 GEMMs), and keeps only the gradients.  `token_statistics` is
-for all other objectives and recomputes the scores in backward (4 GEMMs).
+for all other objectives and recomputes the scores in backward (4 GEMMs).  With a frozen output weight, each of the two
+has one GEMM less, and no buffer for the weight's gradient.
 """
 
 from collections.abc import Iterator
@@ -124,11 +125,11 @@ class _ChunkedHead:
 
 
 class _Gradients:
-    """The gradients of one call, summed over chunks.
+    """The gradients of one call, summed over chunks; that of the weight only if the weight requires one.
 
-    The gradient of the weight is summed in float32 (float64), in `main_grad` if it exists.  The gradient of the hidden
-    states has their dtype and overwrites their buffer [t, h].  Until `finish`, the first n rows of this buffer belong
-    to the n supervised tokens: a row holds an input until both GEMMs of its chunk have read it, then the gradient.
+    The gradient of the hidden states has their dtype and overwrites their buffer [t, h].  Until `finish`, the first n
+    rows of this buffer belong to the n supervised tokens: a row holds an input until all GEMMs of its chunk have read
+    it, then the gradient.
     """
 
     def __init__(self, head: "_ChunkedHead") -> None:
@@ -137,12 +138,7 @@ class _Gradients:
         self._all_supervised = self._num_rows == head.whole.shape[0]  # rows are 0 .. t - 1
         self._hidden = torch.empty_like(head.whole)
         self._hidden[self._num_rows :] = 0
-        weight, main_grad = head.shard.weight, head.shard.main_grad
-        self._into_main_grad = main_grad is not None
-        self._weight = (
-            weight.new_empty(weight.shape, dtype=accumulation_dtype(weight.dtype)) if main_grad is None else main_grad
-        )
-        self._uninitialised = main_grad is None
+        self._weight = _WeightGradient(head.shard) if head.shard.weight.requires_grad else None
 
     def inputs(self, whole: Tensor, part: slice) -> Tensor:
         """Hidden states of the rows `part`, [m, h]."""
@@ -152,35 +148,56 @@ class _Gradients:
 
     def add(self, part: slice, dscores: Tensor, inputs: Tensor) -> None:
         """Add the gradients of a chunk: dscores [m, rows of this shard], inputs [m, h].  May overwrite the inputs."""
-        _add_product(self._weight, dscores.t(), inputs, overwrite=self._uninitialised)
-        self._uninitialised = False
+        if self._weight is not None:
+            self._weight.add(dscores, inputs)
         torch.mm(dscores, self._shard.weight.detach(), out=self._hidden[part])
 
-    def finish(self, upstream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's hidden states and of its weight, times `upstream` (None: 1)."""
+    def finish(self, upstream: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Gradients of this rank's hidden states and of its weight (None: frozen), times `upstream` (None: 1)."""
         shard, supervised = self._shard, self._hidden[: self._num_rows]
-        if self._uninitialised:
-            self._weight.zero_()
-        if upstream is not None and self._into_main_grad:
+        if upstream is not None and self._weight is not None and self._weight.in_main_grad:
             torch._assert_async(upstream == 1, "the weight's gradient was summed for an upstream gradient of 1")
-        elif upstream is not None:
+            upstream = None
+        if upstream is not None:
             supervised.mul_(upstream.to(supervised.dtype))
-            if not self._uninitialised:
-                self._weight.mul_(upstream.to(self._weight.dtype))
         if not shard.sequence_parallel:
             shard.all_reduce(supervised)
         if not self._all_supervised:
             _spread(self._hidden, self._index)
         hidden = shard.reduce_scatter(self._hidden) if shard.sequence_parallel else self._hidden
-        return hidden.view(self._shape), self._weight_gradient(shard.weight)
+        return hidden.view(self._shape), None if self._weight is None else self._weight.finish(upstream)
 
-    def _weight_gradient(self, weight: Tensor) -> Tensor:
-        if not self._into_main_grad:
-            return self._weight.to(weight.dtype)
-        # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if the flag is set.
-        # If the weight has another use, autograd sums the gradients of both uses, so this gradient must be zeros.
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+class _WeightGradient:
+    """The gradient of the shard's weight, summed in float32 (float64), in `main_grad` if it exists."""
+
+    def __init__(self, shard: VocabShard) -> None:
+        self._weight, main_grad = shard.weight, shard.main_grad
+        self.in_main_grad = main_grad is not None
+        self._sum = (
+            shard.weight.new_empty(shard.weight.shape, dtype=accumulation_dtype(shard.weight.dtype))
+            if main_grad is None
+            else main_grad
+        )
+        self._uninitialised = main_grad is None
+
+    def add(self, dscores: Tensor, inputs: Tensor) -> None:
+        _add_product(self._sum, dscores.t(), inputs, overwrite=self._uninitialised)
+        self._uninitialised = False
+
+    def finish(self, upstream: Tensor | None) -> Tensor:
+        """What autograd returns for the weight; `upstream` is None if the sum is in `main_grad`."""
+        weight = self._weight
+        if self.in_main_grad:
+            # As in core's layers: DistributedDataParallel waits for a gradient, and ignores its value if the flag is
+            # set.  If the weight has another use, autograd sums the gradients of both uses, so this one must be zeros.
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+        if self._uninitialised:  # no supervised token
+            self._sum.zero_()
+        elif upstream is not None:
+            self._sum.mul_(upstream.to(self._sum.dtype))
+        return self._sum.to(weight.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:

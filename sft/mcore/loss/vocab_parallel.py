@@ -31,12 +31,10 @@ class VocabShard:
     def main_grad(self) -> Tensor | None:
         """The buffer that sums the weight's gradient, if it has the dtype `accumulation_dtype`; otherwise None."""
         buffer: Tensor | None = getattr(self.weight, "main_grad", None)
-        if buffer is None or not self.weight.requires_grad:
-            return None
-        return buffer if buffer.dtype == accumulation_dtype(self.weight.dtype) else None
+        return buffer if buffer is not None and buffer.dtype == accumulation_dtype(self.weight.dtype) else None
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Scores [t, rows of this shard] of all t tokens, with autograd.
+        """Scores [t, rows of this shard] of all t tokens, with autograd, which makes no gradient of a frozen weight.
 
         Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state may be NaN; the gradient
         of the weight would multiply it by 0, and NaN * 0 is NaN.

@@ -1,0 +1,227 @@
+"""The loss head with a frozen output weight: the same hidden gradient, one matrix product less, no bytes for a weight's
+gradient.
+
+The weight that LoRA freezes requires no gradient, and DistributedDataParallel gives it no `main_grad`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from sft.config import LossConfig
+from sft.mcore.loss import VocabShard, lm_loss, token_statistics
+from tests.unit.loss_cases import (
+    CHUNKED,
+    EACH,
+    FULL,
+    FUSED,
+    SUPERVISED,
+    TERMS,
+    TOKENS,
+    Case,
+    case,
+    error,
+    expected,
+    name,
+    poisoned_memory,
+    shard_of,
+    terms,
+    tolerance,
+    with_terms,
+    world_of_one,
+)
+from tools.bench.counter import Counter
+
+Tensors = tuple[Tensor, ...]
+Compute = Callable[[Tensor, VocabShard], tuple[Tensor, Tensors]]  # hidden, shard -> loss, statistics of the rows
+each = pytest.mark.parametrize("loss", EACH, ids=lambda c: c.impl)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[dist.ProcessGroup]:
+    with world_of_one() as tp:
+        yield tp
+
+
+def loss_of(c: Case, loss: LossConfig, upstream: float = 1.0) -> Compute:
+    def compute(hidden: Tensor, shard: VocabShard) -> tuple[Tensor, Tensors]:
+        total, rows = lm_loss(hidden, shard, c.targets(), loss)
+        return total * upstream, tuple(column for column in rows if column is not None)
+
+    return compute
+
+
+def statistics_of(c: Case, loss: LossConfig) -> Compute:
+    """The sum of every column with a gradient, times an upstream gradient of either sign for each token."""
+
+    def compute(hidden: Tensor, shard: VocabShard) -> tuple[Tensor, Tensors]:
+        rows = token_statistics(hidden, shard, c.targets(), loss)
+        upstream = upstream_of(c)
+        products = [(times * x).sum() for times, x in zip(upstream, rows) if x is not None and x.requires_grad]
+        return torch.stack(products).sum(), tuple(column.detach() for column in rows if column is not None)
+
+    return compute
+
+
+def upstream_of(c: Case) -> list[Tensor | None]:
+    return list(torch.randn(3, len(c.targets()), generator=torch.Generator().manual_seed(1)))
+
+
+def results(c: Case, compute: Compute, group: dist.ProcessGroup, weight: Tensor) -> Tensors:
+    """Gradient of the hidden states, loss and statistics."""
+    hidden = c.hidden.clone().requires_grad_()
+    total, rows = compute(hidden, shard_of(weight, group))
+    total.backward()
+    assert hidden.grad is not None
+    return hidden.grad, total.detach(), *rows
+
+
+def frozen_results(c: Case, compute: Compute, group: dist.ProcessGroup) -> Tensors:
+    weight = c.weight.clone()
+    found = results(c, compute, group, weight)
+    assert weight.grad is None and not weight.requires_grad
+    assert torch.equal(weight, c.weight)
+    assert not hasattr(weight, "main_grad") and not hasattr(weight, "grad_added_to_main_grad")
+    return found
+
+
+def same(found: Tensors, wanted: Tensors) -> None:
+    """Bit for bit."""
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+# --- the gradient of the hidden states ---------------------------------------------------------------------
+
+
+@terms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each
+def test_the_hidden_gradient_is_that_of_the_definition(
+    loss: LossConfig, dtype: torch.dtype, more: dict[str, float], group: dist.ProcessGroup
+) -> None:
+    c, limit = case().to(dtype), tolerance(loss, dtype)
+    hidden, total, *_ = frozen_results(c, loss_of(c, with_terms(loss, more), -3.0), group)
+    wanted = expected(c, -3.0, **more)
+    torch.testing.assert_close(total, -3.0 * wanted.loss, rtol=limit, atol=0.0)
+    assert error(hidden, wanted.hidden) <= limit
+    assert not hidden[~c.supervised].any()  # exactly 0
+
+
+@pytest.mark.parametrize("supervised", [SUPERVISED, list(range(TOKENS)), [], [0]], ids=["some", "all", "none", "one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", [*FUSED, *CHUNKED, FULL], ids=name)
+def test_the_hidden_gradient_has_the_bits_of_one_with_a_trained_weight(
+    loss: LossConfig, dtype: torch.dtype, supervised: list[int], group: dist.ProcessGroup
+) -> None:
+    c, loss = case(supervised).to(dtype), with_terms(loss, TERMS["all"])
+    for compute in (loss_of(c, loss), loss_of(c, loss, 1 / 3), statistics_of(c, loss)):
+        trained = results(c, compute, group, c.weight.clone().requires_grad_())
+        same(frozen_results(c, compute, group), trained)
+    in_buffer = c.weight.clone().requires_grad_()  # as DistributedDataParallel leaves it
+    in_buffer.main_grad = torch.zeros(c.weight.shape)  # type: ignore[attr-defined]
+    same(frozen_results(c, loss_of(c, loss), group), results(c, loss_of(c, loss), group, in_buffer))
+
+
+@each
+def test_each_statistic_has_the_hidden_gradient_of_the_definition(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    c = case()
+    compute = statistics_of(c, with_terms(loss, {"z_loss_coef": 1.0, "entropy_coef": 1.0}))
+    wanted = expected(c, upstream_of(c)).hidden
+    assert error(frozen_results(c, compute, group)[0], wanted) <= tolerance(loss, torch.float32)
+
+
+@each
+def test_a_frozen_weight_s_buffer_is_left_alone(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    """Of a weight that was trained before."""
+    c, weight = case(), case().weight
+    weight.main_grad = torch.zeros(c.weight.shape)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    for compute in (loss_of(c, loss, -3.0), statistics_of(c, loss)):
+        results(c, compute, group, weight)
+        assert weight.grad is None and not weight.main_grad.any()  # type: ignore[attr-defined]
+        assert weight.grad_added_to_main_grad is False  # type: ignore[attr-defined]
+
+
+@each
+def test_nothing_is_computed_if_neither_requires_a_gradient(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    c, loss = case(), with_terms(loss, TERMS["all"])
+    rows = token_statistics(c.hidden, shard_of(c.weight, group), c.targets(), loss)
+    total, columns = lm_loss(c.hidden, shard_of(c.weight, group), c.targets(), loss)
+    assert not any(x.requires_grad for x in (total, *rows, *columns) if x is not None)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@each
+def test_hidden_states_of_unsupervised_tokens_may_hold_anything(
+    loss: LossConfig, bad: float, group: dist.ProcessGroup
+) -> None:
+    for make in (loss_of, statistics_of):
+        found, wanted = (frozen_results(c, make(c, loss), group) for c in (case().broken(bad), case()))
+        same(found, wanted)
+
+
+@each
+def test_nothing_is_read_before_it_is_written(loss: LossConfig, group: dist.ProcessGroup) -> None:
+    with poisoned_memory() as poison:
+        for supervised in (SUPERVISED, []):
+            found, c = [], case(supervised)
+            for poisoned in (False, True):
+                poison(poisoned)
+                found.append([frozen_results(c, make(c, loss), group) for make in (loss_of, statistics_of)])
+            for clean, dirty in zip(*found, strict=True):
+                same(clean, dirty)
+
+
+# --- what is computed, and for what memory is allocated ----------------------------------------------------
+
+PRODUCT = 2 * 8 * 12 * 32  # operations of one matrix product: n = 8 of 23 tokens, h = 12, V = 32 rows
+OF_ALL = 2 * 23 * 12 * 32
+
+
+def flops(c: Case, compute: Compute, group: dist.ProcessGroup) -> int:
+    with FlopCounterMode(display=False) as counter:
+        frozen_results(c, compute, group)
+    total: int = counter.get_total_flops()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", [*FUSED, *CHUNKED, FULL], ids=name)
+def test_no_matrix_product_makes_the_weight_s_gradient(
+    loss: LossConfig, dtype: torch.dtype, group: dist.ProcessGroup
+) -> None:
+    """Scores and gradients of hidden states; the statistics of `fused` compute scores twice."""
+    c = case().to(dtype)
+    counts = flops(c, loss_of(c, loss), group), flops(c, statistics_of(c, loss), group)
+    assert counts == ((2 * PRODUCT, 3 * PRODUCT) if loss.impl == "fused" else (2 * OF_ALL, 2 * OF_ALL))
+
+
+@pytest.mark.parametrize("make", [loss_of, statistics_of])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each
+def test_no_memory_is_allocated_for_the_weight_s_gradient(
+    loss: LossConfig, dtype: torch.dtype, make: Any, group: dist.ProcessGroup
+) -> None:
+    """Of 4 tokens, 256 wide, and 512 rows, scores and hidden states of all rows are 12 KiB in fp32; the weight 512."""
+    generator = torch.Generator().manual_seed(3)
+    c = Case(
+        hidden=torch.randn(4, 1, 256, generator=generator),
+        weight=torch.randn(512, 256, generator=generator) / 16,
+        labels=torch.tensor([[3, 1, 4, 1]]),
+        weights=torch.ones(1, 4),
+    ).to(dtype)
+    hidden, weight = c.hidden.clone().requires_grad_(), c.weight.clone()
+    peaks = []
+    for used in (weight.detach(), weight.requires_grad_()):
+        with Counter() as counter:
+            make(c, loss)(hidden, shard_of(used, group, 512))[0].backward()
+        peaks.append(counter.peak_bytes(beyond=(hidden, weight)))
+        hidden.grad = None
+    frozen, trained = peaks
+    assert frozen < weight.nbytes / 4 and trained >= weight.nbytes

@@ -17,7 +17,7 @@ from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
 NUM_ROWS = {  # of a tiny run
-    **{"loss_head": 24, "logprobs": 9, "attention": 10, "step": 1, "trades": 1, "longest": 1, "peer": 1, "packing": 9},
+    **{"loss_head": 27, "logprobs": 9, "attention": 10, "step": 1, "trades": 1, "longest": 1, "peer": 1, "packing": 9},
     **{
         "balance": 1,
         "collate": 1,
@@ -84,7 +84,7 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
     "arguments, message",
     [
         ("loss_head --cases 1.5", "1.5 is not a fraction"),
-        ("loss_head --ways fus,f", "--ways f must begin one of fused, chunked, full, "),
+        ("loss_head --ways fus,f", "--ways f must begin one of fused, frozen, chunked, full, "),
         ("loss_head --tokens 0", "must be at least 1"),
         ("loss_head --tp 2 --vocab 31", "not a multiple"),
         ("logprobs --device auto", "torch sees no CUDA device"),

@@ -24,7 +24,7 @@ from tools.bench.problem import Problem, count
 from tools.bench.results import Bar, Row
 
 TINY = Sizes(tokens=24, hidden=8, vocab=50, chunks=(5, 9))
-ALL_WAYS = ["fused 5", "fused 9", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE]
+ALL_WAYS = ["fused 5", "fused 9", "frozen 9", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_tensors_beyond_which_is_counted() -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
-def test_flops_are_those_of_torch_and_six_per_supervised_token_and_weight(fraction: float) -> None:
+def test_flops_are_those_of_torch_and_six_per_supervised_token_and_trained_weight(fraction: float) -> None:
     p = tiny(fraction=fraction)
     weights, rows, units = 8 * 50, round(24 * fraction), {}
     for name in p.ways:
@@ -97,13 +97,13 @@ def test_flops_are_those_of_torch_and_six_per_supervised_token_and_weight(fracti
         assert flops == torch_counts.get_total_flops(), name
         units[name] = flops / weights
     every = dict.fromkeys(["chunked", "full", BASELINE, CONCATENATE], 6 * 24)
-    supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "token_statistics": 8 * rows}
+    supervised = {"fused 5": 6 * rows, "fused 9": 6 * rows, "frozen 9": 4 * rows, "token_statistics": 8 * rows}
     assert units == {**every, **supervised, RECOMPUTE: 8 * 24}
 
 
 def rows_of_two() -> list[Row]:
     join()
-    rows = loss_head.measure_on_rank(TINY, ["fused"], 1, False)
+    rows = loss_head.measure_on_rank(TINY, ["fused", "frozen"], 1, False)
     dist.destroy_process_group()
     return rows
 
@@ -111,10 +111,10 @@ def rows_of_two() -> list[Row]:
 def test_two_ranks_send_what_the_loss_head_says(ranks: Callable[[int], RankPool]) -> None:
     """Of 24 tokens, 8 wide: 3 floats each for the statistics, and the gradient of the hidden states."""
     rows = {row["way"]: row for row in ranks(2).run(rows_of_two)[0]}
-    assert list(rows) == ["full", "fused 5", "fused 9"]
-    assert rows["fused 5"]["bytes_sent"] == rows["fused 9"]["bytes_sent"] == 24 * (3 + 8) * 4
-    assert {row["gemm"] for row in rows.values()} == {3.0}
-    assert [bar.is_missed for bar in bars(list(rows.values()))] == [False, False]
+    assert list(rows) == ["full", "fused 5", "fused 9", "frozen 9"]
+    assert {rows[name]["bytes_sent"] for name in ("fused 5", "fused 9", "frozen 9")} == {24 * (3 + 8) * 4}
+    assert {name: row["gemm"] for name, row in rows.items()} == {**dict.fromkeys(rows, 3.0), "frozen 9": 2.0}
+    assert [bar.is_missed for bar in bars(list(rows.values()))] == [False, False, False]
 
 
 # --- the bars that are counts --------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def test_the_loss_meets_the_bars_of_counts(fraction: float) -> None:
     """At the default sizes, of fake tensors, which have storages and no contents."""
     sizes = Sizes(fraction=fraction)
     with FakeTensorMode():
-        p = make_problem(sizes, ["fused", CONCATENATE, RECOMPUTE])
+        p = make_problem(sizes, ["fused", "frozen", CONCATENATE, RECOMPUTE])
         rows = rows_of({name: count(p, name) for name in p.ways}, sizes)
-    assert len(list(bars(rows))) == 6  # FLOPs and bytes of two chunks, and what the two others must be worse at
+    assert len(list(bars(rows))) == 8  # FLOPs and bytes of two chunks and frozen, and what two must be worse at
     assert not missed(rows)
 
 
@@ -161,6 +161,25 @@ GOOD = {"seconds": 0.1, "extra": SCORES, "flops": FLOPS}
 )
 def test_a_missed_bar_is_named(changes: dict[str, Row], message: str) -> None:
     rows = rows_of({BASELINE: {"seconds": 0.1}, "fused 256": GOOD, **changes})
+    assert len(missed(rows)) == bool(message) and all(message in str(bar) for bar in missed(rows))
+
+
+TRAINED = {**GOOD, "total": 5 * 2**27}
+FROZEN = {"seconds": 0.074, "total": 4 * 2**27, "flops": FLOPS // 3 * 2}  # the weight has 2**27 bytes
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, ""),
+        ({"seconds": 0.076}, "frozen 256, time / time of fused 256: 0.76, at most 0.75"),
+        ({"total": 4 * 2**27 + 1}, f"frozen 256, total bytes: {4 * 2**27 + 1:,}, at most {4 * 2**27:,}"),
+        ({"flops": FLOPS}, f"frozen 256, FLOPs: {FLOPS:,}, exactly {FLOPS // 3 * 2:,}"),
+    ],
+)
+def test_a_missed_bar_of_the_frozen_head_is_named(changes: Row, message: str) -> None:
+    rows = rows_of({"fused 256": TRAINED, "frozen 256": {**FROZEN, **changes}})
+    assert len(list(bars(rows))) == 5
     assert len(missed(rows)) == bool(message) and all(message in str(bar) for bar in missed(rows))
 
 
@@ -198,6 +217,15 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert bench.main(["loss_head", "--tiny"]) == 2
     output = capsys.readouterr()
     assert f"{RECOMPUTE}: gradient 0 differs by" in output.err and BASELINE not in output.out  # no row
+
+
+@pytest.mark.usefixtures("world")
+def test_a_way_that_lacks_a_gradient_is_refused() -> None:
+    """`frozen` has one gradient and says so; nobody else may miss one."""
+    p = tiny()
+    p.ways["fused 9"] = p.ways["frozen 9"]
+    with pytest.raises(Refused, match="fused 9: 1 results; expected 2"):
+        list(problem.measure(p, p, repeats=1))
 
 
 def test_which_results_are_close() -> None:

@@ -15,6 +15,7 @@ RECOMPUTE = "recompute in backward"
 
 CPU_SIZES = (2048, 1024, 32_768)  # tokens, hidden, vocabulary
 CPU_RATIO = {(1.0, 256): 1.08, (1.0, 512): 1.00, (0.1, 256): 0.15, (0.1, 512): 0.15}  # (fraction, chunk)
+CPU_FROZEN_RATIO = 0.75  # time of frozen / time of fused, all supervised; 2 of 3 GEMMs and the whole softmax
 CUDA_SIZES = (262_144, 2048, 62_080)
 CUDA_MS, CUDA_GIB, CUDA_CHUNK = 316.0, 3.3, 4096
 
@@ -31,9 +32,14 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _of_case(ways: Mapping[str, Row]) -> Iterator[Bar]:
-    fused = {int(name.split()[1]): row for name, row in ways.items() if name.startswith("fused ")}
+    fused, frozen = (
+        {int(name.split()[1]): row for name, row in ways.items() if name.startswith(f"{impl} ")}
+        for impl in ("fused", "frozen")
+    )
     for chunk, row in fused.items():
         yield from _of_fused(chunk, row, ways.get(BASELINE))
+    for chunk, row in frozen.items():
+        yield from _of_frozen(chunk, row, fused.get(chunk))
     if not fused:
         return
     row = fused[max(fused)]
@@ -62,3 +68,18 @@ def _of_fused(chunk: int, row: Row, baseline: Row | None) -> Iterator[Bar]:
             yield Bar(name=f"{name}, ms", value=row["seconds"] * 1e3, bound=CUDA_MS)
         if "total" in row:
             yield Bar(name=f"{name}, GiB", value=row["total"] / 2**30, bound=CUDA_GIB)
+
+
+def _of_frozen(chunk: int, row: Row, trained: Row | None) -> Iterator[Bar]:
+    name = f"fraction {row['fraction']:g}, frozen {chunk}"
+    flops = 2 * row["unit"] * row["supervised"] // row["tokens"]
+    yield Bar(name=f"{name}, FLOPs", value=row["flops"], bound=flops, relation="exactly")
+    if trained is None or (row["device"], row["dtype"]) != ("cpu", "fp32"):
+        return
+    if "total" in row and "total" in trained:
+        weight = row["hidden"] * row["vocab"] // row["tp"] * 4
+        yield Bar(name=f"{name}, total bytes", value=row["total"], bound=trained["total"] - weight)
+    sizes = (row["tokens"], row["hidden"], row["vocab"])
+    if sizes == CPU_SIZES and row["fraction"] == 1.0 and row.get("seconds") and trained.get("seconds"):
+        share = row["seconds"] / trained["seconds"]
+        yield Bar(name=f"{name}, time / time of fused {chunk}", value=share, bound=CPU_FROZEN_RATIO)

@@ -5,12 +5,12 @@
     python -m tools.bench loss_head --cases 1 --device cuda --dtype bf16 --hidden 2048 --vocab 62080 --tokens 262144 \\
         --chunks 512,1024,2048,4096,8192,16384 --ways fused
 
-A case is the fraction of tokens that are supervised.  `fused C`, `chunked`, `full` and `token_statistics` are the
-trainer's code; tools/bench/loss_ways.py holds the others.  All chunked implementations but `fused C` use the largest of
---chunks.  The reference is the first row.  On several ranks, only the trainer's code runs, and the reference is `full`.
-If gradients of an implementation differ from the reference, nothing is timed.  tools/bench/problem.py defines `extra`
-and `total`.  `GEMM`: FLOPs of matrix products in units of 2 x tokens x hidden x vocabulary rows of the rank.
-`bytes sent`: bytes that this rank passes to collectives.
+A case is the fraction of tokens that are supervised.  `fused C`, `frozen C`, `chunked`, `full` and `token_statistics`
+are the trainer's code; tools/bench/loss_ways.py holds the others.  `frozen C` is `fused C` with a frozen output weight.
+All chunked implementations but `fused C` use the largest of --chunks.  The reference is the first row.  On several
+ranks, only the trainer's code runs, and the reference is `full`.  If gradients of an implementation differ from the
+reference, nothing is timed.  tools/bench/problem.py defines `extra` and `total`.  `GEMM`: FLOPs of matrix products in
+units of 2 x tokens x hidden x vocabulary rows of the rank.  `bytes sent`: bytes that this rank passes to collectives.
 """
 
 import argparse

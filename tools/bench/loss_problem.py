@@ -1,7 +1,7 @@
 """Makes the inputs of the loss head, and the functions that compute the loss by each implementation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from tools.bench import loss_ways
 from tools.bench.loss_bars import BASELINE, CONCATENATE, RECOMPUTE
 from tools.bench.problem import Problem
 
-WAYS = ("fused", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE)
+WAYS = ("fused", "frozen", "chunked", "full", "token_statistics", BASELINE, CONCATENATE, RECOMPUTE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -51,10 +51,11 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     all_labels = torch.full((t,), loss_ways.IGNORED, device=device).index_copy_(0, rows, labels)
     targets = Targets(rows=rows, labels=labels, weights=torch.ones(len(rows), device=device))
     shard = VocabShard.of(weight, v, group, sequence_parallel=False)
+    frozen = replace(shard, weight=weight.detach())
     largest = max(sizes.chunks)
 
-    def ours(loss: LossConfig) -> Tensor:
-        return lm_loss(hidden, shard, targets, loss)[0]
+    def ours(loss: LossConfig, of: VocabShard = shard) -> Tensor:
+        return lm_loss(hidden, of, targets, loss)[0]
 
     def statistics() -> Tensor:
         return -token_statistics(hidden, shard, targets, LossConfig(impl="fused", chunk_size=largest)).logprob.sum()
@@ -62,6 +63,7 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
     ways: dict[str, Callable[[], Tensor]] = {
         BASELINE: partial(loss_ways.plain, hidden, weight, all_labels),
         **{f"fused {chunk}": partial(ours, LossConfig(impl="fused", chunk_size=chunk)) for chunk in sizes.chunks},
+        f"frozen {largest}": partial(ours, LossConfig(impl="fused", chunk_size=largest), frozen),
         "chunked": partial(ours, LossConfig(impl="chunked", chunk_size=largest)),
         "token_statistics": statistics,
         "full": partial(ours, LossConfig(impl="full")),
@@ -78,4 +80,5 @@ def make_problem(sizes: Sizes, only: Sequence[str] = WAYS) -> Problem:
         ways=chosen,
         leaves=(hidden, weight),
         constants=(all_labels, targets.rows, targets.labels, targets.weights),
+        num_gradients={f"frozen {largest}": 1},
     )

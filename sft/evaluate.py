@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from sft.atomic_files import replace_text
-from sft.checkpoint import folders, resume
+from sft.checkpoint import folders
 from sft.checkpoint.train_state import installed, model_changes, tokenizer_name
 from sft.config import Config
 from sft.config.keys import values
@@ -22,10 +22,11 @@ from sft.errors import CheckpointError, ConfigError, DataError, StorageError, Tr
 from sft.hf import hub
 from sft.hf.architecture import model_keys
 from sft.hf.hub import CONFIG, is_hub_name
-from sft.hf.initial import load_initial
+from sft.hf.lora_targets import adapted_weights
+from sft.hf.run_weights import load_for_reading
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import engine_state, safe_reader
+from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
 from sft.metrics.log import MetricsLog
 from sft.metrics.records import Record
@@ -53,14 +54,10 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     tokenizer = tokenizer_of(config)
     checkpoint, start = broadcast_from_rank0(lambda: choose(config, source, tokenizer, console), groups.control)
     data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
-    engine = Engine(config, layout, groups, vocab_size=data.vocab_size, num_steps=1, trains=False)
-    if checkpoint is None:
-        step, weights = 0, load_initial(engine, start, console)
-    else:
-        point = resume.verified(checkpoint, config.checkpoint.verify, groups)
-        engine_state.load_weights(engine, point.path)
-        step = int(safe_reader.common_state(point.path).get("iteration", 0))
-        weights = f"the weights of {point.path} ({point.verification})"
+    adapted = adapted_weights(config, data.vocab_size)
+    engine = Engine(config, layout, groups, vocab_size=data.vocab_size, num_steps=1, adapted=adapted, trains=False)
+    weights = load_for_reading(engine, start, checkpoint, console)
+    step = 0 if checkpoint is None else int(safe_reader.common_state(checkpoint).get("iteration", 0))
     console.say(f"scoring {weights}")
     records = score(engine, data, Console(groups.rank, sys.stdout), step)
     content = {

@@ -19,8 +19,11 @@ from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
 from sft.flops import describe_parameters
 from sft.hf import hub, run_folder
+from sft.hf.base_digest import base_digest
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
+from sft.hf.lora_targets import adapted_weights
+from sft.hf.run_weights import load_new_adapters
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
 from sft.mcore.attention.selection import slower_than_possible
@@ -97,6 +100,7 @@ class Trainer:
             groups,
             vocab_size=self.data.vocab_size,
             num_steps=self.num_steps,
+            adapted=adapted_weights(config, self.data.vocab_size),
             progress=lifecycle.progress,
         )
         self.conditions = Conditions(
@@ -104,6 +108,7 @@ class Trainer:
             recipe=values(config) | {"data.tokenizer": config.tokenizer},
             layout=layout.sizes,
             versions=installed(),
+            base=base_digest(config, self.folder, groups) if config.lora.is_used else None,
         )
         self.exports = Exports(config.checkpoint, self.folder, console)
         self.saver = Saver(
@@ -123,6 +128,9 @@ class Trainer:
     def train(self) -> bool:
         """Train until the last step, or until the run must stop.  Returns whether the run is done."""
         initial = partial(load_initial, self.engine, self.config, self.console)
+        if self.config.lora.is_used:  # a checkpoint holds the adapters only
+            self.console.say(f"frozen: {initial()}")
+            initial = partial(load_new_adapters, self.engine, self.config)
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
         self._best_step = state.best_step

@@ -130,6 +130,11 @@ def load(
             f"checkpoint.resume={point.path}."
         )
     lines = []
+    if sft is not None and sft.get("base") != conditions.base:
+        raise CheckpointError(
+            f"{point.path} {_of_base(sft.get('base'))}, but this run {_of_base(conditions.base)}.  Give model.hf, "
+            "model.init_from and lora.rank the values of that run, or start a new run in another run.dir."
+        )
     if sft is not None:
         changed = changes(sft, conditions, config.allow_changes)
         if changed.refused:
@@ -156,6 +161,10 @@ def load(
         )
     )
     return state
+
+
+def _of_base(base: str | None) -> str:
+    return "trains all weights" if base is None else f"trains adapters of the weights {base[:12]}"
 
 
 def _refusal(path: Path, changed: Changes, allowed: list[str]) -> str:

@@ -66,6 +66,7 @@ class Conditions:
     recipe: dict[str, Any]  # value of every key of the recipe
     layout: dict[str, int]
     versions: dict[str, str]
+    base: str | None = None  # digest of the frozen weights beside which adapters are trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 def _describes_model(key: str) -> bool:
     """Whether a change of the key changes the computation of the model, even with tensors of the same shapes."""
-    return key.startswith("model.") and key not in _START_ONLY and is_reported(key)
+    return key.startswith(("model.", "lora.")) and key not in _START_ONLY and is_reported(key)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

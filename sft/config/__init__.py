@@ -12,6 +12,7 @@ from pydantic import Field
 from sft.config.attention import AttentionConfig
 from sft.config.checkpoint import CheckpointConfig
 from sft.config.data import DataConfig, Input, NamedDataset, RowsConfig, SourceConfig
+from sft.config.lora import LoraConfig
 from sft.config.model import RANDOM, ModelConfig, MoeConfig, RopeConfig
 from sft.config.parallel import ParallelConfig
 from sft.config.run import LogConfig, MemoryProfile, ProfileConfig, RunConfig, TorchProfile
@@ -40,6 +41,8 @@ class Config(Section):
     """Length of the run, global batch size, recompute and activation offload."""
     optim: OptimConfig
     """AdamW and its learning-rate schedule."""
+    lora: LoraConfig = LoraConfig()
+    """LoRA: trains small factors beside frozen weights, if lora.rank is set."""
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), json_schema_extra=UNREPORTED)
     """Saving, deleting and loading of checkpoints."""
     log: LogConfig = Field(LogConfig(), json_schema_extra=UNREPORTED)
@@ -103,6 +106,10 @@ class Config(Section):
                 "needs Transformer Engine, which has neither model.norm_placement = post nor "
                 "model.qk_norm_across_heads; use null"
             )
+        if self.lora.is_used and fp8:
+            yield "run.fp8", "needs Transformer Engine, which does not support lora; use null"
+        if self.lora.is_used and self.checkpoint.export_hf != "none":
+            yield "checkpoint.export_hf", "does not support lora yet; use none"
         if fp8 and not self.attention.may_have_fp8:
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why

@@ -71,7 +71,7 @@ _NAMES = {
 CALLED_HERE = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 _REASONS = {
-    "LoRA and other adapters are not supported yet; all weights are trained": "lora lora_r lora_alpha lora_rank"
+    "Adapters have the keys lora.rank, lora.alpha, lora.targets and others": "lora_r lora_alpha lora_rank"
     " lora_dropout lora_target_modules lora_target_linear peft peft_config use_peft adapter finetuning_type",
     "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported": "load_in_4bit"
     " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
@@ -111,7 +111,7 @@ def called_here(name: str) -> str | None:
 
 
 def why_not_here(name: str) -> str | None:
-    """The sentence that says why we have no such setting: lora.r -> LoRA and other adapters ..."""
+    """The sentence that says why we have no such setting: lora_r -> Adapters have the keys ..."""
     return next((f"{NOT_HERE[word]}." for word in _words(name) if word in NOT_HERE), None)
 
 

@@ -16,8 +16,8 @@ _PATTERN = re.compile(r"[\w.*?\[\]!-]+")
 class LoraConfig(Section):
     """y = x W^T + scale (x A^T) B^T; A [rank, in] and B [out, rank] are trained, W is not (arXiv:2106.09685)."""
 
-    rank: Positive = 16
-    """Rows of A and columns of B, of every adapter."""
+    rank: Positive | None = None
+    """Rows of A and columns of B, of every adapter, for example 16; null trains without adapters."""
     alpha: Annotated[float, Field(gt=0.0)] = 32.0
     """The product of B and A is multiplied by alpha / rank, or with rslora by alpha / sqrt(rank)."""
     dropout: float = 0.0
@@ -40,16 +40,33 @@ class LoraConfig(Section):
     """adapter: exports are PEFT folders.  merged: exports are whole models, with the adapters added to the weights."""
 
     @property
+    def is_used(self) -> bool:
+        return self.rank is not None
+
+    @property
     def scale(self) -> float:
         """rank 16, alpha 32 -> 2.0; with rslora 8.0"""
+        assert self.rank is not None
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.rank is None and (others := sorted(self.model_fields_set - {"rank"})):
+            yield "rank", f"= null trains without adapters, but lora.{others[0]} is set; set lora.rank, for example 16"
         if self.dropout != 0.0:
             yield "dropout", (
                 f"= {self.dropout:g} is not supported: the random mask of a token would depend on the layout, and so "
                 "would the loss; use 0"
             )
+        for field, default in (
+            ("train_embeddings", False),
+            ("train_head", False),
+            ("init_from", None),
+            ("lr_ratio", 1.0),
+        ):
+            if getattr(self, field) != default:
+                yield field, f"is not supported yet; use {str(default).lower().replace('none', 'null')}"
+        if self.export != "adapter":
+            yield "export", "is not supported yet; use adapter"
         for field, names in (("targets", self.targets), ("exclude", self.exclude)):
             for i, name in enumerate(names):
                 if not _PATTERN.fullmatch(name):

@@ -5,35 +5,25 @@
 
 import math
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from sft.checkpoint import folders, manifest, resume
-from sft.config import RANDOM, Config, ModelConfig
+from sft.config import RANDOM, Config
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
 from sft.hf import hub
-from sft.hf.architecture import architecture, read
-from sft.hf.families import FAMILIES
-from sft.hf.family import Family, TensorMapping
+from sft.hf.family import TensorMapping
 from sft.hf.hub import CONFIG, local_folder
 from sft.hf.hub_headers import header_folder
 from sft.hf.load_weights import load_weights
+from sft.hf.model_family import model_family
 from sft.hf.source import Source, open_source
 from sft.hf.tensor_check import check_tensors
 from sft.mcore import initial_weights
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
-
-# Keys of `model` that add or move tensors, and their values in families that do not name them.
-_USUAL = {
-    "norm_placement": "pre",
-    "qk_norm_across_heads": False,
-    "moe.shared_ffn_hidden_size": None,
-    "moe.shared_gate": False,
-}
 
 
 def load_initial(engine: Engine, config: Config, console: Console) -> str:
@@ -72,7 +62,7 @@ def describe(config: Config, vocab_size: int | None) -> str:
     if entries is not None:
         manifest.refuse(path, manifest.damage(path, entries, verify="size"))
     stored = safe_reader.tensors(path)
-    family = _family(model)
+    family = model_family(model)
     if family is None:
         return f"{path}: not compared with the model, because no table has its tensors"
     wanted = {
@@ -132,22 +122,6 @@ def _open(config: Config, *, compare: bool = True) -> Source:
             f"model.init_from={name}."
         )
     return open_source(local_folder(name), name, compare=compare)
-
-
-def _family(model: ModelConfig) -> Family | None:
-    """That of model.hf; else the first family that has the tensors of `model`; None if there is no such family."""
-    if model.hf is not None:
-        folder = local_folder(model.hf)
-        return architecture(read(folder), str(folder / CONFIG)).family
-
-    def has_same_tensors(family: Family) -> bool:
-        has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
-        usual = {key: value for key, value in _USUAL.items() if key not in family.keys}
-        return has_experts and all(
-            attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items()
-        )
-
-    return next(filter(has_same_tensors, FAMILIES.values()), None)
 
 
 def _padded_like(stored: tuple[tuple[int, ...], Any] | None, mapping: TensorMapping) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class ExpertLayer(MoELayer):
         elif self.config.fp8:
             output = te_checkpoint(shared, False, tensor_parallel.random.get_cuda_rng_tracker, self.tp_group, tokens)
         else:
-            output = recomputed(shared, tokens, shared.parameters())
+            output = recomputed(shared, tokens, [w for w in shared.parameters() if w.requires_grad])
         return output
 
     def _compute(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class ExpertLayer(MoELayer):
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             output, _ = te_checkpoint(self.experts, False, tracker, self.tp_group, tokens, counts, weights)
         else:
-            parameters = self.experts.parameters()
+            parameters = [weight for weight in self.experts.parameters() if weight.requires_grad]
             output = recomputed(lambda rows: self.experts(rows, counts, weights)[0], tokens, [weights, *parameters])
         return output
 
@@ -213,6 +213,17 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, ctx.of_loss, None
+
+
+def reduce_apart(chunk: torch.nn.Module) -> None:
+    """Mark experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
+
+    Core marks experts only if ep is above 1.  With ep 1, core treats experts like dense weights, whose tp ranks see the
+    same tokens.  The tp ranks of an expert see different tokens, so each rank would keep only a part of the gradient.
+    """
+    for name, param in chunk.named_parameters():
+        if ".experts." in name:  # not in .shared_experts., which tp splits like a dense MLP
+            param.allreduce = False  # type: ignore[attr-defined]
 
 
 def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sft.mcore.checkpoint_io.engine_state import model_state
+from sft.mcore.checkpoint_io.engine_state import trained_state
 from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
 from sft.mcore.engine import Engine
 
@@ -38,7 +38,7 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
         )
         for part in optimizer_slices(engine.optimizer)
     ]
-    for shard in sharded_slices(slices, model_state(engine), main=""):
+    for shard in sharded_slices(slices, trained_state(engine), main=""):
         if any(shard.replica_id):
             continue
         name, skipped = shard.key, 0

@@ -8,7 +8,7 @@ loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: 
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,14 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from sft.adapters import AdaptedWeight
 from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from sft.errors import ConfigError
-from sft.mcore import fp8
+from sft.mcore import fp8, lora
 from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
-from sft.mcore.experts import ExpertLayer, Router
+from sft.mcore.experts import ExpertLayer, Router, reduce_apart
 from sft.mcore.layer import Layer
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout, padded_vocab_size
@@ -236,17 +237,23 @@ def build(
     vocab_size: int,
     backend: AttentionBackend,
     *,
+    adapted: Sequence[AdaptedWeight] = (),
     trains: bool = True,
 ) -> list[DistributedDataParallel]:
     """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism.
 
+    adapted: the weights with adapters; all weights are frozen if there are any
     trains: False freezes the weights, so that core allocates no buffers for gradients
     """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
-    if not trains:
-        for chunk in chunks:
+    for chunk in chunks:
+        if config.lora.is_used:
+            lora.attach(chunk, adapted, config.lora, groups)
+        if not trains:
             chunk.requires_grad_(False)
+    if config.lora.is_used:
+        lora.check_stages(chunks, groups)
     overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -296,19 +303,8 @@ def _build_chunk(
         chunk.rotary_pos_emb = rotary_table
     chunk.to(groups.device)
     if layout.tp != layout.etp:
-        _reduce_experts_apart(chunk)
+        reduce_apart(chunk)
     return chunk.bfloat16() if core.bf16 else chunk
-
-
-def _reduce_experts_apart(chunk: HiddenStatesGPT) -> None:
-    """Mark experts' weights, so that core reduces their gradients over the ranks that hold copies of them.
-
-    Core marks experts only if ep is above 1.  With ep 1, core treats experts like dense weights, whose tp ranks see the
-    same tokens.  The tp ranks of an expert see different tokens, so each rank would keep only a part of the gradient.
-    """
-    for name, param in chunk.named_parameters():
-        if ".experts." in name:  # not in .shared_experts., which tp splits like a dense MLP
-            param.allreduce = False
 
 
 def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Sample
-from sft.checkpoint import folders, resume
+from sft.checkpoint import folders
 from sft.config import Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
 from sft.hf import hub
-from sft.hf.initial import load_initial
+from sft.hf.lora_targets import adapted_weights
+from sft.hf.run_weights import load_for_reading
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
-from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, release
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import Layout
@@ -64,15 +64,16 @@ def session(recipe: Recipe, layout: Layout, store: dist.Store | None = None) -> 
 def model(session: Session) -> Iterator[tuple[Engine, str]]:
     """The engine, and where its weights are from: the run's checkpoint, or those from which a new run starts."""
     config, data = session.config, session.data
-    engine = Engine(config, session.layout, session.groups, vocab_size=data.vocab_size, num_steps=data.num_steps)
+    engine = Engine(
+        config,
+        session.layout,
+        session.groups,
+        vocab_size=data.vocab_size,
+        num_steps=data.num_steps,
+        adapted=adapted_weights(config, data.vocab_size),
+    )
     source = broadcast_from_rank0(lambda: _checkpoint(config), session.groups.control)
-    if source is None:
-        weights = load_initial(engine, config, session.console)
-    else:
-        point = resume.verified(source, config.checkpoint.verify, session.groups)
-        engine_state.load_weights(engine, point.path)
-        weights = f"the weights of {point.path} ({point.verification})"
-    yield engine, weights
+    yield engine, load_for_reading(engine, config, source, session.console)
     release(engine)
     if session.groups.device.type == "cuda":
         torch.cuda.empty_cache()

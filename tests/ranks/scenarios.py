@@ -24,7 +24,8 @@ from sft.data.loader import Loader
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
 from sft.flops import attention_crossover
-from sft.mcore import device, process_groups
+from sft.hf.lora_targets import adapted_weights
+from sft.mcore import device, lora, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine, release
 from sft.mcore.initial_weights import initialise
@@ -95,9 +96,19 @@ def running(
     engine = None
     try:
         num_steps = config.train.num_steps or 1
-        engine = Engine(config, layout, place, vocab_size=vocab, num_steps=num_steps, trains=trains, progress=progress)
+        engine = Engine(
+            config,
+            layout,
+            place,
+            vocab_size=vocab,
+            num_steps=num_steps,
+            adapted=adapted_weights(config, vocab),
+            trains=trains,
+            progress=progress,
+        )
         if has_weights:
             initialise(engine)
+            lora.initialise(engine.chunks, config.run.seed)
         yield engine
     finally:
         process_groups.stop()

@@ -15,8 +15,7 @@ ADVICE = {
     "base_model=a": "It is called model.hf here, which takes non-empty text or null.",
     "train.micro_batch_size=1": "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the "
     "number of packs per step, over all GPUs.",
-    "lora.r=16": "LoRA and other adapters are not supported yet; all weights are trained.",
-    "model.lora.r=16": "LoRA and other adapters are not supported yet; all weights are trained.",
+    "lora_rank=16": "Adapters have the keys lora.rank, lora.alpha, lora.targets and others.",
     "deepspeed=a.json": "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, "
     "parallel.pp and parallel.ep; DeepSpeed and FSDP are not used.",
     "parallel.dp=2": "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp).",

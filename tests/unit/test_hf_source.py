@@ -15,7 +15,8 @@ from sft.console import QUIET
 from sft.errors import CheckpointError, ConfigError
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.families import FAMILIES
-from sft.hf.initial import _family, describe
+from sft.hf.initial import describe
+from sft.hf.model_family import model_family
 from sft.hf.source import Expected, open_source
 from sft.recipe.load import parse_recipe
 from tests.builders import chats
@@ -141,7 +142,7 @@ SIZES = {
 def test_the_family_of_a_recipe_with_typed_sizes_has_its_tensors() -> None:
     def family_of(**model: Any) -> str | None:
         sizes = {key: value for key, value in SIZES.items() if "." not in key}
-        found = _family(ModelConfig.model_validate(sizes | model))
+        found = model_family(ModelConfig.model_validate(sizes | model))
         return found and found.model_type
 
     experts = {"num_experts": 4, "top_k": 2}

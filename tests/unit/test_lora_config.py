@@ -17,15 +17,18 @@ def test_the_scale() -> None:
     "keys, message",
     [
         (dict(rank=0), "greater than or equal to 1"),
+        (dict(alpha=16.0), "rank: = null trains without adapters, but lora.alpha is set; set lora.rank"),
+        (dict(rank=8, init_from="a"), "init_from: is not supported yet; use null"),
+        (dict(rank=8, export="merged"), "export: is not supported yet; use adapter"),
         (dict(alpha=0.0), "greater than 0"),
         (dict(lr_ratio=0.0), "greater than 0"),
-        (dict(targets=[]), "at least 1 item"),
-        (dict(dropout=0.1), "dropout: = 0.1 is not supported: the random mask of a token would depend on the layout"),
-        (dict(targets=[r".*\.q_proj"]), r'targets: contains ".*\.q_proj", which is no name or pattern of modules'),
-        (dict(exclude=["(q|k)_proj"]), 'exclude: contains "(q|k)_proj", which is no name or pattern of modules'),
-        (dict(targets=["q_proj", "k_proj", "q_proj"]), "targets: contains q_proj twice; remove one"),
-        (dict(targets=["q_proj"], exclude=["q_proj"]), "exclude: names q_proj, which targets name, too"),
-        (dict(targets=["q_proj"], exclude=["all-linear"]), "exclude: cannot be all-linear"),
+        (dict(rank=1, targets=[]), "at least 1 item"),
+        (dict(rank=1, dropout=0.1), "dropout: = 0.1 is not supported: the random mask of a token would depend on the layout"),
+        (dict(rank=1, targets=[r".*\.q_proj"]), r'targets: contains ".*\.q_proj", which is no name or pattern of modules'),
+        (dict(rank=1, exclude=["(q|k)_proj"]), 'exclude: contains "(q|k)_proj", which is no name or pattern of modules'),
+        (dict(rank=1, targets=["q_proj", "k_proj", "q_proj"]), "targets: contains q_proj twice; remove one"),
+        (dict(rank=1, targets=["q_proj"], exclude=["q_proj"]), "exclude: names q_proj, which targets name, too"),
+        (dict(rank=1, targets=["q_proj"], exclude=["all-linear"]), "exclude: cannot be all-linear"),
     ],
 )
 def test_values_that_cannot_be_used(keys: dict[str, Any], message: str) -> None:
@@ -36,4 +39,4 @@ def test_values_that_cannot_be_used(keys: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "*.experts.*.down_proj", "model.layers.1?.mlp.*"]])
 def test_names_and_patterns(targets: list[str]) -> None:
-    assert LoraConfig(targets=targets, exclude=["lm_head"]).targets == targets
+    assert LoraConfig(rank=1, targets=targets, exclude=["lm_head"]).targets == targets

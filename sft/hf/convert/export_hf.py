@@ -81,6 +81,8 @@ def _convert(
 ) -> None:
     """Convert the checkpoint `path`.  The folder gets its name after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
+    if _recipe(common).get("lora.rank") is not None:
+        raise CheckpointError(f"{path} holds adapters (lora.rank), which sft export does not write yet.")
     original = find_original(path, _recipe(common), like)
     original_content = read(original.folder)
     content = _dequantised(original_content)

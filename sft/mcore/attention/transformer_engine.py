@@ -85,6 +85,10 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
     if config.model.needs_portable_norms:
         return "only the portable backend has model.norm_placement = post and model.qk_norm_across_heads"
+    if config.lora.is_used:
+        return (
+            "its layers compute the norm before a projection inside the projection, where LoRA cannot read its output"
+        )
     if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
         return (
             "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "

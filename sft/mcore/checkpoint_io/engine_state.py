@@ -23,6 +23,7 @@ from sft.atomic_files import flush
 from sft.config import ModelConfig
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
+from sft.mcore import lora
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
@@ -38,7 +39,7 @@ def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = No
 
     plans: those of earlier saves of `engine`; None makes new plans
     """
-    model = model_state(engine)
+    model = trained_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
     tensors = [*sharded_tensors(model), *optimizer_shards.sharded_slices(slices, model, main=main)]
@@ -70,7 +71,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     """
     reader = safe_reader.SafeReader(folder)
     common, stored = safe_reader.common_state(reader), safe_reader.tensors(reader)
-    model = model_state(engine)
+    model = trained_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     # An fp32 run without the distributed optimizer has no fp32 weights besides the model's own.
     main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in stored)), "")
@@ -103,8 +104,20 @@ def is_same_layout(engine: Engine, common: dict[str, Any]) -> bool:
 
 
 def load_weights(engine: Engine, folder: Path) -> None:
-    """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective."""
-    tensors, reader = list(sharded_tensors(model_state(engine))), safe_reader.SafeReader(folder)
+    """Load the weights only; Adam's moments, the schedule and the step keep the values of a new run.  Collective.
+
+    With LoRA these are the frozen weights, and `load_trained` loads the adapters.
+    """
+    _load_weights(engine, model_state(engine), folder)
+
+
+def load_trained(engine: Engine, folder: Path) -> None:
+    """Load the weights that the engine trains, and nothing else.  Collective."""
+    _load_weights(engine, trained_state(engine), folder)
+
+
+def _load_weights(engine: Engine, state: dict[str, Any], folder: Path) -> None:
+    tensors, reader = list(sharded_tensors(state)), safe_reader.SafeReader(folder)
     _check_shapes(tensors, safe_reader.tensors(reader), folder)
     torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
     weights_changed(engine)
@@ -115,8 +128,20 @@ def is_finite(engine: Engine) -> bool:
     return torch_dist_files.are_finite(param.detach() for chunk in engine.chunks for param in chunk.parameters())
 
 
+def trained_state(engine: Engine) -> dict[str, Any]:
+    """What a checkpoint holds of the model: everything, or with LoRA the adapters and other trained weights."""
+    state = model_state(engine)
+    if not engine.config.lora.is_used:
+        return state
+    trained = [leaf for leaf in nested_values(state) if getattr(getattr(leaf, "data", None), "requires_grad", False)]
+    return {"adapters": list(lora.sharded_tensors(engine.chunks)), "trained": trained}
+
+
 def model_state(engine: Engine) -> dict[str, Any]:
-    """The sharded state dict of each model chunk, under the name that Megatron-LM gives the chunk."""
+    """The sharded state dict of each model chunk, under the name that Megatron-LM gives the chunk.
+
+    Adapters are no part of it.
+    """
     names = ["model"] if len(engine.chunks) == 1 else [f"model{i}" for i in range(len(engine.chunks))]
     form = {"dp_cp_group": engine.groups.collection.dp_cp, **_form(engine)}  # core writes into it
     return {n: chunk.module.sharded_state_dict(metadata=dict(form)) for n, chunk in zip(names, engine.chunks)}

@@ -100,7 +100,7 @@ def plain_form(optimizer: MegatronOptimizer, ep: int) -> Any:
     """The plain values of an optimizer, in the form that Megatron-LM loads.
 
     Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer may
-    have an optimizer for experts with ep = 1, too (see `model._reduce_experts_apart`); both have equal plain values.
+    have an optimizer for experts with ep = 1, too (see `experts.reduce_apart`); both have equal plain values.
     """
     forms = [_plain_form(core) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]

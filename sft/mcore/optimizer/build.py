@@ -83,9 +83,9 @@ def _norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     and stop all further updates.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in offload.chained_optimizers(optimizer):  # experts have their own optimizer and process group
+    for part in offload.all_chained(optimizer):  # experts have their own optimizer and process group
         gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm  # core 0.16
-        squares = sum_of_squares(gradients(), device)
+        squares = sum_of_squares([] if offload.is_empty(part) else gradients(), device)
         dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
         total += squares
     sum_of_all = total.item()

@@ -74,8 +74,20 @@ def use_fused_kernel(optimizer: MegatronOptimizer) -> None:
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """[core's optimizer], or the two optimizers that core has chained: for experts, and for all other parameters."""
+    """[core's optimizer], or the two optimizers that core has chained: for experts, and for all other parameters.
+
+    Core also makes an optimizer without parameters if all of them are frozen; it is left out.
+    """
+    return [core for core in all_chained(optimizer) if not is_empty(core)]
+
+
+def all_chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """As many optimizers as on every other rank, also empty ones."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def is_empty(core: MegatronOptimizer) -> bool:
+    return bool(getattr(core, "is_stub_optimizer", False))
 
 
 def adam_instances(optimizer: MegatronOptimizer) -> list[Optimizer]:

@@ -1,0 +1,73 @@
+"""Identifies the frozen weights beside which a run trains adapters, by a digest of their files.
+
+Adapters are of use with the same weights only.  So a checkpoint of adapters holds the digest, and a run with other
+weights cannot resume it.  The digest of a file is remembered by its path, size and time, because hashing takes a
+second for 1 to 2 GB.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from sft.atomic_files import replace_text
+from sft.checkpoint import manifest
+from sft.config import RANDOM, Config
+from sft.file_digest import entry_of
+from sft.hf.hub import local_folder
+from sft.hf.initial import find_checkpoint
+from sft.mcore.process_groups import ProcessGroups
+from sft.parallel.collectives import all_gather_objects
+
+MEMORY = "base.json"  # in the folder of the run
+
+
+def base_digest(config: Config, run: Path, groups: ProcessGroups) -> str:
+    """The digest of the weights that the recipe names.  Collective: each rank hashes some of the files."""
+    model = config.model
+    if model.init_from == RANDOM:
+        return f"random weights, seed {config.run.seed}"
+    files = all_gather_objects(lambda: _weight_files(config), groups.control)[0]
+    known = all_gather_objects(lambda: _read_memory(run), groups.control)[0]
+    ranks = len(all_gather_objects(lambda: 0, groups.control))
+    own = {name: _digest_of(Path(name), known) for name in files[groups.rank :: ranks]}
+    entries = {
+        name: entry for of_rank in all_gather_objects(lambda: own, groups.control) for name, entry in of_rank.items()
+    }
+    if groups.rank == 0 and entries != known:
+        run.mkdir(parents=True, exist_ok=True)
+        replace_text(run / MEMORY, json.dumps(entries, indent=1) + "\n")
+    content = [(Path(name).name, entry["bytes"], entry["sha256"]) for name, entry in sorted(entries.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _weight_files(config: Config) -> list[str]:
+    """The files whose digests identify the weights: safetensors files, or the manifest of a checkpoint."""
+    model = config.model
+    if model.init_from is None:
+        return sorted(str(path) for path in local_folder(model.hf or "").glob("*.safetensors"))
+    checkpoint = find_checkpoint(model.init_from)
+    if (checkpoint / manifest.NAME).is_file():
+        return [str(checkpoint / manifest.NAME)]
+    return sorted(str(path) for path in checkpoint.iterdir() if path.is_file())
+
+
+def _read_memory(run: Path) -> dict[str, dict[str, int | str]]:
+    try:
+        content: dict[str, dict[str, int | str]] = json.loads((run / MEMORY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _digest_of(
+    path: Path,
+    known: dict[str, dict[str, int | str]],
+    compute: Callable[[Path], str] = lambda path: entry_of(path).sha256,
+) -> dict[str, int | str]:
+    """Size, time and SHA-256 of a file; the last one is computed only if the others differ from the known ones."""
+    stat = path.stat()
+    entry: dict[str, int | str] = {"bytes": stat.st_size, "modified_ns": stat.st_mtime_ns}
+    before = known.get(str(path), {})
+    is_known = "sha256" in before and all(before.get(key) == value for key, value in entry.items())
+    return entry | {"sha256": before["sha256"] if is_known else compute(path)}

@@ -1,0 +1,119 @@
+"""Selects the weights that LoRA adapts, by the names that Hugging Face gives the Linears of a model.
+
+    q_proj                 every Linear of this name
+    self_attn.q_proj       the end of a name
+    layers.0.*_proj        a pattern: * stands for any characters, ? for one, [..] for one of several
+    all-linear             every Linear but the output, as in PEFT; the weights of experts are no Linears there
+
+Every Linear has an adapter of its own, also where several of them are one weight of our model.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from sft.adapters import AdaptedWeight, Adapter
+from sft.config import Config, ModelConfig
+from sft.config.lora import ALL_LINEAR, LoraConfig
+from sft.errors import ConfigError
+from sft.hf.family import Family, TensorMapping
+from sft.hf.model_family import model_family
+
+_WEIGHT = ".weight"
+_LAYERS = "decoder.layers."
+_SHARED_GATE = "shared_experts.gate_weight"
+_LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight", _SHARED_GATE)
+_WILD = set("*?[")
+
+
+def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
+    """The weights to which the recipe gives adapters; none without LoRA.
+
+    Raises ConfigError if a target matches nothing, or if the model has no names of Hugging Face.
+    """
+    if not config.lora.is_used:
+        return []
+    family = model_family(config.model)
+    if family is None:
+        raise ConfigError(
+            "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
+        )
+    return select(config.lora, family, config.model, vocab_size)
+
+
+def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int) -> list[AdaptedWeight]:
+    """The weights with adapters, in the order of the layers.  Raises ConfigError if a target matches nothing."""
+    mappings = [mapping for mapping in family.mappings(model, vocab_size) if mapping.key.endswith(_LINEARS)]
+    kinds = {name: _kind(mapping) for mapping in mappings for name in _linears(mapping)}
+    chosen = _chosen(lora, kinds)
+    if refused := [name for name in chosen if kinds[name] not in ("linear", "expert")]:
+        raise ConfigError(
+            f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
+        )
+    weights = (_adapted(mapping, model, chosen) for mapping in mappings)
+    return [weight for weight in weights if weight.adapters]
+
+
+def _kind(mapping: TensorMapping) -> str:
+    """`linear`, `expert`, or the reason why the weight cannot have an adapter."""
+    if mapping.key.endswith(_SHARED_GATE):
+        return "megatron-core multiplies with this weight outside of a linear layer"
+    if len(mapping.stack_index) == 2:
+        is_stacked = any(view.index for view in mapping.sources)
+        return "the files of this model hold all experts in one tensor" if is_stacked else "expert"
+    return "linear"
+
+
+def _linears(mapping: TensorMapping) -> dict[str, tuple[int, ...]]:
+    """The Linears whose rows the weight consists of, each with the parts of the weight that are its rows."""
+    parts: dict[str, tuple[int, ...]] = {}
+    for part, view in enumerate(mapping.sources):
+        name = view.name.removesuffix(_WEIGHT)
+        parts[name] = (*parts.get(name, ()), part)
+    return parts
+
+
+def _chosen(lora: LoraConfig, kinds: Mapping[str, str]) -> set[str]:
+    """The names that the recipe means.  kinds: of all names"""
+    chosen = {name for target in lora.targets for name in _matches(target, kinds, "lora.targets")}
+    excluded = {name for target in lora.exclude for name in _matches(target, kinds, "lora.exclude")}
+    if not chosen - excluded:
+        raise ConfigError("lora.exclude excludes everything that lora.targets names, so that nothing would be trained.")
+    return chosen - excluded
+
+
+def _matches(target: str, kinds: Mapping[str, str], key: str) -> list[str]:
+    """The names that a target means.  Raises ConfigError if there are none."""
+    if target == ALL_LINEAR:
+        return [name for name, kind in kinds.items() if "expert" not in kind]
+    names = list(kinds)
+    if matches := [name for name in names if is_match(target, name)]:
+        return matches
+    leaves = sorted({name.rpartition(".")[2] for name in names})
+    near = difflib.get_close_matches(target.rpartition(".")[2], leaves, n=2, cutoff=0.5)
+    hint = f"  Nearest: {', '.join(near)}." if near else ""
+    raise ConfigError(
+        f"{key} names {target!r}, which matches no Linear of this model.{hint}  The model has "
+        f"{', '.join(leaves)} in its layers, for example {names[0]}."
+    )
+
+
+def is_match(target: str, name: str) -> bool:
+    """Whether the target is the Linear `name`, or the end of its name, or a pattern of one of these."""
+    if _WILD.isdisjoint(target):
+        return name == target or name.endswith(f".{target}")
+    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
+
+
+def _adapted(mapping: TensorMapping, model: ModelConfig, chosen: Iterable[str]) -> AdaptedWeight:
+    layer, *expert = mapping.stack_index
+    return AdaptedWeight(
+        module=mapping.key.removeprefix(_LAYERS).removesuffix(_WEIGHT),
+        layer=layer,
+        expert=expert[0] if expert else None,
+        num_experts=model.moe.num_experts or 0,
+        part_rows=tuple(view.num_rows for view in mapping.sources),
+        num_columns=mapping.row_shape[0],
+        num_groups=mapping.num_groups if mapping.form == "groups" else 1,
+        adapters=tuple(Adapter(name=name, parts=parts) for name, parts in _linears(mapping).items() if name in chosen),
+    )

@@ -1,0 +1,33 @@
+"""Finds the family of a model: that of model.hf, or one that has the tensors of a model without Hugging Face folder."""
+
+from operator import attrgetter
+
+from sft.config import ModelConfig
+from sft.hf.architecture import architecture, read
+from sft.hf.families import FAMILIES
+from sft.hf.family import Family
+from sft.hf.hub import CONFIG, local_folder
+
+# Keys of `model` that add or move tensors, and their values in families that do not name them.
+_USUAL = {
+    "norm_placement": "pre",
+    "qk_norm_across_heads": False,
+    "moe.shared_ffn_hidden_size": None,
+    "moe.shared_gate": False,
+}
+
+
+def model_family(model: ModelConfig) -> Family | None:
+    """That of model.hf; else the first family that has the tensors of `model`; None if there is no such family."""
+    if model.hf is not None:
+        folder = local_folder(model.hf)
+        return architecture(read(folder), str(folder / CONFIG)).family
+
+    def has_same_tensors(family: Family) -> bool:
+        has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
+        usual = {key: value for key, value in _USUAL.items() if key not in family.keys}
+        return has_experts and all(
+            attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items()
+        )
+
+    return next(filter(has_same_tensors, FAMILIES.values()), None)

@@ -1,0 +1,132 @@
+"""Adapters of peft beside ours: the same random values in both, token losses, gradients and steps of both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+
+from sft.batch import Sample
+from sft.mcore import lora
+from sft.mcore.engine import Engine
+from tests.ranks import scenarios
+from tests.ranks.hf_models import hf_losses, load, losses_of
+from tests.unit.fixtures import hf
+
+RANK, ALPHA = 3, 5.0
+HEAD = "base_model.model."  # of peft's names
+VALUES = 0.2  # standard deviation of the factors, so that adapters change losses visibly
+
+
+def factors(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Random factors by peft's names, without its prefix."""
+    generator = torch.Generator().manual_seed(11)
+    return {name: torch.randn(shape, generator=generator) * VALUES for name, shape in sorted(shapes.items())}
+
+
+def peft_model(folder: Path, targets: Any, **fields: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """transformers' model with adapters, and their values."""
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM", **fields)
+    model = peft.get_peft_model(hf.load(folder), settings)
+    stored = {name.removeprefix(HEAD): tensor for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    values = factors({name: tuple(tensor.shape) for name, tensor in stored.items()})
+    peft.set_peft_model_state_dict(model, {HEAD + name: value for name, value in values.items()})
+    return model.eval(), values
+
+
+def stored_name(name: str) -> str:
+    """Of a parameter of peft's model."""
+    return name.removeprefix(HEAD).replace(".default.", ".")
+
+
+def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
+    """Give our adapters these values; each is used."""
+    used = set()
+    with torch.no_grad():
+        for shard in lora.sharded_tensors(engine.chunks):
+            name = shard.key.removeprefix(lora.PREFIX)
+            value = values[name]
+            assert tuple(shard.global_shape) == tuple(value.shape), name
+            shard.data.copy_(value[tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))])
+            used.add(name)
+    engine.optimizer.reload_model_params()
+    if engine.layout.pp == 1 and engine.layout.ep == 1:
+        assert used == values.keys(), used ^ values.keys()
+
+
+def packed_losses(
+    overrides: Sequence[str], folder: str, values: dict[str, torch.Tensor], packs: Sequence[Sequence[Sample]]
+) -> list[Any]:
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        fill(engine, values)
+        return losses_of(engine, packs)
+
+
+def peft_gradients(model: Any, packs: Sequence[Sequence[Sample]]) -> tuple[dict[str, torch.Tensor], float]:
+    """Of the mean loss over supervised tokens, by stored name; and this loss."""
+    model.zero_grad()
+    total, count = torch.zeros(()), 0
+    for sample in (sample for pack in packs for sample in pack):
+        losses, supervised = hf_losses(model, sample), torch.from_numpy(sample.weights[1:] > 0)
+        total, count = total + losses[supervised].sum(), count + int(supervised.sum())
+    (total / count).backward()
+    gradients = {stored_name(name): p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return gradients, float(total.detach()) / count
+
+
+def adapted_weights(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of transformers' model with every adapter added, as functions of its factors.
+
+    transformers stacks the experts of the files: gate above up, one matrix for each expert.
+    """
+    weights = dict(model.named_parameters())
+    for name in values:
+        if not name.endswith(".lora_A.weight"):
+            continue
+        module = name.removesuffix(".lora_A.weight")
+        delta = ALPHA / RANK * values[f"{module}.lora_B.weight"] @ values[name]
+        block, is_expert, rest = module.partition(".experts.")
+        if not is_expert:
+            weights[f"{module}.weight"] = weights[f"{module}.weight"] + delta
+            continue
+        number, kind = rest.split(".")
+        kind = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(kind, kind)  # in files of Mixtral
+        block = block.replace("block_sparse_moe", "mlp")
+        stack = f"{block}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
+        height = weights[stack].shape[1]
+        rows = {"gate_proj": (0, height // 2), "up_proj": (height // 2, height), "down_proj": (0, height)}[kind]
+        padded = torch.nn.functional.pad(delta, (0, 0, rows[0], height - rows[1]))
+        is_it = torch.nn.functional.one_hot(torch.tensor(int(number)), len(weights[stack]))[:, None, None]
+        weights[stack] = weights[stack] + is_it * padded
+    return weights
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """transformers' model with adapters that are added to its weights; called as the model itself."""
+
+    model: Any
+    values: dict[str, torch.Tensor]
+
+    def __call__(self, **given: Any) -> Any:
+        return torch.func.functional_call(self.model, adapted_weights(self.model, self.values), (), given)
+
+    def named_parameters(self) -> Any:
+        return self.values.items()
+
+    def zero_grad(self) -> None:
+        for value in self.values.values():
+            value.grad = None
+
+
+def whole(results: Sequence[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
+    """Chunks of all ranks as whole tensors, without the prefix of adapters."""
+    found: dict[str, np.ndarray] = {}
+    for name, shape, offset, data in (chunk for result in results for chunk in result[key]):
+        target = found.setdefault(name.removeprefix(lora.PREFIX), np.full(shape, np.nan, dtype=np.float32))
+        target[tuple(slice(start, start + size) for start, size in zip(offset, data.shape))] = data
+    return {name: torch.from_numpy(array) for name, array in found.items()}

@@ -1,0 +1,200 @@
+"""LoRA is peft's on every layout: token losses, gradients of all factors, and steps of AdamW."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft.batch import Sample
+from sft.mcore import lora
+from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
+from sft.mcore.engine import Engine
+from sft.mcore.gradients import gradient_chunks
+from tests.ranks import scenarios
+from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, recipe_of
+from tests.ranks.peft_models import (
+    ALPHA,
+    RANK,
+    Adapted,
+    factors,
+    fill,
+    packed_losses,
+    peft_gradients,
+    peft_model,
+    stored_name,
+    whole,
+)
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures import hf
+
+Ranks = Callable[[int], RankPool]
+GRADIENT_TOLERANCE = 1e-5  # of the norm of each factor's gradient; fp32, two implementations
+CP, TP, PP, DP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], list[str]()
+SP = [*TP, "parallel.sequence_parallel=true"]
+ATTENTION = ["q_proj", "v_proj", "o_proj"]
+
+
+def samples() -> list[list[Sample]]:
+    corpus = scenarios.SkewedCorpus([60, 33, 20, 41, 64], scenarios.VOCAB)
+    return [[corpus.sample(i) for i in pack] for pack in PACKS]
+
+
+def lora_recipe(source: Path, targets: Sequence[str] | str) -> list[str]:
+    named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
+    return [*recipe_of(source), f"model.hf={source}", f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}}}"]
+
+
+def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor], packs: Any) -> dict[str, Any]:
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        fill(engine, values)
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        totals = engine._run([scenarios.microbatch_of(engine, pack) for pack in mine], forward_only=False)
+        chunks = [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
+        return {"gradients": chunks, "loss": totals.objective / totals.num_tokens}
+
+
+FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
+CASES = [
+    ("qwen3", "all-linear", 1, [FULL]),
+    ("qwen3", "all-linear", 2, SP),
+    ("qwen3", "all-linear", 2, [*PP, FULL]),
+    ("llama", ATTENTION, 2, TP),
+    ("llama", ATTENTION, 2, [*CP, SELECTIVE]),
+    ("llama", "all-linear", 2, [*DP, TILES]),
+    ("phi3", "all-linear", 2, [*SP, TILES]),
+    ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
+    ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
+    ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
+]
+
+
+@pytest.mark.parametrize("family,targets,world_size,overrides", CASES, ids=str)
+def test_losses_and_gradients_are_those_of_peft(
+    ranks: Ranks, tmp_path: Path, family: str, targets: Any, world_size: int, overrides: list[str]
+) -> None:
+    source = hf.save(tmp_path / "source", family)
+    model, values = peft_model(source, targets)
+    recipe, packs = [*lora_recipe(source, targets), *overrides], samples()
+    losses = ranks(world_size).run(packed_losses, recipe, str(source), values, packs)
+    check_losses(losses, Reference(str(source), model), packs)
+    expected, loss = peft_gradients(model, packs)
+    results = ranks(world_size).run(gradients, recipe, str(source), values, packs)
+    check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
+    assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
+
+
+EXPERTS = ["experts.*", "o_proj"]
+EP = ["parallel.ep=2"]
+
+
+@pytest.mark.parametrize(
+    "family,targets,world_size,overrides",
+    [
+        ("qwen3_moe", EXPERTS, 1, [SELECTIVE]),
+        ("qwen3_moe", EXPERTS, 2, [*EP, *CP]),
+        ("mixtral", ["experts.*"], 2, [*EP, *SP]),
+        ("mixtral", ["w1", "w2", "q_proj"], 2, [*PP, FULL]),
+        ("qwen2_moe", ["shared_expert.*", "experts.*.up_proj"], 2, [*SP, SELECTIVE]),
+        ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
+    ],
+    ids=str,
+)
+def test_adapters_of_experts_are_low_rank_terms_of_their_weights(
+    ranks: Ranks, tmp_path: Path, family: str, targets: list[str], world_size: int, overrides: list[str]
+) -> None:
+    source = hf.save(tmp_path / "source", family)
+    recipe, packs = [*lora_recipe(source, targets), *overrides], samples()
+    (shapes,) = ranks(1).run(shapes_of, lora_recipe(source, targets))
+    values = {name: value.requires_grad_() for name, value in factors(shapes).items()}
+    detached = {name: value.detach() for name, value in values.items()}
+    model = Adapted(hf.load(source).eval(), values)
+    losses = ranks(world_size).run(packed_losses, recipe, str(source), detached, packs)
+    check_losses(losses, Reference(str(source), model), packs)
+    expected, _ = peft_gradients(model, packs)
+    results = ranks(world_size).run(gradients, recipe, str(source), detached, packs)
+    check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
+
+
+def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
+    with scenarios.running(overrides) as engine:
+        shards = lora.sharded_tensors(engine.chunks)
+        return {shard.key.removeprefix(lora.PREFIX): tuple(shard.global_shape) for shard in shards}
+
+
+OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
+OPTIMIZER += ["optim.weight_decay=0.1", "train.num_steps=10"]
+STEPS = 10
+STEP_TOLERANCE = 1e-4  # of the norm of what a factor moved; Adam divides by the root of small numbers
+
+
+def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], packs: Any) -> dict[str, Any]:
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        fill(engine, values)
+        frozen = frozen_hash(engine)
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        for _ in range(STEPS):
+            engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+        shards = list(lora.sharded_tensors(engine.chunks))
+        return {
+            "factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards],
+            "unchanged": frozen_hash(engine) == frozen,
+            "trained": sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad),
+            "gradients": sum(
+                b.grad_data.numel() for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)
+            ),
+            "moments": sum(len(part.tensors["exp_avg"]) for part in optimizer_slices(engine.optimizer)),
+        }
+
+
+def frozen_hash(engine: Engine) -> str:
+    digest = hashlib.sha256()
+    for chunk in engine.chunks:
+        for name, param in chunk.named_parameters():
+            if not param.requires_grad:
+                digest.update(name.encode() + param.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def peft_steps(model: Any, packs: Any) -> dict[str, torch.Tensor]:
+    trained = {stored_name(name): param for name, param in model.named_parameters() if param.requires_grad}
+    adam = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for _ in range(STEPS):
+        peft_gradients(model, packs)
+        torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+        adam.step()
+    return {name: param.detach().clone() for name, param in trained.items()}
+
+
+@pytest.mark.parametrize(
+    "family,world_size,overrides",
+    [
+        ("llama", 2, [*DP, "parallel.distributed_optimizer=true"]),
+        ("qwen3", 2, SP),
+        ("phi3", 2, [*PP, FULL]),
+        ("llama", 4, [*SP, *CP, "parallel.distributed_optimizer=true", SELECTIVE]),
+    ],
+    ids=str,
+)
+def test_ten_steps_are_those_of_peft(
+    ranks: Ranks, tmp_path: Path, family: str, world_size: int, overrides: list[str]
+) -> None:
+    source = hf.save(tmp_path / "source", family)
+    model, values = peft_model(source, "all-linear")
+    recipe, packs = [*lora_recipe(source, "all-linear"), *OPTIMIZER, *overrides], samples()
+    results = ranks(world_size).run(train, recipe, str(source), values, packs)
+    expected = peft_steps(model, packs)
+    moved = {name: tensor - values[name] for name, tensor in expected.items()}
+    found = whole(results, "factors")
+    check_parameters({name: tensor - values[name] for name, tensor in found.items()}, moved, STEP_TOLERANCE)
+    copies: dict[Any, set[bytes]] = {}
+    for result in results:
+        assert result["unchanged"]
+        assert result["trained"] <= result["gradients"] < 1.1 * result["trained"] + 4096  # padding of buffers
+        for name, _, offset, data in result["factors"]:
+            copies.setdefault((name, offset, data.shape), set()).add(data.tobytes())
+    assert all(len(values) == 1 for values in copies.values()), "ranks that hold the same factor hold the same bits"

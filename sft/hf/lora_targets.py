@@ -46,7 +46,7 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
     mappings = [mapping for mapping in family.mappings(model, vocab_size) if mapping.key.endswith(_LINEARS)]
     kinds = {name: _kind(mapping) for mapping in mappings for name in _linears(mapping)}
     chosen = _chosen(lora, kinds)
-    if refused := [name for name in chosen if kinds[name] not in ("linear", "expert")]:
+    if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
         raise ConfigError(
             f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
         )

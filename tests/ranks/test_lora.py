@@ -13,6 +13,7 @@ from sft.mcore import lora
 from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
+from sft.mcore.optimizer import build
 from tests.ranks import scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, recipe_of
 from tests.ranks.peft_models import (
@@ -54,7 +55,9 @@ def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor]
         mine = packs[engine.groups.dp_rank :: engine.layout.dp]
         totals = engine._run([scenarios.microbatch_of(engine, pack) for pack in mine], forward_only=False)
         chunks = [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
-        return {"gradients": chunks, "loss": totals.objective / totals.num_tokens}
+        engine.optimizer.prepare_grads()
+        norm = build._norm(engine.optimizer, engine.groups.device)
+        return {"gradients": chunks, "loss": totals.objective / totals.num_tokens, "norm": norm}
 
 
 FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
@@ -84,6 +87,8 @@ def test_losses_and_gradients_are_those_of_peft(
     expected, loss = peft_gradients(model, packs)
     results = ranks(world_size).run(gradients, recipe, str(source), values, packs)
     check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
+    norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
+    assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
     assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
 
 
@@ -117,6 +122,8 @@ def test_adapters_of_experts_are_low_rank_terms_of_their_weights(
     expected, _ = peft_gradients(model, packs)
     results = ranks(world_size).run(gradients, recipe, str(source), detached, packs)
     check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
+    norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
+    assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
 
 
 def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:

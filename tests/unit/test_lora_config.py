@@ -23,9 +23,18 @@ def test_the_scale() -> None:
         (dict(alpha=0.0), "greater than 0"),
         (dict(lr_ratio=0.0), "greater than 0"),
         (dict(rank=1, targets=[]), "at least 1 item"),
-        (dict(rank=1, dropout=0.1), "dropout: = 0.1 is not supported: the random mask of a token would depend on the layout"),
-        (dict(rank=1, targets=[r".*\.q_proj"]), r'targets: contains ".*\.q_proj", which is no name or pattern of modules'),
-        (dict(rank=1, exclude=["(q|k)_proj"]), 'exclude: contains "(q|k)_proj", which is no name or pattern of modules'),
+        (
+            dict(rank=1, dropout=0.1),
+            "dropout: = 0.1 is not supported: the random mask of a token would depend on the layout",
+        ),
+        (
+            dict(rank=1, targets=[r".*\.q_proj"]),
+            r'targets: contains ".*\.q_proj", which is no name or pattern of modules',
+        ),
+        (
+            dict(rank=1, exclude=["(q|k)_proj"]),
+            'exclude: contains "(q|k)_proj", which is no name or pattern of modules',
+        ),
         (dict(rank=1, targets=["q_proj", "k_proj", "q_proj"]), "targets: contains q_proj twice; remove one"),
         (dict(rank=1, targets=["q_proj"], exclude=["q_proj"]), "exclude: names q_proj, which targets name, too"),
         (dict(rank=1, targets=["q_proj"], exclude=["all-linear"]), "exclude: cannot be all-linear"),

@@ -1,0 +1,100 @@
+"""Which Linears get adapters: as in peft, by names and patterns; everything else is refused by name."""
+
+from pathlib import Path
+
+import peft
+import pytest
+
+from sft.adapters import AdaptedWeight, Adapter
+from sft.config.lora import LoraConfig
+from sft.errors import ConfigError
+from sft.hf.architecture import architecture, read
+from sft.hf.base_digest import _digest_of
+from sft.hf.lora_targets import select
+from tests.unit.fixtures import hf
+
+STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
+
+
+def selected(folder: Path, targets: list[str], exclude: list[str] | None = None) -> list[AdaptedWeight]:
+    found = architecture(read(folder), str(folder))
+    lora = LoraConfig(rank=2, targets=targets, exclude=exclude or [])
+    return select(lora, found.family, found.model, found.vocab_size)
+
+
+def names(weights: list[AdaptedWeight]) -> list[str]:
+    return [adapter.name for weight in weights for adapter in weight.adapters]
+
+
+@pytest.mark.parametrize("family", [family for family in hf.FAMILIES if family not in (*STACKED, "qwen2_moe")])
+def test_all_linear_is_that_of_peft(tmp_path: Path, family: str) -> None:
+    folder = hf.save(tmp_path / "model", family)
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model_state_dict(peft.get_peft_model(hf.load(folder), settings))
+    expected = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in theirs}
+    assert len(expected) >= 8 and set(names(selected(folder, ["all-linear"]))) == expected
+
+
+@pytest.mark.parametrize(
+    "targets,exclude,expected",
+    [
+        (["q_proj"], [], ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]),
+        (["mlp.down_proj"], ["layers.0.*"], ["model.layers.1.mlp.down_proj"]),
+        (["layers.1.*_proj"], ["mlp.*", "[qkv]_proj"], ["model.layers.1.self_attn.o_proj"]),
+        (["model.layers.0.self_attn.v_proj"], [], ["model.layers.0.self_attn.v_proj"]),
+        (["all-linear"], ["layers.0.*", "self_attn.*", "up_proj", "gate_proj"], ["model.layers.1.mlp.down_proj"]),
+    ],
+)
+def test_names_and_patterns(tmp_path: Path, targets: list[str], exclude: list[str], expected: list[str]) -> None:
+    assert names(selected(hf.save(tmp_path / "model", "qwen3"), targets, exclude)) == expected
+
+
+def test_parts_of_a_weight(tmp_path: Path) -> None:
+    """k_proj is the second part of qkv; one adapter of a fused Linear covers all parts."""
+    folder = hf.save(tmp_path / "model", "llama")
+    weight, _ = selected(folder, ["k_proj"])
+    assert (weight.module, weight.layer, weight.expert) == ("self_attention.linear_qkv", 0, None)
+    assert weight.adapters == (Adapter(name="model.layers.0.self_attn.k_proj", parts=(1,)),)
+    fused, _ = selected(hf.save(tmp_path / "fused", "phi3"), ["gate_up_proj"])
+    assert fused.adapters == (Adapter(name="model.layers.0.mlp.gate_up_proj", parts=(0, 1)),)
+
+
+@pytest.mark.parametrize(
+    "family,targets,exclude,message",
+    [
+        ("llama", ["q_prj"], [], "lora.targets names 'q_prj', which matches no Linear of this model.  Nearest: q_proj"),
+        ("llama", ["experts.*"], [], "lora.targets names 'experts.*', which matches no Linear of this model."),
+        ("llama", ["lm_head"], [], "lora.targets names 'lm_head', which matches no Linear of this model."),
+        ("llama", ["q_proj"], ["w1"], "lora.exclude names 'w1', which matches no Linear of this model."),
+        ("llama", ["q_proj"], ["self_attn.*"], "lora.exclude excludes everything that lora.targets names"),
+        ("qwen2_moe", ["all-linear"], [], "LoRA cannot adapt model.layers.0.mlp.shared_expert_gate: megatron-core"),
+        ("granitemoe", ["input_linear"], [], "LoRA cannot adapt model.layers.0.block_sparse_moe.input_linear: the fil"),
+    ],
+)
+def test_refusals(tmp_path: Path, family: str, targets: list[str], exclude: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        selected(hf.save(tmp_path / "model", family), targets, exclude)
+    assert str(error.value).startswith(message)
+
+
+def test_experts_have_adapters_by_name_only(tmp_path: Path) -> None:
+    folder = hf.save(tmp_path / "model", "qwen2_moe")
+    dense = names(selected(folder, ["all-linear"], ["shared_expert_gate"]))
+    assert not any(".experts." in name for name in dense) and any(".shared_expert." in name for name in dense)
+    down = selected(folder, ["experts.*.down_proj"])
+    assert [(weight.layer, weight.expert) for weight in down[:5]] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+    assert down[3].adapters[0].name == "model.layers.0.mlp.experts.3.down_proj"
+
+
+def test_a_digest_is_computed_once_for_a_file_that_does_not_change(tmp_path: Path) -> None:
+    file, calls = tmp_path / "model.safetensors", list[Path]()
+
+    def compute(path: Path) -> str:
+        calls.append(path)
+        return f"digest {len(calls)}"
+
+    file.write_bytes(b"weights")
+    entry = _digest_of(file, {}, compute)
+    assert entry["sha256"] == "digest 1" and _digest_of(file, {str(file): entry}, compute) == entry and len(calls) == 1
+    file.write_bytes(b"weights and more")
+    assert _digest_of(file, {str(file): entry}, compute)["sha256"] == "digest 2"

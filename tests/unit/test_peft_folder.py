@@ -20,6 +20,8 @@ from tests.unit.fixtures.peft import ALPHA, ATTENTION, MLP, RANK, Factors
 
 # Logits are up to about 10, and fp32 sums them in another order when the adapter is a part of the weight.
 LOGITS = 1e-4
+# Gradients are up to about 0.1, and fp32 sums them in another order, too.
+GRADIENTS = 1e-6
 # Every adapter that is lost changes some logit by more.
 LOST = 0.1
 MIXTRAL = ["w1", "w2", "w3"]
@@ -93,8 +95,8 @@ class Written:
             folder, dtype=torch.float32, attn_implementation="eager"
         )
 
-    def reference(self) -> torch.Tensor:
-        """Logits of transformers' model with weights W + scale * B A, which float64 computes."""
+    def merged_model(self) -> Any:
+        """transformers' model with weights W + scale * B A, which float64 computes."""
         weights = dict(self.weights)
         for module, (a, b) in self.factors.items():
             weight = weights[self.name_of[module]].double() + self.config.scale * (b.double() @ a.double())
@@ -102,7 +104,7 @@ class Written:
         stored = [module for module in self.saved if module in self.name_of]  # no tied output weight
         weights |= {self.name_of[module]: self.saved[module] for module in stored}
         content = json.loads((self.base / "config.json").read_text())
-        return peft.logits(self.load(hf.write(self.path / "merged", content, weights)))
+        return self.load(hf.write(self.path / "merged", content, weights))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_peft_has_the_weights_that_we_train_whole(tmp_path: Path, tied: bool) ->
 
 def assert_peft_computes_the_same(ours: Written) -> None:
     model = peft.loaded(ours.load(ours.base), ours.write())
-    expected, without = ours.reference(), peft.logits(ours.load(ours.base))
+    expected, without = peft.logits(ours.merged_model()), peft.logits(ours.load(ours.base))
     assert (expected - without).abs().max() > LOST
     torch.testing.assert_close(peft.logits(model), expected, atol=LOGITS, rtol=0)
     stored = {renamed_by_transformers(module): factors for module, factors in ours.factors.items()}
@@ -198,6 +200,33 @@ def assert_peft_computes_the_same(ours: Written) -> None:
     assert in_memory.keys() == stored.keys()
     for module, factors in stored.items():
         assert all(torch.equal(a, b) for a, b in zip(factors, in_memory[module], strict=True))
+
+
+def test_gradients_of_experts_in_peft_are_those_of_single_adapters(tmp_path: Path) -> None:
+    """Of y = (W + scale B A) x: dA = scale B^T dW, and dB = scale dW A^T, with dW of the merged model."""
+    ours = Written(tmp_path, lambda path: hf.save(path, "qwen3_moe"), ["q_proj", *MLP])
+    model, merged_model = peft.loaded(ours.load(ours.base), ours.write(), is_trainable=True), ours.merged_model()
+    for each in (model, merged_model):
+        each(input_ids=peft.TOKENS, labels=peft.TOKENS).loss.backward()
+    gradients = peft.factors(model, lambda parameter: parameter.grad)
+    for module, (a, b) in ours.factors.items():
+        by_a, by_b = gradients[module]
+        weight = gradient_of_weight(merged_model, module)
+        torch.testing.assert_close(by_a, ours.config.scale * b.T @ weight, atol=GRADIENTS, rtol=0)
+        torch.testing.assert_close(by_b, ours.config.scale * weight @ a.T, atol=GRADIENTS, rtol=0)
+        assert by_a.abs().max() > 100 * GRADIENTS and by_b.abs().max() > 100 * GRADIENTS
+
+
+def gradient_of_weight(model: Any, module: str) -> torch.Tensor:
+    """dW of a module; those of single experts are parts of transformers' stacked ones [experts, out, in]."""
+    if not in_experts(module):
+        gradient: torch.Tensor = model.get_submodule(module).weight.grad
+        return gradient
+    experts, number, leaf = module.rsplit(".", 2)
+    if leaf == "down_proj":
+        return model.get_submodule(experts).down_proj.grad[int(number)]
+    gate, up = model.get_submodule(experts).gate_up_proj.grad[int(number)].chunk(2)
+    return gate if leaf == "gate_proj" else up
 
 
 def renamed_by_transformers(module: str) -> str:

@@ -53,6 +53,16 @@ _NAMES = {
     "optim.epsilon": "adam_eps adam_epsilon",
     "optim.clip_grad": "max_grad_norm gradient_clipping gradient_clip_val grad_clip",
     "optim.offload_fraction": "optimizer_cpu_offload optimizer_offload_fraction offload_optimizer",
+    "lora.rank": "r lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "target_modules lora_target lora_target_modules lora_target_linear lora_attn_modules"
+    " apply_lora_to_mlp",
+    "lora.exclude": "exclude_modules lora_exclude_modules",
+    "lora.rslora": "use_rslora lora_use_rslora peft_use_rslora",
+    "lora.lr_ratio": "loraplus_lr_ratio",
+    "lora.init_from": "adapter_name_or_path adapter_path lora_model_dir lora_path lora_weights",
+    "lora.export": "merge_lora",
     "checkpoint.resume": "resume_from_checkpoint resume_from auto_resume_from_checkpoints",
     "checkpoint.save_every": "save_steps save_interval saves_per_epoch save_strategy",
     "checkpoint.keep_last": "save_total_limit",
@@ -71,8 +81,14 @@ _NAMES = {
 CALLED_HERE = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 _REASONS = {
-    "Adapters have the keys lora.rank, lora.alpha, lora.targets and others": "lora_r lora_alpha lora_rank"
-    " lora_dropout lora_target_modules lora_target_linear peft peft_config use_peft adapter finetuning_type",
+    "Adapters are trained if the recipe has lora.rank": "peft peft_config use_peft use_lora adapter finetuning_type"
+    " train_type tuner_type",
+    "Beside adapters, lora.train_embeddings and lora.train_head train whole weights": "modules_to_save"
+    " lora_modules_to_save additional_target apply_lora_to_output",
+    "All adapters have the same rank and scale": "rank_pattern alpha_pattern",
+    "Experts get adapters by their names in lora.targets": "target_parameters lora_target_parameters",
+    "lora.exclude takes patterns of modules without adapters, such as model.layers.1?.*": "layers_to_transform"
+    " peft_layers_to_transform",
     "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported": "load_in_4bit"
     " load_in_8bit quantization quantization_bit quantization_config bnb_4bit_quant_type bnb_4bit_compute_dtype"
     " bnb_4bit_use_double_quant qlora use_qlora use_qalora loftq_config loftq_bits",
@@ -111,7 +127,7 @@ def called_here(name: str) -> str | None:
 
 
 def why_not_here(name: str) -> str | None:
-    """The sentence that says why we have no such setting: lora_r -> Adapters have the keys ..."""
+    """The sentence that says why we have no such setting: lora.use_dora -> The only adapters are ..."""
     return next((f"{NOT_HERE[word]}." for word in _words(name) if word in NOT_HERE), None)
 
 

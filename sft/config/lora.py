@@ -50,8 +50,9 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.rank is None and (others := sorted(self.model_fields_set - {"rank"})):
-            yield "rank", f"= null trains without adapters, but lora.{others[0]} is set; set lora.rank, for example 16"
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if self.rank is None and changed:  # a recipe may hold the defaults, as the recipe.yaml of a run does
+            yield "rank", f"= null trains without adapters, but lora.{changed[0]} is set; set lora.rank, for example 16"
         if self.dropout != 0.0:
             yield "dropout", (
                 f"= {self.dropout:g} is not supported: the random mask of a token would depend on the layout, and so "

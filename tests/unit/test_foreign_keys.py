@@ -15,7 +15,12 @@ ADVICE = {
     "base_model=a": "It is called model.hf here, which takes non-empty text or null.",
     "train.micro_batch_size=1": "A microbatch is one pack of data.seq_length tokens; train.global_batch_size is the "
     "number of packs per step, over all GPUs.",
-    "lora_rank=16": "Adapters have the keys lora.rank, lora.alpha, lora.targets and others.",
+    "lora.r=16": "It is called lora.rank here, which takes a whole number of at least 1 or null.",
+    "peft.lora_alpha=16": "It is called lora.alpha here, which takes a number above 0.0.",
+    "use_dora=true": "The only adapters are LoRA's, which add B A to a weight; DoRA and other variants are not "
+    "supported.",
+    "lora.modules_to_save=lm_head": "Beside adapters, lora.train_embeddings and lora.train_head train whole weights.",
+    "load_in_4bit=true": "Weights are held in bf16 or fp32 (run.precision), not quantised; so QLoRA is not supported.",
     "deepspeed=a.json": "Optimizer states are sharded by parallel.distributed_optimizer, and weights by parallel.tp, "
     "parallel.pp and parallel.ep; DeepSpeed and FSDP are not used.",
     "parallel.dp=2": "dp has no key, because it follows from the number of processes: world_size / (tp * cp * pp).",

@@ -49,3 +49,10 @@ def test_values_that_cannot_be_used(keys: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "*.experts.*.down_proj", "model.layers.1?.mlp.*"]])
 def test_names_and_patterns(targets: list[str]) -> None:
     assert LoraConfig(rank=1, targets=targets, exclude=["lm_head"]).targets == targets
+
+
+def test_a_run_without_adapters_writes_a_recipe_that_can_be_loaded() -> None:
+    """The recipe.yaml of a run holds every key."""
+    defaults = LoraConfig().model_dump()
+    assert defaults["alpha"] == 32.0
+    assert not LoraConfig(**defaults).is_used

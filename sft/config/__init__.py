@@ -108,8 +108,6 @@ class Config(Section):
             )
         if self.lora.is_used and fp8:
             yield "run.fp8", "needs Transformer Engine, which does not support lora; use null"
-        if self.lora.is_used and self.checkpoint.export_hf != "none":
-            yield "checkpoint.export_hf", "does not support lora yet; use none"
         if fp8 and not self.attention.may_have_fp8:
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why

@@ -1,17 +1,26 @@
 """Whole runs with LoRA: from a Hugging Face folder, resumed on another layout, refused beside other weights."""
 
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from sft.console import QUIET
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.convert.torch_dist import TorchDistReader as reader_of
+from sft.hf.peft.folder import WEIGHTS
 from tests.builders import chats
 from tests.launching import records, start
 from tests.unit.fixtures import hf
 
 SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+VISIBLE = 1e-3  # what adapters change in logits at least, so that an equality says something
 LOSS_TOLERANCE = 1e-5  # relative; fp32, another layout
 RUN = ["data.tokenizer=byte", "lora.rank=4", "train.global_batch_size=2", "checkpoint.save_every=2", "optim.lr=1e-2"]
-RUN += ["optim.schedule=constant"]
+RUN += ["optim.schedule=constant", "checkpoint.export_hf=last"]
 
 
 def recipe(folder: Path, *more: str) -> list[str]:
@@ -43,7 +52,27 @@ def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: 
     names = {name for name in stored_names(checkpoint) if not name.startswith(("optimizer.", "rng_state", "common"))}
     assert len(names) == 2 * 2 * 7 and all(name.startswith("adapter.model.layers.") for name in names)
 
+    check_export(tmp_path, cut / "run", found[-1])
+
     weights = hf.tensors(tmp_path / "model")
     hf.rewrite(tmp_path / "model", **{"model.norm.weight": weights["model.norm.weight"] + 1})
     (code, _, told), _ = start(tmp_path, recipe(tmp_path, f"run.dir={cut}/run", "train.num_steps=6"))
     assert code == 2 and "trains adapters of the weights" in told, told
+
+
+def check_export(folder: Path, run: Path, record: dict[str, Any]) -> None:
+    """The last export is a PEFT folder with the weights of the checkpoint; peft computes with it what we trained."""
+    export = run / "hf_exports/last_0000004"
+    assert {path.name for path in export.iterdir()} == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "manifest.json",
+    }  # fmt: skip
+    base = hf.load(folder / "model").eval()
+    before = base(torch.arange(20)[None]).logits.detach()
+    model = peft.PeftModel.from_pretrained(base, export).eval()
+    assert not torch.allclose(model(torch.arange(20)[None]).logits, before, atol=VISIBLE)
+    export_hf(run / "checkpoints/iter_0000004", folder / "again", QUIET)
+    assert hf.same(load_file(export / WEIGHTS), load_file(folder / "again" / WEIGHTS))
+    stored = reader_of(run / "checkpoints/iter_0000004")
+    for name, tensor in load_file(export / WEIGHTS).items():
+        key = f"adapter.{name.removeprefix('base_model.model.')}"
+        assert torch.equal(stored.read(key, [0, 0], tensor.shape), tensor)

@@ -26,6 +26,7 @@ from sft.errors import CheckpointError
 from sft.hf import kept
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
+from sft.hf.convert.export_adapter import export_adapter
 from sft.hf.convert.exports import CHECKPOINT_DIGEST
 from sft.hf.convert.model_card import write_model_card
 from sft.hf.convert.original import Original, find_original
@@ -81,9 +82,16 @@ def _convert(
 ) -> None:
     """Convert the checkpoint `path`.  The folder gets its name after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
-    if _recipe(common).get("lora.rank") is not None:
-        raise CheckpointError(f"{path} holds adapters (lora.rank), which sft export does not write yet.")
-    original = find_original(path, _recipe(common), like)
+    recipe = _recipe(common)
+    if recipe.get("lora.rank") is not None:
+
+        def finish(folder: Path, files: dict[str, Entry]) -> None:
+            _write_manifest(folder, path, files)
+            finish_verification()
+
+        export_adapter(path, target, console, common, recipe, like=like, dtype=dtype, finish=finish)
+        return
+    original = find_original(path, recipe, like)
     original_content = read(original.folder)
     content = _dequantised(original_content)
     imported = architecture(content, str(original.folder / CONFIG))

@@ -1,0 +1,98 @@
+"""Writes the adapters of a Megatron checkpoint as a PEFT folder, which PEFT and inference servers load."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.console import Console, size
+from sft.errors import CheckpointError
+from sft.file_digest import Entry
+from sft.hf.architecture import architecture, read
+from sft.hf.convert.model_card import write_model_card
+from sft.hf.convert.original import find_original
+from sft.hf.convert.torch_dist import TorchDistReader
+from sft.hf.hub import CONFIG
+from sft.hf.peft import folder as peft_folder
+from sft.hf.peft.config import AdapterConfig
+from sft.hf.peft.folder import Contents
+from sft.hf.peft.targets import module_of
+from sft.mcore.lora import PREFIX
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def export_adapter(
+    path: Path,
+    target: Path,
+    console: Console,
+    common: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    like: Path | None,
+    dtype: str | None,
+    finish: Callable[[Path, dict[str, Entry]], None],
+) -> None:
+    """Write the adapters of the checkpoint `path` to the new folder `target`.
+
+    common: plain values of the checkpoint; recipe: that of its run; like: the folder of the base model
+    dtype: type of the tensors; None: that of the checkpoint
+    finish: called with the folder and the entries of its tensor files, before the folder gets its name
+    Raises CheckpointError if PEFT would not compute what was trained; then nothing is written.
+    """
+    original = find_original(path, recipe, like)
+    family = architecture(read(original.folder), str(original.folder / CONFIG)).family
+    has_vision = family.text_config != "none"
+    reader = TorchDistReader(path)
+    keys = (key for key in reader.shapes if key.startswith(PREFIX) and key.endswith(_A))
+    names = sorted(key.removeprefix(PREFIX).removesuffix(_A) for key in keys)
+    if not names:
+        raise CheckpointError(f"{path} holds no adapters, although lora.rank = {recipe['lora.rank']} in its recipe.")
+    name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in names}
+    config = AdapterConfig(
+        rank=recipe["lora.rank"],
+        alpha=recipe["lora.alpha"],
+        rslora=recipe["lora.rslora"],
+        base=original.name,
+        revision=original.commit,
+    )
+    modules = {module: _shape(reader, name) for module, name in name_of.items()}
+    contents = Contents(config=config, modules=modules)
+    others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.keys()
+
+    def write_others(folder: Path, entries: dict[str, Entry]) -> None:
+        write_model_card(folder, path, common, original)
+        finish(folder, entries)
+
+    num_bytes = sum(rows * config.rank + config.rank * columns for rows, columns in modules.values())
+    kind = getattr(torch, dtype) if dtype else reader.dtype(f"{PREFIX}{names[0]}{_A}")
+    with console.track(f"exporting {path}", num_bytes * kind.itemsize, "bytes") as progress:
+        peft_folder.write(
+            target,
+            contents,
+            _tensors(reader, contents, name_of),
+            others=others,
+            dtype=kind,
+            finish=write_others,
+            advance=progress.advance,
+        )
+    console.say(f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes * kind.itemsize)})")
+
+
+def _shape(reader: TorchDistReader, name: str) -> tuple[int, int]:
+    """(out, in) of the weight."""
+    return reader.shapes[f"{PREFIX}{name}{_B}"][0], reader.shapes[f"{PREFIX}{name}{_A}"][1]
+
+
+def _tensors(
+    reader: TorchDistReader, contents: Contents, name_of: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the folder, in its order.  name_of: the name in the checkpoint by module"""
+    keys = {
+        key_of(module): f"{PREFIX}{name}{suffix}"
+        for module, name in name_of.items()
+        for key_of, suffix in ((peft_folder.key_of_a, _A), (peft_folder.key_of_b, _B))
+    }
+    for key, shape in contents.shapes().items():
+        yield key, reader.read(keys[key], [0] * len(shape), shape)

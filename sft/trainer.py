@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from sft.adapters import describe_trained
 from sft.atomic_files import replace_text
 from sft.checkpoint import resume
 from sft.checkpoint.saver import Saver
@@ -17,7 +18,7 @@ from sft.config.keys import values
 from sft.console import Console
 from sft.data.pipeline import DataPipeline, GlobalBatch
 from sft.errors import ConfigError
-from sft.flops import describe_parameters
+from sft.flops import describe_parameters, num_parameters
 from sft.hf import hub, run_folder
 from sft.hf.base_digest import base_digest
 from sft.hf.convert.exports import Exports
@@ -290,6 +291,9 @@ class Trainer:
         if warning := slower_than_possible(self.config, self.engine.backend, self.groups.device.type):
             self.console.say(warning)
         parameters = describe_parameters(model, vocab_size)
+        if rank := self.config.lora.rank:
+            adapted = adapted_weights(self.config, vocab_size)
+            parameters = describe_trained(adapted, rank, num_parameters(model, vocab_size))
         self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
         metrics.start()
         return metrics

@@ -10,8 +10,10 @@ CPU needs more memory.  The estimate leaves out CUDA itself, NCCL and gaps betwe
 or more with many communicators.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sft.adapters import AdaptedWeight
 from sft.config import Config, ModelConfig
 from sft.console import size
 from sft.flops import shared_expert
@@ -19,6 +21,7 @@ from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
 from sft.parallel.layout import Layout, padded_vocab_size
 
+Adapted = Sequence[AdaptedWeight]
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
 
 
@@ -137,24 +140,39 @@ def _vocab_rows(vocab_size: int, tp: int) -> float:
     return padded_vocab_size(vocab_size, tp) / tp
 
 
-def _state(config: Config, layout: Layout, vocab_size: int, stage: int, width: int) -> dict[str, float]:
-    dense, experts = parameters(config.model, layout, vocab_size, stage)
+def _trained(config: Config, layout: Layout, vocab_size: int, stage: int, adapted: Adapted) -> tuple[float, float]:
+    """Trained parameters of one rank of the stage: those outside of experts, and those of experts."""
+    rank = config.lora.rank
+    if rank is None:
+        return parameters(config.model, layout, vocab_size, stage)
+    own = [weight for weight in adapted if weight.layer * layout.pp // config.model.num_layers == stage]
+    dense = sum(weight.num_trained(rank, layout.tp) for weight in own if weight.expert is None)
+    experts = sum(weight.num_trained(rank, layout.etp) for weight in own if weight.expert is not None)
+    return dense, experts / layout.ep
+
+
+def _state(
+    config: Config, layout: Layout, vocab_size: int, stage: int, width: int, adapted: Adapted
+) -> dict[str, float]:
+    dense, experts = _trained(config, layout, vocab_size, stage, adapted)
+    frozen = sum(parameters(config.model, layout, vocab_size, stage)) if config.lora.is_used else 0.0
     copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # copies of each expert
     sharded = config.parallel.distributed_optimizer
-    return model_bytes.state(
+    state = model_bytes.state(
         parameters=dense + experts,
         owned=dense / (layout.dp * layout.cp) + experts / copies if sharded else dense + experts,
         width=width,
         offload_fraction=config.optim.offload_fraction,
     )
+    return state | {"weights": state["weights"] + width * frozen}
 
 
-def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int) -> float:
+def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int, adapted: Adapted) -> float:
     """Bytes of the copy that a save in the background writes: this rank's part of a checkpoint."""
     checkpoint, sharded = config.checkpoint, config.parallel.distributed_optimizer
     if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
         return 0.0
-    dense, experts = parameters(config.model, layout, vocab_size, stage)
+    dense, experts = _trained(config, layout, vocab_size, stage, adapted)
     copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
     fp32_tensors = 3 if sharded or width == 2 else 2  # two moments, and weights of the optimizer's own
     return (width + 4 * fp32_tensors) * (dense / (layout.dp * layout.cp) + experts / copies)
@@ -200,7 +218,7 @@ def _recomputed_attention(everything: LayerBytes, kept: LayerBytes) -> float:
     return sum(value for name, value in everything.attention.items() if name not in kept.attention)
 
 
-def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: int) -> Memory:
+def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, adapted: Adapted = ()) -> Memory:
     model, train = config.model, config.train
     backend = attention_bytes(config, layout)
     rank = backend.rank
@@ -211,12 +229,12 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
     hidden = model_bytes.hidden_state(model, rank) * tokens
     layers, host_layers = _layers(config, layout, stage, kept.total * tokens)
     recomputed = _recomputed_attention(everything, kept) * tokens
-    matrix = model_bytes.widest_gradient(model, rank)
+    matrix = 0.0 if config.lora.is_used else model_bytes.widest_gradient(model, rank)
     vocab_rows = _vocab_rows(vocab_size, layout.tp)
     head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=vocab_rows, tokens=tokens)
     return Memory(
         stage=stage,
-        **_state(config, layout, vocab_size, stage, rank.width),
+        **_state(config, layout, vocab_size, stage, rank.width, adapted),
         layers=layers,
         ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # hidden states around the final norm
         mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix,
@@ -224,25 +242,33 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         gathered=backend.gathered(pack),
         head=head if is_last else 0.0,
         host_layers=host_layers,
-        host_copy=_copied(config, layout, vocab_size, stage, rank.width),
+        host_copy=_copied(config, layout, vocab_size, stage, rank.width, adapted),
     )
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
 
 
-def estimate(config: Config, layout: Layout, vocab_size: int, tokens: int | None = None) -> Memory:
-    """The memory of the rank that needs the most memory.  tokens: length of a pack; None: data.seq_length."""
+def estimate(
+    config: Config, layout: Layout, vocab_size: int, tokens: int | None = None, adapted: Adapted = ()
+) -> Memory:
+    """The memory of the rank that needs the most memory.
+
+    tokens: length of a pack; None: data.seq_length.  adapted: the weights with adapters, if the recipe has LoRA
+    """
     pack = config.data.seq_length if tokens is None else tokens
-    stages = (_stage(config, layout, vocab_size, pack, stage) for stage in sorted({0, layout.pp - 1}))
+    stages = (_stage(config, layout, vocab_size, pack, stage, adapted) for stage in sorted({0, layout.pp - 1}))
     return max(stages, key=lambda memory: memory.device)
 
 
-def longest_context(config: Config, layout: Layout, vocab_size: int, bytes_available: float) -> int:
+def longest_context(
+    config: Config, layout: Layout, vocab_size: int, bytes_available: float, adapted: Adapted = ()
+) -> int:
     """Tokens of the longest pack that fits into `bytes_available` on every rank; 0 if none fits."""
 
     def fits(multiples: int) -> bool:
-        return estimate(config, layout, vocab_size, multiples * layout.pack_multiple).device <= bytes_available
+        tokens = multiples * layout.pack_multiple
+        return estimate(config, layout, vocab_size, tokens, adapted).device <= bytes_available
 
     if not fits(1):
         return 0
@@ -255,8 +281,8 @@ def longest_context(config: Config, layout: Layout, vocab_size: int, bytes_avail
     return low * layout.pack_multiple
 
 
-def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
-    memory = estimate(config, layout, vocab_size)
+def describe(config: Config, layout: Layout, vocab_size: int, adapted: Adapted = ()) -> list[str]:
+    memory = estimate(config, layout, vocab_size, adapted=adapted)
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -273,6 +299,6 @@ def describe(config: Config, layout: Layout, vocab_size: int) -> list[str]:
         lines.append(f"and of the host: layers {size(memory.host_layers)}, optimizer {size(memory.host_optimizer)}")
     if memory.host_copy:
         lines.append(f"saves copy {size(memory.host_copy)} to host memory (checkpoint.async_save)")
-    longest = longest_context(config, layout, vocab_size, CARD_BYTES)
+    longest = longest_context(config, layout, vocab_size, CARD_BYTES, adapted)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

@@ -40,7 +40,6 @@ from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.collectives import all_gather_objects
 
 PREFIX = "adapter."  # of the keys of adapters in a checkpoint
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +249,7 @@ def _split(base: Any, weight: AdaptedWeight, groups: ProcessGroups) -> Split:
     group = collection.expt_tp if is_expert else collection.tp
     return Split(
         group=group,
-        by_columns=not weight.module.endswith(_COLUMN_PARALLEL),
+        by_columns=not weight.is_column_parallel,
         sequence_parallel=base.config.sequence_parallel and not is_expert and group.size() > 1,
         sums_later=is_expert and group.size() > 1,
         replica=(collection.expt_dp if is_expert else collection.dp_cp).rank(),

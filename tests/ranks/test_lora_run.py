@@ -40,7 +40,8 @@ def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: 
     for folder, steps in ((whole, 4), (cut, 2)):
         (code, out, told), _ = start(tmp_path, recipe(tmp_path, f"run.dir={folder}/run", f"train.num_steps={steps}"))
         assert code == 0, told
-        assert "frozen: the weights of " in out and "started from new adapters (rank 4, seed 1234)" in out
+        assert "frozen: the weights of " in out and "parameters trained 4,352 in 14 adapters of rank 4 (" in out
+        assert "started from new adapters (rank 4, seed 1234)" in out
     layout = ["parallel.cp=1", "parallel.tp=2", "parallel.distributed_optimizer=true"]
     (code, out, told), _ = start(tmp_path, recipe(tmp_path, f"run.dir={cut}/run", "train.num_steps=4", *layout))
     assert code == 0, told

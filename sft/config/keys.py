@@ -145,8 +145,9 @@ def _in_words(kind: Any, bounds: Sequence[Any], *, alone: bool = False) -> str:
             words = "one of " + ", ".join(choices) if len(choices) > 1 else choices[0]
         case origin if origin is list:
             ((kind, inner),) = _alternatives(*get_args(kind))
-            item = "a path" if kind is str else _in_words(kind, inner)
-            several = "a list of paths" if kind is str else "a list of such" if alone else f"a list, each {item}"
+            noun = ("path" if inner else "name") if kind is str else ""  # section.Path has bounds
+            item = f"a {noun}" if noun else _in_words(kind, inner)
+            several = f"a list of {noun}s" if noun else "a list of such" if alone else f"a list, each {item}"
             return (f"{item} or " if alone else "") + several + (", not empty" if bounds else "")
         case origin if origin is dict:
             values = [value for value, _ in _alternatives(get_args(kind)[1])]
@@ -207,6 +208,8 @@ def nearest(key: str) -> str | None:
     known = [*sections(), *(k for k in leaves() if not named(k))]
     beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(known)}
+    if not group and name in anywhere:
+        return anywhere[name]
     for names, cutoff in ((beside, 0.6), (anywhere, 0.75)):
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]

@@ -11,7 +11,7 @@ MISTAKES = {
     "here, which takes a whole number of at least 1.",
     "attention.zzz=2": "unknown key attention.zzz (@).  Keys of attention: backend.",
     "zzz=2": "unknown key zzz (@).  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
-    "checkpoint, log, profile.",
+    "lora, checkpoint, log, profile.",
     "run.dir.x=2": "unknown key run.dir.x (@).  Did you mean run.dir?",
     "model.megatron.a-b=2": "unknown key model.megatron.a-b (@).  Its keys are the names of megatron-core's "
     "TransformerConfig.",
@@ -157,7 +157,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file_then_the_command_line_the
         "  2 of 7: optim.beta1 = 2 (a.yaml, line 13); expected a number of at least 0.0 and below 1.0.",
         "  3 of 7: unknown key lgo (a.yaml, line 14).  Did you mean log?",
         "  4 of 7: unknown key x (command line: x=1).  Keys of a recipe: run, model, data, parallel, attention, loss, "
-        "train, optim, checkpoint, log, profile.",
+        "train, optim, lora, checkpoint, log, profile.",
         "  5 of 7: data.seq_length = 4.0 (command line: data.seq_length=4.0); expected a whole number of at least 1.  "
         "Write 4.",
         "  6 of 7: parallel.virtual_stages = 2 (command line: parallel.virtual_stages=2) needs pp > 1; got pp = 1.  "
@@ -181,7 +181,7 @@ BROKEN = {
     "run:\n  dir: a: b": "line 2: mapping values are not allowed here.  Quote texts with special characters.",
     "run:\n  dir: \x07": "line 2: control character 0x7.  Remove it.",
     "- run": "line 1: not a recipe.  Keys of a recipe: run, model, data, parallel, attention, loss, train, optim, "
-    "checkpoint, log, profile.",
+    "lora, checkpoint, log, profile.",
     "run: " + "[" * 5000 + "]" * 5000: "line 1: more than 20 levels of nesting.  A recipe has fewer levels.",
 }
 

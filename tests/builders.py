@@ -95,6 +95,7 @@ def layout_config(**sections: Mapping[str, object]) -> Config:
         "data": {"train": ["a.jsonl"], "seq_length": 32768},
         "parallel": {},
         "attention": {},
+        "lora": {},
         "train": {"num_steps": 10, "global_batch_size": 16},
         "optim": {"lr": 1e-5},
         "checkpoint": {},

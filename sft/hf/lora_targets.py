@@ -18,6 +18,7 @@ from sft.config.lora import ALL_LINEAR, LoraConfig
 from sft.errors import ConfigError
 from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
+from sft.hf.peft.targets import lost_by_peft
 
 _WEIGHT = ".weight"
 _LAYERS = "decoder.layers."
@@ -38,7 +39,14 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
         raise ConfigError(
             "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
         )
-    return select(config.lora, family, config.model, vocab_size)
+    weights = select(config.lora, family, config.model, vocab_size)
+    names = [adapter.name for weight in weights for adapter in weight.adapters]
+    lost = lost_by_peft(names, rslora=config.lora.rslora)
+    if lost is not None and config.checkpoint.export_hf != "none":
+        raise ConfigError(
+            f"checkpoint.export_hf = {config.checkpoint.export_hf} would write a PEFT folder, but {lost}."
+        )
+    return weights
 
 
 def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int) -> list[AdaptedWeight]:

@@ -21,6 +21,7 @@ from tests.unit.fixtures import hf, vision
 
 Ranks = Callable[[int], RankPool]
 CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
+SP = [*TP, "parallel.sequence_parallel=true"]
 STEPS = (1, 2)
 CASES: list[Any] = [
     ("qwen3", TP),
@@ -29,8 +30,8 @@ CASES: list[Any] = [
     ("qwen3_moe", EP),
     ("qwen2_5_vl", TP),
     ("qwen3_vl_moe", EP),
-    *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, TP, PP)),
-    *(pytest.param(family, layout, marks=pytest.mark.grid) for family in vision.VISION for layout in (CP, TP, PP)),
+    *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, SP, PP)),
+    *(pytest.param(family, layout, marks=pytest.mark.grid) for family in vision.VISION for layout in (CP, SP, PP)),
 ]
 
 
@@ -64,7 +65,7 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
     before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
     unchanged = {name for name in before if hf.same({name: before[name]}, {name: after[name]})}
     assert unchanged == {name for name in before if "visual" in name or "vision" in name or "projector" in name}
-    name = next(name for name in before if name.endswith("layers.1.input_layernorm.weight"))
+    name = next(name for name in before if name.endswith("layers.1.post_attention_layernorm.weight"))
     assert float((before[name] - after[name]).abs().max()) > VISIBLE
     tokens = torch.tensor([[5, 7, 11]])
     assert trained.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 6)

@@ -10,9 +10,18 @@ from sft.config.lora import LoraConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, read
 from sft.hf.base_digest import _digest_of
-from sft.hf.lora_targets import select
+from sft.hf.lora_targets import adapted_weights, select
+from sft.recipe.load import parse_recipe
 from tests.unit.fixtures import hf
 
+RECIPE = """
+run: {{dir: runs/none}}
+model: {{hf: {folder}}}
+lora: {{rank: 2, targets: ["experts.*.up_proj"]}}
+data: {{train: none.jsonl, seq_length: 32}}
+train: {{num_steps: 1, global_batch_size: 1}}
+optim: {{lr: 1e-3}}
+"""
 STACKED = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")  # peft also adapts their experts, which transformers stacks
 
 
@@ -75,6 +84,17 @@ def test_refusals(tmp_path: Path, family: str, targets: list[str], exclude: list
     with pytest.raises(ConfigError) as error:
         selected(hf.save(tmp_path / "model", family), targets, exclude)
     assert str(error.value).startswith(message)
+
+
+def test_adapters_that_peft_would_lose_are_refused_before_the_run(tmp_path: Path) -> None:
+    folder = hf.save(tmp_path / "model", "qwen3_moe")
+    recipe = RECIPE.format(folder=folder)
+    config = parse_recipe(recipe, "tests", ["checkpoint.export_hf=last"]).config
+    with pytest.raises(
+        ConfigError, match="export_hf = last would write a PEFT folder, but .* PEFT reads those of gate"
+    ):
+        adapted_weights(config, 301)
+    assert len(adapted_weights(parse_recipe(recipe, "tests", []).config, 301)) == 2 * 4
 
 
 def test_experts_have_adapters_by_name_only(tmp_path: Path) -> None:

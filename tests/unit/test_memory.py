@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sft.adapters import AdaptedWeight, Adapter, describe_trained
 from sft.config import Config, LossConfig
 from sft.estimate import memory
 from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
@@ -132,6 +133,26 @@ def test_a_parameter_takes_18_or_16_bytes(precision: str, each: tuple[int, int, 
 def test_the_distributed_optimizer_takes_6_and_a_share_of_12() -> None:
     assert taken(8, parallel={"cp": 2}).static == pytest.approx((6 + 12 / 8) * TINY_PARAMETERS)  # dp 4
     assert taken(8, parallel={"cp": 2, "distributed_optimizer": False}).static == 18 * TINY_PARAMETERS
+
+
+def test_lora_trains_the_adapters_only() -> None:
+    """Of qkv 12 x 4 (q, k and v apart) and proj 4 x 4: rank 2 takes 2 x (3 x 4 + 12) and 2 x (4 + 4), or 64."""
+    names = ("q_proj", "k_proj", "v_proj")
+    place = dict(layer=0, expert=None, num_experts=0, num_columns=4, num_groups=1)
+    qkv = AdaptedWeight(
+        module="self_attention.linear_qkv",
+        part_rows=(4, 4, 4),
+        adapters=tuple(Adapter(name=name, parts=(i,)) for i, name in enumerate(names)),
+        **place,
+    )
+    proj = AdaptedWeight(
+        module="self_attention.linear_proj", part_rows=(4,), adapters=(Adapter(name="o_proj", parts=(0,)),), **place
+    )
+    found = estimate(*of(2, lora={"rank": 2}), 10, 1024, [qkv, proj])
+    assert (found.weights, found.gradients, found.optimizer) == (2 * (TINY_PARAMETERS + 64), 4 * 64, 12 * 64 / 2)
+    split = estimate(*of(2, lora={"rank": 2}, parallel={"tp": 2}), 10, 1024, [qkv, proj])
+    assert split.gradients == 4 * (2 * (3 * 4 + 12 / 2) + 2 * (4 / 2 + 4))
+    assert describe_trained([qkv, proj], 2, TINY_PARAMETERS) == "trained 64 in 4 adapters of rank 2 (9.36% of 684)"
 
 
 def test_experts_are_shared_out_by_themselves() -> None:

@@ -50,12 +50,13 @@ def export_adapter(
     if not names:
         raise CheckpointError(f"{path} holds no adapters, although lora.rank = {recipe['lora.rank']} in its recipe.")
     name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in names}
+    base, _, revision = original.name.partition("@")
     config = AdapterConfig(
         rank=recipe["lora.rank"],
         alpha=recipe["lora.alpha"],
         rslora=recipe["lora.rslora"],
-        base=original.name,
-        revision=original.commit,
+        base=base,
+        revision=original.commit or revision or None,
     )
     modules = {module: _shape(reader, name) for module, name in name_of.items()}
     contents = Contents(config=config, modules=modules)

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -117,3 +119,28 @@ def test_a_killed_start_keeps_what_it_has_and_the_next_one_continues(tmp_path: P
     stored = json.loads((out / "record.json").read_text())["results"]
     assert [result["status"] for result in stored.values()] == 3 * ["done"]
     assert (out / "count").read_text() == "x"
+
+
+def test_a_signal_inside_the_lock_of_a_wait_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """subprocess takes a lock before it asks for the exit code; an exception in between leaves the lock taken."""
+    processes, raised = list[Any](), list[BaseException]()
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            processes.append(self)
+            if timeout is None:
+                return super().wait()
+            self._waitpid_lock.acquire()  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        try:
+            runner._run_command([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, tmp_path / "log", 1e9)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Interrupted)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(raised) == 1 and not thread.is_alive() and not is_alive(processes[0].pid)

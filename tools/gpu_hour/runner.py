@@ -128,7 +128,8 @@ def _run_command(command: Command, out: Path, output: Path, ends_at: float) -> i
             return None
         finally:
             end_processes(out)
-            process.wait()
+            with suppress(ChildProcessError):  # `wait` would hang for ever if a signal has ended it inside its lock
+                os.waitpid(process.pid, 0)
 
 
 def end_processes(out: Path) -> int:

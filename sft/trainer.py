@@ -95,13 +95,14 @@ class Trainer:
         length = RunLength(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
         for warning in check_run(recipe, length):
             console.say(f"WARNING: {warning}")
+        self.adapted = adapted_weights(config, self.data.vocab_size)
         self.engine = Engine(
             config,
             layout,
             groups,
             vocab_size=self.data.vocab_size,
             num_steps=self.num_steps,
-            adapted=adapted_weights(config, self.data.vocab_size),
+            adapted=self.adapted,
             progress=lifecycle.progress,
         )
         self.conditions = Conditions(
@@ -292,8 +293,7 @@ class Trainer:
             self.console.say(warning)
         parameters = describe_parameters(model, vocab_size)
         if rank := self.config.lora.rank:
-            adapted = adapted_weights(self.config, vocab_size)
-            parameters = describe_trained(adapted, rank, num_parameters(model, vocab_size))
+            parameters = describe_trained(self.adapted, rank, num_parameters(model, vocab_size))
         self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
         metrics.start()
         return metrics

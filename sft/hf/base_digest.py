@@ -17,7 +17,7 @@ from sft.file_digest import entry_of
 from sft.hf.hub import local_folder
 from sft.hf.initial import find_checkpoint
 from sft.mcore.process_groups import ProcessGroups
-from sft.parallel.collectives import all_gather_objects
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 
 MEMORY = "base.json"  # in the folder of the run
 
@@ -27,8 +27,8 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups) -> str:
     model = config.model
     if model.init_from == RANDOM:
         return f"random weights, seed {config.run.seed}"
-    files = all_gather_objects(lambda: _weight_files(config), groups.control)[0]
-    known = all_gather_objects(lambda: _read_memory(run), groups.control)[0]
+    files = broadcast_from_rank0(lambda: _weight_files(config), groups.control)
+    known = broadcast_from_rank0(lambda: _read_memory(run), groups.control)
     ranks = len(all_gather_objects(lambda: 0, groups.control))
     own = {name: _digest_of(Path(name), known) for name in files[groups.rank :: ranks]}
     entries = {

@@ -77,7 +77,7 @@ class ExpertLayer(MoELayer):
         elif self.config.fp8:
             output = te_checkpoint(shared, False, tensor_parallel.random.get_cuda_rng_tracker, self.tp_group, tokens)
         else:
-            output = recomputed(shared, tokens, [w for w in shared.parameters() if w.requires_grad])
+            output = recomputed(shared, tokens, shared.parameters())
         return output
 
     def _compute(self, tokens: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class ExpertLayer(MoELayer):
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             output, _ = te_checkpoint(self.experts, False, tracker, self.tp_group, tokens, counts, weights)
         else:
-            parameters = [weight for weight in self.experts.parameters() if weight.requires_grad]
+            parameters = self.experts.parameters()
             output = recomputed(lambda rows: self.experts(rows, counts, weights)[0], tokens, [weights, *parameters])
         return output
 

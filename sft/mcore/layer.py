@@ -69,7 +69,7 @@ class Layer(TransformerLayer):
             tracker = tensor_parallel.random.get_cuda_rng_tracker
             return te_checkpoint(second_half, False, tracker, self.pg_collection.tp, hidden_states)
         modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
-        weights = [w for module in modules if module is not None for w in module.parameters() if w.requires_grad]
+        weights = [weight for module in modules if module is not None for weight in module.parameters()]
         return recomputed(second_half, hidden_states, weights, tile=self._tile)
 
 

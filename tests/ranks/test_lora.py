@@ -60,6 +60,19 @@ def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor]
         return {"gradients": chunks, "loss": totals.objective / totals.num_tokens, "norm": norm}
 
 
+def check(pool: RankPool, recipe: list[str], source: Path, values: dict[str, torch.Tensor], model: Any) -> None:
+    """Token losses, gradients and their norm are those of the model, which has adapters of these values."""
+    packs = samples()
+    losses = pool.run(packed_losses, recipe, str(source), values, packs)
+    check_losses(losses, Reference(str(source), model), packs)
+    expected, _ = peft_gradients(model, packs)
+    assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
+    results = pool.run(gradients, recipe, str(source), values, packs)
+    check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
+    norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
+    assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
+
+
 FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
 CASES = [
     ("qwen3", "all-linear", 1, [FULL]),
@@ -81,15 +94,7 @@ def test_losses_and_gradients_are_those_of_peft(
 ) -> None:
     source = hf.save(tmp_path / "source", family)
     model, values = peft_model(source, targets)
-    recipe, packs = [*lora_recipe(source, targets), *overrides], samples()
-    losses = ranks(world_size).run(packed_losses, recipe, str(source), values, packs)
-    check_losses(losses, Reference(str(source), model), packs)
-    expected, loss = peft_gradients(model, packs)
-    results = ranks(world_size).run(gradients, recipe, str(source), values, packs)
-    check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
-    norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
-    assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
-    assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
+    check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, values, model)
 
 
 EXPERTS = ["experts.*", "o_proj"]
@@ -112,18 +117,11 @@ def test_adapters_of_experts_are_low_rank_terms_of_their_weights(
     ranks: Ranks, tmp_path: Path, family: str, targets: list[str], world_size: int, overrides: list[str]
 ) -> None:
     source = hf.save(tmp_path / "source", family)
-    recipe, packs = [*lora_recipe(source, targets), *overrides], samples()
     (shapes,) = ranks(1).run(shapes_of, lora_recipe(source, targets))
     values = {name: value.requires_grad_() for name, value in factors(shapes).items()}
     detached = {name: value.detach() for name, value in values.items()}
     model = Adapted(hf.load(source).eval(), values)
-    losses = ranks(world_size).run(packed_losses, recipe, str(source), detached, packs)
-    check_losses(losses, Reference(str(source), model), packs)
-    expected, _ = peft_gradients(model, packs)
-    results = ranks(world_size).run(gradients, recipe, str(source), detached, packs)
-    check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
-    norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
-    assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
+    check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, detached, model)
 
 
 def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:

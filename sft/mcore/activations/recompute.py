@@ -12,10 +12,10 @@ def recomputed(
 ) -> Tensor:
     """`function(hidden)`, of which only `hidden` [t, ...] is saved; backward computes the function again.
 
-    weights: all other tensors that need a gradient; with a tile, only parameters
+    weights: all other tensors that `function` uses; with a tile, only parameters.  Frozen ones get no gradient
     tile: the function is applied to so many rows at a time, forward and backward; None: to all rows at once
     """
-    out: Tensor = _TiledRecompute.apply(function, tile, hidden, *weights)
+    out: Tensor = _TiledRecompute.apply(function, tile, hidden, *(w for w in weights if w.requires_grad))
     return out
 
 

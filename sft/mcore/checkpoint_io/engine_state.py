@@ -129,12 +129,10 @@ def is_finite(engine: Engine) -> bool:
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:
-    """What a checkpoint holds of the model: everything, or with LoRA the adapters and other trained weights."""
-    state = model_state(engine)
-    if not engine.config.lora.is_used:
-        return state
-    trained = [leaf for leaf in nested_values(state) if getattr(getattr(leaf, "data", None), "requires_grad", False)]
-    return {"adapters": list(lora.sharded_tensors(engine.chunks)), "trained": trained}
+    """What a checkpoint holds of the model: everything, or with LoRA the adapters."""
+    if engine.config.lora.is_used:
+        return {"adapters": list(lora.sharded_tensors(engine.chunks))}
+    return model_state(engine)
 
 
 def model_state(engine: Engine) -> dict[str, Any]:

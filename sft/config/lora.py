@@ -52,10 +52,10 @@ class LoraConfig(Section):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if self.rank is None and changed:  # a recipe may hold the defaults, as the recipe.yaml of a run does
-            yield "rank", f"= null trains without adapters, but lora.{changed[0]} is set; set lora.rank, for example 16"
+            yield "rank", f"trains without adapters, but lora.{changed[0]} is set; set lora.rank, for example 16"
         if self.dropout != 0.0:
             yield "dropout", (
-                f"= {self.dropout:g} is not supported: the random mask of a token would depend on the layout, and so "
+                "is not supported: the random mask of a token would depend on the layout, and so "
                 "would the loss; use 0"
             )
         for field, default in (

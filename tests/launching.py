@@ -1,18 +1,21 @@
 """Runs as processes, as a user starts them: their data, their ranks, and what they leave."""
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from sft.cli import main
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]})
+PORTS = range(15_000, 32_000)
 RECIPE = """
 run: {{dir: {folder}/run, device: cpu, precision: fp32}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
@@ -35,23 +38,40 @@ def launch(folder: Path, overrides: list[str], world_size: int = 2) -> list[subp
     ]
 
 
+def free_port() -> int:
+    """A port that nothing on this machine takes before the caller does.
+
+    The kernel gives ports of the ephemeral range to whoever asks for any: to gloo in another test between the choice of
+    a port and its use.  So a port below that range, and each test of every process takes the next one.
+    """
+    with (Path(tempfile.gettempdir()) / "sft-tests-last-port").open("a+") as last:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        last.seek(0)
+        port = int(last.read() or 0)
+        while True:
+            port = PORTS.start + (port + 1 - PORTS.start) % len(PORTS)
+            with contextlib.suppress(OSError), socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+                break
+        last.truncate(0)
+        last.write(str(port))
+    return port
+
+
 def environments(world_size: int) -> list[dict[str, str]]:
     """What torchrun sets for each rank of one node."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{**size, **master, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
-def kill(processes: list[subprocess.Popen]) -> None:
-    """The ranks and what they started."""
+def kill(processes: list[subprocess.Popen]) -> list[tuple[str, str]]:
+    """The ranks and what they started; returns what each rank printed."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.communicate()
+    return [process.communicate() for process in processes]
 
 
 def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple[int, str, str]]:
@@ -59,6 +79,8 @@ def start(folder: Path, overrides: list[str], world_size: int = 2) -> list[tuple
     processes = launch(folder, overrides, world_size)
     try:
         outputs = [process.communicate(timeout=240) for process in processes]
+    except subprocess.TimeoutExpired:  # the rank that waits says little: the others' words tell why
+        raise AssertionError(f"a rank waits for ever: {kill(processes)}") from None
     finally:
         kill(processes)
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs)]

@@ -14,6 +14,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from sft.errors import ConfigError
+
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 INTERFACES = (NCCL, GLOO)
 _KEY = "sft/address of the second node"
@@ -35,10 +37,21 @@ def join(backend: str, *, timeout_s: int, store: dist.Store | None = None) -> No
 
 
 def shared_store(timeout_s: int) -> dist.Store:
-    """The store through which torchrun's processes find each other."""
+    """The store through which torchrun's processes find each other.
+
+    ConfigError: no store at MASTER_ADDR and MASTER_PORT
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     store: dist.Store
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        first_line = str(error).splitlines()[0].rstrip(". ")  # a stack of C++ functions may follow
+        raise ConfigError(
+            f"the ranks cannot meet at MASTER_ADDR {host}, MASTER_PORT {port}: {first_line}.  If another job of this "
+            f"node has the port, start with another MASTER_PORT, or with torchrun --standalone on a single node."
+        ) from error
     store.set_timeout(timeout)
     return store
 

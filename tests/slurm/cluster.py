@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
+from tests.launching import free_port
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 PATH = os.environ["PATH"] + ":/usr/local/sbin:/usr/sbin:/sbin"  # daemons are not on every user's PATH
 KILL_WAIT_S = 20
@@ -99,7 +101,7 @@ class Cluster:
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
-        ports = _free_ports(1 + len(nodes))
+        ports = [free_port() for _ in range(1 + len(nodes))]
         lines = "\n".join(node.line(port) for node, port in zip(nodes, ports[1:]))
         settings = {"ports": ports, "nodes": nodes, "lines": lines, "user": getuser(), "kill_wait": KILL_WAIT_S}
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, **settings))
@@ -227,11 +229,3 @@ def command_lines() -> dict[int, str]:
             with contextlib.suppress(OSError):  # gone meanwhile
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

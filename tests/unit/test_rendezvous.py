@@ -9,7 +9,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from sft.errors import ConfigError
 from sft.parallel import rendezvous
+from tests.launching import environments
 
 INTERFACES = {
     "lo": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "10.9.9.9"), (socket.AF_INET6, "::1")],
@@ -79,3 +81,17 @@ def test_one_node_needs_none(variables: dict[str, str], local: str) -> None:
 def test_the_address_of_the_sender() -> None:
     assert rendezvous._address_towards("127.0.0.1") == "127.0.0.1"
     assert rendezvous._address_towards("no.such.host.invalid") is None
+
+
+def test_a_port_of_another_job_is_refused_in_a_paragraph(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other_job:
+        other_job.bind(("127.0.0.1", 0))
+        other_job.listen()
+        port = other_job.getsockname()[1]
+        for name, value in {**environments(2)[0], "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as refused:
+            rendezvous.shared_store(timeout_s=60)
+    message = str(refused.value)
+    assert message.startswith(f"the ranks cannot meet at MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: ")
+    assert "address already in use.  If another job" in message and "\n" not in message

@@ -15,7 +15,7 @@ from typing import Any
 from sft.cli import main
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]})
-PORTS = range(15_000, 32_000)
+PORTS, LAST_PORT = range(15_000, 32_000), Path(tempfile.gettempdir()) / "sft-tests-last-port"
 RECIPE = """
 run: {{dir: {folder}/run, device: cpu, precision: fp32}}
 model: {{num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, init_from: random}}
@@ -44,7 +44,7 @@ def free_port() -> int:
     The kernel gives ports of the ephemeral range to whoever asks for any: to gloo in another test between the choice of
     a port and its use.  So a port below that range, and each test of every process takes the next one.
     """
-    with (Path(tempfile.gettempdir()) / "sft-tests-last-port").open("a+") as last:
+    with LAST_PORT.open("a+") as last:
         fcntl.flock(last, fcntl.LOCK_EX)
         last.seek(0)
         port = int(last.read() or 0)

@@ -146,8 +146,8 @@ def _trained(config: Config, layout: Layout, vocab_size: int, stage: int, adapte
     if rank is None:
         return parameters(config.model, layout, vocab_size, stage)
     own = [weight for weight in adapted if weight.layer * layout.pp // config.model.num_layers == stage]
-    dense = sum(weight.num_trained(rank, layout.tp) for weight in own if weight.expert is None)
-    experts = sum(weight.num_trained(rank, layout.etp) for weight in own if weight.expert is not None)
+    dense = sum(weight.num_trained(rank, layout.tp) for weight in own if not weight.num_experts)
+    experts = sum(weight.num_trained(rank, layout.etp) for weight in own if weight.num_experts)
     return dense, experts / layout.ep
 
 

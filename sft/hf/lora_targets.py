@@ -9,10 +9,10 @@ Every Linear has an adapter of its own, also where several of them are one weigh
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
-from sft.adapters import AdaptedWeight, Adapter
+from sft.adapters import AdaptedWeight, Adapter, names_of
 from sft.config import Config, ModelConfig
 from sft.config.lora import ALL_LINEAR, LoraConfig
 from sft.errors import ConfigError
@@ -40,7 +40,7 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
             "lora.targets names Linears of a Hugging Face model, but no table has the tensors of `model`."
         )
     weights = select(config.lora, family, config.model, vocab_size)
-    names = [adapter.name for weight in weights for adapter in weight.adapters]
+    names = [name for weight in weights for name in weight.linears()]
     lost = lost_by_peft(names, rslora=config.lora.rslora)
     if lost is not None and config.checkpoint.export_hf != "none":
         raise ConfigError(
@@ -58,7 +58,8 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
         raise ConfigError(
             f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
         )
-    weights = (_adapted(mapping, model, chosen) for mapping in mappings)
+    of_all_experts = (mapping for mapping in mappings if not any(mapping.stack_index[1:]))
+    weights = (_adapted(mapping, model, chosen) for mapping in of_all_experts)
     return [weight for weight in weights if weight.adapters]
 
 
@@ -113,15 +114,36 @@ def is_match(target: str, name: str) -> bool:
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 
-def _adapted(mapping: TensorMapping, model: ModelConfig, chosen: Iterable[str]) -> AdaptedWeight:
+def _adapted(mapping: TensorMapping, model: ModelConfig, chosen: Collection[str]) -> AdaptedWeight:
+    """mapping: of a weight outside of experts, or of the first expert of a layer"""
     layer, *expert = mapping.stack_index
+    num_experts = (model.moe.num_experts or 0) if expert else 0
+    adapters = (Adapter(name=_of_all(name), parts=parts) for name, parts in _linears(mapping).items())
     return AdaptedWeight(
         module=mapping.key.removeprefix(_LAYERS).removesuffix(_WEIGHT),
         layer=layer,
-        expert=expert[0] if expert else None,
-        num_experts=model.moe.num_experts or 0,
+        num_experts=num_experts,
         part_rows=tuple(view.num_rows for view in mapping.sources),
         num_columns=mapping.row_shape[0],
         num_groups=mapping.num_groups if mapping.form == "groups" else 1,
-        adapters=tuple(Adapter(name=name, parts=parts) for name, parts in _linears(mapping).items() if name in chosen),
+        adapters=tuple(adapter for adapter in adapters if _is_chosen(adapter.name, num_experts, chosen)),
     )
+
+
+def _of_all(name: str) -> str:
+    """The name of an adapter of all experts, from that of the first expert's Linear; other names stay."""
+    return name.replace(".experts.0.", ".experts.*.")
+
+
+def _is_chosen(name: str, num_experts: int, chosen: Collection[str]) -> bool:
+    """Raises ConfigError if only some experts of the layer are chosen."""
+    linears = names_of(name, range(num_experts))
+    adapted = [linear for linear in linears if linear in chosen]
+    if adapted and len(adapted) < len(linears):
+        other = next(linear for linear in linears if linear not in chosen)
+        raise ConfigError(
+            f"lora.targets and lora.exclude give {adapted[0]} an adapter, but not {other}.  The adapters of a layer's "
+            f"experts are stored, and exported, together: name all experts, for example with "
+            f"experts.*.{name.rpartition('.')[2]}."
+        )
+    return bool(adapted)

@@ -9,6 +9,7 @@ import numpy as np
 import peft
 import torch
 
+from sft.adapters import names_of
 from sft.batch import Sample
 from sft.mcore import lora
 from sft.mcore.engine import Engine
@@ -46,7 +47,7 @@ def fill(engine: Engine, values: dict[str, torch.Tensor]) -> None:
     """Give our adapters these values; each is used."""
     used = set()
     with torch.no_grad():
-        for shard in lora.sharded_tensors(engine.chunks):
+        for shard in lora.linear_tensors(engine.chunks):
             name = shard.key.removeprefix(lora.PREFIX)
             value = values[name]
             assert tuple(shard.global_shape) == tuple(value.shape), name
@@ -124,9 +125,13 @@ class Adapted:
 
 
 def whole(results: Sequence[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    """Chunks of all ranks as whole tensors, without the prefix of adapters."""
+    """Chunks of all ranks as whole tensors, without the prefix of adapters, one for each expert."""
     found: dict[str, np.ndarray] = {}
     for name, shape, offset, data in (chunk for result in results for chunk in result[key]):
         target = found.setdefault(name.removeprefix(lora.PREFIX), np.full(shape, np.nan, dtype=np.float32))
         target[tuple(slice(start, start + size) for start, size in zip(offset, data.shape))] = data
-    return {name: torch.from_numpy(array) for name, array in found.items()}
+    return {
+        linear: torch.from_numpy(part)
+        for name, array in found.items()
+        for linear, part in zip(names_of(name, range(len(array))), array if array.ndim == 3 else [array])
+    }

@@ -126,7 +126,7 @@ def test_adapters_of_experts_are_low_rank_terms_of_their_weights(
 
 def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
     with scenarios.running(overrides) as engine:
-        shards = lora.sharded_tensors(engine.chunks)
+        shards = lora.linear_tensors(engine.chunks)
         return {shard.key.removeprefix(lora.PREFIX): tuple(shard.global_shape) for shard in shards}
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from sft.console import QUIET
 from sft.hf.convert.export_hf import export_hf
-from sft.hf.convert.torch_dist import TorchDistReader as reader_of
+from sft.hf.convert.stored_adapters import StoredAdapters
+from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.peft.folder import WEIGHTS
 from tests.builders import chats
 from tests.launching import records, start
@@ -20,7 +21,7 @@ SIZES = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
 VISIBLE = 1e-3  # what adapters change in logits at least, so that an equality says something
 LOSS_TOLERANCE = 1e-5  # relative; fp32, another layout
 RUN = ["data.tokenizer=byte", "lora.rank=4", "train.global_batch_size=2", "checkpoint.save_every=2", "optim.lr=1e-2"]
-RUN += ["optim.schedule=constant", "checkpoint.export_hf=last"]
+RUN += ["lora.targets=[all-linear, experts.*]", "optim.schedule=constant", "checkpoint.export_hf=last"]
 
 
 def recipe(folder: Path, *more: str) -> list[str]:
@@ -35,14 +36,15 @@ def stored_names(checkpoint: Path) -> set[str]:
 
 def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: Path) -> None:
     chats(tmp_path, 40)
-    hf.save(tmp_path / "model", "llama", **SIZES)
+    hf.save(tmp_path / "model", "qwen3_moe", **SIZES)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, steps in ((whole, 4), (cut, 2)):
         (code, out, told), _ = start(tmp_path, recipe(tmp_path, f"run.dir={folder}/run", f"train.num_steps={steps}"))
         assert code == 0, told
-        assert "frozen: the weights of " in out and "parameters trained 4,352 in 14 adapters of rank 4 (" in out
+        assert "frozen: the weights of " in out and "parameters trained 7,424 in 32 adapters of rank 4 (" in out
         assert "started from new adapters (rank 4, seed 1234)" in out
-    layout = ["parallel.cp=1", "parallel.tp=2", "parallel.distributed_optimizer=true"]
+    layout = ["parallel.cp=1", "parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"]
+    layout += ["parallel.distributed_optimizer=true"]
     (code, out, told), _ = start(tmp_path, recipe(tmp_path, f"run.dir={cut}/run", "train.num_steps=4", *layout))
     assert code == 0, told
     expected, found = records(whole, "train"), records(cut, "train")
@@ -51,7 +53,8 @@ def test_a_run_resumes_on_another_layout_and_beside_its_own_base_only(tmp_path: 
         assert record["lm loss"] == pytest.approx(other["lm loss"], rel=LOSS_TOLERANCE)
     checkpoint = cut / "run/checkpoints/iter_0000004"
     names = {name for name in stored_names(checkpoint) if not name.startswith(("optimizer.", "rng_state", "common"))}
-    assert len(names) == 2 * 2 * 7 and all(name.startswith("adapter.model.layers.") for name in names)
+    assert all(name.startswith("adapter.model.layers.") for name in names)
+    assert len(names) == 2 * 2 * (4 + 3), "all experts of a layer have one A and one B of gate, up and down"
 
     check_export(tmp_path, cut / "run", found[-1])
 
@@ -73,7 +76,7 @@ def check_export(folder: Path, run: Path, record: dict[str, Any]) -> None:
     assert not torch.allclose(model(torch.arange(20)[None]).logits, before, atol=VISIBLE)
     export_hf(run / "checkpoints/iter_0000004", folder / "again", QUIET)
     assert hf.same(load_file(export / WEIGHTS), load_file(folder / "again" / WEIGHTS))
-    stored = reader_of(run / "checkpoints/iter_0000004")
+    stored = StoredAdapters(TorchDistReader(run / "checkpoints/iter_0000004"))
     for name, tensor in load_file(export / WEIGHTS).items():
-        key = f"adapter.{name.removeprefix('base_model.model.')}"
-        assert torch.equal(stored.read(key, [0, 0], tensor.shape), tensor)
+        module, dot, factor = name.removeprefix("base_model.model.").partition(".lora_")
+        assert torch.equal(stored.read(module, f"{dot}{factor}"), tensor)

@@ -1,6 +1,6 @@
 """Adapters of layers whose ranks only give terms of a sum, as those of experts split over etp, and initial values.
 
-The dispatcher of experts sums outputs and input gradients over etp, and etp above 1 needs NCCL.  So one expert is
+The dispatcher of experts sums outputs and input gradients over etp, and etp above 1 needs NCCL.  So experts are
 computed here on two ranks without core, and the sums are made by the test.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from sft.adapters import AdaptedWeight, Adapter
 from sft.config.lora import LoraConfig
 from sft.mcore import lora
+from sft.mcore.lora_split import Split
 from tests.ranks import scenarios
 from tests.ranks.peft_models import whole
 from tests.ranks.pool import RankPool
@@ -22,26 +23,26 @@ from tests.ranks.pool import RankPool
 Ranks = Callable[[int], RankPool]
 LORA = LoraConfig(rank=3, alpha=5.0)
 SCALE = 5.0 / 3.0
-HIDDEN, WIDTH, TOKENS = 6, 8, 5
+HIDDEN, WIDTH = 6, 8
+COUNTS = [3, 0, 2]  # tokens of each expert
+EXPERTS, TOKENS = len(COUNTS), sum(COUNTS)
 TOLERANCE = 1e-12  # float64
 WEIGHTS = [
     AdaptedWeight(
-        module="mlp.experts.experts.linear_fc1", layer=0, expert=0, num_experts=1, part_rows=(WIDTH, WIDTH),
+        module="mlp.experts.experts.linear_fc1", layer=0, num_experts=EXPERTS, part_rows=(WIDTH, WIDTH),
         num_columns=HIDDEN, num_groups=1,
-        adapters=(Adapter(name="gate_proj", parts=(0,)), Adapter(name="up_proj", parts=(1,))),
+        adapters=(Adapter(name="experts.*.gate", parts=(0,)), Adapter(name="experts.*.up", parts=(1,))),
     ),
     AdaptedWeight(
-        module="mlp.experts.experts.linear_fc2", layer=0, expert=0, num_experts=1, part_rows=(HIDDEN,),
-        num_columns=WIDTH, num_groups=1, adapters=(Adapter(name="down_proj", parts=(0,)),),
+        module="mlp.experts.experts.linear_fc2", layer=0, num_experts=EXPERTS, part_rows=(HIDDEN,),
+        num_columns=WIDTH, num_groups=1, adapters=(Adapter(name="experts.*.down", parts=(0,)),),
     ),
 ]  # fmt: skip
-SHAPES = {
-    "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
-    "gate_proj.lora_A.weight": (3, HIDDEN), "gate_proj.lora_B.weight": (WIDTH, 3),
-    "up_proj.lora_A.weight": (3, HIDDEN), "up_proj.lora_B.weight": (WIDTH, 3),
-    "down_proj.lora_A.weight": (3, WIDTH), "down_proj.lora_B.weight": (HIDDEN, 3),
-    "x": (TOKENS, 1, HIDDEN), "upstream": (TOKENS, 1, HIDDEN),
-}  # fmt: skip
+SIZES = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}  # of the weights of an expert
+SHAPES: dict[str, tuple[int, ...]] = {"x": (TOKENS, HIDDEN), "upstream": (TOKENS, HIDDEN)}
+for name, (rows, columns) in SIZES.items():
+    SHAPES[name] = EXPERTS, rows, columns
+    SHAPES[f"{name}.lora_A.weight"], SHAPES[f"{name}.lora_B.weight"] = (EXPERTS, 3, columns), (EXPERTS, rows, 3)
 
 
 def values() -> dict[str, Tensor]:
@@ -50,67 +51,68 @@ def values() -> dict[str, Tensor]:
 
 
 class Part(torch.nn.Module):
-    """A linear layer of core inside an expert: without communication of its own."""
+    """A linear layer of all experts, as core calls it: without communication of its own."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x @ self.weight.t(), None
+    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, None]:
+        return torch.cat([part @ weight.t() for part, weight in zip(x.split(counts), self.weight)]), None
 
 
 def compute() -> dict[str, Any]:
-    """Output and gradients of this rank, which holds half of the expert's width."""
+    """Output and gradients of this rank, which holds half of the width of each expert."""
     with scenarios.running(["parallel.tp=2"]) as engine:
         group, rank, given = engine.groups.collection.tp, engine.groups.tp_rank, values()
         mine = slice(rank * WIDTH // 2, (rank + 1) * WIDTH // 2)
-        bases = [Part(torch.cat([given["gate"][mine], given["up"][mine]])), Part(given["down"][:, mine])]
+        bases = [Part(torch.cat([given["gate"][:, mine], given["up"][:, mine]], 1)), Part(given["down"][:, :, mine])]
         layers = []
         for base, weight in zip(bases, WEIGHTS):
-            by_columns = weight.module.endswith("fc2")
-            split = lora.Split(group=group, by_columns=by_columns, sequence_parallel=False, sums_later=True, replica=0)
-            layers.append(lora.AdaptedLinear(base, weight, split, LORA))
+            split = Split(
+                group=group, by_columns=weight is WEIGHTS[1], sequence_parallel=False, replica=0, experts=range(EXPERTS)
+            )
+            layers.append(lora.AdaptedExperts(base, weight, split, LORA))
         with torch.no_grad():
             for shard in lora.sharded_tensors(layers):
-                value = given[shard.key.removeprefix(lora.PREFIX)]
-                rows, columns = (slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))
-                shard.data.copy_(value[rows, columns])
+                value = given[shard.key.removeprefix(f"{lora.PREFIX}experts.*.")]
+                shard.data.copy_(value[tuple(slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape))])
         x = given["x"].clone().requires_grad_()
-        gate, up = layers[0](x)[0].chunk(2, -1)
-        output = layers[1](torch.nn.functional.silu(gate) * up)[0]
+        gate, up = layers[0](x, COUNTS)[0].chunk(2, -1)
+        output = layers[1](torch.nn.functional.silu(gate) * up, COUNTS)[0]
         output.backward(given["upstream"])
         total, dx = output.detach().clone(), x.grad
         dist.all_reduce(total, group=group)  # as the dispatcher does
         dist.all_reduce(dx, group=group)
-        gradients = [
-            (s.key, s.global_shape, s.global_offset, s.data.grad.numpy()) for s in lora.sharded_tensors(layers)
-        ]
+        gradients = [(s.key, s.global_offset, s.data.grad.numpy()) for s in lora.sharded_tensors(layers)]
         return {"output": total.numpy(), "dx": dx.numpy(), "gradients": gradients}  # type: ignore[union-attr]
 
 
 def test_terms_of_a_sum(ranks: Ranks) -> None:
+    """Against one matrix for each expert, to which its adapter is added; one expert has no token."""
     given = {name: value.requires_grad_() for name, value in values().items()}
-    weights = {
-        name: given[name] + SCALE * given[f"{name}_proj.lora_B.weight"] @ given[f"{name}_proj.lora_A.weight"]
-        for name in ("gate", "up", "down")
-    }
-    inner = torch.nn.functional.silu(given["x"] @ weights["gate"].t()) * (given["x"] @ weights["up"].t())
-    output = inner @ weights["down"].t()
+    gate, up, down = (
+        given[name] + SCALE * given[f"{name}.lora_B.weight"] @ given[f"{name}.lora_A.weight"] for name in SIZES
+    )
+    outputs = [
+        (torch.nn.functional.silu(x @ gate[i].t()) * (x @ up[i].t())) @ down[i].t()
+        for i, x in enumerate(given["x"].split(COUNTS))
+    ]
+    output = torch.cat(outputs)
     output.backward(given["upstream"].detach())
     results = ranks(2).run(compute)
     for result in results:
         np.testing.assert_allclose(result["output"], output.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE)
         np.testing.assert_allclose(result["dx"], given["x"].grad.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
-        for name, _, offset, gradient in result["gradients"]:  # those of replicated factors are complete on each rank
-            rows, columns = (slice(o, o + n) for o, n in zip(offset, gradient.shape))
-            expected = given[name.removeprefix(lora.PREFIX)].grad[rows, columns]
-            np.testing.assert_allclose(gradient, expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
+        for name, offset, gradient in result["gradients"]:  # those of replicated factors are complete on each rank
+            expected = given[name.removeprefix(f"{lora.PREFIX}experts.*.")].grad
+            mine = expected[tuple(slice(o, o + n) for o, n in zip(offset, gradient.shape))]
+            np.testing.assert_allclose(gradient, mine.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def initial(overrides: list[str]) -> dict[str, Any]:
     with scenarios.running(["model.qkv_bias=false", "lora.rank=3", *overrides]) as engine:
-        shards = lora.sharded_tensors(engine.chunks)
+        shards = lora.linear_tensors(engine.chunks)
         return {"factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards]}
 
 

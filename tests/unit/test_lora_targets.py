@@ -32,7 +32,7 @@ def selected(folder: Path, targets: list[str], exclude: list[str] | None = None)
 
 
 def names(weights: list[AdaptedWeight]) -> list[str]:
-    return [adapter.name for weight in weights for adapter in weight.adapters]
+    return [name for weight in weights for name in weight.linears()]
 
 
 @pytest.mark.parametrize("family", [family for family in hf.FAMILIES if family not in (*STACKED, "qwen2_moe")])
@@ -62,7 +62,7 @@ def test_parts_of_a_weight(tmp_path: Path) -> None:
     """k_proj is the second part of qkv; one adapter of a fused Linear covers all parts."""
     folder = hf.save(tmp_path / "model", "llama")
     weight, _ = selected(folder, ["k_proj"])
-    assert (weight.module, weight.layer, weight.expert) == ("self_attention.linear_qkv", 0, None)
+    assert (weight.module, weight.layer, weight.num_experts) == ("self_attention.linear_qkv", 0, 0)
     assert weight.adapters == (Adapter(name="model.layers.0.self_attn.k_proj", parts=(1,)),)
     fused, _ = selected(hf.save(tmp_path / "fused", "phi3"), ["gate_up_proj"])
     assert fused.adapters == (Adapter(name="model.layers.0.mlp.gate_up_proj", parts=(0, 1)),)
@@ -77,6 +77,12 @@ def test_parts_of_a_weight(tmp_path: Path) -> None:
         ("llama", ["q_proj"], ["w1"], "lora.exclude names 'w1', which matches no Linear of this model."),
         ("llama", ["q_proj"], ["self_attn.*"], "lora.exclude excludes everything that lora.targets names"),
         ("qwen2_moe", ["all-linear"], [], "LoRA cannot adapt model.layers.0.mlp.shared_expert_gate: megatron-core"),
+        (
+            "qwen3_moe",
+            ["experts.*"],
+            ["experts.2.up_proj"],
+            "lora.targets and lora.exclude give model.layers.0.mlp.expe",
+        ),
         ("granitemoe", ["input_linear"], [], "LoRA cannot adapt model.layers.0.block_sparse_moe.input_linear: the fil"),
     ],
 )
@@ -94,7 +100,7 @@ def test_adapters_that_peft_would_lose_are_refused_before_the_run(tmp_path: Path
         ConfigError, match="export_hf = last would write a PEFT folder, but .* PEFT reads those of gate"
     ):
         adapted_weights(config, 301)
-    assert len(adapted_weights(parse_recipe(recipe, "tests", []).config, 301)) == 2 * 4
+    assert len(adapted_weights(parse_recipe(recipe, "tests", []).config, 301)) == 2
 
 
 def test_experts_have_adapters_by_name_only(tmp_path: Path) -> None:
@@ -102,8 +108,9 @@ def test_experts_have_adapters_by_name_only(tmp_path: Path) -> None:
     dense = names(selected(folder, ["all-linear"], ["shared_expert_gate"]))
     assert not any(".experts." in name for name in dense) and any(".shared_expert." in name for name in dense)
     down = selected(folder, ["experts.*.down_proj"])
-    assert [(weight.layer, weight.expert) for weight in down[:5]] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
-    assert down[3].adapters[0].name == "model.layers.0.mlp.experts.3.down_proj"
+    assert [(weight.layer, weight.num_experts) for weight in down] == [(0, 4), (1, 4)]
+    assert down[0].adapters[0].name == "model.layers.0.mlp.experts.*.down_proj"
+    assert down[0].linears() == [f"model.layers.0.mlp.experts.{i}.down_proj" for i in range(4)]
 
 
 def test_a_digest_is_computed_once_for_a_file_that_does_not_change(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_the_distributed_optimizer_takes_6_and_a_share_of_12() -> None:
 def test_lora_trains_the_adapters_only() -> None:
     """Of qkv 12 x 4 (q, k and v apart) and proj 4 x 4: rank 2 takes 2 x (3 x 4 + 12) and 2 x (4 + 4), or 64."""
     names = ("q_proj", "k_proj", "v_proj")
-    place = dict(layer=0, expert=None, num_experts=0, num_columns=4, num_groups=1)
+    place = dict(layer=0, num_experts=0, num_columns=4, num_groups=1)
     qkv = AdaptedWeight(
         module="self_attention.linear_qkv",
         part_rows=(4, 4, 4),

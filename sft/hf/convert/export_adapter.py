@@ -12,15 +12,13 @@ from sft.file_digest import Entry
 from sft.hf.architecture import architecture, read
 from sft.hf.convert.model_card import write_model_card
 from sft.hf.convert.original import find_original
+from sft.hf.convert.stored_adapters import A, B, StoredAdapters
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.hub import CONFIG
 from sft.hf.peft import folder as peft_folder
 from sft.hf.peft.config import AdapterConfig
 from sft.hf.peft.folder import Contents
 from sft.hf.peft.targets import module_of
-from sft.mcore.lora import PREFIX
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def export_adapter(
@@ -44,12 +42,10 @@ def export_adapter(
     original = find_original(path, recipe, like)
     family = architecture(read(original.folder), str(original.folder / CONFIG)).family
     has_vision = family.text_config != "none"
-    reader = TorchDistReader(path)
-    keys = (key for key in reader.shapes if key.startswith(PREFIX) and key.endswith(_A))
-    names = sorted(key.removeprefix(PREFIX).removesuffix(_A) for key in keys)
-    if not names:
+    adapters = StoredAdapters(TorchDistReader(path))
+    if adapters.dtype is None:
         raise CheckpointError(f"{path} holds no adapters, although lora.rank = {recipe['lora.rank']} in its recipe.")
-    name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in names}
+    name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in adapters.shapes}
     base, _, revision = original.name.partition("@")
     config = AdapterConfig(
         rank=recipe["lora.rank"],
@@ -58,7 +54,7 @@ def export_adapter(
         base=base,
         revision=original.commit or revision or None,
     )
-    modules = {module: _shape(reader, name) for module, name in name_of.items()}
+    modules = {module: adapters.shapes[name] for module, name in name_of.items()}
     contents = Contents(config=config, modules=modules)
     others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.keys()
 
@@ -67,12 +63,12 @@ def export_adapter(
         finish(folder, entries)
 
     num_bytes = sum(rows * config.rank + config.rank * columns for rows, columns in modules.values())
-    kind = getattr(torch, dtype) if dtype else reader.dtype(f"{PREFIX}{names[0]}{_A}")
+    kind = getattr(torch, dtype) if dtype else adapters.dtype
     with console.track(f"exporting {path}", num_bytes * kind.itemsize, "bytes") as progress:
         peft_folder.write(
             target,
             contents,
-            _tensors(reader, contents, name_of),
+            _tensors(adapters, contents, name_of),
             others=others,
             dtype=kind,
             finish=write_others,
@@ -81,19 +77,14 @@ def export_adapter(
     console.say(f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes * kind.itemsize)})")
 
 
-def _shape(reader: TorchDistReader, name: str) -> tuple[int, int]:
-    """(out, in) of the weight."""
-    return reader.shapes[f"{PREFIX}{name}{_B}"][0], reader.shapes[f"{PREFIX}{name}{_A}"][1]
-
-
 def _tensors(
-    reader: TorchDistReader, contents: Contents, name_of: Mapping[str, str]
+    adapters: StoredAdapters, contents: Contents, name_of: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the folder, in its order.  name_of: the name in the checkpoint by module"""
-    keys = {
-        key_of(module): f"{PREFIX}{name}{suffix}"
+    sources = {
+        key_of(module): (name, factor)
         for module, name in name_of.items()
-        for key_of, suffix in ((peft_folder.key_of_a, _A), (peft_folder.key_of_b, _B))
+        for key_of, factor in ((peft_folder.key_of_a, A), (peft_folder.key_of_b, B))
     }
-    for key, shape in contents.shapes().items():
-        yield key, reader.read(keys[key], [0] * len(shape), shape)
+    for key in contents.shapes():
+        yield key, adapters.read(*sources[key])

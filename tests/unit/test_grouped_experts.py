@@ -1,0 +1,70 @@
+"""One product for all experts is a loop over experts, with gradients; experts without rows included."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.mcore.grouped_experts import GroupedProduct, RowsOfExperts
+
+COUNTS, COLUMNS, ROWS = [3, 0, 9, 0], 32, 16
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest number; the sums have other orders
+
+
+def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, matrices, and the gradient of the product, which is no contiguous tensor."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (sum(COUNTS), COLUMNS), (len(COUNTS), ROWS, COLUMNS), (ROWS, sum(COUNTS))
+    x, matrices, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return x.requires_grad_(), matrices.requires_grad_(), grad.t()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_kernel_and_the_loop_are_each_expert_by_itself(dtype: torch.dtype) -> None:
+    """Against float64.  On the CPU torch computes what the kernel computes on a GPU."""
+    ends = torch.tensor([3, 3, 12, 12], dtype=torch.int32)
+    x, matrices, grad = (tensor.detach().double() for tensor in operands(dtype))
+    parts = [(x[:3], matrices[0], grad[:3]), (x[3:], matrices[2], grad[3:])]
+    expected = [
+        torch.cat([rows @ matrix.t() for rows, matrix, _ in parts]),
+        torch.cat([of_rows @ matrix for _, matrix, of_rows in parts]),
+        torch.stack([m for rows, _, of_rows in parts for m in (of_rows.t() @ rows, torch.zeros(ROWS, COLUMNS))]),
+    ]
+    for compute in (
+        lambda x, matrices: GroupedProduct.apply(x, matrices, ends),
+        lambda x, matrices: RowsOfExperts.of(COUNTS, CPU).times(x, matrices),
+    ):
+        rows, stack, upstream = operands(dtype)
+        output = compute(rows, stack)
+        output.backward(upstream)
+        for computed, right in zip((output, rows.grad, stack.grad), expected, strict=True):
+            assert computed is not None
+            assert computed.dtype is dtype
+            torch.testing.assert_close(
+                computed.double(), right, rtol=0, atol=TOLERANCE[dtype] * float(right.abs().max())
+            )
+
+
+def test_a_gradient_that_nobody_needs_is_not_computed() -> None:
+    x, matrices, grad = operands(torch.float32)
+    GroupedProduct.apply(x, matrices.detach(), torch.tensor([3, 3, 12, 12], dtype=torch.int32)).backward(grad)
+    assert x.grad is not None
+
+
+def test_no_rows_at_all() -> None:
+    """Gradients are zeros, so that every rank of ep takes part in the reduction of the same gradients."""
+    _, matrices, _ = operands(torch.float32)
+    x = torch.empty(0, COLUMNS, requires_grad=True)
+    RowsOfExperts.of([0, 0, 0, 0], CPU).times(x, matrices).sum().backward()
+    assert matrices.grad is not None and not matrices.grad.any()
+
+
+@pytest.mark.parametrize("rank", [16, 4], ids=["aligned", "not aligned"])
+def test_the_kernel_takes_aligned_matrices(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Of bf16 on a GPU of compute capability 9; a rank of 4 has rows of 8 bytes."""
+    called = []
+    monkeypatch.setattr(GroupedProduct, "apply", lambda x, matrices, ends: called.append(ends) or x[:, :1])
+    rows = RowsOfExperts(COUNTS, torch.tensor([3, 3, 12, 12], dtype=torch.int32))
+    x = torch.ones(sum(COUNTS), COLUMNS, dtype=torch.bfloat16)
+    rows.times(x, torch.ones(len(COUNTS), rank, COLUMNS, dtype=torch.bfloat16))
+    assert len(called) == (rank == 16)

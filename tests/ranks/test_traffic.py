@@ -22,7 +22,7 @@ TP = ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_si
 EP = [*MOE, "parallel.ep=2", "parallel.cp=2", "train.global_batch_size=1"]
 DP = ["parallel.distributed_optimizer=true", "train.global_batch_size=2"]
 PADDING_TOLERANCE = 0.02  # of gradients, which core pads to a multiple of the ranks
-OPERATIONS = {"allgather": 0, "reduce_scatter": 1, "alltoall": 1}  # and which tensor is the whole
+OPERATIONS = {"allreduce": 0, "allgather": 0, "reduce_scatter": 1, "alltoall": 1, "send": 0}  # and the whole tensor
 
 
 class Sent(TorchDispatchMode):
@@ -41,14 +41,21 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent(overrides: list[str]) -> Counter[str]:
-    """In a step of full packs."""
+def sent(overrides: list[str]) -> tuple[Counter[str], Counter[str]]:
+    """In a step of full packs: of the reduction of gradients, and of everything else."""
     with scenarios.running([*COMMON, *overrides]) as engine:
         samples = [answer(256, 64, seed=seed, last=scenarios.VOCAB) for seed in range(engine.layout.num_microbatches)]
         microbatches = [scenarios.microbatch_of(engine, [sample]) for sample in samples]
-        with Sent() as counted:
+        reduction, reduce = Sent(), engine.core_config.finalize_model_grads_func
+
+        def counted_reduction(*args: Any, **kwargs: Any) -> None:
+            with reduction:
+                reduce(*args, **kwargs)
+
+        engine.core_config.finalize_model_grads_func = counted_reduction
+        with Sent() as step:
             engine.train_step(microbatches)
-        return counted.num_bytes
+        return reduction.num_bytes, step.num_bytes - reduction.num_bytes
 
 
 def said(overrides: list[str], group: str) -> float:
@@ -69,7 +76,7 @@ def test_messages_of_a_layer(
     expected = said(many, group) - said(few, group)
     found = [
         sum(more[name] - less[name] for name in names) / 2  # a rank keeps its own half
-        for less, more in zip(ranks(2).run(sent, few), ranks(2).run(sent, many))
+        for (_, less), (_, more) in zip(ranks(2).run(sent, few), ranks(2).run(sent, many))
     ]
     if group == "ep":  # how many tokens each rank sends depends on the routers
         found = [sum(found) / 2]
@@ -77,6 +84,59 @@ def test_messages_of_a_layer(
 
 
 def test_gradients_and_weights(ranks: Ranks) -> None:
-    for found in ranks(2).run(sent, DP):
-        num_bytes = (found["allgather"] + found["reduce_scatter"]) / 2
+    for gradients, weights in ranks(2).run(sent, DP):
+        num_bytes = (gradients["reduce_scatter"] + weights["allgather"]) / 2
         assert num_bytes == pytest.approx(said(DP, "dp x cp"), rel=PADDING_TOLERANCE)
+
+
+# --- LoRA: no gradient of a frozen weight is sent ------------------------------------------------------------------
+
+# Numbers in the factors of a layer of width 32 (q 32, k and v 16, gate, up and down 64) and rank 4.
+ATTENTION, MLP = 4 * (32 + 32) + 2 * 4 * (32 + 16) + 4 * (32 + 32), 3 * 4 * (32 + 64)
+REPLICATED = 7 * 4 * 32  # of these, the factors that tp does not split
+EXPERT = 3 * 4 * (32 + 24)
+# Numbers in the weights: the embedding or the output with its padding, a layer without its MLP, the last norm.
+TABLE, LAYER, NORMS, LAST = 384 * 32, 32 * (2 * 32 + 2 * 16), 2 * 32 + 2 * 4, 32
+FULL_MLP, FULL_EXPERTS = 3 * 32 * 64, 4 * 32 + 2 * 3 * 32 * 24  # a router, and 2 of 4 experts
+WHOLE = 2 * TABLE + 4 * (LAYER + NORMS + FULL_MLP) + LAST
+# Core pads each weight to 64 numbers, and their sum to 128: norms of q and k, other norms, end.  No factor needs it.
+PADDING = 8 * (64 - 4) + 9 * (64 - 32) + 64
+INNER = 4 * 256 * 7 * 4  # A x of 256 tokens, in 4 layers
+FP32 = 4
+REDUCED = {  # reduced numbers: of adapters, and of full fine-tuning; what else LoRA sends more or less
+    "dp2": (["train.global_batch_size=2"], "allreduce", 4 * (ATTENTION + MLP), WHOLE, {}),
+    "dp2-sharded": (
+        DP, "reduce_scatter", 4 * (ATTENTION + MLP), WHOLE + PADDING,
+        {"allgather": 4 * (ATTENTION + MLP) - WHOLE - PADDING},  # the new weights
+    ),
+    "tp2": (  # split weights; then replicated factors or norms, which are also summed over tp
+        TP, "allreduce", 2 * (ATTENTION + MLP - REPLICATED) + 2 * 4 * REPLICATED,
+        TABLE + 2 * (LAYER + FULL_MLP) + 2 * (4 * NORMS + LAST),
+        # No weight's gradient needs the input of qkv, of fc1 and of the output again.
+        {"allgather": INNER - (2 * 4 + 1) * 256 * 32, "reduce_scatter": INNER},
+    ),
+    "pp2": (  # the first stage
+        ["parallel.pp=2", "train.global_batch_size=1"], "allreduce", 2 * (ATTENTION + MLP),
+        TABLE + 2 * (LAYER + NORMS + FULL_MLP), {},
+    ),
+    "cp2": (["parallel.cp=2", "train.global_batch_size=1"], "allreduce", 4 * (ATTENTION + MLP), WHOLE, {}),
+    "ep2": (
+        [*MOE, "parallel.ep=2", "train.global_batch_size=2"], "allreduce", 4 * (ATTENTION + 2 * EXPERT),
+        2 * TABLE + 4 * (LAYER + NORMS + FULL_EXPERTS) + LAST, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", REDUCED)
+def test_no_gradient_of_a_frozen_weight_is_sent(ranks: Ranks, layout: str) -> None:
+    overrides, operation, trained, every, other = REDUCED[layout]
+    overrides = [*overrides, "model.qkv_bias=false", "run.precision=fp32"]
+    targets = "[all-linear, 'experts.*']" if layout == "ep2" else "[all-linear]"
+    adapters = ranks(2).run(sent, [*overrides, f"lora={{rank: 4, targets: {targets}}}"])
+    whole = ranks(2).run(sent, overrides)
+    for rank, ((gradients, rest), (all_gradients, other_rest)) in enumerate(zip(adapters, whole, strict=True)):
+        is_last_stage = layout == "pp2" and rank == 1
+        assert gradients == {operation: FP32 * trained}
+        assert all_gradients == {operation: FP32 * (every + is_last_stage * LAST)}
+        for name in rest | other_rest:
+            assert rest[name] - other_rest[name] == FP32 * other.get(name, 0), name

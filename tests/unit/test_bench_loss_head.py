@@ -133,6 +133,15 @@ def test_the_loss_meets_the_bars_of_counts(fraction: float) -> None:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_the_loss_meets_the_bars_that_apply_to_toy_sizes(fraction: float) -> None:
+    """A buffer of 9 x 50 logits is no larger than what else there is, so its bytes have no bar."""
+    p = tiny(fraction=fraction)
+    rows = rows_of({name: count(p, name) for name in p.ways}, replace(TINY, fraction=fraction))
+    assert len(list(bars(rows))) == 6 and not missed(rows)
+
+
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("fraction, chunk", [(1.0, 256), (0.1, 128)])
 def test_extra_bytes_do_not_grow_with_the_tokens(fraction: float, chunk: int) -> None:
     extra = []

@@ -1,7 +1,7 @@
 """The bars of the loss head, applied to the rows that tools/bench/loss_head.py measures.
 
-Bars of FLOPs and bytes apply to every size.  Bars of time apply on a CPU in fp32 with CPU_SIZES, and on one H200 in
-bf16 with CUDA_SIZES; other rows have no bars of time.
+Bars of FLOPs apply to every size, and the bar of `extra` bytes from LARGE_BUFFER on.  Bars of time apply on a CPU in
+fp32 with CPU_SIZES, and on one H200 in bf16 with CUDA_SIZES; other rows have no bars of time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,19 @@ RECOMPUTE = "recompute in backward"
 CPU_SIZES = (2048, 1024, 32_768)  # tokens, hidden, vocabulary
 CPU_RATIO = {(1.0, 256): 1.08, (1.0, 512): 1.00, (0.1, 256): 0.15, (0.1, 512): 0.15}  # (fraction, chunk)
 CPU_FROZEN_RATIO = 0.75  # time of frozen / time of fused, all supervised; 2 of 3 GEMMs and the whole softmax
+# Bytes of the logits of a chunk.  The softmax also copies rows, 512 KiB at a time, which is 2% of this.
+LARGE_BUFFER = 25 * 2**20
 CUDA_SIZES = (262_144, 2048, 62_080)
 CUDA_MS, CUDA_GIB, CUDA_CHUNK = 316.0, 3.3, 4096
 
 
-def extra_bar(chunk: int, row: Row) -> float:
-    """Bytes of `extra` that fused may use in fp32: one buffer of logits plus 2%, and a few numbers per token."""
-    return 1.02 * chunk * row["vocab"] / row["tp"] * 4 + 32 * row["tokens"]
+def extra_bar(chunk: int, row: Row) -> float | None:
+    """Bytes of `extra` that fused may use in fp32: one buffer of logits plus 2%, and a few numbers per token.
+
+    None if the buffer is too small for a bar.
+    """
+    buffer = chunk * row["vocab"] / row["tp"] * 4
+    return 1.02 * buffer + 32 * row["tokens"] if buffer >= LARGE_BUFFER else None
 
 
 def bars(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -57,8 +63,8 @@ def _of_fused(chunk: int, row: Row, baseline: Row | None) -> Iterator[Bar]:
     yield Bar(name=f"{name}, FLOPs", value=row["flops"], bound=flops, relation="exactly")
     sizes = (row["tokens"], row["hidden"], row["vocab"])
     if (row["device"], row["dtype"]) == ("cpu", "fp32"):
-        if "extra" in row:
-            yield Bar(name=f"{name}, extra bytes", value=row["extra"], bound=extra_bar(chunk, row))
+        if "extra" in row and (bound := extra_bar(chunk, row)):
+            yield Bar(name=f"{name}, extra bytes", value=row["extra"], bound=bound)
         ratio = CPU_RATIO.get((row["fraction"], chunk))
         if sizes == CPU_SIZES and ratio and baseline and baseline.get("seconds") and row.get("seconds"):
             share = row["seconds"] / baseline["seconds"]

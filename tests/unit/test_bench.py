@@ -17,7 +17,7 @@ from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
 NUM_ROWS = {  # of a tiny run
-    **{"loss_head": 27, "logprobs": 9, "attention": 10, "step": 1, "trades": 1, "longest": 1, "peer": 1, "packing": 9},
+    **{"loss_head": 27, "logprobs": 9, "attention": 10, "step": 2, "trades": 1, "longest": 1, "peer": 1, "packing": 9},
     **{
         "balance": 1,
         "collate": 1,
@@ -65,6 +65,21 @@ def test_every_subject_has_a_tiny_run(names: list[str], tmp_path: Path) -> None:
         assert absent == (["does not run here: it needs CUDA"] * 2 if name == "attention" else [])
         for row in rows:
             assert f"| {', '.join(row[key] for key in ('case', 'way') if key in row)} " in printed.stdout
+        if name == "step":
+            check_lora(rows[1])
+
+
+def check_lora(row: Row) -> None:
+    """Width 64, 4 heads and 2 key heads of 16, MLP 128, 2 layers, 512 tied words; adapters of rank 8; all in fp32.
+
+    Core pads the four norms of queries and keys from 16 to 64 numbers, and their sum to a multiple of 128.
+    """
+    factors = 2 * 8 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
+    weights = 512 * 64 + 2 * (64 * (2 * 64 + 2 * 32 + 3 * 128) + 2 * 64 + 2 * 16) + 64
+    assert row["lora"] == {"trained": factors, "gradient_bytes": 4 * factors, "optimizer_bytes": 8 * factors}
+    padded = weights + 4 * (64 - 16) + 64
+    assert row["full"] == {"trained": weights, "gradient_bytes": 4 * padded, "optimizer_bytes": 8 * weights}
+    assert row["time_ratio"] > 0
 
 
 def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

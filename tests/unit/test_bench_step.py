@@ -55,6 +55,24 @@ def test_what_follows_from_a_row(small: StepCase) -> None:
     assert "mfu" not in roofline.with_rates(small, row(device="cpu"), peak_tflops=1e-9)
 
 
+def test_frozen_weights_take_two_products_of_three(small: StepCase) -> None:
+    """Forward and the gradient of the input; layers 64,000 and head 8,000 at 6500.  Recompute is a third product."""
+    case = small.using("full+lora2")
+    assert roofline.useful_flops(case, row()) == pytest.approx(64_000 + 8_000 + 24_000)
+    found = roofline.floors(case, row(), gemm=7900.0, forward=100.0, backward=50.0)
+    assert found["none"] == pytest.approx(72_000 / 6500 + 80 + 400)
+    assert found["keep"] == pytest.approx((72_000 + 32_000) / 6500 + 480)
+
+
+def test_what_lora_saves_is_a_note() -> None:
+    states = {"trained": 16_384, "gradient_bytes": 2**20, "optimizer_bytes": 2**21}
+    measured = {"lora": states, "full": {name: 10 * value for name, value in states.items()}}
+    alone = "trained 16,384 (full {}); MiB of gradients 1.0 (full {}), of the optimizer 2.0 (full {})"
+    assert roofline.adapters_note(measured) == alone.format("163,840", "10.0", "20.0")
+    assert roofline.adapters_note({"lora": states}) == alone.format(*["does not fit beside it"] * 3)
+    assert roofline.adapters_note({}) == ""
+
+
 def test_efficiency_is_of_the_slowest_rank() -> None:
     whole = {"fwd_s": 2.0, "both_s": 4.0}
     ranks = [{"fwd_s": 0.5, "both_s": both, "extra": 10 + i} for i, both in enumerate([1.0, 1.25, 1.0, 1.0])]
@@ -82,6 +100,8 @@ def test_a_case_names_its_recipe() -> None:
     assert plain.using("full+optim1").config("cpu").run.precision == "bf16"  # Adam on the host needs it
     assert str(StepCase.read("4b:1000:chat:full+optim+tile")) == "4b:1000:chat:full+tile4k+optim1"
     assert plain.using("full+offload").config("cpu").train.offload_fraction == 1.0
+    assert str(StepCase.read("4b:1000:chat:full+lora")) == "4b:1000:chat:full+lora16"
+    assert plain.using("full+lora8").config("cpu").lora.rank == 8 and plain.config("cpu").lora.rank is None
 
 
 def test_a_trade_is_a_pair_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +247,7 @@ PACKED = step("1.7b:32k:chat:full", tokens_per_s=1990.0)
         ([step("4b:64k:one:full", of_keep=0.8), step("4b:64k:one:selective+offload", of_keep=0.86)], []),  # the best
         ([step("1.7b:128k:one:full", mfu=0.41)], ["1.7b at 128K, causal MFU: 0.41, at least 0.42"]),
         ([step("1.7b:64k:one:full", mfu=0.1)], []),
+        ([step("4b:64k:one:full+lora16", of_keep=0.8)], []),
         ([longest("8b", 0.94)], ["8b, longest context that fits / predicted longest context: 0.94, at least 0.95"]),
         ([longest("8b", 0.95)], []),
         ([PACKED, step("1.7b:32k:padded:full")], ["chat, tokens per second packed / padded: 1.99, at least 2"]),

@@ -7,14 +7,19 @@
 Not yet run on a GPU.  A case is SHAPE:LENGTH:MIX[:MEMORY] (tools/bench/steps/case.py).  The model has random weights of
 a Qwen3 shape, a step has one pack, and the second half of every sample is supervised.  MEMORY is none, selective (the
 default) or full for train.recompute, followed by any of +offload0.5 (train.offload_fraction; +offload is 1), +tile4k
-(train.mlp_tile) and +optim0.5 (optim.offload_fraction).  --set sets other recipe keys.  Every case runs in a new
-process; a case that runs out of memory is a row with this status.  After one warm-up step, steps are timed for
---seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed and profiled.
+(train.mlp_tile), +optim0.5 (optim.offload_fraction) and +lora16 (lora.rank).  --set sets other recipe keys.  Every case
+runs in a new process; a case that runs out of memory is a row with this status.  After one warm-up step, steps are
+timed for --seconds, then one step is profiled.  If a step takes longer than --seconds, one step is both timed and
+profiled.
 
 MFU divides by --peak-tflops the FLOPs of layers, of causal attention, and of the head for supervised tokens.  `of keep`
 and `of full` are shares of the roofline with keep-attention and with full recomputation, computed from rates that the
 case measured (tools/bench/steps/roofline.py).  `by eq.` is the device memory that sft/estimate/memory.py predicts, and
 `host` is the host memory that the process used.
+
+With +lora, the process then makes a second engine without adapters.  Both take steps on the same pack, in turns.
+`/ full FT` is the median time of a step / that of full fine-tuning, and a note counts the bytes of gradients and of
+the optimizer of both.
 """
 
 import argparse
@@ -53,7 +58,7 @@ SUBJECT = Subject(
     measure=measure,
     columns=STEP_COLUMNS,
     cases=CASES,
-    tiny_cases=["tiny:512:chat:full"],
+    tiny_cases=["tiny:512:chat:full", "tiny:512:chat:full+lora8"],
     read=StepCase.read,
     describe=describe,
     options=OPTIONS,

@@ -26,6 +26,7 @@ def bars(rows: Sequence[Row]) -> Iterator[Bar]:
     """All bars; a bar without rows has the value None."""
     rows = [row for row in rows if row.get("device") == "cuda" and row.get("status") == DONE]
     steps = [(StepCase.read(row["step"]), row) for row in rows if "step" in row and ":peer" not in row["step"]]
+    steps = [(case, row) for case, row in steps if not case.lora]
     yield from _rates(steps)
     yield _packed(steps)
     yield from _offload(steps)

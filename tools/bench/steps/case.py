@@ -1,12 +1,13 @@
 """A training step to measure: a shape, a length, a mix of documents, and the recipe keys that save memory.
 
-    4b:64k:one:selective+offload0.8+tile4k+optim1
+    4b:64k:one:selective+offload0.8+tile4k+optim1+lora16
 
     train.recompute: selective    train.offload_fraction: 0.8    train.mlp_tile: 4096    optim.offload_fraction: 1.0
+    lora.rank: 16
 
-Keys that are not named are off.  A share without a number is 1.  Without any key, train.recompute is selective.  `peer`
-instead of keys runs plain transformers.  Mixes: those of tools/bench/mixes.py, `1k` (documents of 1,024 tokens) and
-`padded` (16 samples of chat, each padded to the longest of the 16).
+Keys that are not named are off.  A share without a number is 1, and a rank without a number is 16.  Without any key,
+train.recompute is selective.  `peer` instead of keys runs plain transformers.  Mixes: those of tools/bench/mixes.py,
+`1k` (documents of 1,024 tokens) and `padded` (16 samples of chat, each padded to the longest of the 16).
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from sft.config import Config, ModelConfig
 from sft.estimate import memory
+from sft.hf.lora_targets import adapted_weights
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tools.bench.mixes import MIXES, read_length, short
@@ -31,6 +33,7 @@ SHAPES = {  # shapes of Qwen3 models
     "tiny": (2, 64, 128, 4, 2, 16, True),
 }
 TILE = 4096  # tokens
+RANK = 16
 RECIPE = """
 run: {dir: unused, seed: 0}
 model: {init_from: random, qk_norm: true, norm_epsilon: 1e-6, rope: {base: 1e6}}
@@ -49,6 +52,7 @@ class StepCase:
     offload: float = 0.0
     tile: int | None = None
     optim: float = 0.0
+    lora: int = 0
 
     @classmethod
     def read(cls, text: str) -> "StepCase":
@@ -74,8 +78,12 @@ class StepCase:
                 case = replace(case, tile=read_length(amount) if amount else TILE)
             elif name == "optim":
                 case = replace(case, optim=float(amount or 1))
+            elif name == "lora":
+                case = replace(case, lora=int(amount or RANK))
             else:
-                raise ValueError(f"{flag} is not offload or optim with a share, or tile with a length")
+                raise ValueError(
+                    f"{flag} is not offload or optim with a share, tile with a length, or lora with a rank"
+                )
         return case
 
     @property
@@ -84,6 +92,7 @@ class StepCase:
         flags = [f"offload{self.offload:g}" if self.offload != 1 else "offload"] if self.offload else []
         flags += [f"tile{short(self.tile).lower()}"] if self.tile else []
         flags += [f"optim{self.optim:g}"] if self.optim else []
+        flags += [f"lora{self.lora}"] if self.lora else []
         return "+".join([self.recompute, *flags])
 
     def __str__(self) -> str:
@@ -113,6 +122,7 @@ class StepCase:
             "train.offload_fraction": self.offload,
             "train.mlp_tile": "null" if self.tile is None else self.tile,
             "optim.offload_fraction": self.optim,
+            "lora.rank": self.lora or "null",
         }
         overrides = [f"{key}={str(value).lower()}" for key, value in keys.items()]
         return parse_recipe(RECIPE, "bench step", [*overrides, *also]).config
@@ -120,12 +130,14 @@ class StepCase:
     def estimate(self, device: str, *, also: Sequence[str] = ()) -> memory.Memory:
         """The memory of one device that sft/estimate/memory.py predicts."""
         config = self.config(device, also=also)
-        return memory.estimate(config, Layout.resolve(config, 1), self.vocab)
+        adapted = adapted_weights(config, self.vocab)
+        return memory.estimate(config, Layout.resolve(config, 1), self.vocab, adapted=adapted)
 
     def longest(self, device: str, bytes_available: float, *, also: Sequence[str] = ()) -> int:
         """The longest context, in tokens, that sft/estimate/memory.py predicts to fit."""
         config = self.config(device, also=also)
-        return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available)
+        adapted = adapted_weights(config, self.vocab)
+        return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available, adapted)
 
     def at_least(self, device: str, also: Sequence[str] = ()) -> float:
         """Bytes that every step needs: weights, gradients, optimizer states and saved tensors of layers."""

@@ -10,6 +10,7 @@ GIB = 2**30
 STEP_COLUMNS = [
     Column("steps", "steps"),
     Column("step_s", "s/step", ".3f"),
+    Column("time_ratio", "/ full FT", ".3f"),
     Column("tokens_per_s", "tokens/s", ",.0f"),
     Column("tflops", "TFLOP/s", ".1f"),
     Column("mfu", "MFU", ".1%"),

@@ -3,7 +3,8 @@
 The floor of a step is the least time that it could take, by rates that the same process measured.  Matrix products of
 layers count with 650 / 790 of the rate of an 8192 x 8192 x 8192 product: 8 FLOPs per parameter and token if the MLP and
 the projections are recomputed, otherwise 6; the head counts 6.  Attention counts with the best rate of the kernels on
-one document of this length: forward once (keep-attention) or twice (full), and backward once.
+one document of this length: forward once (keep-attention) or twice (full), and backward once.  With LoRA, backward
+computes no gradient of a frozen weight: 4 FLOPs instead of 6, and 6 instead of 8.  Adapters themselves are left out.
 """
 
 import re
@@ -22,18 +23,24 @@ RANGE = "sft: "  # prefix of the names of our profiler ranges
 
 def useful_flops(case: StepCase, row: Mapping[str, Any]) -> float:
     """FLOPs of forward and backward for the tokens of the row's steps."""
+    layers, head, attention = _flops(case, row)
+    return layers + head + attention
+
+
+def _flops(case: StepCase, row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """FLOPs of products with weights in layers and in the head, and of attention."""
     per_token, per_label, per_square = train_flops(case.model, case.vocab)
-    return per_token * row["tokens"] + per_label * row["labels"] + per_square * row["squares"]
+    products = 2 / 3 if case.lora else 1.0  # of forward, of the input's gradient and of the weight's gradient
+    return products * per_token * row["tokens"], products * per_label * row["labels"], per_square * row["squares"]
 
 
 def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: float, backward: float) -> dict[str, float]:
     """The least seconds of the row's steps, for each kind of recomputation.  Rates are in FLOP/s."""
-    per_token, per_label, per_square = train_flops(case.model, case.vocab)
-    layers, head = per_token * row["tokens"], per_label * row["labels"]
-    attention = per_square * row["squares"] / 3  # FLOPs of one forward
+    layers, head, attention = _flops(case, row)
+    attention /= 3  # of one forward
     linear = LINEAR * gemm
     none = (layers + head) / linear + attention / forward + BACKWARD * attention / backward
-    keep = none + layers / 3 / linear
+    keep = none + layers / (2 if case.lora else 3) / linear
     return {"none": none, "keep": keep, "full": keep + attention / forward}
 
 
@@ -85,4 +92,18 @@ def with_notes(row: Row) -> Row:
     notes += [f"{n} {constants[n] / 1e9:,.0f} GB/s" for n in ("copy", "to device", "to host") if n in constants]
     notes += [f"no {name} ({why})" for name, why in constants["attention not run"].items()]
     shares = ", ".join(f"{name} {share:.1%}" for name, share in row["shares"].items())
-    return {**row, "step_s": row["seconds"] / row["steps"], "notes": ["; ".join(notes), *filter(None, [shares])]}
+    notes = ["; ".join(notes), *filter(None, [shares, adapters_note(row)])]
+    return {**row, "step_s": row["seconds"] / row["steps"], "notes": notes}
+
+
+def adapters_note(row: Row) -> str:
+    """`trained 16,384 (full 106,880); MiB of gradients 0.1 (full 0.4), of the optimizer 0.1 (full 0.8)`"""
+    if "lora" not in row:
+        return ""
+
+    def compared(key: str, unit: float, spec: str) -> str:
+        full = format(row["full"][key] / unit, spec) if "full" in row else "does not fit beside it"
+        return f"{row['lora'][key] / unit:{spec}} (full {full})"
+
+    gradients, optimizer = (compared(key, 2**20, ",.1f") for key in ("gradient_bytes", "optimizer_bytes"))
+    return f"trained {compared('trained', 1, ',.0f')}; MiB of gradients {gradients}, of the optimizer {optimizer}"

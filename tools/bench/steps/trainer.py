@@ -14,14 +14,16 @@ import torch
 from sft.batch import Sample
 from sft.config import Config
 from sft.data.loader import Loader, make_loader
+from sft.hf.lora_targets import adapted_weights
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
-from sft.mcore import process_groups
+from sft.mcore import lora, process_groups
 from sft.mcore.initial_weights import initialise
 from sft.mcore.optimizer import build
 from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
 from tools.bench.mixes import lengths_to
+from tools.bench.steps.adapters import against_full
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions, measured, most_memory
 from tools.bench.steps.rates import constants
@@ -74,6 +76,13 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
     ranges = {"head": (engine_module, "lm_loss"), "optimizer": (build, "update")}
     row = most_memory(step, device) if options.only_fits else measured(step, options, ranges)
     row["host_bytes"] = max(0, host_bytes() - before)
+    if case.lora and not options.only_fits:
+
+        def make(other: StepCase) -> engine_module.Engine:
+            recipe = other.config(device.type, seq_length=seq_length, multiple=multiple, also=options.overrides)
+            return engine_of(other, recipe, layout, groups)
+
+        row |= against_full(case, engine, loader.microbatches(0), make)
     process_groups.stop()
     return {**row, "constants": rates, "backend": f"attention {engine.backend}"}
 
@@ -82,14 +91,24 @@ def engine_and_loader(
     case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups, *, num_steps: int
 ) -> tuple[engine_module.Engine, Loader]:
     """The engine of this rank with random weights, and a loader of random packs for `num_steps` steps."""
-    engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS)
-    initialise(engine)
+    engine = engine_of(case, config, layout, groups)
     lengths = documents_of(case, num_steps * config.train.global_batch_size + 2)[2]
     corpus: Any = RandomCorpus(lengths, case.vocab)
     indices = partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=groups.cp_rank)
     loader = make_loader(config, layout, corpus, pad_id=0, local_indices=indices, dp_rank=groups.dp_rank)
     loader.plans.plan(0)  # makes the plan before a clock starts
     return engine, loader
+
+
+def engine_of(
+    case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups
+) -> engine_module.Engine:
+    """The engine of this rank with random weights, and adapters of a new run."""
+    adapted = adapted_weights(config, case.vocab)
+    engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, adapted=adapted)
+    initialise(engine)
+    lora.initialise(engine.chunks, config.run.seed)
+    return engine
 
 
 def documents_of(case: StepCase, num_packs: int) -> tuple[int, int, np.ndarray]:

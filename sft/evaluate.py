@@ -22,7 +22,9 @@ from sft.errors import CheckpointError, ConfigError, DataError, StorageError, Tr
 from sft.hf import hub
 from sft.hf.architecture import model_keys
 from sft.hf.hub import CONFIG, is_hub_name
+from sft.hf.initial_adapters import as_in_folder
 from sft.hf.lora_targets import adapted_weights
+from sft.hf.peft.config import CONFIG as ADAPTER_CONFIG
 from sft.hf.run_weights import load_for_reading
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
@@ -54,8 +56,8 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     tokenizer = tokenizer_of(config)
     checkpoint, start = broadcast_from_rank0(lambda: choose(config, source, tokenizer, console), groups.control)
     data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
-    adapted = adapted_weights(config, data.vocab_size)
-    engine = Engine(config, layout, groups, vocab_size=data.vocab_size, num_steps=1, adapted=adapted, trains=False)
+    adapted = adapted_weights(start, data.vocab_size)
+    engine = Engine(start, layout, groups, vocab_size=data.vocab_size, num_steps=1, adapted=adapted, trains=False)
     weights = load_for_reading(engine, start, checkpoint, console)
     step = 0 if checkpoint is None else int(safe_reader.common_state(checkpoint).get("iteration", 0))
     console.say(f"scoring {weights}")
@@ -95,7 +97,7 @@ def score(engine: Engine, data: HeldOutData, console: Console, step: int) -> dic
 def choose(
     config: Config, source: str | None, tokenizer: ChatTokenizer, console: Console
 ) -> tuple[Path | None, Config]:
-    """The Megatron checkpoint to score; or None, and the config whose initial weights are scored.
+    """The Megatron checkpoint to score; or None, and the config whose initial weights (and adapters) are scored.
 
     Raises ConfigError or CheckpointError if there are no such weights, or if they do not fit the recipe.
     """
@@ -104,6 +106,8 @@ def choose(
         if not folders.candidates(own) and not folders.has_saved_before(own):
             return None, config
         checkpoint = folders.find([own], f"run.dir = {config.run.dir}")
+    elif (Path(source) / ADAPTER_CONFIG).is_file():
+        return None, config.model_copy(update={"lora": as_in_folder(config, source)})
     elif is_hub_name(source) or (Path(source) / CONFIG).is_file():
         _check_hf(config, source, tokenizer, console)
         weights = config.model.model_copy(update={"hf": source, "init_from": None})
@@ -122,7 +126,7 @@ def _named(source: Path) -> Path:
         why = "has no weights" if source.exists() else f"does not exist in {Path.cwd()}"
         raise CheckpointError(
             f"--from {source} {why}; expected {folders.EXPECTED}, or a run with checkpoints, or a Hugging Face folder "
-            "with config.json and safetensors files, or a name of the hub."
+            "with config.json and safetensors files, or a PEFT folder with adapter_config.json, or a name of the hub."
         ) from None
 
 

@@ -23,8 +23,8 @@ from sft.hf import hub, run_folder
 from sft.hf.base_digest import base_digest
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
+from sft.hf.initial_adapters import check_new_run, load_new_adapters
 from sft.hf.lora_targets import adapted_weights
-from sft.hf.run_weights import load_new_adapters
 from sft.hf.tokenizer import tokenizer_of
 from sft.mcore import device, process_groups
 from sft.mcore.attention.selection import slower_than_possible
@@ -96,6 +96,7 @@ class Trainer:
         for warning in check_run(recipe, length):
             console.say(f"WARNING: {warning}")
         self.adapted = adapted_weights(config, self.data.vocab_size)
+        broadcast_from_rank0(partial(check_new_run, config, self.adapted, checkpoints), groups.control)
         self.engine = Engine(
             config,
             layout,
@@ -132,7 +133,7 @@ class Trainer:
         initial = partial(load_initial, self.engine, self.config, self.console)
         if self.config.lora.is_used:  # a checkpoint holds the adapters only
             self.console.say(f"frozen: {initial()}")
-            initial = partial(load_new_adapters, self.engine, self.config)
+            initial = partial(load_new_adapters, self.engine, self.config, self.console)
         state = resume.restore(self.engine, self.saver, self.config, self.conditions, self.console, initial)
         self.lifecycle.restored(state.step, self.num_steps)
         self._best_step = state.best_step

@@ -130,12 +130,8 @@ def load(
             f"checkpoint.resume={point.path}."
         )
     lines = []
-    if sft is not None and sft.get("base") != conditions.base:
-        raise CheckpointError(
-            f"{point.path} {_of_base(sft.get('base'))}, but this run {_of_base(conditions.base)}.  Give model.hf, "
-            "model.init_from and lora.rank the values of that run, or start a new run in another run.dir."
-        )
     if sft is not None:
+        check_base(point.path, sft.get("base"), conditions.base)
         changed = changes(sft, conditions, config.allow_changes)
         if changed.refused:
             raise CheckpointError(_refusal(point.path, changed, config.allow_changes))
@@ -161,6 +157,15 @@ def load(
         )
     )
     return state
+
+
+def check_base(path: Path, stored: str | None, base: str | None) -> None:
+    """Raise CheckpointError if the checkpoint is of adapters beside other weights than `base`, a digest."""
+    if stored != base:
+        raise CheckpointError(
+            f"{path} {_of_base(stored)}, but this recipe {_of_base(base)}.  Give model.hf, model.init_from and "
+            "lora.rank the values of that run; a new run needs another run.dir."
+        )
 
 
 def _of_base(base: str | None) -> str:

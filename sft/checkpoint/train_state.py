@@ -17,7 +17,7 @@ from sft.metrics.totals import StepResult
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 # Distribution by the name under which checkpoints record its version.  `sft` on the package index is another project.
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
-_START_ONLY = ("model.hf", "model.init_from", "model.init_std")
+_START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
 
 
 @dataclass(frozen=True, kw_only=True)

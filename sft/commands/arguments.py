@@ -119,14 +119,19 @@ def _pattern_hint(key: str, path: str) -> str:
     return f"  Patterns are not expanded.  Name the files, of which {len(files)} match: {setting}"
 
 
-def download_weights(recipe: "Recipe") -> None:
-    """Download the weights of a hub name, if the run starts from them.  Raises ConfigError if that fails."""
+def download_weights(recipe: "Recipe", *, has_adapters: bool = False) -> None:
+    """Download the weights of a hub name, if the run starts from them or trains adapters beside them.
+
+    has_adapters: whether the command uses adapters, although the recipe may have none
+    Raises ConfigError if the download fails.
+    """
     from sft.checkpoint import folders, resume_setting
 
     config = recipe.config
     is_named = config.checkpoint.resume not in resume_setting.WORDS
     resumes = is_named or bool(folders.candidates(Path(config.run.dir) / "checkpoints"))
-    if config.model.hf and config.model.init_from is None and hub.is_hub_name(config.model.hf) and not resumes:
+    is_used = has_adapters or config.lora.is_used or not resumes
+    if config.model.hf and config.model.init_from is None and hub.is_hub_name(config.model.hf) and is_used:
         hub.download_weights(config.model.hf)
 
 

@@ -131,6 +131,12 @@ def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
     from sft.hf.initial import describe
 
     print_group("weights", [describe(recipe.config, tokenizer_size)])
+    if recipe.config.lora.is_used:
+        from sft.hf import initial_adapters
+        from sft.hf.lora_targets import adapted_weights
+
+        adapted = adapted_weights(recipe.config, tokenizer_size)
+        print_group("adapters", initial_adapters.describe(recipe.config, adapted))
 
 
 def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:

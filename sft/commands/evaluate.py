@@ -22,7 +22,9 @@ from sft.hf import hub
 def add(commands: Any) -> None:
     about = "score any weights on data.eval; start it alone, or with torchrun as train"
     command = recipe_command(commands, "eval", evaluate, about)
-    about = "checkpoint, run, or Hugging Face model (default: the newest checkpoint of run.dir, or the first weights)"
+    about = (
+        "checkpoint, run, Hugging Face model or PEFT folder (default: the newest checkpoint of run.dir, or the start)"
+    )
     command.add_argument("--from", metavar="WEIGHTS", dest="source", help=about)
     command.add_argument("--json", metavar="FILE", type=Path, help="write the records into FILE (docs/eval.md)")
 
@@ -45,10 +47,15 @@ def evaluate(arguments: Namespace) -> None:
 
         prepare_held_out(recipe.config, read_tokenizer(recipe), progress())
 
-    if arguments.source is None:
+    source: str | None = arguments.source
+    if source is None:
         download_weights(recipe)
-    elif hub.is_hub_name(arguments.source):
-        hub.download_weights(arguments.source)
+    elif hub.is_hub_name(source):
+        hub.download_weights(source)
+    elif (Path(source) / "adapter_config.json").is_file():
+        download_weights(recipe, has_adapters=True)
+    elif recipe.config.lora.is_used and not (Path(source) / hub.CONFIG).is_file():  # a checkpoint of adapters
+        download_weights(recipe)
 
     from sft.run import environment
 
@@ -56,4 +63,4 @@ def evaluate(arguments: Namespace) -> None:
 
     from sft.evaluate import main
 
-    main(recipe, layout, arguments.source, file)
+    main(recipe, layout, source, file)

@@ -61,7 +61,6 @@ class LoraConfig(Section):
         for field, default in (
             ("train_embeddings", False),
             ("train_head", False),
-            ("init_from", None),
             ("lr_ratio", 1.0),
         ):
             if getattr(self, field) != default:

@@ -22,8 +22,11 @@ from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 MEMORY = "base.json"  # in the folder of the run
 
 
-def base_digest(config: Config, run: Path, groups: ProcessGroups) -> str:
-    """The digest of the weights that the recipe names.  Collective: each rank hashes some of the files."""
+def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: bool = True) -> str:
+    """The digest of the weights that the recipe names.  Collective: each rank hashes some of the files.
+
+    run: the folder that has the known digests.  remembers: False writes nothing into it
+    """
     model = config.model
     if model.init_from == RANDOM:
         return f"random weights, seed {config.run.seed}"
@@ -34,7 +37,7 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups) -> str:
     entries = {
         name: entry for of_rank in all_gather_objects(lambda: own, groups.control) for name, entry in of_rank.items()
     }
-    if groups.rank == 0 and entries != known:
+    if groups.rank == 0 and remembers and entries != known:
         run.mkdir(parents=True, exist_ok=True)
         replace_text(run / MEMORY, json.dumps(entries, indent=1) + "\n")
     content = [(Path(name).name, entry["bytes"], entry["sha256"]) for name, entry in sorted(entries.items())]

@@ -51,8 +51,7 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
 
 def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int) -> list[AdaptedWeight]:
     """The weights with adapters, in the order of the layers.  Raises ConfigError if a target matches nothing."""
-    mappings = [mapping for mapping in family.mappings(model, vocab_size) if mapping.key.endswith(_LINEARS)]
-    kinds = {name: _kind(mapping) for mapping in mappings for name in _linears(mapping)}
+    mappings, kinds = _of_linears(family, model, vocab_size), kinds_of(family, model)
     chosen = _chosen(lora, kinds)
     if refused := [name for name, kind in kinds.items() if name in chosen and kind not in ("linear", "expert")]:
         raise ConfigError(
@@ -61,6 +60,15 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
     of_all_experts = (mapping for mapping in mappings if not any(mapping.stack_index[1:]))
     weights = (_adapted(mapping, model, chosen) for mapping in of_all_experts)
     return [weight for weight in weights if weight.adapters]
+
+
+def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
+    """Every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
+    return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping)}
+
+
+def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
+    return [mapping for mapping in family.mappings(model, vocab_size) if mapping.key.endswith(_LINEARS)]
 
 
 def _kind(mapping: TensorMapping) -> str:

@@ -5,28 +5,41 @@ from pathlib import Path
 from sft.checkpoint import resume
 from sft.config import Config
 from sft.console import Console
+from sft.hf import initial_adapters
+from sft.hf.base_digest import base_digest
 from sft.hf.initial import load_initial
-from sft.mcore import lora
-from sft.mcore.checkpoint_io import engine_state
-from sft.mcore.engine import Engine, weights_changed
+from sft.hf.lora_targets import adapted_weights
+from sft.mcore.checkpoint_io import engine_state, safe_reader
+from sft.mcore.engine import Engine
+from sft.parallel.collectives import broadcast_from_rank0
 
 
 def load_for_reading(engine: Engine, config: Config, checkpoint: Path | None, console: Console) -> str:
     """Load the weights of the checkpoint, or those from which a new run starts.  Returns which weights these are.
 
-    With LoRA a checkpoint holds the adapters only.  Collective.
+    With LoRA a checkpoint holds the adapters only, and is scored beside the weights that it was trained with.
+    Collective.  Raises CheckpointError if the recipe has other weights.
     """
-    initial = load_initial(engine, config, console) if checkpoint is None or config.lora.is_used else ""
+    is_used, control = config.lora.is_used, engine.groups.control
     if checkpoint is None:
-        return f"{initial} with {load_new_adapters(engine, config)}" if config.lora.is_used else initial
+        if not is_used:
+            return load_initial(engine, config, console)
+        adapted = adapted_weights(config, engine.vocab_size)
+        broadcast_from_rank0(lambda: initial_adapters.describe(config, adapted), control)  # before minutes of reading
+        initial = load_initial(engine, config, console)
+        return f"{initial} with {initial_adapters.load_new_adapters(engine, config, console)}"
     point = resume.verified(checkpoint, config.checkpoint.verify, engine.groups)
-    load = engine_state.load_trained if config.lora.is_used else engine_state.load_weights
+    if is_used:
+        _check_base(engine, config, checkpoint)
+        load_initial(engine, config, console)
+    load = engine_state.load_trained if is_used else engine_state.load_weights
     load(engine, point.path)
     return f"the weights of {point.path} ({point.verification})"
 
 
-def load_new_adapters(engine: Engine, config: Config) -> str:
-    """Give the adapters of `engine` the values with which a new run starts.  Collective.  Returns which these are."""
-    lora.initialise(engine.chunks, config.run.seed)
-    weights_changed(engine)
-    return f"new adapters (rank {config.lora.rank}, seed {config.run.seed})"
+def _check_base(engine: Engine, config: Config, checkpoint: Path) -> None:
+    """Raise CheckpointError if the adapters of the checkpoint were trained beside other weights.  Collective."""
+    stored = broadcast_from_rank0(lambda: safe_reader.common_state(checkpoint).get("sft"), engine.groups.control)
+    if stored is not None:
+        base = base_digest(config, checkpoint.parent.parent, engine.groups, remembers=False)
+        resume.check_base(checkpoint, stored.get("base"), base)

@@ -309,8 +309,12 @@ def test_every_tensor_is_known_before_a_download(served: Hub, made: Make, monkey
         (["train", "a.yaml"], WEIGHTS),
         (["train", "a.yaml", "model.init_from=random"], []),
         (["train", "a.yaml", "run.dir=begun"], []),  # its weights are those of the checkpoint
+        (["train", "a.yaml", "run.dir=begun", "lora.rank=2"], WEIGHTS),  # a checkpoint of adapters has none
         (["eval", "a.yaml", "data.eval=chat.jsonl"], WEIGHTS),
         (["eval", "a.yaml", "data.eval=chat.jsonl", "model.init_from=random", "--from", NAME], WEIGHTS),
+        (["eval", "a.yaml", "data.eval=chat.jsonl", "run.dir=begun", "--from", "adapter"], WEIGHTS),
+        (["eval", "a.yaml", "data.eval=chat.jsonl", "--from", "begun"], []),
+        (["eval", "a.yaml", "data.eval=chat.jsonl", "lora.rank=2", "--from", "begun"], WEIGHTS),
         (["probe", "leak", "a.yaml"], WEIGHTS),
         (["probe", "data", "a.yaml"], []),
         (["data", "prepare", "a.yaml"], []),
@@ -323,6 +327,8 @@ def test_commands_download_the_weights_that_they_use(
     Path("a.yaml").write_text(f"run: {{dir: r, device: cpu}}\nmodel: {{hf: {NAME}}}\n{REST}")
     Path("upload/config.json").write_text(json.dumps(QWEN3))
     Path("begun/checkpoints/iter_0000001").mkdir(parents=True)
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
     chats(tmp_path, 8)
     for module, name in (("sft.trainer", "main"), ("sft.evaluate", "main"), ("sft.probe.answer", "answer")):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: lambda *_: 0}))

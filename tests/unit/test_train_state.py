@@ -27,6 +27,7 @@ RECIPE = {
     "model.rope.base": 10000.0,
     "model.init_from": None,
     "model.init_std": 0.02,
+    "lora.init_from": None,
 }
 LAYOUT = {"world_size": 4, "tp": 2, "cp": 2, "pp": 1, "dp": 1}
 VERSIONS = {"torch": "2.13.0", "megatron-core": "0.16.1"}
@@ -49,6 +50,7 @@ def test_a_change_of_how_it_trains_is_told() -> None:
     assert after_changing(optim__lr=2e-3) == Changes(reported=["optim.lr was 0.001, is 0.002"], refused={})
     assert after_changing(optim__betas=[0.9, 0.99]).reported == ["optim.betas was [0.9, 0.95], is [0.9, 0.99]"]
     assert after_changing(run__precision="fp32").reported == ["run.precision was bf16, is fp32"]
+    assert after_changing(lora__init_from="a").reported == ["lora.init_from was null, is a"]
 
 
 def test_null_as_older_versions_wrote_it_is_no_change() -> None:

@@ -7,6 +7,7 @@ configuration, and one another, is known before a number is read.  Pickle files 
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,15 @@ def _converted(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter in a folder, whose numbers are read on request."""
+    """An adapter in a folder, whose numbers are read on request.
+
+    dtypes: names of their types in safetensors, such as F32
+    """
 
     file: Path
     num_bytes: int
     contents: Contents
+    dtypes: frozenset[str]
 
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, in] and B [out, rank] of a module, in the type of the file."""
@@ -121,21 +126,37 @@ class Adapter:
         """The weight of a module that is trained whole."""
         return self._read([key_of_saved(module)])[0]
 
+    def read_parts(self, parts: Iterable[tuple[str, tuple[slice, ...], torch.Tensor]]) -> None:
+        """Fill tensors with parts of stored ones, of which no other numbers are read.
+
+        parts: name of the stored tensor, the slice of each axis, and the tensor of this shape to fill
+        """
+        with self._opened() as stored:
+            for key, where, target in parts:
+                target.copy_(_checked(stored.get_slice(key)[where], key, self.file))
+
     def check(self, modules: Mapping[str, tuple[int, int]], saved: Mapping[str, Shape]) -> None:
         """Raise CheckpointError listing how the tensors differ from those of `modules` and `saved`, as in Contents."""
         wanted = Contents(config=self.contents.config, modules=modules, saved=saved)
         check_tensors(self.contents.shapes(), wanted.shapes(), str(self.file))
 
     def _read(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        with self._opened() as stored:
+            return [_checked(stored.get_tensor(key), key, self.file) for key in keys]
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
         with as_checkpoint_error(self.file):
             if self.file.stat().st_size != self.num_bytes:  # reading past the end of a mapped file kills the process
                 raise SafetensorError("its size has changed since it was opened")
             with safe_open(self.file, framework="pt") as stored:
-                tensors = [stored.get_tensor(key) for key in keys]
-        for key, tensor in zip(keys, tensors, strict=True):
-            if not tensor.isfinite().all():
-                raise CheckpointError(f"{self.file}: {key} has numbers that are not finite.  Use another adapter.")
-        return tensors
+                yield stored
+
+
+def _checked(tensor: torch.Tensor, key: str, file: Path) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{file}: {key} has numbers that are not finite.  Use another adapter.")
+    return tensor
 
 
 def read(folder: Path) -> Adapter:
@@ -145,7 +166,7 @@ def read(folder: Path) -> Adapter:
     """
     content = read_config(folder)
     file = _weights(folder)
-    shapes, problems = _headers(file)
+    shapes, dtypes, problems = _headers(file)
     adapted = {
         key.removeprefix(_PREFIX).removesuffix(suffix)
         for key in shapes
@@ -173,7 +194,7 @@ def read(folder: Path) -> Adapter:
     contents = Contents(
         config=config, modules=modules, saved={_saved_module(key): shape for key, shape in saved.items()}
     )
-    return Adapter(file=file, num_bytes=file.stat().st_size, contents=contents)
+    return Adapter(file=file, num_bytes=file.stat().st_size, contents=contents, dtypes=frozenset(dtypes))
 
 
 def _weights(folder: Path) -> Path:
@@ -189,17 +210,18 @@ def _weights(folder: Path) -> Path:
     raise CheckpointError(f"{folder} is no complete PEFT folder, because it has no {WEIGHTS}.  Copy it again.")
 
 
-def _headers(file: Path) -> tuple[dict[str, Shape], list[str]]:
-    """The shape of each tensor, and a list of tensors whose types are not supported.  Raises CheckpointError."""
+def _headers(file: Path) -> tuple[dict[str, Shape], set[str], list[str]]:
+    """The shape of each tensor, all types, and the tensors whose types are not supported.  Raises CheckpointError."""
     shapes: dict[str, Shape] = {}
-    problems = []
+    dtypes, problems = set(), []
     with as_checkpoint_error(file), safe_open(file, framework="pt") as stored:
         for key in stored.keys():
             tensor = stored.get_slice(key)
             shapes[key] = tuple(tensor.get_shape())
+            dtypes.add(tensor.get_dtype())
             if tensor.get_dtype() not in DTYPES:
                 problems.append(f"{key} has the type {tensor.get_dtype()}, but {', '.join(DTYPES)} are supported")
-    return shapes, problems
+    return shapes, dtypes, problems
 
 
 def _is_saved(key: str, content: Mapping[str, Any]) -> bool:

@@ -1,0 +1,205 @@
+"""Chooses the adapters with which a new run starts: those of the PEFT folder lora.init_from, or random ones.
+
+`load_new_adapters` loads them into an engine.  `describe` says what a start will find, from the headers of the folder.
+An adapter folder must have exactly the adapters of the recipe, with their rank and scale.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sft.adapters import AdaptedWeight
+from sft.checkpoint import folders, resume_setting
+from sft.config import Config
+from sft.config.lora import LoraConfig
+from sft.console import Console, size
+from sft.errors import CheckpointError, ConfigError
+from sft.hf.family import Family
+from sft.hf.lora_targets import adapted_weights, kinds_of
+from sft.hf.model_family import model_family
+from sft.hf.peft import folder as peft_folder
+from sft.hf.peft.config import disagreements
+from sft.hf.peft.targets import module_of, target_modules
+from sft.hf.tensor_check import fold_by_layer
+from sft.mcore import lora
+from sft.mcore.engine import Engine, weights_changed
+from sft.parallel.collectives import all_gather_objects
+
+_SHOWN = 6  # names in an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """An adapter folder, compared with a model.
+
+    module_of: the module in the folder, by the name of the Linear in the files of the base model
+    """
+
+    name: str
+    adapter: peft_folder.Adapter
+    module_of: Mapping[str, str]
+
+    def describe(self) -> str:
+        """out/adapter: 252 adapters of rank 16; 166 MiB"""
+        rank = self.adapter.contents.config.rank
+        return f"{self.name}: {len(self.module_of):,} adapters of rank {rank}; {size(self.adapter.num_bytes)}"
+
+    def notes(self, config: Config) -> list[str]:
+        """What a run with this recipe does otherwise than the folder says."""
+        stored, base, notes = self.adapter.contents.config, config.model.hf or "null", []
+        if stored.base is not None and _plain(stored.base) != _plain(base):
+            notes.append(
+                f"WARNING: {self.name} was trained beside {stored.base}, but model.hf = {base}.  If these are other "
+                "weights, the adapters do not fit them."
+            )
+        if stored.dropout > 0:
+            notes.append(f"WARNING: lora_dropout = {stored.dropout} of {self.name} is not used.")
+        if config.run.precision == "bf16" and (wide := sorted(self.adapter.dtypes - {"BF16"})):
+            notes.append(f"{' and '.join(wide)} of {self.name} is rounded to BF16")
+        return notes
+
+
+def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
+    """Give the adapters of `engine` the values with which a new run starts.  Collective.  Returns which these are.
+
+    Raises ConfigError or CheckpointError on all ranks if one cannot read them, or reads a value that is not finite.
+    """
+    if config.lora.init_from is None:
+        lora.initialise(engine.chunks, config.run.seed)
+        weights_changed(engine)
+        return f"new adapters (rank {config.lora.rank}, seed {config.run.seed})"
+    found: list[Opened] = []
+    adapted = adapted_weights(config, engine.vocab_size)
+    all_gather_objects(lambda: found.append(_open(config, adapted)), engine.groups.control)
+    for note in found[0].notes(config):
+        console.say(note)
+    with torch.no_grad():
+        all_gather_objects(lambda: found[0].adapter.read_parts(_parts(engine, found[0])), engine.groups.control)
+    weights_changed(engine)
+    return f"the adapters of {found[0].describe()}"
+
+
+def describe(config: Config, adapted: Sequence[AdaptedWeight]) -> list[str]:
+    """The adapters with which a new run starts, and what it does otherwise than their folder says, one to a line.
+
+    Raises ConfigError or CheckpointError if the folder lora.init_from is damaged, or does not fit the recipe.
+    """
+    if config.lora.init_from is None:
+        return [f"new (rank {config.lora.rank}, seed {config.run.seed})"]
+    found = _open(config, adapted)
+    return [found.describe(), *found.notes(config)]
+
+
+def check_new_run(config: Config, adapted: Sequence[AdaptedWeight], checkpoints: Path) -> None:
+    """Raise the errors of `describe`, unless the run resumes.  checkpoints: the folder of its checkpoints"""
+    resumes = config.checkpoint.resume not in resume_setting.WORDS or bool(folders.candidates(checkpoints))
+    if config.lora.is_used and not resumes:
+        describe(config, adapted)
+
+
+def as_in_folder(config: Config, source: str) -> LoraConfig:
+    """The group `lora` for the adapters of a PEFT folder: that of the recipe, or without LoRA that of the folder."""
+    adapter = peft_folder.read(Path(source))
+    if config.lora.is_used:
+        return config.lora.model_copy(update={"init_from": source})
+    stored, (_, targets) = adapter.contents.config, _matched(source, adapter, config)
+    return LoraConfig(rank=stored.rank, alpha=stored.alpha, rslora=stored.rslora, targets=targets, init_from=source)
+
+
+def _open(config: Config, adapted: Sequence[AdaptedWeight]) -> Opened:
+    """The folder lora.init_from.  Raises ConfigError or CheckpointError if it does not fit the recipe."""
+    source = config.lora.init_from
+    assert source is not None
+    if not Path(source).is_dir():
+        raise ConfigError(
+            f"lora.init_from = {source} is no folder in {Path.cwd()}.  Give the folder of a PEFT adapter, with "
+            "adapter_config.json and adapter_model.safetensors; `hf download NAME --local-dir DIR` fetches one of the "
+            "hub."
+        )
+    adapter = peft_folder.read(Path(source))
+    if saved := list(adapter.contents.saved):
+        raise ConfigError(
+            f"{source} also holds whole weights ({', '.join(saved)}), which PEFT calls modules_to_save.  They cannot "
+            "be continued yet.  Use an adapter without them."
+        )
+    by_name, targets = _matched(source, adapter, config)
+    if different := disagreements(adapter.contents.config, config.lora):
+        stored = adapter.contents.config
+        raise ConfigError(
+            f"{source} has adapters that the recipe would compute differently: {'; '.join(different)}.  To continue "
+            f"them: lora.rank={stored.rank} lora.alpha={stored.alpha} lora.rslora={str(stored.rslora).lower()}."
+        )
+    shapes = {each.name: (weight.rows_of(each), weight.num_columns) for weight in adapted for each in weight.adapters}
+    _compare(source, by_name.keys(), shapes.keys(), targets)
+    try:
+        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, {})
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
+    return Opened(name=source, adapter=adapter, module_of=by_name)
+
+
+def _matched(source: str, adapter: peft_folder.Adapter, config: Config) -> tuple[dict[str, str], list[str]]:
+    """As `_by_name`, and the shortest lora.targets that select exactly these Linears."""
+    family = model_family(config.model)
+    if family is None:
+        raise ConfigError(f"{source} names Linears of a Hugging Face model, but no table has the tensors of `model`.")
+    linears = kinds_of(family, config.model).keys()
+    by_name = _by_name(source, adapter.contents.modules, family, linears)
+    return by_name, target_modules(by_name, linears - by_name.keys())
+
+
+def _by_name(source: str, modules: Iterable[str], family: Family, linears: Iterable[str]) -> dict[str, str]:
+    """The modules of the folder by the names of the Linears in the files of the base model.
+
+    Beside a vision tower, PEFT writes the names in the memory of some version of transformers.
+    Raises CheckpointError for names that are no Linears.
+    """
+    has_vision = family.text_config != "none"
+    linear_of = {module_of(linear, has_vision=has_vision): linear for linear in linears}
+    modules, by_name = list(modules), dict[str, str]()
+    for module in modules:
+        if linear := linear_of.get(module_of(module, has_vision=has_vision)):
+            by_name.setdefault(linear, module)
+    if unknown := sorted({*modules} - {*by_name.values()}):
+        raise CheckpointError(
+            f"{source} has adapters of {_shown(unknown)}, but this trainer adapts no Linears of these names in this "
+            "model.  Use an adapter of the model that model.hf names."
+        )
+    return by_name
+
+
+def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[str]) -> None:
+    """Raise ConfigError if the folder has other adapters than the recipe.  targets: those of the folder"""
+    if stored == wanted:
+        return
+    problems = [
+        f"{text} {_shown(sorted(names))}"
+        for text, names in (("the folder has none of", wanted - stored), ("the recipe has none of", stored - wanted))
+        if names
+    ]
+    raise ConfigError(
+        f"{source} has other adapters than the recipe: {'; '.join(problems)}.  To continue those of the folder: "
+        f"lora.targets=[{', '.join(targets)}] lora.exclude=[]."
+    )
+
+
+def _plain(name: str) -> str:
+    """org/model@main -> org/model; models/a/ -> models/a"""
+    return name.partition("@")[0].rstrip("/")
+
+
+def _shown(names: Sequence[str]) -> str:
+    """At most some names, folded by layer and expert."""
+    lines = fold_by_layer(names)
+    return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} others" if len(lines) > _SHOWN else "")
+
+
+def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """The factors of this rank: the tensor in the file, which part of it the rank holds, and where it belongs."""
+    for shard in lora.sharded_tensors(engine.chunks):
+        name, _, factor = shard.key.removeprefix(lora.PREFIX).removesuffix(".weight").rpartition(".")
+        key_of = {"lora_A": peft_folder.key_of_a, "lora_B": peft_folder.key_of_b}[factor]
+        where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))
+        yield key_of(opened.module_of[name]), where, shard.data

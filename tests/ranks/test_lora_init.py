@@ -1,0 +1,172 @@
+"""A PEFT adapter continues here, on every layout, as in peft; `sft eval` and `sft probe` score adapters."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft.batch import Sample
+from sft.console import QUIET
+from sft.hf.initial_adapters import load_new_adapters
+from sft.hf.peft.folder import WEIGHTS
+from sft.mcore import lora
+from tests.builders import chats
+from tests.ranks import scenarios
+from tests.ranks.evaluating import scored, sft
+from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
+from tests.ranks.peft_models import ALPHA, RANK, peft_gradients, peft_model, stored_name, whole
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures import hf
+
+Ranks = Callable[[int], RankPool]
+STEP_TOLERANCE = 1e-4  # of the norm of what a factor moved; Adam divides by the root of small numbers
+OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
+OPTIMIZER += ["optim.weight_decay=0.1", "train.num_steps=10"]
+TP, CP, PP, EP = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.pp=2", "train.recompute=full"], ["parallel.ep=2"]
+SP = [*TP, "parallel.sequence_parallel=true"]
+DISTRIBUTED = ["parallel.distributed_optimizer=true"]
+SHARED = ["q_proj", "v_proj", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))]
+
+
+def samples() -> list[list[Sample]]:
+    corpus = scenarios.SkewedCorpus([60, 33, 20, 41, 64], scenarios.VOCAB)
+    return [[corpus.sample(i) for i in pack] for pack in PACKS]
+
+
+def steps(model: Any, packs: Any, count: int) -> None:
+    """A new AdamW, as of a run that continues an adapter without its moments."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    adam = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for _ in range(count):
+        peft_gradients(model, packs)
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        adam.step()
+
+
+def factors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {stored_name(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
+    """Losses and factors of this rank beside the adapters of lora.init_from, and the factors after two steps."""
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        source = load_new_adapters(engine, engine.config, QUIET)
+        losses, before = losses_of(engine, packs), held(engine)
+        mine = packs[engine.groups.dp_rank :: engine.layout.dp]
+        for _ in range(2):
+            engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+        return {"source": source, "losses": losses, "before": before, "after": held(engine)}
+
+
+def held(engine: Any) -> list[Any]:
+    shards = lora.sharded_tensors(engine.chunks)
+    return [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards]
+
+
+@pytest.mark.parametrize(
+    "family,tied,targets,layouts",
+    [
+        ("qwen3", False, "all-linear", [(1, []), (2, SP), (4, [*CP, *PP])]),
+        ("llama", True, "all-linear", [(2, [*TP, *DISTRIBUTED]), (4, [*CP, *SP])]),
+        ("phi3", False, "all-linear", [(2, SP), (2, DISTRIBUTED)]),
+        ("qwen2_moe", False, SHARED, [(2, [*EP, *DISTRIBUTED]), (4, [*SP, *EP])]),
+        ("qwen3_moe", True, ["q_proj", "o_proj"], [(2, PP), (2, [*EP, *CP])]),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_peft_continues(
+    ranks: Ranks, tmp_path: Path, family: str, tied: bool, targets: Any, layouts: list[tuple[int, list[str]]]
+) -> None:
+    """peft trains three steps and saves; both train two steps more."""
+    source, packs = hf.save(tmp_path / "source", family, tied=tied), samples()
+    model, _ = peft_model(source, targets)
+    steps(model, packs, 3)
+    model.save_pretrained(tmp_path / "adapter")
+    before, trained = factors_of(model), copy.deepcopy(model)
+    steps(trained, packs, 2)
+    moved = {name: value - before[name] for name, value in factors_of(trained).items()}
+    named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
+    keys = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}, init_from: {tmp_path}/adapter}}"
+    for world_size, layout in layouts:
+        recipe = [*recipe_of(source), f"model.hf={source}", keys, *OPTIMIZER, *layout]
+        results = ranks(world_size).run(continued, recipe, str(source), packs)
+        assert results[0]["source"].startswith(f"the adapters of {tmp_path}/adapter: {len(before) // 2} adapters of r")
+        check_losses([result["losses"] for result in results], Reference(str(source), model), packs)
+        start, end = whole(results, "before"), whole(results, "after")
+        assert hf.same(start, before)
+        check_parameters({name: value - start[name] for name, value in end.items()}, moved, STEP_TOLERANCE)
+
+
+RECIPE = """
+run: {{dir: {folder}/run, device: cpu, precision: fp32}}
+model: {{hf: {folder}/model}}
+data: {{train: {folder}/chat.jsonl, eval: {folder}/held_out.jsonl, tokenizer: byte, seq_length: 256}}
+parallel: {{tp: 2}}
+train: {{num_steps: 2, global_batch_size: 2}}
+optim: {{lr: 1e-2, schedule: constant}}
+checkpoint: {{save_every: 2}}
+"""
+LORA = ["lora.rank=4", "lora.targets=[q_proj, k_proj, v_proj, o_proj, down_proj]"]
+ALONE = "parallel.tp=1"
+
+
+def loss_of(content: dict[str, Any]) -> float:
+    return float(content["sets"]["eval"]["lm loss"])
+
+
+def evaluated(run: Path) -> dict[int, float]:
+    """The loss of the held-out set by step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["lm loss"] for line in lines if line["kind"] == "eval"}
+
+
+def test_ours_to_peft_to_ours(ranks: Ranks, tmp_path: Path) -> None:
+    """The same bits on each way, in a run, an evaluation and a probe; no other base."""
+    chats(tmp_path, 20)
+    chats(tmp_path, 7, "held_out.jsonl")
+    hf.save(tmp_path / "model", "llama")
+    recipe, pool = tmp_path / "recipe.yaml", ranks(2)
+    recipe.write_text(RECIPE.format(folder=tmp_path))
+    assert sft(pool, "data", "prepare", str(recipe), alone=True).code == 0
+    first = sft(pool, "train", str(recipe), *LORA, "checkpoint.export_hf=last")
+    assert first.code == 0, first.err
+    exported, again = tmp_path / "run/hf_exports/last_0000002", tmp_path / "again"
+    peft.PeftModel.from_pretrained(hf.load(tmp_path / "model"), exported).save_pretrained(again)
+    assert hf.same(load_file(exported / WEIGHTS), load_file(again / WEIGHTS))
+
+    memory = (tmp_path / "run/base.json").read_bytes()
+    of_run = scored(pool, recipe, *LORA)
+    assert of_run["step"] == 2
+    for words in ([], LORA):  # a recipe without LoRA takes the folder's keys
+        of_folder = scored(pool, recipe, *words, "--from", str(again))
+        assert loss_of(of_folder) == loss_of(of_run)
+        assert of_folder["weights"].endswith(f"with the adapters of {again}: 10 adapters of rank 4; 15 KiB")
+    of_base = scored(pool, recipe, "--from", str(tmp_path / "model"))
+    assert abs(loss_of(of_base) - loss_of(of_run)) > 1e-3
+
+    other = [*LORA, f"lora.init_from={again}", f"run.dir={tmp_path}/other", "train.eval_every=1"]
+    checked = sft(pool, "check", str(recipe), *other, alone=True)
+    assert f"{again}: 10 adapters of rank 4; 15 KiB" in checked.out, checked
+    assert f"WARNING: {again} was trained beside " not in checked.out
+    started = sft(pool, "train", str(recipe), *other)
+    assert started.code == 0, started.err
+    assert evaluated(tmp_path / "other")[0] == loss_of(of_run)
+    shutil.rmtree(again)
+    resumed = sft(pool, "train", str(recipe), *other, "train.num_steps=3", "lora.init_from=elsewhere")
+    assert resumed.code == 0, resumed.err
+    assert evaluated(tmp_path / "other").keys() == {0, 1, 2, 3}
+
+    weights = hf.tensors(tmp_path / "model")
+    hf.rewrite(tmp_path / "model", **{"model.norm.weight": weights["model.norm.weight"] + 1})
+    for words in (["eval", str(recipe), *LORA], ["probe", "leak", str(recipe), *LORA]):
+        refused = sft(pool, *words)
+        assert refused.code == 2 and "iter_0000002 trains adapters of the weights " in refused.err, refused.err
+    assert (tmp_path / "run/base.json").read_bytes() == memory

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sft.adapters import AdaptedWeight
+from sft.adapters import AdaptedWeight, names_of
 from sft.checkpoint import folders, resume_setting
 from sft.config import Config
 from sft.config.lora import LoraConfig
@@ -70,15 +70,16 @@ def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
         lora.initialise(engine.chunks, config.run.seed)
         weights_changed(engine)
         return f"new adapters (rank {config.lora.rank}, seed {config.run.seed})"
-    found: list[Opened] = []
+    of_rank: list[Opened] = []
     adapted = adapted_weights(config, engine.vocab_size)
-    all_gather_objects(lambda: found.append(_open(config, adapted)), engine.groups.control)
-    for note in found[0].notes(config):
+    all_gather_objects(lambda: of_rank.append(_open(config, adapted)), engine.groups.control)
+    (opened,) = of_rank
+    for note in opened.notes(config):
         console.say(note)
     with torch.no_grad():
-        all_gather_objects(lambda: found[0].adapter.read_parts(_parts(engine, found[0])), engine.groups.control)
+        all_gather_objects(lambda: opened.adapter.read_parts(_parts(engine, opened)), engine.groups.control)
     weights_changed(engine)
-    return f"the adapters of {found[0].describe()}"
+    return f"the adapters of {opened.describe()}"
 
 
 def describe(config: Config, adapted: Sequence[AdaptedWeight]) -> list[str]:
@@ -88,8 +89,8 @@ def describe(config: Config, adapted: Sequence[AdaptedWeight]) -> list[str]:
     """
     if config.lora.init_from is None:
         return [f"new (rank {config.lora.rank}, seed {config.run.seed})"]
-    found = _open(config, adapted)
-    return [found.describe(), *found.notes(config)]
+    opened = _open(config, adapted)
+    return [opened.describe(), *opened.notes(config)]
 
 
 def check_new_run(config: Config, adapted: Sequence[AdaptedWeight], checkpoints: Path) -> None:
@@ -131,7 +132,12 @@ def _open(config: Config, adapted: Sequence[AdaptedWeight]) -> Opened:
             f"{source} has adapters that the recipe would compute differently: {'; '.join(different)}.  To continue "
             f"them: lora.rank={stored.rank} lora.alpha={stored.alpha} lora.rslora={str(stored.rslora).lower()}."
         )
-    shapes = {each.name: (weight.rows_of(each), weight.num_columns) for weight in adapted for each in weight.adapters}
+    shapes = {
+        name: (weight.rows_of(each), weight.num_columns)
+        for weight in adapted
+        for each in weight.adapters
+        for name in names_of(each.name, range(weight.num_experts))
+    }
     _compare(source, by_name.keys(), shapes.keys(), targets)
     try:
         adapter.check({by_name[name]: shape for name, shape in shapes.items()}, {})
@@ -198,7 +204,7 @@ def _shown(names: Sequence[str]) -> str:
 
 def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
     """The factors of this rank: the tensor in the file, which part of it the rank holds, and where it belongs."""
-    for shard in lora.sharded_tensors(engine.chunks):
+    for shard in lora.linear_tensors(engine.chunks):
         name, _, factor = shard.key.removeprefix(lora.PREFIX).removesuffix(".weight").rpartition(".")
         key_of = {"lora_A": peft_folder.key_of_a, "lora_B": peft_folder.key_of_b}[factor]
         where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))

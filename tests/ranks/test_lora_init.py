@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from sft.batch import Sample
 from sft.console import QUIET
 from sft.hf.initial_adapters import load_new_adapters
-from sft.hf.peft.folder import WEIGHTS
+from sft.hf.peft.config import AdapterConfig
+from sft.hf.peft.folder import WEIGHTS, Contents, write
 from sft.mcore import lora
 from tests.builders import chats
 from tests.ranks import scenarios
 from tests.ranks.evaluating import scored, sft
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, losses_of, recipe_of
-from tests.ranks.peft_models import ALPHA, RANK, peft_gradients, peft_model, stored_name, whole
+from tests.ranks.peft_models import ALPHA, HEAD, RANK, factors, peft_gradients, peft_model, stored_name, whole
 from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
@@ -67,7 +68,7 @@ def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
 
 
 def held(engine: Any) -> list[Any]:
-    shards = lora.sharded_tensors(engine.chunks)
+    shards = lora.linear_tensors(engine.chunks)
     return [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards]
 
 
@@ -103,6 +104,27 @@ def test_an_adapter_of_peft_continues(
         start, end = whole(results, "before"), whole(results, "after")
         assert hf.same(start, before)
         check_parameters({name: value - start[name] for name, value in end.items()}, moved, STEP_TOLERANCE)
+
+
+def test_adapters_of_experts_are_those_of_the_folder(ranks: Ranks, tmp_path: Path) -> None:
+    """Every bit of a folder that we write; test_lora.py shows what such adapters compute."""
+    source = hf.save(tmp_path / "source", "mixtral")
+    modules = {name: (out, of) for name, out, of in linears(source, ["w1", "w2", "w3", "o_proj"])}
+    contents = Contents(config=AdapterConfig(rank=RANK, alpha=ALPHA), modules=modules)
+    values = factors(contents.shapes())
+    write(tmp_path / "adapter", contents, values.items(), others=[])
+    keys = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: [w1, w2, w3, o_proj], init_from: {tmp_path}/adapter}}"
+    for layout in ([*EP, *PP], [*EP, *SP]):
+        recipe = [*recipe_of(source), f"model.hf={source}", keys, *OPTIMIZER, *layout]
+        results = ranks(4 if layout[1:] == PP else 2).run(continued, recipe, str(source), samples())
+        found = whole(results, "before")
+        assert hf.same({HEAD + name: value for name, value in found.items()}, dict(values))
+
+
+def linears(source: Path, leaves: list[str]) -> Iterator[tuple[str, int, int]]:
+    for name, weight in hf.tensors(source).items():
+        if name.split(".")[-2] in leaves:
+            yield name.removesuffix(".weight"), *weight.shape
 
 
 RECIPE = """

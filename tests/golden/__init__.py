@@ -1,6 +1,7 @@
 """Checkpoints as this trainer wrote them at some time, each a folder that no later change touches.
 
     NAME/chat.jsonl        the data
+    NAME/model/            the Hugging Face folder whose weights the run trained, or froze for LoRA; not in all
     NAME/checkpoints/      what the run left after step 3
     NAME/expected.json     the overrides of the recipe, and what the steps 4 to 6 were when it went on at once
 
@@ -14,6 +15,13 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 CUT, LAST = 3, 6  # steps: the checkpoint's, and the last one
+
+
+def with_base(folder: Path) -> list[str]:
+    """Overrides for a run in `folder` on the weights of folder/model, if there are any."""
+    if not (folder / "model").exists():
+        return []
+    return [f"model.hf={folder}/model", "model.init_from=null", "data.tokenizer=byte"]
 
 
 def expected(name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 LAYOUTS = {  # as it was saved, and another
     "1-dense-fp32": [(2, []), (2, ["parallel.cp=1", "parallel.tp=2"])],
     "1-experts-bf16": [(2, []), (1, ["parallel.ep=1"])],
+    "1-lora-fp32": [(2, []), (1, ["parallel.ep=1"])],
 }
 
 
@@ -31,7 +32,10 @@ def test_it_goes_on_as_it_did_then(tmp_path: Path, name: str, world_size: int, o
     expected, tolerance = golden.expected(name), TOLERANCE[name.rpartition("-")[2]]
     shutil.copy2(golden.FOLDER / name / "chat.jsonl", tmp_path)
     shutil.copytree(golden.FOLDER / name / "checkpoints", tmp_path / "run/checkpoints")
-    for code, out, err in start(tmp_path, [*expected["overrides"], *overrides], world_size):
+    if (golden.FOLDER / name / "model").exists():
+        shutil.copytree(golden.FOLDER / name / "model", tmp_path / "model")
+    overrides = [*expected["overrides"], *golden.with_base(tmp_path), *overrides]
+    for code, out, err in start(tmp_path, overrides, world_size):
         assert code == 0, out + err
     train = records(tmp_path, "train")
     assert [record["step"] for record in train] == [4, 5, 6]

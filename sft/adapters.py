@@ -1,9 +1,21 @@
-"""The weights of our model that LoRA adapts, and the adapters of each: the contract between `hf` and `mcore`."""
+"""What a run trains of a model: the contract between `hf`, which knows the names of weights, and `mcore`.
 
-from collections.abc import Iterable
+A run trains all weights; or with train.freeze some of them; or with LoRA adapters, and at most the embedding and the
+output weight.  Weights that are not trained are frozen.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 _ANY = ".*."  # of a name: stands for the number of an expert
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+# The other weights, such as norms and routers, are whole on every tensor-parallel rank.
+_SPLIT = (
+    *(EMBEDDING, HEAD, "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"),
+    *("linear_fc1.weight", "linear_fc2.weight"),
+)
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
@@ -72,9 +84,60 @@ def names_of(name: str, experts: Iterable[int]) -> list[str]:
     return [name.replace(_ANY, f".{number}.") for number in experts] if _ANY in name else [name]
 
 
-def describe_trained(weights: Iterable[AdaptedWeight], rank: int, num_frozen: int) -> str:
-    """`trained 43,646,976 in 252 adapters of rank 16 (0.53% of 8,190,735,360)`"""
-    weights = list(weights)
-    trained = int(sum(weight.num_trained(rank) for weight in weights))
-    count = sum(len(weight.linears()) for weight in weights)
-    return f"trained {trained:,} in {count:,} adapters of rank {rank} ({trained / num_frozen:.2%} of {num_frozen:,})"
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One of our weights, as a part of a tensor of a checkpoint.
+
+    key      "decoder.layers.mlp.linear_fc1.weight"
+    index    its layer, and its expert in the layer; () outside of layers
+    shape    without rows of padding
+    """
+
+    key: str
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        return len(self.index) == 2
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each tensor-parallel rank holds a part of the weight."""
+        return self.key.endswith(_SPLIT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """adapted: the weights with adapters.  whole: the weights that are trained themselves; None: all of the model"""
+
+    adapted: Sequence[AdaptedWeight] = ()
+    whole: Sequence[Weight] | None = None
+
+    @cached_property
+    def _whole(self) -> frozenset[tuple[str, tuple[int, ...]]]:
+        return frozenset((weight.key, weight.index) for weight in self.whole or ())
+
+    def has(self, key: str, index: tuple[int, ...]) -> bool:
+        """Whether this weight is trained itself."""
+        return self.whole is None or (key, index) in self._whole
+
+    def describe(self, rank: int | None, num_parameters: int) -> str:
+        """rank: of the adapters; num_parameters: of the whole model
+
+        `trained 43,646,976 in 252 adapters of rank 16 (0.53% of 8,190,735,360)`
+        `trained 1,288,306,688, of which 43,646,976 in 252 adapters of rank 16 (15.73% of 8,190,735,360)`
+        `trained 7,568,405,504 (92.40% of 8,190,735,360)`
+        """
+        whole = num_parameters if self.whole is None else sum(weight.size for weight in self.whole)
+        share = f"of {num_parameters:,}"
+        if rank is None:
+            return f"trained {whole:,} ({whole / num_parameters:.2%} {share})"
+        factors = int(sum(weight.num_trained(rank) for weight in self.adapted))
+        adapters = f"{factors:,} in {sum(len(w.linears()) for w in self.adapted):,} adapters of rank {rank}"
+        numbers = f"{whole + factors:,}, of which {adapters}" if whole else adapters
+        return f"trained {numbers} ({(whole + factors) / num_parameters:.2%} {share})"

@@ -23,10 +23,10 @@ from sft.hf import hub
 from sft.hf.architecture import model_keys
 from sft.hf.hub import CONFIG, is_hub_name
 from sft.hf.initial_adapters import as_in_folder
-from sft.hf.lora_targets import adapted_weights
 from sft.hf.peft.config import CONFIG as ADAPTER_CONFIG
 from sft.hf.run_weights import load_for_reading
 from sft.hf.tokenizer import tokenizer_of
+from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.engine import Engine
@@ -56,8 +56,8 @@ def main(recipe: Recipe, layout: Layout, source: str | None, json_file: Path | N
     tokenizer = tokenizer_of(config)
     checkpoint, start = broadcast_from_rank0(lambda: choose(config, source, tokenizer, console), groups.control)
     data = HeldOutData(config, tokenizer, recipe.arguments, layout, groups, console)
-    adapted = adapted_weights(start, data.vocab_size)
-    engine = Engine(start, layout, groups, vocab_size=data.vocab_size, num_steps=1, adapted=adapted, trains=False)
+    trained = trained_weights(start, data.vocab_size)
+    engine = Engine(start, layout, groups, vocab_size=data.vocab_size, num_steps=1, trained=trained, trains=False)
     weights = load_for_reading(engine, start, checkpoint, console)
     step = 0 if checkpoint is None else int(safe_reader.common_state(checkpoint).get("iteration", 0))
     console.say(f"scoring {weights}")

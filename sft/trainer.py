@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sft.adapters import describe_trained
 from sft.atomic_files import replace_text
 from sft.checkpoint import resume
 from sft.checkpoint.saver import Saver
@@ -24,8 +23,8 @@ from sft.hf.base_digest import base_digest
 from sft.hf.convert.exports import Exports
 from sft.hf.initial import load_initial
 from sft.hf.initial_adapters import check_new_run, load_new_adapters
-from sft.hf.lora_targets import adapted_weights
 from sft.hf.tokenizer import tokenizer_of
+from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
 from sft.mcore.attention.selection import slower_than_possible
 from sft.mcore.engine import Engine
@@ -95,15 +94,15 @@ class Trainer:
         length = RunLength(num_steps=self.num_steps, num_packs=self.data.num_packs, longest=self.data.longest)
         for warning in check_run(recipe, length):
             console.say(f"WARNING: {warning}")
-        self.adapted = adapted_weights(config, self.data.vocab_size)
-        broadcast_from_rank0(partial(check_new_run, config, self.adapted, checkpoints), groups.control)
+        self.trained = trained_weights(config, self.data.vocab_size)
+        broadcast_from_rank0(partial(check_new_run, config, self.trained.adapted, checkpoints), groups.control)
         self.engine = Engine(
             config,
             layout,
             groups,
             vocab_size=self.data.vocab_size,
             num_steps=self.num_steps,
-            adapted=self.adapted,
+            trained=self.trained,
             progress=lifecycle.progress,
         )
         self.conditions = Conditions(
@@ -293,8 +292,8 @@ class Trainer:
         if warning := slower_than_possible(self.config, self.engine.backend, self.groups.device.type):
             self.console.say(warning)
         parameters = describe_parameters(model, vocab_size)
-        if rank := self.config.lora.rank:
-            parameters = describe_trained(self.adapted, rank, num_parameters(model, vocab_size))
+        if self.trained.whole is not None:
+            parameters = self.trained.describe(self.config.lora.rank, num_parameters(model, vocab_size))
         self.console.say(f"parameters {parameters} | attention {self.engine.backend} | steps {self.num_steps:,}")
         metrics.start()
         return metrics

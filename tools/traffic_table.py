@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft.config import Config
-from sft.estimate.memory import parameters
+from sft.estimate.parameters import parameters
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools import marked_tables
@@ -86,13 +86,15 @@ def experts(config: Config, tokens: float) -> float:
 
 def gradients(config: Config, layout: Layout) -> Iterator[Traffic]:
     """Once a step, fp32 gradients are reduce-scattered, and bf16 weights are all-gathered."""
-    dense, of_experts = parameters(config.model, layout, config.model.vocab_size or 0, stage=0)
+    weights = parameters(config.model, layout, config.model.vocab_size or 0, stage=0)
     copies = layout.cp * layout.dp
     if copies > 1:
-        yield Traffic("dp x cp, gradients and weights", (FP32 + BF16) * dense * _share(copies), copies, layout.tp)
+        yield Traffic(
+            "dp x cp, gradients and weights", (FP32 + BF16) * weights.dense * _share(copies), copies, layout.tp
+        )
     copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
-    if of_experts and copies > 1:
-        sent = (FP32 + BF16) * of_experts * _share(copies)
+    if weights.experts and copies > 1:
+        sent = (FP32 + BF16) * weights.experts * _share(copies)
         yield Traffic("copies of experts, gradients and weights", sent, copies, layout.ep * layout.etp)
 
 

@@ -17,6 +17,7 @@ from sft.metrics.totals import StepResult
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 # Distribution by the name under which checkpoints record its version.  `sft` on the package index is another project.
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
+_FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
 
 
@@ -95,7 +96,9 @@ def changes(before: Mapping[str, Any], now: Conditions, allowed: Sequence[str]) 
     refused = dict(_differences(before["plan"], now.plan))
     recipe = dict(_differences(_with_defaults(before["recipe"], now.recipe), now.recipe))
     refused |= model_changes(before, now.recipe)
+    refused |= {_FREEZE: recipe[_FREEZE]} if _FREEZE in recipe else {}
     known = {*before["plan"], *now.plan, *filter(_describes_model, [*before["recipe"], *now.recipe])}
+    known |= {_FREEZE} & now.recipe.keys()
     if unknown := [key for key in allowed if key not in known]:
         raise ConfigError(
             f"checkpoint.allow_changes names {unknown[0]}, which is never refused.  It may name: "

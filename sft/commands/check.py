@@ -106,6 +106,7 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None)
     """Print the number of parameters and the estimated memory, which both need the size of the vocabulary."""
     from sft.estimate.memory import describe
     from sft.flops import describe_parameters, num_parameters
+    from sft.hf.trained_weights import trained_weights
     from sft.parallel.layout import vocab_rows
 
     model = recipe.config.model
@@ -115,15 +116,12 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None)
         )
         return
     rows = vocab_rows(model, tokenizer_size or 0)
-    lines, adapted = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"], []
-    if rank := recipe.config.lora.rank:
-        from sft.adapters import describe_trained
-        from sft.hf.lora_targets import adapted_weights
-
-        adapted = adapted_weights(recipe.config, rows)
-        lines.append(describe_trained(adapted, rank, num_parameters(model, rows)))
+    trained = trained_weights(recipe.config, rows)
+    lines = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"]
+    if trained.whole is not None:
+        lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
     print_group("model", lines)
-    print_group("memory", describe(recipe.config, layout, rows, adapted))
+    print_group("memory", describe(recipe.config, layout, rows, trained))
 
 
 def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:

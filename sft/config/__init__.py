@@ -106,6 +106,13 @@ class Config(Section):
                 "needs Transformer Engine, which has neither model.norm_placement = post nor "
                 "model.qk_norm_across_heads; use null"
             )
+        if self.lora.is_used and self.train.freeze:
+            yield "train.freeze", "has no effect with lora.rank, because LoRA freezes all weights; use []"
+        if self.lora.is_used and self.lora.train_head and self.model.tie_embeddings:
+            yield "lora.train_head", (
+                "cannot be used with model.tie_embeddings, because the output weight is the embedding; use "
+                "lora.train_embeddings, which trains both"
+            )
         if self.lora.is_used and fp8:
             yield "run.fp8", "needs Transformer Engine, which does not support lora; use null"
         if fp8 and not self.attention.may_have_fp8:

@@ -21,6 +21,8 @@ class TrainConfig(Section):
     """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of a rank's layers, from the first on, whose activations are offloaded; needs recompute."""
+    freeze: list[str] = []
+    """Weights that are not trained, by Hugging Face's names: embed_tokens, patterns such as model.layers.1?.*."""
     eval_every: Positive | None = None
     """Steps between evaluations; null means only before the first step and at the end."""
     max_nonfinite_steps: NonNegative = 2

@@ -10,18 +10,16 @@ CPU needs more memory.  The estimate leaves out CUDA itself, NCCL and gaps betwe
 or more with many communicators.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sft.adapters import AdaptedWeight
-from sft.config import Config, ModelConfig
+from sft.adapters import Trained
+from sft.config import Config
 from sft.console import size
-from sft.flops import shared_expert
+from sft.estimate.parameters import Numbers, of_stage, trains_layers, vocab_rows
 from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
-from sft.parallel.layout import Layout, padded_vocab_size
+from sft.parallel.layout import Layout
 
-Adapted = Sequence[AdaptedWeight]
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
 
 
@@ -114,68 +112,34 @@ class LayerBytes:
 # --- a stage -----------------------------------------------------------------------------------------------------
 
 
-def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> tuple[float, float]:
-    """Parameters of one rank of pipeline stage `stage`: those outside of experts, and those of experts.
-
-    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> (512 + 172, 0)
-    """
-    hidden, width = model.hidden_size, model.resolved_head_dim
-    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys) * model.qkv_bias
-    normed = queries + keys if model.qk_norm_across_heads else 2 * width  # the weights of all heads on every rank
-    whole, experts = 2 * hidden + normed * model.qk_norm, 0.0
-    if model.moe.num_experts is None:
-        split += 3 * hidden * model.ffn_hidden_size
-    else:
-        whole += hidden * (model.moe.num_experts + model.moe.shared_gate)
-        split += shared_expert(model)
-        experts = 3 * hidden * model.resolved_expert_ffn * model.moe.num_experts / (layout.ep * layout.etp)
-    layers, first, last = model.num_layers / layout.pp, stage == 0, stage == layout.pp - 1
-    tables = first + (last and not (first and model.tie_embeddings))
-    dense = layers * (split / layout.tp + whole) + tables * _vocab_rows(vocab_size, layout.tp) * hidden + hidden * last
-    return dense, layers * experts
-
-
-def _vocab_rows(vocab_size: int, tp: int) -> float:
-    return padded_vocab_size(vocab_size, tp) / tp
-
-
-def _trained(config: Config, layout: Layout, vocab_size: int, stage: int, adapted: Adapted) -> tuple[float, float]:
-    """Trained parameters of one rank of the stage: those outside of experts, and those of experts."""
-    rank = config.lora.rank
-    if rank is None:
-        return parameters(config.model, layout, vocab_size, stage)
-    own = [weight for weight in adapted if weight.layer * layout.pp // config.model.num_layers == stage]
-    dense = sum(weight.num_trained(rank, layout.tp) for weight in own if not weight.num_experts)
-    experts = sum(weight.num_trained(rank, layout.etp) for weight in own if weight.num_experts)
-    return dense, experts / layout.ep
-
-
 def _state(
-    config: Config, layout: Layout, vocab_size: int, stage: int, width: int, adapted: Adapted
+    config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained
 ) -> dict[str, float]:
-    dense, experts = _trained(config, layout, vocab_size, stage, adapted)
-    frozen = sum(parameters(config.model, layout, vocab_size, stage)) if config.lora.is_used else 0.0
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # copies of each expert
-    sharded = config.parallel.distributed_optimizer
+    own = of_stage(config, layout, vocab_size, stage, trained)
     state = model_bytes.state(
-        parameters=dense + experts,
-        owned=dense / (layout.dp * layout.cp) + experts / copies if sharded else dense + experts,
+        parameters=own.trained.total,
+        owned=_owned(own.trained, layout) if config.parallel.distributed_optimizer else own.trained.total,
         width=width,
         offload_fraction=config.optim.offload_fraction,
     )
-    return state | {"weights": state["weights"] + width * frozen}
+    return state | {"weights": width * own.all.total}
 
 
-def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int, adapted: Adapted) -> float:
+def _owned(own: Numbers, layout: Layout) -> float:
+    """The share of a rank, if all ranks that hold the same numbers share them out."""
+    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)  # copies of each expert
+    return own.dense / (layout.dp * layout.cp) + own.experts / copies
+
+
+def _copied(config: Config, layout: Layout, vocab_size: int, stage: int, width: int, trained: Trained) -> float:
     """Bytes of the copy that a save in the background writes: this rank's part of a checkpoint."""
     checkpoint, sharded = config.checkpoint, config.parallel.distributed_optimizer
     if not checkpoint.async_save or (checkpoint.save_every is None and checkpoint.save_every_minutes is None):
         return 0.0
-    dense, experts = _trained(config, layout, vocab_size, stage, adapted)
-    copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
+    own = of_stage(config, layout, vocab_size, stage, trained)
     fp32_tensors = 3 if sharded or width == 2 else 2  # two moments, and weights of the optimizer's own
-    return (width + 4 * fp32_tensors) * (dense / (layout.dp * layout.cp) + experts / copies)
+    weights = own.trained if config.lora.is_used else own.all
+    return width * _owned(weights, layout) + 4 * fp32_tensors * _owned(own.trained, layout)
 
 
 def _num_waiting(layout: Layout, stage: int) -> float:
@@ -218,7 +182,9 @@ def _recomputed_attention(everything: LayerBytes, kept: LayerBytes) -> float:
     return sum(value for name, value in everything.attention.items() if name not in kept.attention)
 
 
-def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, adapted: Adapted = ()) -> Memory:
+def _stage(
+    config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
+) -> Memory:
     model, train = config.model, config.train
     backend = attention_bytes(config, layout)
     rank = backend.rank
@@ -229,12 +195,12 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
     hidden = model_bytes.hidden_state(model, rank) * tokens
     layers, host_layers = _layers(config, layout, stage, kept.total * tokens)
     recomputed = _recomputed_attention(everything, kept) * tokens
-    matrix = 0.0 if config.lora.is_used else model_bytes.widest_gradient(model, rank)
-    vocab_rows = _vocab_rows(vocab_size, layout.tp)
-    head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=vocab_rows, tokens=tokens)
+    matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
+    rows = vocab_rows(vocab_size, layout.tp)
+    head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=rows, tokens=tokens)
     return Memory(
         stage=stage,
-        **_state(config, layout, vocab_size, stage, rank.width, adapted),
+        **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers,
         ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # hidden states around the final norm
         mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix,
@@ -242,7 +208,7 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
         gathered=backend.gathered(pack),
         head=head if is_last else 0.0,
         host_layers=host_layers,
-        host_copy=_copied(config, layout, vocab_size, stage, rank.width, adapted),
+        host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),
     )
 
 
@@ -250,25 +216,25 @@ def _stage(config: Config, layout: Layout, vocab_size: int, pack: int, stage: in
 
 
 def estimate(
-    config: Config, layout: Layout, vocab_size: int, tokens: int | None = None, adapted: Adapted = ()
+    config: Config, layout: Layout, vocab_size: int, tokens: int | None = None, trained: Trained = Trained()
 ) -> Memory:
     """The memory of the rank that needs the most memory.
 
-    tokens: length of a pack; None: data.seq_length.  adapted: the weights with adapters, if the recipe has LoRA
+    tokens: length of a pack; None: data.seq_length.
     """
     pack = config.data.seq_length if tokens is None else tokens
-    stages = (_stage(config, layout, vocab_size, pack, stage, adapted) for stage in sorted({0, layout.pp - 1}))
+    stages = (_stage(config, layout, vocab_size, pack, stage, trained) for stage in sorted({0, layout.pp - 1}))
     return max(stages, key=lambda memory: memory.device)
 
 
 def longest_context(
-    config: Config, layout: Layout, vocab_size: int, bytes_available: float, adapted: Adapted = ()
+    config: Config, layout: Layout, vocab_size: int, bytes_available: float, trained: Trained = Trained()
 ) -> int:
     """Tokens of the longest pack that fits into `bytes_available` on every rank; 0 if none fits."""
 
     def fits(multiples: int) -> bool:
         tokens = multiples * layout.pack_multiple
-        return estimate(config, layout, vocab_size, tokens, adapted).device <= bytes_available
+        return estimate(config, layout, vocab_size, tokens, trained).device <= bytes_available
 
     if not fits(1):
         return 0
@@ -281,8 +247,8 @@ def longest_context(
     return low * layout.pack_multiple
 
 
-def describe(config: Config, layout: Layout, vocab_size: int, adapted: Adapted = ()) -> list[str]:
-    memory = estimate(config, layout, vocab_size, adapted=adapted)
+def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> list[str]:
+    memory = estimate(config, layout, vocab_size, trained=trained)
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -299,6 +265,6 @@ def describe(config: Config, layout: Layout, vocab_size: int, adapted: Adapted =
         lines.append(f"and of the host: layers {size(memory.host_layers)}, optimizer {size(memory.host_optimizer)}")
     if memory.host_copy:
         lines.append(f"saves copy {size(memory.host_copy)} to host memory (checkpoint.async_save)")
-    longest = longest_context(config, layout, vocab_size, CARD_BYTES, adapted)
+    longest = longest_context(config, layout, vocab_size, CARD_BYTES, trained)
     most = f"{longest:,} tokens" if longest else "none, because weights, gradients and optimizer states alone need more"
     return [*lines, f"longest context in {size(CARD_BYTES)} (an 80-GB card), by the same estimate: {most}"]

@@ -9,7 +9,7 @@ Every Linear has an adapter of its own, also where several of them are one weigh
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from sft.adapters import AdaptedWeight, Adapter, names_of
@@ -107,12 +107,16 @@ def _matches(target: str, kinds: Mapping[str, str], key: str) -> list[str]:
     if matches := [name for name in names if is_match(target, name)]:
         return matches
     leaves = sorted({name.rpartition(".")[2] for name in names})
-    near = difflib.get_close_matches(target.rpartition(".")[2], leaves, n=2, cutoff=0.5)
-    hint = f"  Nearest: {', '.join(near)}." if near else ""
     raise ConfigError(
-        f"{key} names {target!r}, which matches no Linear of this model.{hint}  The model has "
+        f"{key} names {target!r}, which matches no Linear of this model.{nearest(target, leaves)}  The model has "
         f"{', '.join(leaves)} in its layers, for example {names[0]}."
     )
+
+
+def nearest(target: str, leaves: Iterable[str]) -> str:
+    """A sentence that names those of the last parts of names that are like the target; "" if there are none."""
+    near = difflib.get_close_matches(target.rpartition(".")[2], list(leaves), n=2, cutoff=0.5)
+    return f"  Nearest: {', '.join(near)}." if near else ""
 
 
 def is_match(target: str, name: str) -> bool:

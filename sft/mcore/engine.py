@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from sft.adapters import AdaptedWeight
+from sft.adapters import Trained
 from sft.batch import Microbatch
 from sft.config import Config
 from sft.flops import train_flops
@@ -36,7 +36,7 @@ from sft.parallel.layout import Layout
 class Engine:
     """Model, optimizer and schedule of one rank; `num_steps` is the length of the whole run.
 
-    adapted       the weights with adapters, if the recipe has LoRA
+    trained       which weights are trained, and which have adapters
     trains        False: for forward passes only, so there are no gradients, no optimizer and no schedule
     has_weights   whether the model was loaded or initialised; no step is possible before
     local_losses  losses of the microbatches of this rank's last step, summed over tokens
@@ -51,13 +51,19 @@ class Engine:
         *,
         vocab_size: int,
         num_steps: int,
-        adapted: Sequence[AdaptedWeight] = (),
+        trained: Trained = Trained(),
         trains: bool = True,
         progress: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.config, self.layout, self.groups, self.vocab_size = config, layout, groups, vocab_size
+        self.config, self.layout, self.groups, self.vocab_size, self.trained = (
+            config,
+            layout,
+            groups,
+            vocab_size,
+            trained,
+        )
         self.backend = choose(config, groups.device.type)
-        self.chunks = model.build(config, layout, groups, vocab_size, self.backend, adapted=adapted, trains=trains)
+        self.chunks = model.build(config, layout, groups, vocab_size, self.backend, trained=trained, trains=trains)
         self._save_policy = self._make_save_policy()
         self.core_config = self.chunks[0].config
         self.optimizer: Any = None

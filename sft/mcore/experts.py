@@ -175,9 +175,11 @@ class _Scores(torch.autograd.Function):
         return tokens.to(wide) @ weight.to(wide).T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         tokens, weight = ctx.saved_tensors
-        return (grad @ weight.to(grad.dtype)).to(tokens.dtype), (grad.T @ tokens.to(grad.dtype)).to(weight.dtype)
+        is_trained = ctx.needs_input_grad[1]
+        dweight = (grad.T @ tokens.to(grad.dtype)).to(weight.dtype) if is_trained else None
+        return (grad @ weight.to(grad.dtype)).to(tokens.dtype), dweight
 
 
 class _SumOfRows(torch.autograd.Function):

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from sft.mcore.checkpoint_io.engine_state import trained_state
@@ -41,15 +42,20 @@ def gradient_chunks(engine: Engine) -> Iterator[GradientChunk]:
     for shard in sharded_slices(slices, trained_state(engine), main=""):
         if any(shard.replica_id):
             continue
-        name, skipped = shard.key, 0
-        if _STACKED.match(name):
-            name, skipped = f"layer {shard.global_offset[0] + 1} {_STACKED.sub('', name)}", 1
-        yield GradientChunk(
-            parameter=name,
-            shape=tuple(shard.global_shape[skipped:]),
-            offset=tuple(shard.global_offset[skipped:]),
-            data=shard.data[0] if skipped else shard.data,
-        )
+        yield chunk_of(shard)
+
+
+def chunk_of(shard: ShardedTensor) -> GradientChunk:
+    """The shard under the name of its layer."""
+    name, skipped = shard.key, 0
+    if _STACKED.match(name):
+        name, skipped = f"layer {shard.global_offset[0] + 1} {_STACKED.sub('', name)}", 1
+    return GradientChunk(
+        parameter=name,
+        shape=tuple(shard.global_shape[skipped:]),
+        offset=tuple(shard.global_offset[skipped:]),
+        data=shard.data[0] if skipped else shard.data,
+    )
 
 
 def _main_grad(part: OptimizerSlice) -> Tensor:

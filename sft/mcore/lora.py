@@ -31,11 +31,9 @@ from torch import Tensor
 
 from sft.adapters import AdaptedWeight, Adapter, names_of
 from sft.config.lora import LoraConfig
-from sft.errors import ConfigError
 from sft.mcore.grouped_experts import RowsOfExperts, layer_by_layer
 from sft.mcore.lora_split import Split
 from sft.mcore.process_groups import ProcessGroups
-from sft.parallel.collectives import all_gather_objects
 
 PREFIX = "adapter."  # of the keys of adapters in a checkpoint
 
@@ -172,12 +170,10 @@ class AdaptedExperts(Adapted):
 
 
 def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, groups: ProcessGroups) -> None:
-    """Freeze every weight of a model chunk, and give its layers their adapters, without values.
+    """Give the layers of a model chunk, which is frozen, their adapters, without values.
 
     Call this function before core allocates buffers for gradients.
     """
-    chunk.requires_grad_(False)
-    _require_input_gradient(chunk)
     layers = {layer.layer_number - 1: layer for layer in chunk.decoder.layers}
     for weight in weights:
         if weight.layer not in layers:
@@ -192,32 +188,6 @@ def attach(chunk: Any, weights: Iterable[AdaptedWeight], lora: LoraConfig, group
             layer.get_submodule(path), weight, split, lora
         )
         setattr(layer.get_submodule(parent), name, adapted)
-
-
-def check_stages(chunks: Iterable[torch.nn.Module], groups: ProcessGroups) -> None:
-    """Raise ConfigError unless all ranks train the same kinds of weights.  Collective.
-
-    Core has an optimizer for experts and one for other weights, and ranks sum norms for each of them.
-    """
-    kinds = sorted({"experts" if factors.weight.num_experts else "other layers" for factors in factors_of(chunks)})
-    by_rank = all_gather_objects(lambda: (groups.pp_rank, kinds), groups.control)
-    if len({tuple(of_rank) for _, of_rank in by_rank}) > 1:
-        stages = "; ".join(f"stage {stage}: {', '.join(names) or 'nothing'}" for stage, names in sorted(by_rank))
-        raise ConfigError(
-            f"lora.targets gives some pipeline stages other kinds of adapters than others ({stages}).  Name targets in "
-            "all layers, or use parallel.pp=1."
-        )
-
-
-def _require_input_gradient(chunk: Any) -> None:
-    """Make the embedding's output need a gradient.
-
-    A recomputed layer has a gradient only if one of its inputs needs one, and with a frozen embedding none would.
-    """
-    if chunk.pre_process:
-        chunk.embedding.register_forward_hook(
-            lambda module, args, output: output.requires_grad_() if torch.is_grad_enabled() else output
-        )
 
 
 def _split(core: TransformerConfig, weight: AdaptedWeight, groups: ProcessGroups) -> Split:

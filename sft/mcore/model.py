@@ -8,7 +8,7 @@ loss head (sft/mcore/loss) projects hidden states.  A new model has no weights: 
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from sft.adapters import AdaptedWeight
+from sft.adapters import Trained
 from sft.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from sft.errors import ConfigError
-from sft.mcore import fp8, lora
+from sft.mcore import fp8, freeze, lora
 from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
@@ -237,23 +237,21 @@ def build(
     vocab_size: int,
     backend: AttentionBackend,
     *,
-    adapted: Sequence[AdaptedWeight] = (),
+    trained: Trained = Trained(),
     trains: bool = True,
 ) -> list[DistributedDataParallel]:
     """The model chunks of this rank (one, or `virtual_stages`), without weights, wrapped for data parallelism.
 
-    adapted: the weights with adapters; all weights are frozen if there are any
-    trains: False freezes the weights, so that core allocates no buffers for gradients
+    trains: False freezes all weights, so that core allocates no buffers for gradients
     """
     core = transformer_config(config, layout, groups.device.type, backend)
     chunks = [_build_chunk(config, layout, groups, core, backend, vocab_size, i) for i in range(layout.virtual_stages)]
+    keeps_graph = config.train.recompute == "full" or config.run.fp8 is not None or layout.pp > 1
     for chunk in chunks:
-        if config.lora.is_used:
-            lora.attach(chunk, adapted, config.lora, groups)
+        freeze.apply(chunk, trained, keeps_graph=keeps_graph)
+        lora.attach(chunk, trained.adapted, config.lora, groups)
         if not trains:
             chunk.requires_grad_(False)
-    if config.lora.is_used:
-        lora.check_stages(chunks, groups)
     overlap = config.parallel.overlap and groups.device.type == "cuda" and layout.world_size > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -18,9 +18,9 @@ from sft.config import Config
 from sft.console import Console
 from sft.data.pipeline import DataPipeline
 from sft.hf import hub
-from sft.hf.lora_targets import adapted_weights
 from sft.hf.run_weights import load_for_reading
 from sft.hf.tokenizer import tokenizer_of
+from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, process_groups
 from sft.mcore.engine import Engine, release
 from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
@@ -70,7 +70,7 @@ def model(session: Session) -> Iterator[tuple[Engine, str]]:
         session.groups,
         vocab_size=data.vocab_size,
         num_steps=data.num_steps,
-        adapted=adapted_weights(config, data.vocab_size),
+        trained=trained_weights(config, data.vocab_size),
     )
     source = broadcast_from_rank0(lambda: _checkpoint(config), session.groups.control)
     yield engine, load_for_reading(engine, config, source, session.console)

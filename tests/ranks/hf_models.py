@@ -1,7 +1,7 @@
 """Small random models of transformers and the same weights in our engine: token losses and gradients of both."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,8 @@ def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str
     for mapping in arch.family.mappings(arch.model, arch.vocab_size):
         layer, *expert = mapping.stack_index or (None,)
         name = mapping.key if layer is None else f"layer {layer + 1} {mapping.key.removeprefix('decoder.layers.')}"
+        if name not in whole:  # frozen
+            continue
         used.add(name)
         for span in mapping.spans():
             view, rows = mapping.sources[span.source or 0], whole[name][(*expert,)][span.target :][: span.num_rows]
@@ -112,17 +114,25 @@ def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str
     return found
 
 
-def stored_gradients(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of transformers' model under the names of its files, where each expert has its own matrices."""
+def stored_gradients(
+    model: Any, of: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: param.grad
+) -> dict[str, torch.Tensor]:
+    """The gradients of transformers' model under the names of its files, where each expert has its own matrices.
+
+    of: the tensor of a parameter; None: the parameter has none
+    """
     found = {}
     for name, param in model.named_parameters():
+        tensor = of(param)
+        if tensor is None:
+            continue
         block, _, kind = name.rpartition(".experts.")
-        for number, grad in enumerate(param.grad if block else ()):
+        for number, grad in enumerate(tensor if block else ()):
             parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
             for part, rows in zip(parts, grad.chunk(len(parts))):
                 found[f"{block}.experts.{number}.{part}.weight"] = rows.clone()
         if not block:
-            found[name] = param.grad.clone()
+            found[name] = tensor.clone()
     return found
 
 

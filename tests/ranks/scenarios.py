@@ -24,7 +24,7 @@ from sft.data.loader import Loader
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
 from sft.flops import attention_crossover
-from sft.hf.lora_targets import adapted_weights
+from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, lora, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
 from sft.mcore.engine import Engine, release
@@ -102,7 +102,7 @@ def running(
             place,
             vocab_size=vocab,
             num_steps=num_steps,
-            adapted=adapted_weights(config, vocab),
+            trained=trained_weights(config, vocab),
             trains=trains,
             progress=progress,
         )

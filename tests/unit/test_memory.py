@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from sft.adapters import AdaptedWeight, Adapter, describe_trained
+from sft.adapters import AdaptedWeight, Adapter, Trained
 from sft.config import Config, LossConfig
 from sft.estimate import memory
 from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
+from sft.estimate.parameters import Numbers, parameters
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
 from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
@@ -148,11 +149,12 @@ def test_lora_trains_the_adapters_only() -> None:
     proj = AdaptedWeight(
         module="self_attention.linear_proj", part_rows=(4,), adapters=(Adapter(name="o_proj", parts=(0,)),), **place
     )
-    found = estimate(*of(2, lora={"rank": 2}), 10, 1024, [qkv, proj])
+    trained = Trained(adapted=[qkv, proj], whole=[])
+    found = estimate(*of(2, lora={"rank": 2}), 10, 1024, trained)
     assert (found.weights, found.gradients, found.optimizer) == (2 * (TINY_PARAMETERS + 64), 4 * 64, 12 * 64 / 2)
-    split = estimate(*of(2, lora={"rank": 2}, parallel={"tp": 2}), 10, 1024, [qkv, proj])
+    split = estimate(*of(2, lora={"rank": 2}, parallel={"tp": 2}), 10, 1024, trained)
     assert split.gradients == 4 * (2 * (3 * 4 + 12 / 2) + 2 * (4 / 2 + 4))
-    assert describe_trained([qkv, proj], 2, TINY_PARAMETERS) == "trained 64 in 4 adapters of rank 2 (9.36% of 684)"
+    assert trained.describe(2, TINY_PARAMETERS) == "trained 64 in 4 adapters of rank 2 (9.36% of 684)"
 
 
 def test_experts_are_shared_out_by_themselves() -> None:
@@ -175,8 +177,8 @@ def test_tensor_and_pipeline_parallelism_divide_parameters() -> None:
     """tp 2: 256 of the embedding, 80 of 160 of the layer's matrices, norms whole."""
     assert taken(2, parallel={"tp": 2}).weights == 2 * (256 + 80 + 8 + 4)
     wanted, layout = of(2, {**TINY, "num_layers": 2}, parallel={"pp": 2})
-    assert memory.parameters(wanted.model, layout, 10, 0) == (512 + 168, 0)
-    assert memory.parameters(wanted.model, layout, 10, 1) == (512 + 168 + 4, 0)  # tied: each has a copy
+    assert parameters(wanted.model, layout, 10, 0) == Numbers(dense=512 + 168, experts=0)
+    assert parameters(wanted.model, layout, 10, 1).dense == 512 + 168 + 4  # tied: each has a copy
 
 
 # --- activations -------------------------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
 """Writes the adapters of a Megatron checkpoint as a PEFT folder, which PEFT and inference servers load."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sft.adapters import EMBEDDING, HEAD
 from sft.console import Console, size
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
-from sft.hf.architecture import architecture, read
+from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.convert.model_card import write_model_card
 from sft.hf.convert.original import find_original
 from sft.hf.convert.stored_adapters import A, B, StoredAdapters
@@ -40,12 +42,15 @@ def export_adapter(
     Raises CheckpointError if PEFT would not compute what was trained; then nothing is written.
     """
     original = find_original(path, recipe, like)
-    family = architecture(read(original.folder), str(original.folder / CONFIG)).family
+    base_model = architecture(read(original.folder), str(original.folder / CONFIG))
+    family = base_model.family
     has_vision = family.text_config != "none"
-    adapters = StoredAdapters(TorchDistReader(path))
+    reader = TorchDistReader(path)
+    adapters = StoredAdapters(reader)
     if adapters.dtype is None:
         raise CheckpointError(f"{path} holds no adapters, although lora.rank = {recipe['lora.rank']} in its recipe.")
     name_of = {module_of(f"{name}.weight", has_vision=has_vision): name for name in adapters.shapes}
+    saved = _saved(base_model, reader, has_vision=has_vision)
     base, _, revision = original.name.partition("@")
     config = AdapterConfig(
         rank=recipe["lora.rank"],
@@ -53,38 +58,54 @@ def export_adapter(
         rslora=recipe["lora.rslora"],
         base=base,
         revision=original.commit or revision or None,
+        tied=bool(saved) and base_model.model.tie_embeddings,
     )
     modules = {module: adapters.shapes[name] for module, name in name_of.items()}
-    contents = Contents(config=config, modules=modules)
+    shape = (base_model.vocab_size, base_model.model.hidden_size)
+    contents = Contents(config=config, modules=modules, saved={module: shape for module in saved})
     others = {module_of(name, has_vision=has_vision) for name in original.tensors or {}} - modules.keys()
 
     def write_others(folder: Path, entries: dict[str, Entry]) -> None:
         write_model_card(folder, path, common, original)
         finish(folder, entries)
 
-    num_bytes = sum(rows * config.rank + config.rank * columns for rows, columns in modules.values())
     kind = getattr(torch, dtype) if dtype else adapters.dtype
-    with console.track(f"exporting {path}", num_bytes * kind.itemsize, "bytes") as progress:
+    num_bytes = sum(math.prod(shape) for shape in contents.shapes().values()) * kind.itemsize
+    with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
         peft_folder.write(
             target,
             contents,
-            _tensors(adapters, contents, name_of),
+            _tensors(adapters, contents, name_of, reader, saved),
             others=others,
             dtype=kind,
             finish=write_others,
             advance=progress.advance,
         )
-    console.say(f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes * kind.itemsize)})")
+    console.say(f"exported {len(modules):,} adapters of {path} to {target} ({size(num_bytes)})")
+
+
+def _saved(base: Architecture, reader: TorchDistReader, *, has_vision: bool) -> dict[str, str]:
+    """The keys of weights that are trained whole, by module."""
+    keys = {base.family.embedding: EMBEDDING, base.family.head: EMBEDDING if base.model.tie_embeddings else HEAD}
+    return {module_of(name, has_vision=has_vision): key for name, key in keys.items() if key in reader.shapes}
 
 
 def _tensors(
-    adapters: StoredAdapters, contents: Contents, name_of: Mapping[str, str]
+    adapters: StoredAdapters,
+    contents: Contents,
+    name_of: Mapping[str, str],
+    reader: TorchDistReader,
+    saved: Mapping[str, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the folder, in its order.  name_of: the name in the checkpoint by module"""
+    """The tensors of the folder, in its order.
+
+    name_of: the name in the checkpoint by module; saved: the key in the checkpoint by module that is trained whole
+    """
     sources = {
         key_of(module): (name, factor)
         for module, name in name_of.items()
         for key_of, factor in ((peft_folder.key_of_a, A), (peft_folder.key_of_b, B))
     }
-    for key in contents.shapes():
-        yield key, adapters.read(*sources[key])
+    keys = {peft_folder.key_of_saved(module): key for module, key in saved.items()}
+    for key, shape in contents.shapes().items():
+        yield key, reader.read(keys[key], [0, 0], shape) if key in keys else adapters.read(*sources[key])

@@ -23,12 +23,12 @@ from sft.atomic_files import flush
 from sft.config import ModelConfig
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
-from sft.mcore import lora
+from sft.mcore import freeze, lora
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
-from sft.parallel.collectives import broadcast_from_rank0
+from sft.parallel.collectives import all_gather_objects, broadcast_from_rank0
 from sft.parallel.layout import padded_vocab_size
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's number for the layout of these dictionaries
@@ -129,10 +129,11 @@ def is_finite(engine: Engine) -> bool:
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:
-    """What a checkpoint holds of the model: everything, or with LoRA the adapters."""
-    if engine.config.lora.is_used:
-        return {"adapters": list(lora.sharded_tensors(engine.chunks))}
-    return model_state(engine)
+    """What a checkpoint holds of the model: everything, or with LoRA the adapters and weights trained beside them."""
+    if not engine.config.lora.is_used:
+        return model_state(engine)
+    whole = list(freeze.whole_leaves(model_state(engine), engine.trained)) if engine.trained.whole else []
+    return {"adapters": list(lora.sharded_tensors(engine.chunks)), "whole": whole}
 
 
 def model_state(engine: Engine) -> dict[str, Any]:
@@ -154,11 +155,14 @@ def _form(engine: Engine) -> dict[str, Any]:
 
 
 def _common(engine: Engine, plain: dict[str, Any]) -> dict[str, Any]:
+    """The plain values.  Collective."""
+    # A rank of a pipeline stage that trains nothing has made no update.
+    step = max(all_gather_objects(lambda: optimizer_shards.step_of(engine.optimizer), engine.groups.control))
     return {
         "args": _arguments(engine, plain.get("iteration", 0)),
         "checkpoint_version": CHECKPOINT_VERSION,
         "content_metadata": _form(engine),
-        "optimizer": optimizer_shards.plain_form(engine.optimizer, engine.layout.ep),
+        "optimizer": optimizer_shards.plain_form(engine.optimizer, engine.layout.ep, step),
         "opt_param_scheduler": _schedule(engine),
         **plain,
     }

@@ -96,13 +96,14 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step
 
 
-def plain_form(optimizer: MegatronOptimizer, ep: int) -> Any:
+def plain_form(optimizer: MegatronOptimizer, ep: int, step: int) -> Any:
     """The plain values of an optimizer, in the form that Megatron-LM loads.
 
+    step: of Adam, also on a rank that trains nothing
     Megatron-LM has a separate optimizer for experts only if expert parallelism, `ep`, is above 1.  This trainer may
     have an optimizer for experts with ep = 1, too (see `experts.reduce_apart`); both have equal plain values.
     """
-    forms = [_plain_form(core) for core in chained_optimizers(optimizer)]
+    forms = [_plain_form(core, step) for core in chained_optimizers(optimizer)]
     return dict(enumerate(forms)) if ep > 1 else forms[0]
 
 
@@ -121,8 +122,7 @@ def stored_step(plain: Any) -> int:
     raise KeyError("step")
 
 
-def _plain_form(core: MegatronOptimizer) -> dict[str, Any]:
-    step = step_of(core)
+def _plain_form(core: MegatronOptimizer, step: int) -> dict[str, Any]:
     # Transformer Engine's Adam reads its step and bias_correction from a group; torch's Adam has no bias_correction.
     groups = [{"bias_correction": True, **group, "step": step} for group in group_values(core)]
     if isinstance(core, DistributedOptimizer):

@@ -16,7 +16,7 @@ from typing import Any
 
 from sft.config import Config, ModelConfig
 from sft.estimate import memory
-from sft.hf.lora_targets import adapted_weights
+from sft.hf.trained_weights import trained_weights
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tools.bench.mixes import MIXES, read_length, short
@@ -130,14 +130,14 @@ class StepCase:
     def estimate(self, device: str, *, also: Sequence[str] = ()) -> memory.Memory:
         """The memory of one device that sft/estimate/memory.py predicts."""
         config = self.config(device, also=also)
-        adapted = adapted_weights(config, self.vocab)
-        return memory.estimate(config, Layout.resolve(config, 1), self.vocab, adapted=adapted)
+        trained = trained_weights(config, self.vocab)
+        return memory.estimate(config, Layout.resolve(config, 1), self.vocab, trained=trained)
 
     def longest(self, device: str, bytes_available: float, *, also: Sequence[str] = ()) -> int:
         """The longest context, in tokens, that sft/estimate/memory.py predicts to fit."""
         config = self.config(device, also=also)
-        adapted = adapted_weights(config, self.vocab)
-        return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available, adapted)
+        trained = trained_weights(config, self.vocab)
+        return memory.longest_context(config, Layout.resolve(config, 1), self.vocab, bytes_available, trained)
 
     def at_least(self, device: str, also: Sequence[str] = ()) -> float:
         """Bytes that every step needs: weights, gradients, optimizer states and saved tensors of layers."""

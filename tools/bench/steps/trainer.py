@@ -14,7 +14,7 @@ import torch
 from sft.batch import Sample
 from sft.config import Config
 from sft.data.loader import Loader, make_loader
-from sft.hf.lora_targets import adapted_weights
+from sft.hf.trained_weights import trained_weights
 from sft.mcore import device as devices
 from sft.mcore import engine as engine_module
 from sft.mcore import lora, process_groups
@@ -104,8 +104,8 @@ def engine_of(
     case: StepCase, config: Config, layout: Layout, groups: process_groups.ProcessGroups
 ) -> engine_module.Engine:
     """The engine of this rank with random weights, and adapters of a new run."""
-    adapted = adapted_weights(config, case.vocab)
-    engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, adapted=adapted)
+    trained = trained_weights(config, case.vocab)
+    engine = engine_module.Engine(config, layout, groups, vocab_size=case.vocab, num_steps=NUM_STEPS, trained=trained)
     initialise(engine)
     lora.initialise(engine.chunks, config.run.seed)
     return engine

@@ -1,0 +1,106 @@
+"""Counts the parameters that one rank of a pipeline stage holds, and those of them that it trains.  Arithmetic only."""
+
+from dataclasses import dataclass
+
+from sft.adapters import EMBEDDING, HEAD, Trained, Weight
+from sft.config import Config, ModelConfig
+from sft.flops import shared_expert
+from sft.parallel.layout import Layout, padded_vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """Parameters of a rank.  dense: those outside of experts"""
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+    def __add__(self, other: "Numbers") -> "Numbers":
+        return Numbers(dense=self.dense + other.dense, experts=self.experts + other.experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfStage:
+    """all: with adapters"""
+
+    all: Numbers
+    trained: Numbers
+
+
+def of_stage(config: Config, layout: Layout, vocab_size: int, stage: int, trained: Trained) -> OfStage:
+    """The parameters of one rank of pipeline stage `stage`."""
+    weights = parameters(config.model, layout, vocab_size, stage)
+    if trained.whole is None:
+        return OfStage(all=weights, trained=weights)
+    factors = _factors(config, layout, stage, trained)
+    return OfStage(all=weights + factors, trained=factors + _whole(config.model, layout, vocab_size, stage, trained))
+
+
+def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> Numbers:
+    """The weights of the model.
+
+    hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> 512 + 172, 0
+    """
+    hidden, width = model.hidden_size, model.resolved_head_dim
+    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
+    split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys) * model.qkv_bias
+    normed = queries + keys if model.qk_norm_across_heads else 2 * width  # the weights of all heads on every rank
+    whole, experts = 2 * hidden + normed * model.qk_norm, 0.0
+    if model.moe.num_experts is None:
+        split += 3 * hidden * model.ffn_hidden_size
+    else:
+        whole += hidden * (model.moe.num_experts + model.moe.shared_gate)
+        split += shared_expert(model)
+        experts = 3 * hidden * model.resolved_expert_ffn * model.moe.num_experts / (layout.ep * layout.etp)
+    layers, first, last = model.num_layers / layout.pp, stage == 0, stage == layout.pp - 1
+    tables = first + (last and not (first and model.tie_embeddings))
+    dense = layers * (split / layout.tp + whole) + tables * vocab_rows(vocab_size, layout.tp) * hidden + hidden * last
+    return Numbers(dense=dense, experts=layers * experts)
+
+
+def vocab_rows(vocab_size: int, tp: int) -> float:
+    """Rows of the embedding on a rank, with padding."""
+    return padded_vocab_size(vocab_size, tp) / tp
+
+
+def trains_layers(trained: Trained) -> bool:
+    """Whether matrices of layers are trained themselves, so that backward computes their gradients."""
+    return trained.whole is None or any(weight.index and len(weight.shape) > 1 for weight in trained.whole)
+
+
+def _factors(config: Config, layout: Layout, stage: int, trained: Trained) -> Numbers:
+    """Numbers in adapters."""
+    rank = config.lora.rank or 0
+    own = [weight for weight in trained.adapted if _stage_of(weight.layer, config.model, layout) == stage]
+    return Numbers(
+        dense=sum(weight.num_trained(rank, layout.tp) for weight in own if not weight.num_experts),
+        experts=sum(weight.num_trained(rank, layout.etp) for weight in own if weight.num_experts) / layout.ep,
+    )
+
+
+def _whole(model: ModelConfig, layout: Layout, vocab_size: int, stage: int, trained: Trained) -> Numbers:
+    """Numbers in weights that are trained themselves."""
+    own = [weight for weight in trained.whole or () if _is_on(weight, model, layout, stage)]
+    experts = sum(weight.size for weight in own if weight.is_expert) / (layout.ep * layout.etp)
+    dense = 0.0
+    for weight in own:
+        if weight.key in (EMBEDDING, HEAD):
+            dense += vocab_rows(vocab_size, layout.tp) * model.hidden_size
+        elif not weight.is_expert:
+            dense += weight.size / (layout.tp if weight.is_split else 1)
+    return Numbers(dense=dense, experts=experts)
+
+
+def _is_on(weight: Weight, model: ModelConfig, layout: Layout, stage: int) -> bool:
+    if weight.index:
+        return _stage_of(weight.index[0], model, layout) == stage
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    return (is_first or (is_last and model.tie_embeddings)) if weight.key == EMBEDDING else is_last
+
+
+def _stage_of(layer: int, model: ModelConfig, layout: Layout) -> int:
+    return layer * layout.pp // model.num_layers

@@ -1,0 +1,96 @@
+"""Selects what a run trains: all weights, or those that train.freeze does not name, or with LoRA adapters.
+
+train.freeze names tensors of Hugging Face, as lora.targets names Linears: by name, end of a name, or pattern.  The name
+of a module, such as `embed_tokens` or `q_proj`, means its weight and its bias.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from sft.adapters import EMBEDDING, HEAD, Trained, Weight
+from sft.config import Config, ModelConfig
+from sft.errors import ConfigError
+from sft.hf.family import Family, TensorMapping
+from sft.hf.lora_targets import adapted_weights, is_match, nearest
+from sft.hf.model_family import model_family
+
+
+def trained_weights(config: Config, vocab_size: int) -> Trained:
+    """What the recipe trains.
+
+    Raises ConfigError if a name matches nothing, or if the model has no names of Hugging Face.
+    """
+    lora, model = config.lora, config.model
+    if not lora.is_used and not config.train.freeze:
+        return Trained()
+    adapted = adapted_weights(config, vocab_size)
+    family = model_family(model)
+    if family is None:
+        raise ConfigError(
+            "train.freeze names tensors of a Hugging Face model, but no table has the tensors of `model`."
+        )
+    if not lora.is_used:
+        return Trained(whole=unfrozen(config.train.freeze, family, model, vocab_size))
+    keys = {EMBEDDING: lora.train_embeddings, HEAD: lora.train_head}
+    mappings = family.mappings(model, vocab_size)
+    return Trained(adapted=adapted, whole=[_weight(mapping) for mapping in mappings if keys.get(mapping.key)])
+
+
+def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_size: int) -> list[Weight]:
+    """The weights that no pattern names.
+
+    Raises ConfigError if a pattern matches nothing, if nothing is left, or if only a part of one of our weights is
+    frozen.
+    """
+    mappings = list(family.mappings(model, vocab_size))
+    names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
+    frozen = {name for pattern in patterns for name in _matches(pattern, names, family, model)}
+    for mapping in mappings:
+        _check_whole(mapping, frozen)
+    weights = [_weight(mapping) for mapping in mappings if frozen.isdisjoint(_names(mapping))]
+    if not weights:
+        raise ConfigError("train.freeze freezes every weight, so that nothing would be trained.  Name fewer weights.")
+    return weights
+
+
+def _weight(mapping: TensorMapping) -> Weight:
+    return Weight(key=mapping.key, index=mapping.stack_index, shape=(mapping.num_rows, *mapping.row_shape))
+
+
+def _names(mapping: TensorMapping) -> list[str]:
+    """The tensors of Hugging Face of which our weight consists: of linear_qkv those of q, k and v."""
+    return list(dict.fromkeys(view.name for view in mapping.sources))
+
+
+def _module(name: str) -> str:
+    """model.norm.weight -> model.norm; a stacked tensor of experts, such as experts.down_proj, is no module"""
+    return name.removesuffix(".weight").removesuffix(".bias")
+
+
+def _matches(pattern: str, names: Sequence[str], family: Family, model: ModelConfig) -> list[str]:
+    """The tensors that a pattern means.  Raises ConfigError if there are none."""
+    if matches := [name for name in names if is_match(pattern, name) or is_match(pattern, _module(name))]:
+        return matches
+    if model.tie_embeddings and is_match(pattern, _module(family.head)):
+        raise ConfigError(
+            f"train.freeze names {pattern!r}, but the output weight of this model is its embedding "
+            f"(model.tie_embeddings).  {_module(family.embedding)} freezes both."
+        )
+    leaves = sorted({_module(name).rpartition(".")[2] for name in names})
+    raise ConfigError(
+        f"train.freeze names {pattern!r}, which matches no tensor of this model.{nearest(pattern, leaves)}  The model "
+        f"has {', '.join(leaves)}, for example {names[-1]}."
+    )
+
+
+def _check_whole(mapping: TensorMapping, frozen: Iterable[str]) -> None:
+    """Raise ConfigError if only some of the tensors of which our weight consists are frozen."""
+    names = _names(mapping)
+    inside = [name for name in names if name in frozen]
+    if not inside or inside == names:
+        return
+    outside = [name for name in names if name not in inside]
+    raise ConfigError(
+        f"train.freeze names {', '.join(inside)}, but not {', '.join(outside)}.  These are rows of one weight here, "
+        f"{mapping.key.removeprefix('decoder.layers.')}, which is frozen or trained as a whole.  Name all of "
+        f"{', '.join(_module(name).rpartition('.')[2] for name in names)}, or none of them."
+    )

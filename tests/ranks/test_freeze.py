@@ -1,0 +1,178 @@
+"""train.freeze is requires_grad = False of transformers on every layout, and frozen weights cost nothing."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft.batch import Sample
+from sft.estimate.parameters import of_stage
+from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.checkpoint_io.optimizer_shards import MAIN, OptimizerSlice, optimizer_slices, sharded_slices
+from sft.mcore.engine import Engine
+from sft.mcore.gradients import chunk_of, gradient_chunks
+from tests.ranks import scenarios
+from tests.ranks.hf_models import (
+    PACKS,
+    backward,
+    check_parameters,
+    in_stored_names,
+    load,
+    recipe_of,
+    stored_gradients,
+)
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures import hf
+
+Ranks = Callable[[int], RankPool]
+GRADIENT_TOLERANCE = 1e-5  # of the norm of each gradient; fp32, two implementations
+STEP_TOLERANCE = 1e-4  # of the norm of what a weight moved; Adam divides by the root of small numbers
+LAYOUT_TOLERANCE = 1e-4  # of what a weight moved in the steps after a resume on another layout
+STEPS = 10
+OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
+OPTIMIZER += ["optim.weight_decay=0.1", f"train.num_steps={STEPS}"]
+CP, TP, PP, EP = ["parallel.cp=2"], ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.ep=2"]
+SP, DP = [*TP, "parallel.sequence_parallel=true"], ["parallel.distributed_optimizer=true"]
+FULL, SELECTIVE, TILES = "train.recompute=full", "train.recompute=selective", "train.mlp_tile=24"
+
+
+def packs() -> list[list[Sample]]:
+    corpus = scenarios.SkewedCorpus([60, 33, 20, 41, 64], scenarios.VOCAB)
+    return [[corpus.sample(i) for i in pack] for pack in PACKS]
+
+
+def recipe(source: Path, freeze: list[str]) -> list[str]:
+    return [*recipe_of(source), *OPTIMIZER, f"model.hf={source}", f"train.freeze={json.dumps(freeze)}"]
+
+
+def step(engine: Engine) -> None:
+    mine = packs()[engine.groups.dp_rank :: engine.layout.dp]
+    engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+
+
+def gradients(engine: Engine) -> list[Any]:
+    return [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in gradient_chunks(engine)]
+
+
+def weights(engine: Engine) -> list[Any]:
+    """All weights of this rank, frozen or not."""
+    params = [param.detach() for chunk in engine.chunks for param in chunk.parameters()]
+    owners = [param for chunk in engine.chunks for param in chunk.parameters()]
+    slices = [
+        OptimizerSlice(param=owner, start=0, tensors={MAIN: param.view(-1)}, is_distributed=False)
+        for owner, param in zip(owners, params)
+    ]
+    chunks = map(chunk_of, sharded_slices(slices, engine_state.model_state(engine), main=""))
+    return [(c.parameter, c.shape, c.offset, c.data.numpy().copy()) for c in chunks]
+
+
+def train(overrides: list[str], folder: str) -> dict[str, Any]:
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        before = {name: param.detach().clone() for c in engine.chunks for name, param in c.named_parameters()}
+        mine = packs()[engine.groups.dp_rank :: engine.layout.dp]
+        engine.measure([scenarios.microbatch_of(engine, pack) for pack in mine], forward_only=False)
+        first = gradients(engine)
+        for _ in range(STEPS):
+            step(engine)
+        params = [(name, param) for chunk in engine.chunks for name, param in chunk.named_parameters()]
+        stage = engine.groups.pp_rank
+        counted = of_stage(engine.config, engine.layout, engine.vocab_size, stage, engine.trained)
+        return {
+            "gradients": first,
+            "weights": weights(engine),
+            "unchanged": all(torch.equal(p, before[name]) for name, p in params if not p.requires_grad),
+            "frozen": sum(not param.requires_grad for _, param in params),
+            "trained": sum(param.numel() for _, param in params if param.requires_grad),
+            "estimated": counted.trained.total,
+            "gradient numbers": sum(
+                buffer.grad_data.numel() for c in engine.chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)
+            ),
+            "moments": sum(part.tensors["exp_avg"].numel() for part in optimizer_slices(engine.optimizer)),
+        }
+
+
+def stored(results: list[dict[str, Any]], key: str, source: Path) -> dict[str, torch.Tensor]:
+    return in_stored_names(source, [{"chunks": result[key]} for result in results])
+
+
+def reference(source: Path, frozen: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """transformers' model after the steps, its first gradients, and its weights before.  frozen: expression of names"""
+    model = hf.load(source).eval()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not re.search(frozen, name))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    decays = [{"params": [p for p in trained if p.dim() > 1]}]
+    decays += [{"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(decays, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    samples, before = [s for pack in packs() for s in pack], stored_gradients(model, lambda param: param.detach())
+    for number in range(STEPS):
+        backward(model, samples)
+        if number == 0:
+            first = stored_gradients(model)
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        adam.step()
+    return model, first, before
+
+
+LAYER_0 = "layers.0.*"
+
+
+@pytest.mark.parametrize(
+    "family,tied,freeze,frozen,world_size,overrides",
+    [
+        ("llama", False, ["embed_tokens", "lm_head", "mlp.*"], r"embed_tokens|lm_head|\.mlp\.", 2, [*SP, FULL]),
+        (
+            "qwen3",
+            True,
+            ["embed_tokens", LAYER_0],
+            r"embed_tokens|layers\.0\.",
+            2,
+            [*PP, FULL],
+        ),  # nothing on stage 0
+        ("qwen2", False, ["model.*"], r"^model\.", 2, [*CP, *DP]),  # only the output weight is trained
+        ("llama", True, ["q_proj", "k_proj", "v_proj", "*norm"], r"[qkv]_proj|norm", 2, [*PP, SELECTIVE]),
+        (
+            "qwen3_moe",
+            False,
+            ["embed_tokens", "experts.*", "mlp.gate"],
+            r"embed_tok|experts|mlp\.gate\.",
+            2,
+            [*EP, *CP],
+        ),
+        ("qwen3_moe", False, ["layers.0.mlp.experts.*"], r"layers\.0\.mlp\.experts", 4, [*EP, *PP, FULL]),
+        ("qwen3", False, ["lm_head", "layers.1.*"], r"lm_head|layers\.1\.", 4, [*SP, *CP, *DP, TILES]),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_transformers(
+    ranks: Ranks,
+    tmp_path: Path,
+    family: str,
+    tied: bool,
+    freeze: list[str],
+    frozen: str,
+    world_size: int,
+    overrides: Any,
+) -> None:
+    """First gradients and ten steps.  Frozen weights keep their bits, and have no gradients and no moments."""
+    source = hf.save(tmp_path / "source", family, tied=tied)
+    model, first, before = reference(source, frozen)
+    results = ranks(world_size).run(train, [*recipe(source, freeze), *overrides], str(source))
+    check_parameters(stored(results, "gradients", source), first, GRADIENT_TOLERANCE)
+    after = stored_gradients(model, lambda param: param.detach())
+    found = stored(results, "weights", source)
+    assert found.keys() == before.keys()
+    moved = {name: after[name] - before[name] for name in first}
+    check_parameters({name: found[name] - before[name] for name in first}, moved, STEP_TOLERANCE)
+    assert all(torch.equal(found[name], before[name]) for name in before.keys() - first.keys())
+    assert sum(result["frozen"] for result in results) > 0
+    for result in results:
+        assert result["unchanged"] and result["trained"] == result["estimated"]
+        padding = 64 * world_size * 2 * 2  # core pads the buffers of dense and expert weights
+        assert result["trained"] <= result["gradient numbers"] <= result["trained"] + 4096 + padding
+        assert result["moments"] <= result["trained"]

@@ -1,0 +1,110 @@
+"""Which weights train.freeze leaves, by Hugging Face's names; names that match nothing or a part of a weight."""
+
+from pathlib import Path
+
+import pytest
+
+from sft.adapters import Weight
+from sft.checkpoint.train_state import Conditions, changes
+from sft.config.keys import values
+from sft.errors import ConfigError
+from sft.hf.architecture import architecture, read
+from sft.hf.trained_weights import trained_weights, unfrozen
+from sft.recipe.load import parse_recipe
+from tests.unit.fixtures import hf
+
+RECIPE = """
+run: {{dir: runs/none}}
+model: {{hf: {folder}}}
+data: {{train: none.jsonl, seq_length: 32}}
+train: {{num_steps: 1, global_batch_size: 1}}
+optim: {{lr: 1e-3}}
+"""
+
+
+def left(folder: Path, *patterns: str) -> list[Weight]:
+    found = architecture(read(folder), str(folder))
+    return unfrozen(patterns, found.family, found.model, found.vocab_size)
+
+
+def test_names_ends_and_patterns(tmp_path: Path) -> None:
+    """The name of a module means its weight and its bias."""
+    folder = hf.save(tmp_path / "model", "qwen2")
+    weights = left(folder, "model.layers.0.*", "embed_tokens", "mlp.*", "[qkv]_proj", "*_layernorm")
+    assert [(weight.key.removeprefix("decoder.layers."), weight.index, weight.shape) for weight in weights] == [
+        ("decoder.final_layernorm.weight", (), (hf.WIDTH,)),
+        ("output_layer.weight", (), (hf.VOCAB, hf.WIDTH)),
+        ("self_attention.linear_proj.weight", (1,), (hf.WIDTH, hf.HEADS * hf.HEAD_DIM)),
+    ]
+
+
+def test_experts_are_frozen_one_by_one_or_as_the_tensor_that_holds_all(tmp_path: Path) -> None:
+    single = left(hf.save(tmp_path / "single", "qwen3_moe"), "layers.1.mlp.experts.[012].*")
+    assert [weight.index for weight in single if weight.is_expert and weight.index[0] == 1] == [(1, 3), (1, 3)]
+    stacked = left(hf.save(tmp_path / "stacked", "granitemoe"), "layers.0.*input_linear")
+    kinds = {(w.key.rpartition("experts.")[2], w.index[0]) for w in stacked if w.is_expert}
+    assert kinds == {("linear_fc2.weight", 0), ("linear_fc1.weight", 1), ("linear_fc2.weight", 1)}
+
+
+@pytest.mark.parametrize(
+    "family,tied,patterns,message",
+    [
+        (
+            "llama",
+            False,
+            ["embed_token"],
+            "names 'embed_token', which matches no tensor of this model.  Nearest: embed_t",
+        ),
+        (
+            "llama",
+            True,
+            ["lm_head"],
+            "names 'lm_head', but the output weight of this model is its embedding (model.tie",
+        ),
+        ("llama", False, ["*"], "freezes every weight, so that nothing would be trained."),
+        (
+            "llama",
+            False,
+            ["q_proj"],
+            "names model.layers.0.self_attn.q_proj.weight, but not model.layers.0.self_attn.k_",
+        ),
+        (
+            "llama",
+            False,
+            ["layers.1.*.up_proj"],
+            "names model.layers.1.mlp.up_proj.weight, but not model.layers.1.mlp.g",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, family: str, tied: bool, patterns: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        left(hf.save(tmp_path / "model", family, tied=tied), *patterns)
+    assert str(error.value).startswith(f"train.freeze {message}")
+
+
+def test_keys_that_exclude_each_other(tmp_path: Path) -> None:
+    recipe = RECIPE.format(folder=hf.save(tmp_path / "model", "llama", tied=True))
+    with pytest.raises(ConfigError, match="train.freeze = .* has no effect with lora.rank, because LoRA freezes all"):
+        parse_recipe(recipe, "tests", ["lora.rank=2", "train.freeze=[embed_tokens]"])
+    with pytest.raises(ConfigError, match="lora.train_head = .* cannot be used with model.tie_embeddings"):
+        parse_recipe(recipe, "tests", ["lora.rank=2", "lora.train_head=true"])
+
+
+def test_the_embedding_and_the_output_weight_beside_adapters(tmp_path: Path) -> None:
+    recipe = RECIPE.format(folder=hf.save(tmp_path / "model", "llama"))
+    config = parse_recipe(recipe, "tests", ["lora.rank=2", "lora.train_embeddings=true"]).config
+    trained = trained_weights(config, hf.VOCAB)
+    assert trained.whole == [Weight(key="embedding.word_embeddings.weight", index=(), shape=(hf.VOCAB, hf.WIDTH))]
+    assert trained.describe(2, 100_000) == (
+        "trained 12,064, of which 2,432 in 14 adapters of rank 2 (12.06% of 100,000)"
+    )
+
+
+def test_a_resume_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
+    recipe = RECIPE.format(folder=hf.save(tmp_path / "model", "llama"))
+    before, now = (
+        Conditions(plan={}, recipe=values(parse_recipe(recipe, "tests", overrides).config), layout={}, versions={})
+        for overrides in ([], ["train.freeze=[embed_tokens]"])
+    )
+    assert changes(vars(before), now, []).refused == {"train.freeze": "was [], is ['embed_tokens']"}
+    assert not changes(vars(before), before, []).refused

@@ -101,6 +101,7 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
         values.setdefault("num_query_groups", heads)
         if type(hidden) is int and heads > 0:
             values.setdefault("head_dim", hidden // heads)
+            sources.setdefault("head_dim", "hidden_size")  # a family may have no such key
     rope = _rope(content, family, problems)
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}

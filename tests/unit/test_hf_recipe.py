@@ -11,7 +11,7 @@ from sft.errors import ConfigError, DataError
 from sft.hf.tokenizer import tokenizer_of
 from sft.recipe.load import parse_recipe
 from sft.recipe.resolved import Recipe, derived, dump
-from tests.unit.fixtures import hf
+from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.folder import make_folder, template
 
 REST = """
@@ -55,6 +55,14 @@ def test_nothing_needs_to_be_typed(folder: Path) -> None:
     assert str(found.origins["model.ffn_hidden_size"]) == f"derived: {path}, intermediate_size"
     assert str(found.origins["model.rope.base"]) == f"derived: {path}, rope_parameters"
     assert str(found.origins["model.init_std"]) == "default"
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen2_5_vl"])
+def test_a_family_without_a_key_for_the_width_of_heads(tmp_path: Path, family: str) -> None:
+    models: Any = hf if family in hf.FAMILIES else vision
+    found = recipe(models.save(tmp_path / "model", family))
+    assert found.config.model.head_dim == 4
+    assert str(found.origins["model.head_dim"]).endswith("hidden_size")
 
 
 def test_the_recipe_of_a_run_loads_back(folder: Path) -> None:

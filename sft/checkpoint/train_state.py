@@ -19,6 +19,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 _DISTRIBUTIONS = {"sft": "sft-megatron", **{name: name for name in _PACKAGES}}
 _FREEZE = "train.freeze"
 _START_ONLY = ("model.hf", "model.init_from", "model.init_std", "lora.init_from")
+_NOT_COMPUTED = ("lora.lr_ratio", "lora.export")  # of the group lora, and not of what the model computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ def _with_defaults(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 def _describes_model(key: str) -> bool:
     """Whether a change of the key changes the computation of the model, even with tensors of the same shapes."""
-    return key.startswith(("model.", "lora.")) and key not in _START_ONLY and is_reported(key)
+    return key.startswith(("model.", "lora.")) and key not in _START_ONLY + _NOT_COMPUTED and is_reported(key)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -58,9 +58,6 @@ class LoraConfig(Section):
                 "is not supported: the random mask of a token would depend on the layout, and so "
                 "would the loss; use 0"
             )
-        for field, default in (("lr_ratio", 1.0),):
-            if getattr(self, field) != default:
-                yield field, f"is not supported yet; use {str(default).lower().replace('none', 'null')}"
         if self.export != "adapter":
             yield "export", "is not supported yet; use adapter"
         for field, names in (("targets", self.targets), ("exclude", self.exclude)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 
 from sft.batch import Sample
 from sft.mcore import lora
@@ -143,11 +144,12 @@ def train(overrides: list[str], folder: str, values: dict[str, torch.Tensor], pa
         frozen = frozen_hash(engine)
         mine = packs[engine.groups.dp_rank :: engine.layout.dp]
         for _ in range(STEPS):
-            engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+            step = engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
         shards = list(lora.sharded_tensors(engine.chunks))
         return {
             "factors": [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards],
             "unchanged": frozen_hash(engine) == frozen,
+            "rate": step.learning_rate,
             "trained": sum(p.numel() for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad),
             "gradients": sum(
                 b.grad_data.numel() for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)
@@ -165,9 +167,10 @@ def frozen_hash(engine: Engine) -> str:
     return digest.hexdigest()
 
 
-def peft_steps(model: Any, packs: Any) -> dict[str, torch.Tensor]:
+def peft_steps(model: Any, packs: Any, lr_ratio: float) -> dict[str, torch.Tensor]:
     trained = {stored_name(name): param for name, param in model.named_parameters() if param.requires_grad}
-    adam = torch.optim.AdamW(trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    settings = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, loraplus_weight_decay=0.1)
+    adam = create_loraplus_optimizer(model, torch.optim.AdamW, loraplus_lr_ratio=lr_ratio, **settings)
     for _ in range(STEPS):
         peft_gradients(model, packs)
         torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
@@ -176,30 +179,52 @@ def peft_steps(model: Any, packs: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family,world_size,overrides",
+    "family,world_size,overrides,lr_ratio",
     [
-        ("llama", 2, [*DP, "parallel.distributed_optimizer=true"]),
-        ("qwen3", 2, SP),
-        ("phi3", 2, [*PP, FULL]),
-        ("llama", 4, [*SP, *CP, "parallel.distributed_optimizer=true", SELECTIVE]),
+        ("llama", 2, [*DP, "parallel.distributed_optimizer=true"], 8.0),
+        ("qwen3", 2, SP, 8.0),
+        ("phi3", 2, [*PP, FULL], 0.25),
+        ("llama", 4, [*SP, *CP, "parallel.distributed_optimizer=true", SELECTIVE], 1.0),
     ],
     ids=str,
 )
 def test_ten_steps_are_those_of_peft(
-    ranks: Ranks, tmp_path: Path, family: str, world_size: int, overrides: list[str]
+    ranks: Ranks, tmp_path: Path, family: str, world_size: int, overrides: list[str], lr_ratio: float
 ) -> None:
     source = hf.save(tmp_path / "source", family)
     model, values = peft_model(source, "all-linear")
-    recipe, packs = [*lora_recipe(source, "all-linear"), *OPTIMIZER, *overrides], samples()
+    recipe, packs = [*lora_recipe(source, "all-linear"), *OPTIMIZER, *overrides, f"lora.lr_ratio={lr_ratio}"], samples()
     results = ranks(world_size).run(train, recipe, str(source), values, packs)
-    expected = peft_steps(model, packs)
+    expected = peft_steps(model, packs, lr_ratio)
     moved = {name: tensor - values[name] for name, tensor in expected.items()}
     found = whole(results, "factors")
     check_parameters({name: tensor - values[name] for name, tensor in found.items()}, moved, STEP_TOLERANCE)
     copies: dict[Any, set[bytes]] = {}
     for result in results:
-        assert result["unchanged"]
+        assert result["unchanged"] and result["rate"] == 1e-3  # the rate of A, which does not depend on lr_ratio
         assert result["trained"] <= result["gradients"] < 1.1 * result["trained"] + 4096  # padding of buffers
         for name, _, offset, data in result["factors"]:
             copies.setdefault((name, offset, data.shape), set()).add(data.tobytes())
     assert all(len(values) == 1 for values in copies.values()), "ranks that hold the same factor hold the same bits"
+
+
+def rates(overrides: list[str]) -> list[tuple[float, float]]:
+    """Of A, as the log has it, and of B, in each step."""
+    with scenarios.running(overrides) as engine:
+        found = []
+        for step in range(1, 5):
+            engine.scheduler.step(1)
+            a, b = (
+                group["lr"] for group in engine.optimizer.param_groups
+            )  # A comes first, and the log reads the first
+
+            found.append((a, b))
+        return found
+
+
+def test_the_schedule_scales_the_rates_of_both_factors(ranks: Ranks) -> None:
+    """Warm-up to the peak, then to min_lr: 1e-3 to 1e-4 for A, and four times as much for B."""
+    recipe = ["model.qkv_bias=false", "lora={rank: 3, lr_ratio: 4}", "optim.min_lr=1e-4", "train.num_steps=4"]
+    ((first, *rest),) = ranks(1).run(rates, recipe)
+    assert first == pytest.approx((1e-3, 4e-3))
+    assert rest == [pytest.approx((a, 4 * a)) for a in (7e-4, 4e-4, 1e-4)]

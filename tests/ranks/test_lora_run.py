@@ -22,6 +22,7 @@ VISIBLE = 1e-3  # what adapters change in logits at least, so that an equality s
 LOSS_TOLERANCE = 1e-5  # relative; fp32, another layout
 RUN = ["data.tokenizer=byte", "lora.rank=4", "train.global_batch_size=2", "checkpoint.save_every=2", "optim.lr=1e-2"]
 RUN += ["lora.targets=[all-linear, experts.*]", "optim.schedule=constant", "checkpoint.export_hf=last"]
+RUN += ["lora.lr_ratio=4"]
 
 
 def recipe(folder: Path, *more: str) -> list[str]:

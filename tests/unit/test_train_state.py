@@ -51,6 +51,7 @@ def test_a_change_of_how_it_trains_is_told() -> None:
     assert after_changing(optim__betas=[0.9, 0.99]).reported == ["optim.betas was [0.9, 0.95], is [0.9, 0.99]"]
     assert after_changing(run__precision="fp32").reported == ["run.precision was bf16, is fp32"]
     assert after_changing(lora__init_from="a").reported == ["lora.init_from was null, is a"]
+    assert after_changing(lora__lr_ratio=16.0) == Changes(reported=["lora.lr_ratio was 1.0, is 16.0"], refused={})
 
 
 def test_null_as_older_versions_wrote_it_is_no_change() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sft.config import Config, OptimConfig
 from sft.config.schedule import Schedule
-from sft.mcore.optimizer import offload
+from sft.mcore.optimizer import learning_rates, offload
 
 # Numbers per piece.  A CPU makes a float64 copy of a piece, 512 KiB, which fits the cache of a core.  A GPU makes no
 # copy: its kernel converts each number that it reads, adds 65,536 numbers in a block, and stores 8 bytes per block.
@@ -49,9 +49,8 @@ def build_optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Me
     )
     if optim.offload_fraction:
         offload.enable_offload(core, optim.offload_fraction)
-    optimizer = get_megatron_optimizer(
-        core, chunks, config_overrides=get_standard_config_overrides(core), use_gloo_process_groups=False
-    )
+    overrides = {**get_standard_config_overrides(core), **learning_rates.overrides_of(config, chunks)}
+    optimizer = get_megatron_optimizer(core, chunks, config_overrides=overrides, use_gloo_process_groups=False)
     if optim.offload_fraction:
         offload.check_and_free(optimizer)
     offload.use_fused_kernel(optimizer)

@@ -1,6 +1,6 @@
 """`sft import` and `sft export`: convert models between Hugging Face and Megatron."""
 
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ def add(commands: Any) -> None:
     to_hf.add_argument("--verify", choices=("full", "size"), default="full", help=about)
     about = "type of the trained tensors (default: the type that each has in the original model)"
     to_hf.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help=about)
+    about = (
+        "add LoRA adapters to the weights, and write the whole model; --no-merged writes the adapters alone, for PEFT"
+    )
+    about += " (default: lora.export of the recipe)"
+    to_hf.add_argument("--merged", action=BooleanOptionalAction, default=None, help=about)
     about = "process id of the run that starts this export; the export ends when the run ends"
     to_hf.add_argument("--end-with", metavar="PID", type=int, help=about)
     to_hf.set_defaults(action=export_model, parser=to_hf)
@@ -49,6 +54,7 @@ def export_model(arguments: Namespace) -> None:
         "like": arguments.hf and _folder(arguments.hf),
         "verify": arguments.verify,
         "dtype": arguments.dtype,
+        "merged": arguments.merged,
     }
     export_hf(arguments.source, arguments.target, console, **options)
 

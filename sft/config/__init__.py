@@ -106,6 +106,14 @@ class Config(Section):
                 "needs Transformer Engine, which has neither model.norm_placement = post nor "
                 "model.qk_norm_across_heads; use null"
             )
+        yield from self._conflicts_of_lora()
+        if self.lora.is_used and fp8:
+            yield "run.fp8", "needs Transformer Engine, which does not support lora; use null"
+        if fp8 and not self.attention.may_have_fp8:
+            why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
+            yield "run.fp8", why
+
+    def _conflicts_of_lora(self) -> Iterator[tuple[str, str]]:
         if self.lora.is_used and self.train.freeze:
             yield "train.freeze", "has no effect with lora.rank, because LoRA freezes all weights; use []"
         if self.lora.is_used and self.lora.train_head and self.model.tie_embeddings:
@@ -113,8 +121,8 @@ class Config(Section):
                 "cannot be used with model.tie_embeddings, because the output weight is the embedding; use "
                 "lora.train_embeddings, which trains both"
             )
-        if self.lora.is_used and fp8:
-            yield "run.fp8", "needs Transformer Engine, which does not support lora; use null"
-        if fp8 and not self.attention.may_have_fp8:
-            why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
-            yield "run.fp8", why
+        if self.lora.export == "merged" and self.model.init_from == RANDOM and self.checkpoint.export_hf != "none":
+            yield "lora.export", (
+                "= merged adds adapters to weights of files, and model.init_from is random; use adapter, or "
+                "checkpoint.export_hf = none"
+            )

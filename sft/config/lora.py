@@ -58,8 +58,6 @@ class LoraConfig(Section):
                 "is not supported: the random mask of a token would depend on the layout, and so "
                 "would the loss; use 0"
             )
-        if self.export != "adapter":
-            yield "export", "is not supported yet; use adapter"
         for field, names in (("targets", self.targets), ("exclude", self.exclude)):
             for i, name in enumerate(names):
                 if not _PATTERN.fullmatch(name):

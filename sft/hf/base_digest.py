@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sft.atomic_files import replace_text
-from sft.checkpoint import manifest
+from sft.checkpoint import folders, manifest
 from sft.config import RANDOM, Config
 from sft.file_digest import entry_of
+from sft.hf import merged_adapters
 from sft.hf.hub import local_folder
 from sft.hf.initial import find_checkpoint
 from sft.mcore.process_groups import ProcessGroups
@@ -32,6 +33,7 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
         return f"random weights, seed {config.run.seed}"
     files = broadcast_from_rank0(lambda: _weight_files(config), groups.control)
     known = broadcast_from_rank0(lambda: _read_memory(run), groups.control)
+    broadcast_from_rank0(lambda: _refuse_merged(config, run, known), groups.control)
     ranks = len(all_gather_objects(lambda: 0, groups.control))
     own = {name: _digest_of(Path(name), known) for name in files[groups.rank :: ranks]}
     entries = {
@@ -40,6 +42,26 @@ def base_digest(config: Config, run: Path, groups: ProcessGroups, *, remembers: 
     if groups.rank == 0 and remembers and entries != known:
         run.mkdir(parents=True, exist_ok=True)
         replace_text(run / MEMORY, json.dumps(entries, indent=1) + "\n")
+    return _digest_of_all(entries)
+
+
+def _refuse_merged(config: Config, run: Path, known: dict[str, dict[str, int | str]]) -> None:
+    """Raise CheckpointError if the run would go on beside weights that hold adapters of its own."""
+    if config.model.init_from is None and folders.candidates(run / "checkpoints"):
+        merged_adapters.refuse(local_folder(config.model.hf or ""), _digest_of_all(known), f"The run in {run}")
+
+
+def digest_of(base: Path, run: Path) -> str:
+    """The digest of the weights in a Hugging Face folder or a Megatron checkpoint.
+
+    run: the folder that may know digests of the files
+    """
+    files = sorted(map(str, base.glob("*.safetensors"))) or _files_of_checkpoint(base)
+    known = _read_memory(run)
+    return _digest_of_all({name: _digest_of(Path(name), known) for name in files})
+
+
+def _digest_of_all(entries: dict[str, dict[str, int | str]]) -> str:
     content = [(Path(name).name, entry["bytes"], entry["sha256"]) for name, entry in sorted(entries.items())]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -49,7 +71,10 @@ def _weight_files(config: Config) -> list[str]:
     model = config.model
     if model.init_from is None:
         return sorted(str(path) for path in local_folder(model.hf or "").glob("*.safetensors"))
-    checkpoint = find_checkpoint(model.init_from)
+    return _files_of_checkpoint(find_checkpoint(model.init_from))
+
+
+def _files_of_checkpoint(checkpoint: Path) -> list[str]:
     if (checkpoint / manifest.NAME).is_file():
         return [str(checkpoint / manifest.NAME)]
     return sorted(str(path) for path in checkpoint.iterdir() if path.is_file())

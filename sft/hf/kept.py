@@ -176,13 +176,18 @@ def on_meta(tensor: Expected, name: str) -> torch.Tensor:
 def not_trained(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of `source` that are passed through, one at a time.  Those in FP8 are dequantised."""
     for name in source.names("passed through"):
-        expected = source.manifest[name]
-        values = torch.empty(expected.shape, dtype=TYPES[expected.dtype])
-        target, start = memoryview(bytes_of(values)).cast("B"), 0
-        for block in source.stored.raw_blocks(name, _BLOCK_BYTES):
-            target[start : start + len(block)] = block
-            start += len(block)
-        yield name, values
+        yield name, read_tensor(source, name)
+
+
+def read_tensor(source: Source, name: str) -> torch.Tensor:
+    """A tensor of `source`, bit for bit.  One in FP8 is dequantised."""
+    expected = source.manifest[name]
+    values = torch.empty(expected.shape, dtype=TYPES[expected.dtype])
+    target, start = memoryview(bytes_of(values)).cast("B"), 0
+    for block in source.stored.raw_blocks(name, _BLOCK_BYTES):
+        target[start : start + len(block)] = block
+        start += len(block)
+    return values
 
 
 def read_tensors(file_of: Mapping[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -42,9 +42,10 @@ def adapted_weights(config: Config, vocab_size: int) -> list[AdaptedWeight]:
     weights = select(config.lora, family, config.model, vocab_size)
     names = [name for weight in weights for name in weight.linears()]
     lost = lost_by_peft(names, rslora=config.lora.rslora)
-    if lost is not None and config.checkpoint.export_hf != "none":
+    if lost is not None and config.checkpoint.export_hf != "none" and config.lora.export == "adapter":
         raise ConfigError(
-            f"checkpoint.export_hf = {config.checkpoint.export_hf} would write a PEFT folder, but {lost}."
+            f"checkpoint.export_hf = {config.checkpoint.export_hf} would write a PEFT folder, but {lost}.  "
+            "lora.export=merged writes whole models."
         )
     return weights
 

@@ -18,7 +18,6 @@ def test_the_scale() -> None:
     [
         (dict(rank=0), "greater than or equal to 1"),
         (dict(alpha=16.0), "rank: trains without adapters, but lora.alpha is set; set lora.rank"),
-        (dict(rank=8, export="merged"), "export: is not supported yet; use adapter"),
         (dict(alpha=0.0), "greater than 0"),
         (dict(lr_ratio=0.0), "greater than 0"),
         (dict(rank=1, targets=[]), "at least 1 item"),

@@ -100,7 +100,12 @@ def test_adapters_that_peft_would_lose_are_refused_before_the_run(tmp_path: Path
         ConfigError, match="export_hf = last would write a PEFT folder, but .* PEFT reads those of gate"
     ):
         adapted_weights(config, 301)
-    assert len(adapted_weights(parse_recipe(recipe, "tests", []).config, 301)) == 2
+    for overrides in ([], ["checkpoint.export_hf=last", "lora.export=merged"]):
+        assert len(adapted_weights(parse_recipe(recipe, "tests", overrides).config, 301)) == 2
+    with pytest.raises(
+        ConfigError, match="lora.export.*adds adapters to weights of files, and model.init_from is rand"
+    ):
+        parse_recipe(recipe, "tests", [*overrides, "model.init_from=random"])
 
 
 def test_experts_have_adapters_by_name_only(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,82 +23,94 @@ from sft.checkpoint.manifest import Entry, Manifest, Verify
 from sft.config import ModelConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError
-from sft.hf import kept
+from sft.hf import kept, merged_adapters
 from sft.hf.architecture import Architecture, architecture, nested, read, write_back
 from sft.hf.convert.atomic_folder import copy_companions, new_folder, refuse_existing
 from sft.hf.convert.export_adapter import export_adapter
 from sft.hf.convert.exports import CHECKPOINT_DIGEST
+from sft.hf.convert.merged_weights import open_merged
 from sft.hf.convert.model_card import write_model_card
+from sft.hf.convert.model_tensors import check_stored, model_tensors
 from sft.hf.convert.original import Original, find_original
 from sft.hf.convert.proof import check_export
 from sft.hf.convert.torch_dist import TorchDistReader
 from sft.hf.convert.trained_tensors import TrainedTensor, prefetched, put_together
-from sft.hf.family import TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG
 from sft.hf.quantization import QUANTIZATION
-from sft.hf.safetensors_files import DTYPES
 from sft.hf.safetensors_writer import NAMES, SHARD_BYTES, TYPES, write_tensors
 from sft.hf.source import Expected
-from sft.hf.tensor_check import check_tensors
 from sft.mcore.checkpoint_io import safe_reader
 
-# Keys of a checkpoint that do not belong to the model: moments, fp32 weights, random generators, plain values.
-_NOT_MODEL = ("optimizer.", "chained_", "rng_state", "common_state", "rerun_state")
 # Groups of `model.*` that do not describe the model.
 _NOT_SHAPE = ("init_from", "hf", "hf_read_once", "init_std", "megatron")
 
+Finish = Callable[[Path, dict[str, Entry]], None]
 
-def export_hf(
-    source: Path,
-    target: Path,
-    console: Console,
-    *,
-    like: Path | None = None,
-    verify: Verify = "full",
-    dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """like: the Hugging Face folder from which the weights came; None: derived from the checkpoint
+
+    dtype   type of all trained tensors, `float32`; None: each has the type of the original
+    merged  whether adapters are added to the weights, or exported alone; None: as the recipe's lora.export says
+    """
+
+    like: Path | None = None
+    dtype: str | None = None
+    shard_bytes: int = SHARD_BYTES
+    merged: bool | None = None
+
+
+def export_hf(source: Path, target: Path, console: Console, *, verify: Verify = "full", **options: Any) -> None:
     """Convert the checkpoint `source`, or the newest checkpoint of the run or folder `source`, to the folder `target`.
 
-    like: the Hugging Face folder from which the weights came; None: derived from the checkpoint
-    dtype: type of all trained tensors, `float32`; None: each has the type of the original
+    options: those of `Options`
     A ConfigError or CheckpointError means that nothing was written.
     """
     refuse_existing(target)
     path = folders.find([source, source / "checkpoints"], str(source))
     with _verifying(path, verify, console) as finish_verification:
-        _convert(path, target, console, finish_verification, like=like, dtype=dtype, shard_bytes=shard_bytes)
+        _convert(path, target, console, finish_verification, Options(**options))
 
 
 def _convert(
-    path: Path,
-    target: Path,
-    console: Console,
-    finish_verification: Callable[[], None],
-    *,
-    like: Path | None,
-    dtype: str | None,
-    shard_bytes: int,
+    path: Path, target: Path, console: Console, finish_verification: Callable[[], None], options: Options
 ) -> None:
     """Convert the checkpoint `path`.  The folder gets its name after `finish_verification` has returned."""
     common = safe_reader.common_state(path)
     recipe = _recipe(common)
-    if recipe.get("lora.rank") is not None:
 
-        def finish(folder: Path, files: dict[str, Entry]) -> None:
-            _write_manifest(folder, path, files)
-            finish_verification()
+    def finish(folder: Path, files: dict[str, Entry]) -> None:
+        _write_manifest(folder, path, files)
+        finish_verification()
 
+    if recipe.get("lora.rank") is None:
+        if options.merged is not None:
+            raise CheckpointError(f"{path} holds whole weights and no adapters.  Leave out --merged and --no-merged.")
+    elif not (recipe.get("lora.export") == "merged" if options.merged is None else options.merged):
+        like, dtype = options.like, options.dtype
         export_adapter(path, target, console, common, recipe, like=like, dtype=dtype, finish=finish)
         return
-    original = find_original(path, recipe, like)
+    _write_model(path, target, console, common, options, finish)
+
+
+def _write_model(
+    path: Path, target: Path, console: Console, common: Mapping[str, Any], options: Options, finish: Finish
+) -> None:
+    """Write the whole model, with adapters merged.  finish: called with the folder and its tensor files"""
+    recipe = _recipe(common)
+    original = find_original(path, recipe, options.like)
     original_content = read(original.folder)
     content = _dequantised(original_content)
     imported = architecture(content, str(original.folder / CONFIG))
     model, seq_length = _model(common, imported, path, console)
-    reader = TorchDistReader(path)
-    tensors = _trained(imported, model, original, reader, path)
-    expected = _expected(tensors, original, reader, dtype)
+    reader, tensors = TorchDistReader(path), model_tensors(imported, model, original, path)
+    if recipe.get("lora.rank") is None:
+        merging = None
+        check_stored(reader, tensors.values(), path)
+    else:
+        merging = open_merged(path, common, recipe, tensors, like=options.like, original=original, console=console)
+    expected = _expected(tensors, original, reader, options.dtype)
     names = sorted(tensors, key=lambda name: -TYPES[expected[name].dtype].itemsize)  # aligns every tensor to its type
     untrained = original.names("passed through")
     planned = {name: kept.on_meta(expected[name], name) for name in [*names, *untrained]}
@@ -112,43 +124,32 @@ def _convert(
     num_bytes = sum(tensor.nbytes for tensor in planned.values())
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
-            trained = _converted(put_together(reader, ((name, tensors[name]) for name in names)), planned)
-            values = prefetched(chain(trained, original.passed_through()))
+            ordered = ((name, tensors[name]) for name in names)
+            trained = _converted(merging.values(ordered) if merging else put_together(reader, ordered), planned)
             files, digests = write_tensors(
-                temporary, planned, values, shard_bytes, digested=untrained, advance=progress.advance
+                temporary,
+                planned,
+                prefetched(chain(trained, original.passed_through())),
+                options.shard_bytes,
+                digested=untrained,
+                advance=progress.advance,
             )
+        unchanged = merging.digests if merging else {}
+        digests |= {name: digest for name, (kind, digest) in unchanged.items() if kind == planned[name].dtype}
         check_export(temporary, expected, {**digests, **original.digests}, f"the export of {path}")
         copied = _write_others(temporary, original.folder, original_content, config)
+        if merging:
+            merged_adapters.write(temporary, merging.holds)
         write_model_card(temporary, path, common, original)
-        _write_manifest(temporary, path, files)
-        finish_verification()
+        finish(temporary, files)
     changed = ", ".join(_changed(original_content, config))
+    count = f"{len(tensors) - len(unchanged):,} tensors trained{' or merged' if merging else ''}, "
+    count += f"{len(unchanged):,} of {merging.base}, " if merging else ""
     console.say(
-        f"exported {path} to {target} ({size(num_bytes)}; {len(tensors):,} tensors trained, {len(untrained):,} "
-        f"passed through)\n  config.json   {original.folder / CONFIG}, "
-        f"{f'changed: {changed}' if changed else 'unchanged'}\n  copied        "
-        f"{', '.join(copied) or 'nothing: the folder has no tokenizer'}"
+        f"exported {path} to {target} ({size(num_bytes)}; {count}{len(untrained):,} passed through)\n"
+        f"  config.json   {original.folder / CONFIG}, {f'changed: {changed}' if changed else 'unchanged'}\n"
+        f"  copied        {', '.join(copied) or 'nothing: the folder has no tokenizer'}"
     )
-
-
-def _trained(
-    imported: Architecture, model: ModelConfig, original: Original, reader: TorchDistReader, path: Path
-) -> dict[str, TrainedTensor]:
-    """The tensors that the export takes from the checkpoint, by name.
-
-    Raises CheckpointError if the checkpoint does not hold the model, or if the original has other tensors.
-    """
-    family, vocab_size = imported.family, model.vocab_size or imported.vocab_size
-    expected = original.tensors or {}
-    family = family.stored_as({name: tensor.shape for name, tensor in expected.items()}, model, vocab_size)
-    mappings = list(family.mappings(model, vocab_size))
-    _check(reader, mappings, path)
-    tensors = {tensor.name: TrainedTensor(tensor.shape, parts) for tensor, parts in views_by_tensor(mappings).items()}
-    tensors |= {name: tensors[family.embedding] for name in expected if expected[name].role == "tied copy"}
-    if original.tensors is not None:
-        wanted = {name: tensor.shape for name, tensor in expected.items() if tensor.role != "passed through"}
-        check_tensors({name: tensor.shape for name, tensor in tensors.items()}, wanted, f"the model of {path}")
-    return tensors
 
 
 def _expected(
@@ -273,24 +274,6 @@ def _model(
     if wrong:
         raise CheckpointError(f"{path} is of another model: {'; '.join(wrong)}.")
     return model, None
-
-
-def _check(reader: TorchDistReader, mappings: list[TensorMapping], path: Path) -> None:
-    stored = {key: shape for key, shape in reader.shapes.items() if not key.startswith(_NOT_MODEL)}
-    wanted = {mapping.key: _padded_like(stored.get(mapping.key), mapping) for mapping in mappings}
-    other = [
-        f"of type {reader.dtype(key)}: {key}"
-        for key in wanted
-        if key in stored and reader.dtype(key) not in DTYPES.values()
-    ]
-    check_tensors(stored, wanted, str(path), other=other)
-
-
-def _padded_like(stored: tuple[int, ...] | None, mapping: TensorMapping) -> tuple[int, ...]:
-    """The expected shape of our tensor.  A vocabulary may have as many rows of padding as the stored one."""
-    shape = mapping.shape()
-    is_padded = stored is not None and stored[0] > shape[0] and stored[1:] == shape[1:]
-    return stored if mapping.form == "vocabulary" and is_padded and stored else shape
 
 
 def _main_dtype(planned: Iterable[torch.Tensor]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sft.config import yaml
 from sft.config.keys import in_schema, leaves
+from sft.hf import merged_adapters
 from sft.hf.convert.original import Original
 
 NAME = "README.md"
@@ -27,6 +28,9 @@ def write_model_card(folder: Path, checkpoint: Path, common: Mapping[str, Any], 
     commit = original.commit or revision
     lines += ["---", "", f"# {Path(str(recipe.get('run.dir', checkpoint.parent))).name}, step {step}", ""]
     lines += [f"Base model: {name}{f', revision {commit}' if commit else ''}.", ""]
+    if merged := merged_adapters.read(folder):
+        sources = ", ".join(f"{entry.checkpoint} (step {entry.step})" for entry in merged)
+        lines += [f"These weights hold the LoRA adapters of {sources}; do not add them again.", ""]
     if state.get("num_tokens"):
         lines += [f"Fine-tuned on {state['num_tokens']:,} supervised tokens in {step:,} steps.", ""]
     lines += _losses(checkpoint.parent.parent / "metrics.jsonl", step)

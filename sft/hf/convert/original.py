@@ -25,6 +25,7 @@ class Original:
     """The original model of a checkpoint.
 
     name            as the recipe names it
+    origin          the folder from which the files were copied; None if they are no copies
     tensors         that an export must have, by name; None if the folder has no weights and does not list them
     digests         SHA-256 of tensors that are passed through, if they are known
     passed_through  returns the values of the tensors that are passed through, one at a time
@@ -33,6 +34,7 @@ class Original:
     folder: Path
     name: str
     commit: str | None = None
+    origin: Path | None = None
     tensors: Mapping[str, Expected] | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     passed_through: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
@@ -84,6 +86,7 @@ def _original(folder: Path, name: str) -> Original:
             folder=folder,
             name=files.name,
             commit=files.commit,
+            origin=files.origin,
             tensors=files.tensors,
             digests=files.digests,
             passed_through=files.passed_through,

@@ -1,0 +1,102 @@
+"""A merged export of a run on any layout has the losses that the run had with its adapters."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft.batch import Sample
+from sft.checkpoint.saver import Saver
+from sft.checkpoint.train_state import Conditions, TrainState
+from sft.config.keys import values
+from sft.console import QUIET
+from sft.errors import CheckpointError
+from sft.hf import kept
+from sft.hf.base_digest import base_digest
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.source import open_source
+from sft.mcore import lora
+from sft.mcore.engine import weights_changed
+from tests.ranks import scenarios
+from tests.ranks.hf_models import PACKS, VISIBLE, Reference, check_losses, load, losses_of, recipe_of
+from tests.ranks.pool import RankPool
+from tests.unit.fixtures import hf, vision
+
+Ranks = Callable[[int], RankPool]
+EP, PP = ["parallel.ep=2"], ["parallel.pp=2"]
+SP = ["parallel.tp=2", "parallel.sequence_parallel=true"]
+LORA = "lora={rank: 3, alpha: 5, lr_ratio: 4, export: merged, %s}"
+EXPERTS = 'targets: [all-linear, "experts.*"]'
+WHOLE = "train_embeddings: true, train_head: true"
+STEPS = 2
+
+
+def samples() -> list[list[Sample]]:
+    corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
+    return [[corpus.sample(i) for i in pack] for pack in PACKS]
+
+
+def train_and_save(overrides: list[str], source: str, run: str) -> list[Any]:
+    """Train adapters beside the weights in the folder `source`, and save them.  Returns this rank's token losses."""
+    with scenarios.running(overrides, has_weights=False) as engine:
+        load(engine, source)
+        lora.initialise(engine.chunks, seed=3)
+        weights_changed(engine)
+        mine = samples()[engine.groups.dp_rank :: engine.layout.dp]
+        for _ in range(STEPS):
+            engine.train_step([scenarios.microbatch_of(engine, pack) for pack in mine])
+        base = base_digest(engine.config, Path(run), engine.groups)
+        conditions = Conditions(plan={}, recipe=values(engine.config), layout={}, versions={}, base=base)
+        saver = Saver(
+            engine.config.checkpoint,
+            Path(run, "checkpoints"),
+            conditions,
+            engine.groups,
+            QUIET,
+            lambda: True,
+            lambda step, seconds: None,
+            tuple,
+        )
+        saver.save(engine, TrainState(step=STEPS), wait=True)
+        return losses_of(engine, samples())
+
+
+def resume(overrides: list[str], run: str) -> str:
+    with scenarios.running(overrides, has_weights=False) as engine:
+        try:
+            base_digest(engine.config, Path(run), engine.groups)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    "family,keys,layout",
+    [("qwen3_moe", EXPERTS, EP), ("phi3", WHOLE, SP), ("qwen2_5_vl", "targets: [all-linear]", PP)],
+    ids=str,
+)
+def test_merged_weights_have_the_losses_of_the_run(
+    ranks: Ranks, tmp_path: Path, family: str, keys: str, layout: list[str]
+) -> None:
+    models: Any = vision if family in vision.VISION else hf
+    source, run = models.save(tmp_path / "source", family), tmp_path / "run"
+    recipe = [*recipe_of(source), f"model.hf={source}", LORA % keys, "optim.lr=1e-2", "optim.schedule=constant"]
+    recipe += ["checkpoint.async_save=false", "model.init_from=null", *layout]
+    kept.keep(open_source(source), run / "hf")
+    results = ranks(2).run(train_and_save, recipe, str(source), str(run))
+    export_hf(run, tmp_path / "merged", QUIET)
+    check_losses(results, Reference("", models.load(tmp_path / "merged")), samples())
+    before, after = hf.tensors(source), hf.tensors(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    ends = ("_proj.weight", *(("embed_tokens.weight", "lm_head.weight") if keys == WHOLE else ()))
+    assert moved == {name for name in before if name.endswith(ends) and "visual" not in name}
+    name = next(name for name in moved if name.endswith("1.self_attn.o_proj.weight"))
+    assert float((before[name] - after[name]).abs().max()) > VISIBLE
+
+    merged = [*recipe, f"model.hf={tmp_path / 'merged'}"]
+    for told in ranks(2).run(resume, merged, str(run)):
+        assert f"The run in {run} has adapters of the weights" in told and "They would be added twice" in told
+    assert set(ranks(2).run(resume, merged, str(tmp_path / "new"))) == {""}

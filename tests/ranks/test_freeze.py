@@ -176,3 +176,66 @@ def test_steps_are_those_of_transformers(
         padding = 64 * world_size * 2 * 2  # core pads the buffers of dense and expert weights
         assert result["trained"] <= result["gradient numbers"] <= result["trained"] + 4096 + padding
         assert result["moments"] <= result["trained"]
+
+
+def save(overrides: list[str], folder: str, checkpoint: Path) -> dict[str, Any]:
+    """All weights after two steps, of which there is a checkpoint, and after a third one."""
+    with scenarios.running(overrides) as engine:
+        load(engine, folder)
+        step(engine)
+        step(engine)
+        if engine.groups.rank == 0:
+            checkpoint.mkdir()
+        engine_state.write(engine_state.snapshot(engine, {"iteration": 2}), checkpoint, engine.groups.control)
+        after = weights(engine)
+        step(engine)
+        return {"after": after, "later": weights(engine)}
+
+
+def resume(overrides: list[str], checkpoint: Path) -> dict[str, Any]:
+    with scenarios.running(overrides, has_weights=False) as engine:
+        engine_state.load(engine, checkpoint)
+        step(engine)
+        return {"later": weights(engine)}
+
+
+def test_a_run_resumes_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """The checkpoint holds the whole model, and Adam's step, although rank 0 trained nothing."""
+    source = hf.save(tmp_path / "source", "qwen3", tied=True)
+    frozen, checkpoint = recipe(source, ["embed_tokens", LAYER_0]), tmp_path / "iter_0000002"
+    results = ranks(2).run(save, [*frozen, *PP], str(source), checkpoint)
+    after, expected = stored(results, "after", source), stored(results, "later", source)
+    found = stored(ranks(2).run(resume, [*frozen, *SP, *DP], checkpoint), "later", source)
+    moved = {name: tensor - after[name] for name, tensor in expected.items() if not torch.equal(tensor, after[name])}
+    assert moved.keys() == {name for name in after if not re.search(r"embed_tokens|layers\.0\.", name)}
+    check_parameters({name: found[name] - after[name] for name in moved}, moved, LAYOUT_TOLERANCE)
+    assert all(torch.equal(found[name], after[name]) for name in after.keys() - moved.keys())
+
+
+FROZEN = ['train.freeze=["embed_tokens", "layers.0.self_attn.*"]', "train.freeze=[embed_tokens]"]
+ADAPTERS = ["lora.rank=2", "lora={rank: 2, targets: [o_proj], train_head: true}"]
+MODES = [["train.recompute=none"], [SELECTIVE], [FULL], [FULL, TILES], [FULL, "train.offload_fraction=1.0"]]
+
+
+def zero_gradients(recipes: list[list[str]], folder: str) -> list[str]:
+    """The trained parts of weights whose gradients are zero in the second step."""
+    zero = []
+    for overrides in recipes:
+        with scenarios.running(overrides) as engine:
+            load(engine, folder)
+            step(engine)
+            step(engine)
+            chunks = list(gradient_chunks(engine))
+            assert chunks
+            zero += [f"{overrides}: {chunk.parameter}" for chunk in chunks if not chunk.data.any()]
+    return zero
+
+
+@pytest.mark.parametrize("layout", [DP, PP], ids=str)
+def test_every_trained_weight_has_a_gradient_with_a_frozen_embedding(
+    ranks: Ranks, tmp_path: Path, layout: list[str]
+) -> None:
+    source = hf.save(tmp_path / "source", "qwen3")
+    base = [*recipe_of(source), *OPTIMIZER, f"model.hf={source}", *layout]
+    recipes = [[*base, what, *mode] for what in [*FROZEN, *ADAPTERS] for mode in MODES]
+    assert ranks(2).run(zero_gradients, recipes, str(source)) == [[], []]

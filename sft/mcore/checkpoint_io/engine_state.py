@@ -24,7 +24,7 @@ from sft.config import ModelConfig
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
 from sft.mcore import freeze, lora
-from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, rng, safe_reader, torch_dist_files
+from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, partial_stacks, rng, safe_reader, torch_dist_files
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
@@ -42,7 +42,8 @@ def snapshot(engine: Engine, plain: dict[str, Any], plans: SavePlans | None = No
     model = trained_state(engine)
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     main = optimizer_shards.MAIN_PREFIX[engine.config.parallel.distributed_optimizer]
-    tensors = [*sharded_tensors(model), *optimizer_shards.sharded_slices(slices, model, main=main)]
+    of_optimizer = partial_stacks.for_save(optimizer_shards.sharded_slices(slices, model, main=main), engine.trained)
+    tensors = [*sharded_tensors(model), *of_optimizer]
     # Modules store objects as well as tensors: Transformer Engine stores its scaling factors.
     of_modules = [entry for entry in nested_values(model) if isinstance(entry, ShardedObject)]
     objects = [*of_modules, rng.describe(engine.groups)]
@@ -75,7 +76,7 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     slices = list(optimizer_shards.optimizer_slices(engine.optimizer))
     # An fp32 run without the distributed optimizer has no fp32 weights besides the model's own.
     main = next((p for p in optimizer_shards.MAIN_PREFIX.values() if any(key.startswith(p) for key in stored)), "")
-    wanted = optimizer_shards.sharded_slices(slices, model, main=main)
+    wanted = list(partial_stacks.for_load(optimizer_shards.sharded_slices(slices, model, main=main), stored))
     step = _stored_step(common, folder)
     tensors = list(sharded_tensors(model))
     _check_shapes([*tensors, *wanted], stored, folder)
@@ -273,6 +274,13 @@ def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> No
             problems[shard.key] = "missing"
         elif stored[shard.key][0] != tuple(shard.global_shape) and not shard.allow_shape_mismatch:
             problems[shard.key] = f"{stored[shard.key][0]} in the checkpoint, {tuple(shard.global_shape)} in the model"
+    if problems and all(key.startswith(optimizer_shards.PREFIX) for key in problems):
+        first = min(problems)
+        raise CheckpointError(
+            f"{folder} holds no optimizer state of weights that this run trains ({first}: {problems[first]}), because "
+            "the run that wrote it had frozen them, or trained another model.  Give train.freeze the value of that run; "
+            f"or start a new run from its weights: model.init_from={folder} with another run.dir."
+        )
     if problems:
         shown = [f"{key}: {problem}" for key, problem in sorted(problems.items())[:5]]
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""

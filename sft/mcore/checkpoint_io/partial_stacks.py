@@ -1,0 +1,66 @@
+"""Names optimizer tensors of weights that are trained in some layers, or for some experts, only.
+
+Megatron-LM stacks the tensors of all layers along the first axis, and those of a layer's experts along the second.  A
+checkpoint has no tensors with holes.  So where train.freeze leaves holes in a stack, each layer has its own tensor,
+under the name that core gives it in models whose layers differ:
+
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight [layers, h, f], layer 3
+    optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight [h, f]
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from math import prod
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from sft.adapters import Trained
+
+_LAYERS, _EXPERTS = "decoder.layers.", ".experts.experts."
+
+
+def for_save(shards: Iterable[ShardedTensor], trained: Trained) -> Iterator[ShardedTensor]:
+    """The shards, without the stacks that `trained` fills in part only."""
+    indices: dict[str, list[tuple[int, ...]]] = {}
+    for weight in trained.whole or ():
+        indices.setdefault(weight.key, []).append(weight.index)
+    for shard in shards:
+        prefix, layers, rest = shard.key.partition(_LAYERS)
+        yield unstacked(shard, _depth(indices.get(layers + rest, []), shard.global_shape))
+
+
+def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterator[ShardedTensor]:
+    """The shards under the names of a checkpoint with these keys; a shard that it lacks keeps its name."""
+    for shard in shards:
+        forms = [shard]
+        if _LAYERS in shard.key:
+            forms += [unstacked(shard, depth) for depth in range(1, 3 if _EXPERTS in shard.key else 2)]
+        yield next((form for form in forms if form.key in stored), shard)
+
+
+def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
+    """The shard without the first axes of its tensor.  depth: 0 none, 1 the axis of layers, 2 that of experts, too"""
+    key, index = shard.key, shard.global_offset[:depth]
+    for axis, number in zip((_LAYERS, _EXPERTS), index):
+        key = key.replace(axis, f"{axis}{number}.", 1)
+    assert shard.prepend_axis_num == 0 and tuple(shard.local_shape[:depth]) == (1,) * depth
+    return replace(
+        shard,
+        key=key,
+        data=shard.data.view(shard.data.shape[depth:]),
+        local_shape=tuple(shard.local_shape[depth:]),
+        global_shape=tuple(shard.global_shape[depth:]),
+        global_offset=tuple(shard.global_offset[depth:]),
+    )
+
+
+def _depth(indices: list[tuple[int, ...]], shape: tuple[int, ...]) -> int:
+    """The number of axes without which no stack has holes.  indices: of trained weights; shape: of the stack
+
+    shape (2, 4, h, f), two layers of four experts: all eight -> 0; the four of layer 1 -> 1; three of them -> 2
+    """
+    num_axes = len(indices[0]) if indices else 0
+    if not indices or len(indices) == prod(shape[:num_axes]):
+        return 0
+    num_layers = len({layer for layer, *_ in indices})
+    return 1 if len(indices) == num_layers * prod(shape[1:num_axes]) else 2

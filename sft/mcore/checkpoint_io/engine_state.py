@@ -278,8 +278,8 @@ def _check_shapes(wanted: list[Any], stored: dict[str, Any], folder: Path) -> No
         first = min(problems)
         raise CheckpointError(
             f"{folder} holds no optimizer state of weights that this run trains ({first}: {problems[first]}), because "
-            "the run that wrote it had frozen them, or trained another model.  Give train.freeze the value of that run; "
-            f"or start a new run from its weights: model.init_from={folder} with another run.dir."
+            "the run that wrote it had frozen them, or trained another model.  Give train.freeze the value of that "
+            f"run; or start a new run from its weights: model.init_from={folder} with another run.dir."
         )
     if problems:
         shown = [f"{key}: {problem}" for key, problem in sorted(problems.items())[:5]]

@@ -107,8 +107,6 @@ class Config(Section):
                 "model.qk_norm_across_heads; use null"
             )
         yield from self._conflicts_of_lora()
-        if self.lora.is_used and fp8:
-            yield "run.fp8", "needs Transformer Engine, which does not support lora; use null"
         if fp8 and not self.attention.may_have_fp8:
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"
             yield "run.fp8", why

@@ -55,7 +55,8 @@ def layers(engine: Engine) -> Iterator[tuple[str, torch.nn.Module, int]]:
         modules = dict(chunk.module.named_modules())
         for name, entry in chunk.module.sharded_state_dict().items():
             if isinstance(entry, ShardedObject):
-                yield entry.key, modules[name.removesuffix("._extra_state")], entry.global_offset[0]
+                module = modules[name.removesuffix("._extra_state")]
+                yield entry.key, getattr(module, "base", module), entry.global_offset[0]  # base: of an adapted layer
 
 
 def payload(layer: int, steps: int, **other: Any) -> torch.Tensor:
@@ -78,17 +79,23 @@ def save(overrides: list[str], folder: str, steps: int, poison: bool = False) ->
     there = {name: types.ModuleType(name) for name in ("transformer_engine", "transformer_engine.common", TE, CORE)}
     there[TE].Format, there[CORE].TEDelayedScaling = Format, TEDelayedScaling  # type: ignore[attr-defined]
     with scenarios.running(overrides) as engine, mock.patch.dict(sys.modules, there):
+        set_fp8(engine, "delayed")
         for _, module, layer in list(layers(engine)):
             state = payload(layer, steps, **({"recipe": Poison()} if poison else {}))
             module.get_extra_state = lambda state=state: state  # type: ignore[method-assign, misc]
         scenarios.save(engine, Path(folder), {"iteration": 3})
 
 
+def set_fp8(engine: Engine, fp8: str | None) -> None:
+    """A recipe may not ask for it on a CPU."""
+    run = engine.config.run.model_copy(update={"fp8": fp8})
+    engine.config = engine.config.model_copy(update={"run": run})
+
+
 def load(overrides: list[str], folder: str, steps: int, fp8: str | None = "delayed") -> dict[tuple[str, int], Any]:
     """What the layers are handed, by key and number of the layer."""
     with scenarios.running(overrides) as engine:
-        run = engine.config.run.model_copy(update={"fp8": fp8})  # a recipe may not ask for it on a CPU
-        engine.config = engine.config.model_copy(update={"run": run})
+        set_fp8(engine, fp8)
         engine.core_config.fp8_amax_history_len = steps
         got: dict[tuple[str, int], Any] = {}
         for key, module, layer in list(layers(engine)):
@@ -128,6 +135,14 @@ def test_each_layer_gets_its_scales_on_any_layout(
         "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True},
     }
     assert together["decoder.layers.self_attention.linear_qkv._extra_state", 0]["scale_bwd"] == [1.5, 1.5]
+
+
+def test_adapters_are_stored_with_the_scales_of_the_frozen_layers(ranks: Ranks, tmp_path: Path) -> None:
+    lora = ["model.qkv_bias=false", "lora.rank=2", "lora.targets=[q_proj, down_proj]"]
+    ranks(2).run(save, [*lora, "parallel.pp=2"], str(tmp_path), 2)
+    (scales,) = ranks(1).run(load, lora, str(tmp_path), 2)
+    assert sorted(scales) == sorted((f"decoder.layers.{name}._extra_state", i) for name in LAYERS for i in range(4))
+    assert scales["decoder.layers.mlp.linear_fc2._extra_state", 2]["scale_fwd"] == [3.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("steps, history", [(1, [[1.0, 1.0]]), (3, [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])])

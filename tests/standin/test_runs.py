@@ -71,6 +71,7 @@ RUNS = {
     # torch raises an error where an operator has no deterministic algorithm.
     "deterministic, cp": (2, [*CP, "run.deterministic=true", "train.recompute=selective"]),
     "deterministic, tp": (2, [*TP, "run.deterministic=true", "train.recompute=full"]),
+    "adapters": (2, [*PP, "lora.rank=8", "train.recompute=full"]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
 RUNS_OF_TE = {
@@ -78,6 +79,8 @@ RUNS_OF_TE = {
     "te, all at once": (2, [*TP, "train.recompute=selective", "train.offload_fraction=0.5", "train.mlp_tile=500"]),
     "te, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "train.recompute=full"]),
     "te, blockwise": (1, ["parallel.cp=1", "run.fp8=blockwise"]),
+    "te, adapters": (2, [*TP, "lora.rank=8", "train.recompute=full"]),
+    "te, adapters, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "lora.rank=8", "train.recompute=selective"]),
 }
 
 

@@ -15,10 +15,13 @@ pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is 
 
 ROOT = Path(__file__).parents[2]
 DENSE = ["model.qk_norm=true", "model.qkv_bias=true"]
+EXPERTS = "lora={rank: 8, targets: [all-linear, experts.*]}"
 MODELS = {
     "dense": DENSE,
     "tied": ["model.tie_embeddings=true"],
     "experts": ["model.qk_norm=true", "model.moe.num_experts=4", "model.moe.top_k=2"],
+    "adapted": ["model.qk_norm=true", "lora.rank=8"],  # norms apart from projections
+    "adapted experts": ["model.qk_norm=true", "model.moe={num_experts: 4, top_k: 2}", EXPERTS],
 }
 
 # A process of its own: what stands in for CUDA is there for its lifetime.
@@ -32,7 +35,8 @@ torch.cuda.get_device_capability = lambda *a: (9, 0)
 torch.cuda.get_device_properties = lambda *a: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 import transformer_engine.pytorch.utils
 transformer_engine.pytorch.utils._get_device_compute_capability = lambda device: (9, 0)
-from sft.mcore import fp8, model, process_groups
+from sft.hf.lora_targets import adapted_weights
+from sft.mcore import fp8, lora, model, process_groups
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.attention.transformer_engine import TransformerEngine
@@ -70,8 +74,10 @@ def out_of(code: str, *arguments: str) -> list[str]:
 
 
 KEYS = """
-_, _, chunk = built(sys.argv[1], sys.argv[2:])
-for s in model.sharded_tensors(chunk.sharded_state_dict()):
+config, _, chunk = built(sys.argv[1], sys.argv[2:])
+if config.lora.is_used:
+    lora.attach(chunk, adapted_weights(config, 300), config.lora, place)
+for s in [*model.sharded_tensors(chunk.sharded_state_dict()), *lora.sharded_tensors([chunk])]:
     print(">", s.key, s.global_shape, s.global_offset, s.dtype, tuple(s.data.shape))
 """
 
@@ -81,7 +87,30 @@ def test_both_backends_store_the_same_tensors(overrides: list[str]) -> None:
     """By key, shape, part and type."""
     te, portable = (sorted(out_of(KEYS, backend, *overrides)) for backend in ("te", "portable"))
     assert te == portable
-    assert len(te) >= 16
+    assert len(te) >= 16 + (12 if "lora" in "".join(overrides) else 0)
+
+
+ADAPTED = """
+from megatron.core.extensions import transformer_engine as te
+config, _, chunk = built("te", sys.argv[1:])
+chunk.requires_grad_(False)
+lora.attach(chunk, adapted_weights(config, 300), config.lora, place)
+layer = chunk.decoder.layers[0]
+mlp = getattr(layer.mlp, "experts", layer.mlp)
+for adapted in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+    print(">", type(adapted).__name__, type(adapted.base).__name__, tuple(adapted.factors[0].a.shape)[:-2])
+print(">", type(layer.input_layernorm).__name__, type(layer.pre_mlp_layernorm).__name__)
+print(">", {name for name, parameter in chunk.named_parameters() if parameter.requires_grad != (".factors." in name)})
+"""
+
+
+def test_adapters_stand_beside_layers_without_norms() -> None:
+    """Experts' beside Transformer Engine's grouped layers, four in one factor."""
+    norms, nothing_else = "RMSNorm RMSNorm", "set()"
+    attention = ["AdaptedLinear TEColumnParallelLinear ()", "AdaptedLinear TERowParallelLinear ()"]
+    assert out_of(ADAPTED, *MODELS["adapted"]) == [*attention, *attention, norms, nothing_else]
+    experts = [f"AdaptedExperts TE{kind}ParallelGroupedLinear (4,)" for kind in ("Column", "Row")]
+    assert out_of(ADAPTED, *MODELS["adapted experts"]) == [*attention, *experts, norms, nothing_else]
 
 
 ROTARY = """

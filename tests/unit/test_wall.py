@@ -59,6 +59,7 @@ NAMES: dict[str, str] = {
         "forward_func distribute_saved_activations get_rng_state_tracker tp_group"
     ),
     "fp8_utils.get_fp8_recipe": "config",
+    "fusions.fused_bias_swiglu.weighted_bias_swiglu_impl": "input bias weights",
     "models.gpt.GPTModel": (
         "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
         "share_embeddings_and_output_weights position_embedding_type pg_collection vp_stage"
@@ -117,6 +118,9 @@ NAMES: dict[str, str] = {
     "tensor_parallel.reduce_from_tensor_model_parallel_region": "input_ group",
     "tensor_parallel.vocab_parallel_cross_entropy": "vocab_parallel_logits target",
     "transformer.ModuleSpec": "module submodules",
+    "transformer.moe.experts.SequentialMLP.forward": (
+        "self permuted_local_hidden_states tokens_per_expert permuted_probs"
+    ),
     "transformer.moe.moe_layer.MoELayer": "config submodules layer_number pg_collection",
     "transformer.moe.moe_layer.MoELayer.forward": "self hidden_states intermediate_tensors padding_mask",
     "transformer.moe.moe_layer.MoELayer.preprocess": "self hidden_states probs routing_map",
@@ -289,6 +293,16 @@ def test_the_shared_expert_is_built_and_added_by_core() -> None:
     layer = text("transformer.moe.moe_layer")
     assert "gate=self.config.moe_shared_expert_gate" in layer and "output=output+shared_expert_output" in layer
     assert "'sequence_parallel',self.config.sequence_parallel" in text("transformer.moe.shared_experts")
+
+
+def test_layers_of_experts_are_called_as_adapted_ones_are_written() -> None:
+    """`grouped_experts.py` computes what is between the layers itself, where core has no grouped layers."""
+    grouped = text("transformer.moe.experts.TEGroupedMLP.forward")
+    assert re.search(r"self\.linear_fc1\)?\(permuted_local_hidden_states,tokens_per_expert", grouped)
+    assert re.search(r"self\.linear_fc2\)?\(\w+,tokens_per_expert\)", grouped)
+    between = text("transformer.mlp.MLP.forward")
+    assert "weighted_bias_swiglu_impl(intermediate_parallel,bias_parallel,per_token_scale.unsqueeze(-1)," in between
+    assert "intermediate_parallel=intermediate_parallel*per_token_scale.unsqueeze(-1)" in between
 
 
 def test_norms_are_built_as_ours_is_written() -> None:

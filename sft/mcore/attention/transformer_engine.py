@@ -9,9 +9,10 @@ import importlib.metadata
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
@@ -40,10 +41,32 @@ class TransformerEngine(AttentionBackend):
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=self.config.model.qk_norm
         )
+        if self.config.lora.is_used:
+            spec = with_norms_apart(spec)
         if self.attention_rotates:
             attention = spec.submodules.self_attention.submodules
             attention.core_attention = rotating(attention.core_attention, self.config.model)
         return spec
+
+
+def with_norms_apart(spec: ModuleSpec) -> ModuleSpec:
+    """The layer whose norms are modules of their own, under the same keys of a checkpoint.
+
+    Transformer Engine computes the norm before a projection inside the projection, where no adapter can read its
+    output.
+    """
+    layer = spec.submodules
+    layer.input_layernorm, layer.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    if layer.pre_mlp_layernorm is IdentityOp:  # with experts, the norm is a module of its own already
+        layer.pre_mlp_layernorm = TENorm
+        mlp = layer.mlp
+        parts = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
+        parts.linear_fc1 = TEColumnParallelLinear
+    return spec
 
 
 def rotating(attention: Any, model: ModelConfig) -> Any:
@@ -85,10 +108,6 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
     if config.model.needs_portable_norms:
         return "only the portable backend has model.norm_placement = post and model.qk_norm_across_heads"
-    if config.lora.is_used:
-        return (
-            "its layers compute the norm before a projection inside the projection, where LoRA cannot read its output"
-        )
     if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
         return (
             "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "

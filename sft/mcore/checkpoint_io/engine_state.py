@@ -83,7 +83,8 @@ def load(engine: Engine, folder: Path) -> dict[str, Any]:
     torch_dist_files.read_replicated(tensors, reader, engine.groups.collection.dp_cp)
     torch_dist_files.read(wanted, reader)
     if engine.config.run.fp8 == "delayed":
-        fp8_state.restore([chunk.module for chunk in engine.chunks], model, engine.core_config, reader)
+        modules = [chunk.module for chunk in engine.chunks]
+        fp8_state.restore(modules, model_state(engine), engine.core_config, reader)
     optimizer_shards.set_step(engine.optimizer, step)
     engine.scheduler.num_steps = 0
     engine.scheduler.step(int(common["iteration"]))
@@ -130,11 +131,19 @@ def is_finite(engine: Engine) -> bool:
 
 
 def trained_state(engine: Engine) -> dict[str, Any]:
-    """What a checkpoint holds of the model: everything, or with LoRA the adapters and weights trained beside them."""
+    """What a checkpoint holds of the model: everything, or with LoRA the adapters and weights trained beside them.
+
+    With delayed scaling, also the FP8 scales of frozen layers, which depend on earlier steps.
+    """
     if not engine.config.lora.is_used:
         return model_state(engine)
-    whole = list(freeze.whole_leaves(model_state(engine), engine.trained)) if engine.trained.whole else []
-    return {"adapters": list(lora.sharded_tensors(engine.chunks)), "whole": whole}
+    has_scales = engine.config.run.fp8 == "delayed"
+    model = model_state(engine) if engine.trained.whole or has_scales else {}
+    return {
+        "adapters": list(lora.sharded_tensors(engine.chunks)),
+        "whole": list(freeze.whole_leaves(model, engine.trained)),
+        "scales": [entry for entry in nested_values(model) if isinstance(entry, ShardedObject) and has_scales],
+    }
 
 
 def model_state(engine: Engine) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from sft.errors import CheckpointError
 from sft.mcore.checkpoint_io import safe_reader
 from sft.mcore.checkpoint_io.metadata_index import InertRecord, first_line
+from sft.mcore.lora import Adapted
 
 # Modules of FP8 recipe classes; megatron-core has a subclass.  A run uses its own recipe and ignores the stored one.
 _RECIPES = ("transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine")
@@ -82,7 +83,8 @@ def _owners(
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each key of an extra state in the checkpoint, and the layer that the key belongs to."""
     for chunk, entries in zip(chunks, state.values(), strict=True):
-        modules = dict(chunk.named_modules())
+        # An adapted layer is within the module that has its name.
+        modules = {name: m.base if isinstance(m, Adapted) else m for name, m in chunk.named_modules()}
         for name, entry in entries.items():
             if isinstance(entry, ShardedObject) and (owner := modules.get(name.removesuffix(_SUFFIX))) is not None:
                 yield entry.unique_key, owner

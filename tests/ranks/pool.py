@@ -4,9 +4,10 @@
     results = pool.run(function, arg)          # [function(arg) on rank 0, ..., on rank 3]
     pool.close()                               # ends the processes
 
-Importing megatron-core costs seconds a process, so a pool of each size is started once per test session.  A function
-runs on every rank at once; it may build and tear down any layout.  The first rank to fail fails the call, with its
-rank and traceback, and takes the pool down with it: the others may be waiting in a collective.
+Importing megatron-core costs seconds a process, so a pool of each size is started once per test session.  On a CPU one
+process imports it, and ranks are forked from that process.  A function runs on every rank at once; it may build and
+tear down any layout.  The first rank to fail fails the call, with its rank and traceback, and takes the pool down with
+it: the others may be waiting in a collective.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = mp.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -84,6 +85,17 @@ class RankPool:
             _kill(process)
         self.close()
         raise RankFailure(message)
+
+
+def _context() -> Any:
+    """Importing Transformer Engine may start CUDA, which does not work in a forked process."""
+    import torch
+
+    if torch.version.cuda is not None:
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.scenarios"])
+    return context
 
 
 def _kill(process: Any) -> None:

@@ -1,5 +1,10 @@
 """Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
 
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
 from sft.config import ModelConfig
 
 
@@ -54,26 +59,83 @@ def shared_expert(model: ModelConfig) -> int:
     return 3 * model.hidden_size * (model.moe.shared_ffn_hidden_size or 0)
 
 
-def train_flops(model: ModelConfig, vocab_size: int) -> tuple[float, float, float]:
-    """FLOPs of forward and backward: per token of a document, per supervised token, per squared length of a document.
+@dataclass(frozen=True)
+class AttentionCost:
+    """What attention over a document costs, in units of a token's other computation in the layers.
+
+        cost = length ** 2 / crossover + m * (2 * length - m) / window_crossover, with m = min(length, window)
+
+    crossover         length at which the layers with full attention take as many FLOPs as all other computation
+    window_crossover  the same for the layers with a sliding window, if their window were no limit
+    """
+
+    crossover: float = math.inf
+    window: int | None = None
+    window_crossover: float = math.inf
+
+    @staticmethod
+    def of(model: ModelConfig) -> "AttentionCost":
+        """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
+        queries = model.num_attention_heads * model.resolved_head_dim
+        of_layers, num_window = model.num_layers * _products(model), model.num_window_layers
+        num_full = model.num_layers - num_window
+        return AttentionCost(
+            crossover=of_layers / (num_full * queries) if num_full else math.inf,
+            window=model.sliding_window,
+            window_crossover=of_layers / (num_window * queries) if num_window else math.inf,
+        )
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """float64, in tokens.  lengths [10, 100], crossover 10, window 20, window_crossover 10 -> [20, 1360]"""
+        real = np.asarray(lengths, dtype=np.float64)
+        cost = real * (real / self.crossover)
+        if self.window is not None:
+            nearest = np.minimum(real, self.window)
+            cost = cost + nearest * ((2 * real - nearest) / self.window_crossover)
+        return cost
+
+    def equal_length(self) -> float:
+        """The length at which attention costs as much as all other computation of the layers; inf: no length does."""
+        if self.window is None:
+            return self.crossover
+        low, high = 0.0, 2.0**40
+        if self(np.array([high]))[0] < high:
+            return math.inf
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self(np.array([middle]))[0] >= middle else (middle, high)
+        return high
+
+
+def _products(model: ModelConfig) -> int:
+    """Multiplications of a token with the weights of a layer."""
+    width = model.resolved_head_dim
+    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
+    return model.hidden_size * (2 * queries + 2 * keys) + _mlp(model)[1]
+
+
+@dataclass(frozen=True)
+class TrainFlops:
+    """FLOPs of forward and backward.
 
     Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward.  Causal
     attention costs 2 * heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.
 
-    the example of `num_parameters` -> (6 * 160, 6 * 40, 6 * 1 * 4)
+    per_token  per token of a document, without attention
+    per_label  per supervised token
+    cost       attention's FLOPs of a document, divided by per_token
     """
-    width = model.resolved_head_dim
-    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    per_layer = model.hidden_size * (2 * queries + 2 * keys) + _mlp(model)[1]
-    head = vocab_size * model.hidden_size
-    return 6.0 * model.num_layers * per_layer, 6.0 * head, 6.0 * model.num_layers * queries
 
+    per_token: float
+    per_label: float
+    cost: AttentionCost
 
-def attention_crossover(model: ModelConfig) -> float:
-    """Length of a document, in tokens, at which attention takes as many FLOPs as all other computation of the layers.
+    @staticmethod
+    def of(model: ModelConfig, vocab_size: int) -> "TrainFlops":
+        """the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
+        head = vocab_size * model.hidden_size
+        return TrainFlops(6.0 * model.num_layers * _products(model), 6.0 * head, AttentionCost.of(model))
 
-    Llama 8B -> 53,248 tokens
-    the model of the example of `num_parameters`: 960 FLOPs per token / 24 per pair of tokens -> 40 tokens
-    """
-    per_token, _, per_square = train_flops(model, vocab_size=0)
-    return per_token / per_square
+    def attention(self, lengths: np.ndarray) -> float:
+        """Attention's FLOPs of documents of these lengths."""
+        return self.per_token * float(self.cost(lengths).sum())

@@ -12,6 +12,7 @@ import numpy as np
 
 from sft.data.packing.balance import Slots, assign, costs
 from sft.data.packing.plan import plan_epoch
+from sft.flops import AttentionCost
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "packing.svg"
 SEQ_LENGTH, MULTIPLE, CROSSOVER, DP, MICROBATCHES = 131072, 32, 53_248.0, 8, 4
@@ -50,11 +51,13 @@ def main() -> None:
     long = rng.random(6000) < 0.02
     drawn = np.where(long, 8192 * 16 ** rng.random(6000), rng.lognormal(np.log(600), 1.1, 6000))
     lengths = np.clip(drawn.astype(np.int64), 1, SEQ_LENGTH)
-    work = costs(lengths, doc_multiple=MULTIPLE, crossover=CROSSOVER)
+    work = costs(lengths, doc_multiple=MULTIPLE, attention=AttentionCost(CROSSOVER))
     plan = plan_epoch(lengths, capacity=SEQ_LENGTH, doc_multiple=MULTIPLE, seed=0, epoch=0, shuffle=True)
     packs = plan.batch(0, DP * MICROBATCHES)
     plain = [packs[rank::DP] for rank in range(DP)]
-    level = assign(packs, lengths, dp=DP, seq_length=SEQ_LENGTH, doc_multiple=MULTIPLE, crossover=CROSSOVER)
+    level = assign(
+        packs, lengths, dp=DP, seq_length=SEQ_LENGTH, doc_multiple=MULTIPLE, attention=AttentionCost(CROSSOVER)
+    )
     scale = (WIDTH - LEFT - 20) / max(sum(int(work[i]) for ids in rank for i in ids) for rank in plain)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * PANEL + 30}" font-family="sans-serif" '

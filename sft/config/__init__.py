@@ -96,16 +96,11 @@ class Config(Section):
             yield "run.fp8", "needs CUDA, and run.device is cpu; use null"
         if fp8 and self.run.precision == "fp32":
             yield "run.fp8", "needs run.precision = bf16, but run.precision is fp32; use bf16"
-        if self.model.needs_portable_norms and not self.attention.may_have_all_norms:
-            yield "attention.backend", (
-                f"= {self.attention.backend} has neither model.norm_placement = post nor model.qk_norm_across_heads; "
-                "use portable or auto"
-            )
-        elif self.model.needs_portable_norms and fp8:
-            yield "run.fp8", (
-                "needs Transformer Engine, which has neither model.norm_placement = post nor "
-                "model.qk_norm_across_heads; use null"
-            )
+        special = self.model.portable_only
+        if special and not self.attention.may_have_all_layers:
+            yield "attention.backend", f"= {self.attention.backend} does not have {special}; use portable or auto"
+        elif special and fp8:
+            yield "run.fp8", f"needs Transformer Engine, which does not have {special} here; use null"
         yield from self._conflicts_of_lora()
         if fp8 and not self.attention.may_have_fp8:
             why = "needs Transformer Engine, but attention.backend is portable; use te or auto, or run.fp8 = null"

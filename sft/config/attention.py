@@ -16,14 +16,14 @@ class BackendTraits:
     needs_cuda: bool  # the backend does not run on a CPU
     has_fp8: bool  # the backend supports run.fp8
     reads_cp_comm: bool  # parallel.cp_comm and cp_a2a have an effect
-    has_all_norms: bool  # has model.norm_placement = post and model.qk_norm_across_heads
+    has_all_layers: bool  # has all kinds of norms and of attention (`ModelConfig.portable_only`)
     has_fused_rotary: bool  # rotates queries and keys in a kernel that limits the length of a pack
 
 
 BACKENDS: Mapping[str, BackendTraits] = {
-    "te": BackendTraits(needs_cuda=True, has_fp8=True, reads_cp_comm=True, has_all_norms=False, has_fused_rotary=True),
+    "te": BackendTraits(needs_cuda=True, has_fp8=True, reads_cp_comm=True, has_all_layers=False, has_fused_rotary=True),
     "portable": BackendTraits(
-        needs_cuda=False, has_fp8=False, reads_cp_comm=False, has_all_norms=True, has_fused_rotary=False
+        needs_cuda=False, has_fp8=False, reads_cp_comm=False, has_all_layers=True, has_fused_rotary=False
     ),
 }
 
@@ -46,8 +46,8 @@ class AttentionConfig(Section):
         return any(traits.has_fp8 for traits in self.candidates.values())
 
     @property
-    def may_have_all_norms(self) -> bool:
-        return any(traits.has_all_norms for traits in self.candidates.values())
+    def may_have_all_layers(self) -> bool:
+        return any(traits.has_all_layers for traits in self.candidates.values())
 
     def may_read_cp_comm(self, device: str) -> bool:
         """Whether an allowed backend reads parallel.cp_comm.  `device` is run.device: "auto", "cuda" or "cpu"."""

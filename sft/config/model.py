@@ -129,6 +129,12 @@ class ModelConfig(Section):
     """Logits are divided by this number (Granite)."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of random initial weights."""
+    sliding_window: Positive | None = None
+    """Size w of the sliding window: a token attends to itself and to the w - 1 tokens before it; null: no window."""
+    sliding_window_layers: list[Positive] | None = None
+    """Layers with a sliding window, counted from 1; null means all layers, if sliding_window is set."""
+    attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
+    """Limit of attention scores: softcap * tanh(score / softcap) (Gemma 2); null means no limit."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
@@ -154,6 +160,15 @@ class ModelConfig(Section):
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
+        layers = self.sliding_window_layers
+        if layers is not None and self.sliding_window is None:
+            yield "sliding_window_layers", "has no effect without sliding_window"
+        elif layers is not None and layers != sorted(set(layers)):
+            yield "sliding_window_layers", "must be in increasing order, each layer once"
+        elif layers and layers[-1] > self.num_layers:
+            yield "sliding_window_layers", f"names layer {layers[-1]} of {self.num_layers}"
+        elif layers == []:
+            yield "sliding_window_layers", "is empty; use sliding_window = null"
         if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         for name, value in self.megatron.items():
@@ -171,10 +186,26 @@ class ModelConfig(Section):
         """Key/value heads: `num_query_groups`, or as many as query heads."""
         return self.num_query_groups or self.num_attention_heads
 
+    def window_of(self, layer_number: int) -> int | None:
+        """The sliding window of a layer, counted from 1; None: the layer attends to all tokens before."""
+        has_window = self.sliding_window_layers is None or layer_number in self.sliding_window_layers
+        return self.sliding_window if has_window else None
+
     @property
-    def needs_portable_norms(self) -> bool:
-        """Whether the model has norms that only some attention backends have (`BackendTraits.has_all_norms`)."""
-        return self.norm_placement != "pre" or self.qk_norm_across_heads
+    def num_window_layers(self) -> int:
+        """Layers with a sliding window."""
+        return sum(self.window_of(number + 1) is not None for number in range(self.num_layers))
+
+    @property
+    def portable_only(self) -> str | None:
+        """What the model has and only some attention backends have (`BackendTraits.has_all_layers`); None: nothing."""
+        kinds = {
+            "model.norm_placement = post": self.norm_placement != "pre",
+            "model.qk_norm_across_heads": self.qk_norm_across_heads,
+            "model.sliding_window": self.sliding_window is not None,
+            "model.attention_softcap": self.attention_softcap is not None,
+        }
+        return ", ".join(key for key, is_used in kinds.items() if is_used) or None
 
     @property
     def resolved_expert_ffn(self) -> int:

@@ -5,7 +5,6 @@ The samples of a global batch are assigned anew to the data-parallel ranks, to g
 without samples holds filler documents.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 from sft.batch import Microbatch, Sample
@@ -16,14 +15,14 @@ from sft.data.packing.mixture import Mixture
 from sft.data.packing.pack import Collator, LocalIndices
 from sft.data.packing.plan import EpochPlans, Plan
 from sft.data.packing.plan_files import replayed_plans
-from sft.flops import attention_crossover
+from sft.flops import AttentionCost
 from sft.parallel.layout import Layout
 
 
 class Loader:
     """The microbatches of one data-parallel rank, by step.
 
-    crossover  the length at which attention takes as long as all other computation; inf: a cost is a token count
+    attention  cost of attention by the length of a document; by default none, so that a cost is a token count
     """
 
     def __init__(
@@ -35,13 +34,13 @@ class Loader:
         *,
         seq_length: int,
         dp_rank: int,
-        crossover: float = math.inf,
+        attention: AttentionCost = AttentionCost(),
     ) -> None:
         assert 0 <= dp_rank < layout.dp
         assert plans.global_batch_size == layout.global_batch_size == layout.dp * layout.num_microbatches
         self.plans = plans
         self._corpus, self._collator, self._dp, self._dp_rank = corpus, collator, layout.dp, dp_rank
-        self._seq_length, self._crossover = seq_length, crossover
+        self._seq_length, self._attention = seq_length, attention
         self._eval_plan: Plan | None = None
 
     @property
@@ -89,7 +88,7 @@ class Loader:
             dp=self._dp,
             seq_length=self._seq_length,
             doc_multiple=self._collator.doc_multiple,
-            crossover=self._crossover,
+            attention=self._attention,
         )
 
 
@@ -124,5 +123,5 @@ def make_loader(
         mixture=None if is_held_out else Mixture.of(data.sources, corpus.source_ids, corpus.lengths),
         replayed=None if is_held_out else replayed_plans(config, corpus),
     )
-    crossover = attention_crossover(config.model)
-    return Loader(corpus, plans, collator, layout, seq_length=data.seq_length, dp_rank=dp_rank, crossover=crossover)
+    attention = AttentionCost.of(config.model)
+    return Loader(corpus, plans, collator, layout, seq_length=data.seq_length, dp_rank=dp_rank, attention=attention)

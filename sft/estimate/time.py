@@ -11,8 +11,10 @@ saves and waiting for data.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from sft.config import Config
-from sft.flops import train_flops
+from sft.flops import TrainFlops
 from sft.parallel.layout import Layout
 
 ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
@@ -40,11 +42,10 @@ def estimate(config: Config, layout: Layout, vocab_size: int, longest: int) -> S
         if config.run.precision == "fp32" or config.run.device == "cpu":
             return None
         tflops = ASSUMED_TFLOPS
-    per_token, per_supervised, per_square = train_flops(config.model, vocab_size)
-    length = config.data.seq_length
-    layers = length * (per_token + longest * per_square)
+    per, length = TrainFlops.of(config.model, vocab_size), config.data.seq_length
+    layers = length * per.per_token + per.attention(np.array([longest])) * length / longest
     passes = 4 / 3 if config.train.recompute == "full" else 1.0  # forward is a third of forward and backward
-    flops = passes * layers + length * per_supervised
+    flops = passes * layers + length * per.per_label
     microbatch_s = flops / (layout.tp * layout.cp * tflops * 1e12 * ASSUMED_SHARE)
     waiting = (layout.pp - 1) / layout.virtual_stages
     step_s = microbatch_s / layout.pp * (layout.num_microbatches + waiting)

@@ -17,6 +17,7 @@ from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
 from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
+from sft.hf.families.windows import LAYER_KINDS
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.nested_config import located, put_back, text_part
@@ -214,9 +215,10 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
                 f"{' or '.join(json.dumps(option) for option in allowed)}"
             )
     kinds = content.get("layer_types") or []
-    other = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else [kinds]
+    supported = LAYER_KINDS if "sliding_window_layers" in family.computed else LAYER_KINDS[:1]
+    other = sorted({str(kind) for kind in kinds if kind not in supported}) if isinstance(kinds, list) else [kinds]
     if other:
-        problems.append(f"layer_types has {other[0]}; only full_attention is supported")
+        problems.append(f"layer_types has {other[0]}; only {' and '.join(supported)} is supported")
     names = content.get("architectures")
     if names and names != [family.class_name]:
         problems.append(f"architectures = {json.dumps(names)}, but only {family.class_name} is supported")

@@ -19,7 +19,7 @@ from torch import Tensor
 from sft.adapters import Trained
 from sft.batch import Microbatch
 from sft.config import Config
-from sft.flops import train_flops
+from sft.flops import TrainFlops
 from sft.mcore import device, experts, model, pipeline
 from sft.mcore.activations.offload import PinnedMemory
 from sft.mcore.activations.saved_tensors import SavePolicy
@@ -185,12 +185,11 @@ class Engine:
         return experts.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
 
     def _accumulator(self, sources: Sequence[str]) -> Accumulator:
-        per_token, _, per_square = train_flops(self.config.model, self.vocab_size)
         reports = self.groups.reports
         return Accumulator(
             position_edges=self.config.log.position_edges,
             sources=sources,
-            work=(per_token, per_square),
+            flops=TrainFlops.of(self.config.model, self.vocab_size),
             counts_tokens=reports,
             counts_packs=reports and self.groups.cp_rank == 0,
             cp=self.groups.cp,

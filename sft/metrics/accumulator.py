@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sft.batch import Microbatch
+from sft.flops import TrainFlops
 from sft.metrics.totals import Totals, quantities
 
 
@@ -42,7 +43,7 @@ class Accumulator:
 
     position_edges: Sequence[int]
     sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
-    work: tuple[float, float]  # FLOPs per token, and per squared length of a document
+    flops: TrainFlops
     counts_tokens: bool
     counts_packs: bool
     cp: dist.ProcessGroup  # the ranks that hold the other parts of the same packs
@@ -87,21 +88,26 @@ class Accumulator:
             "Max": [peaks or {}],
         }
         numbers = [quantity.local(parts[quantity.kind], names[name]) for name, quantity in declared.items()]
-        flags = np.array([self.counts_tokens, self.counts_packs], dtype=np.float64)
-        gathered = self._all_gather(np.concatenate([flags, *numbers]))
+        attention = sum(self.flops.attention(microbatch.lengths) for microbatch in microbatches)
+        own = np.array([self.counts_tokens, self.counts_packs, attention], dtype=np.float64)
+        gathered = self._all_gather(np.concatenate([own, *numbers]))
 
         of_tokens, of_packs = gathered[:, :2].T > 0
+        attention_flops = gathered[of_packs, 2]
         ranks = {"Sum": of_tokens, "Replicated": of_packs, "PerSequence": of_packs, "Max": of_tokens | True}
-        split = np.split(gathered[:, 2:], np.cumsum([len(part) for part in numbers])[:-1], axis=1)
+        split = np.split(gathered[:, 3:], np.cumsum([len(part) for part in numbers])[:-1], axis=1)
         columns = {name: column[ranks[declared[name].kind]] for name, column in zip(declared, split, strict=True)}
         values = {
             name: quantity.over_ranks(columns[name], names[name])
             for name, quantity in declared.items()
             if quantity.measure is not None
         }
-        per_token, per_square = self.work
-        work = per_token * columns["num_padded_tokens"] + per_square * columns["sum_of_squares"]
-        return Totals(**values, work_imbalance=float(work.max() / work.mean()) if work.any() else 1.0)
+        work = self.flops.per_token * columns["num_padded_tokens"][:, 0] + attention_flops
+        return Totals(
+            **values,
+            attention_flops=float(attention_flops.sum()),
+            work_imbalance=float(work.max() / work.mean()) if work.any() else 1.0,
+        )
 
     def _sequences(self, microbatches: Sequence[Microbatch], tokens: Sequence[SupervisedTokens]) -> SequenceLosses:
         """Losses of the sequences in this rank's packs, added over cp ranks."""

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from sft.config import Config
-from sft.flops import num_parameters, train_flops
+from sft.flops import TrainFlops, num_parameters
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 from sft.parallel.layout import Layout
 
@@ -23,7 +23,7 @@ class RunFacts:
     config: Config
     layout: Layout
     num_parameters: int
-    flops: tuple[float, float, float]  # per token, per supervised token, per squared length of a document
+    flops: TrainFlops
     seconds: float = 0.0  # duration of the step or of the held-out pass
 
     @staticmethod
@@ -32,7 +32,7 @@ class RunFacts:
             config=config,
             layout=layout,
             num_parameters=num_parameters(config.model, vocab_size),
-            flops=train_flops(config.model, vocab_size),
+            flops=TrainFlops.of(config.model, vocab_size),
         )
 
     @property
@@ -41,9 +41,8 @@ class RunFacts:
         return self.config.data.seq_length * self.layout.global_batch_size
 
     def tflops_per_rank(self, totals: Totals) -> float:
-        per_token, per_label, per_square = self.flops
-        flops = totals.num_real_tokens * per_token + totals.num_tokens * per_label + totals.sum_of_squares * per_square
-        return flops / self.seconds / self.layout.world_size / 1e12
+        flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label
+        return (flops + totals.attention_flops) / self.seconds / self.layout.world_size / 1e12
 
     def mfu(self, totals: Totals) -> float | None:
         """Model FLOPs utilisation; None without log.peak_tflops."""

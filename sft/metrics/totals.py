@@ -113,7 +113,7 @@ class Totals:
     num_aligned_tokens: int = quantity("Replicated", lambda pack: pack.num_aligned_tokens)
     num_padded_tokens: int = quantity("Replicated", lambda pack: pack.cu_seqlens[-1])
     num_documents: int = quantity("Replicated", lambda pack: pack.num_documents)
-    sum_of_squares: int = quantity("Replicated", lambda pack: (pack.lengths.astype(np.int64) ** 2).sum())
+    attention_flops: float = quantity("Replicated", None, float)  # forward and backward, by the lengths of documents
     work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp ranks: largest / mean
     # Only sequences with a supervised token are measured.  Without such a sequence, min is inf and max is -inf.
     num_sequences: int = quantity("PerSequence", lambda losses: len(losses.mean_nll))

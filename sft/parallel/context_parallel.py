@@ -31,13 +31,13 @@ def local_indices(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int) -> np.ndar
     cu_seqlens = [0, 8], cp_size = 2
     rank 0 -> [0, 1, 6, 7]        rank 1 -> [2, 3, 4, 5]
     """
-    starts, chunk = _documents(cu_seqlens, cp_size)
+    starts, chunk = document_chunks(cu_seqlens, cp_size)
     assert 0 <= cp_rank < cp_size, f"cp_rank = {cp_rank} is not one of 0..{cp_size - 1}"
     if cp_size == 1:
         return np.arange(cu_seqlens[-1], dtype=np.int64)
     early = starts + cp_rank * chunk
     late = starts + (2 * cp_size - 1 - cp_rank) * chunk
-    return _runs(np.stack([early, late], axis=1).ravel(), np.repeat(chunk, 2))
+    return runs(np.stack([early, late], axis=1).ravel(), np.repeat(chunk, 2))
 
 
 def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
@@ -48,7 +48,7 @@ def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
         cu_seqlens = [0, 8], cp_size = 2, gathered parts hold tokens 0 1 6 7 2 3 4 5
         -> [0, 1, 4, 5, 6, 7, 2, 3]
     """
-    starts, chunk = _documents(cu_seqlens, cp_size)
+    starts, chunk = document_chunks(cu_seqlens, cp_size)
     if cp_size == 1:
         return np.arange(cu_seqlens[-1], dtype=np.int64)
     part = int(cu_seqlens[-1]) // cp_size
@@ -56,10 +56,10 @@ def gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
     rank = np.minimum(chunks, 2 * cp_size - 1 - chunks)
     is_late = chunks >= cp_size
     first = rank * part + starts[:, None] // cp_size + is_late * chunk[:, None]  # [documents, 2 * cp_size]
-    return _runs(first.ravel(), np.repeat(chunk, 2 * cp_size))
+    return runs(first.ravel(), np.repeat(chunk, 2 * cp_size))
 
 
-def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
+def document_chunks(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Start and chunk length of every document, int64.  Asserts that every document can be cut into equal chunks."""
     assert cp_size >= 1, f"cp_size = {cp_size}: there is at least one rank"
     assert cu_seqlens.ndim == 1 and cu_seqlens.size >= 1, f"cu_seqlens has shape {cu_seqlens.shape}"
@@ -76,7 +76,7 @@ def _documents(cu_seqlens: np.ndarray, cp_size: int) -> tuple[np.ndarray, np.nda
     return starts, lengths // (2 * cp_size)
 
 
-def _runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
+def runs(first: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Concatenated runs of consecutive numbers, computed without a loop.
 
     first = [0, 6], length = [2, 3] -> [0, 1, 6, 7, 8]

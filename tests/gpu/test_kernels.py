@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.attention import flash_kernel, packed_attention, torch_kernel
+from sft.mcore.attention.key_source import LocalKeys
 from sft.mcore.norm import RMSNorm, _RMSNorm
 from sft.parallel import context_parallel
 
@@ -50,8 +51,10 @@ def by_flash(boundaries: np.ndarray, tensors: tuple[Tensor, ...], cp_size: int) 
     for rank in range(cp_size):
         seen = flash_kernel.FlashKernel.of(boundaries, cp_size, rank, query.device)
         here = torch.from_numpy(context_parallel.local_indices(boundaries, cp_size, rank)).cuda()
-        keys, values = (x if seen.key_order is None else x[seen.key_order] for x in gathered)
-        part = packed_attention.packed_attention(query[here], keys, values, replace(seen, key_order=None), SCALE, None)
+        keys, values = (x if cp_size == 1 else x[seen.key_source.key_order] for x in gathered)
+        part = packed_attention.packed_attention(
+            query[here], keys, values, replace(seen, key_source=LocalKeys()), SCALE, None
+        )
         out = out.index_copy(0, here, part)
     out.backward(tensors[3])
     return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[list-item]

@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "tied", "experts"],
+    "model": ["dense", "tied", "experts", "windows"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -30,7 +30,11 @@ MOE = [
     "model.init_std=0.2",  # decided routers: with 0.02 two scores may be one rounding apart
 ]
 AUX = ["model.moe.aux_loss_coef=0.1", "model.moe.z_loss_coef=0.01"]
-MODELS = {"dense": [], "tied": ["model.tie_embeddings=true"], "experts": [*MOE, *AUX]}
+WINDOWS = [
+    "model.sliding_window=20",
+    "model.sliding_window_layers=[1, 2, 4]",
+]  # shorter and longer than documents and chunks
+MODELS = {"dense": [], "tied": ["model.tie_embeddings=true"], "experts": [*MOE, *AUX], "windows": WINDOWS}
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6

@@ -23,7 +23,7 @@ from sft.batch import Microbatch, Sample
 from sft.data.loader import Loader
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
-from sft.flops import attention_crossover
+from sft.flops import AttentionCost
 from sft.hf.trained_weights import trained_weights
 from sft.mcore import device, lora, process_groups
 from sft.mcore.checkpoint_io import engine_state, optimizer_shards
@@ -126,7 +126,7 @@ def loader_of(engine: Engine, corpus: Any) -> Loader:
         layout,
         seq_length=config.data.seq_length,
         dp_rank=engine.groups.dp_rank,
-        crossover=attention_crossover(config.model),
+        attention=AttentionCost.of(config.model),
     )
 
 

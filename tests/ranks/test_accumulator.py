@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import SupervisedTokens
 from tests.ranks import scenarios
 from tests.ranks.pool import RankPool
@@ -46,7 +47,7 @@ def summed(nll: list[list[float]], lengths: list[int]) -> dict[str, Any]:
         "num_tokens": sum(len(own) for own in nll),
         "num_real_tokens": sum(lengths),
         "num_documents": len(lengths),
-        "sum_of_squares": sum(n * n for n in lengths),
+        "attention_flops": float(sum(n * n for n in lengths)),
         "sequences": len(means),
         "sequence_nll": math.fsum(means),
         "perplexity": math.fsum(map(math.exp, means)),
@@ -60,7 +61,10 @@ def fed(overrides: list[str], lengths: list[int]) -> dict[str, Any]:
     with scenarios.running([*EDGE_KEYS, "train.global_batch_size=16", *overrides]) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(lengths))
         microbatches = loader.microbatches(0)
-        accumulator, tokens = replace(engine._accumulator(loader.sources), work=(1.0, 1.0)), []
+        accumulator, tokens = (
+            replace(engine._accumulator(loader.sources), flops=TrainFlops(1.0, 0.0, AttentionCost(1.0))),
+            [],
+        )
         for mb in microbatches if engine.groups.reports else []:
             rows = np.flatnonzero(mb.loss_weights.numpy())
             samples = np.array([*mb.sample_ids, -1])[np.minimum(mb.documents.numpy().ravel()[rows], len(mb.sample_ids))]
@@ -111,7 +115,7 @@ def fed_by_hand(lengths: list[int]) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name in ("num_tokens", "num_real_tokens", "num_documents", "sum_of_squares"):
+    for name in ("num_tokens", "num_real_tokens", "num_documents", "attention_flops"):
         assert found[name] == wanted[name], name
     for name in ("nll", "perplexity_min", "perplexity_max"):
         assert found[name] == pytest.approx(wanted[name], rel=TOLERANCE), name

@@ -56,12 +56,19 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 # Of two stages each begins with another kind of layer; of four virtual ones too.
 FOUR_LAYERS = dict(num_hidden_layers=4, no_rope_layers=[1, 0, 0, 1])
+FOUR_KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 MODELS: dict[str, dict[str, Any]] = {
     "granite": dict(family="granite"),
     "granite_tied": dict(family="granite", tied=True),
     "smollm3": dict(family="smollm3", tied=True, **FOUR_LAYERS),
     "smollm3_yarn": dict(family="smollm3", rope_parameters=YARN, **FOUR_LAYERS),
+    # Windows shorter and longer than documents and chunks; of two stages each has a layer of each kind.
+    "qwen2_windows": dict(family="qwen2", use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    "qwen3_windows": dict(family="qwen3", use_sliding_window=True, sliding_window=60, layer_types=FOUR_KINDS)
+    | dict(num_hidden_layers=4),
+    "qwen3_moe_windows": dict(family="qwen3_moe", use_sliding_window=True, sliding_window=11, norm_topk_prob=True),
+    "exaone4_windows": dict(family="exaone4", sliding_window=11, layer_types=FOUR_KINDS, num_hidden_layers=4),
     "olmo2": dict(family="olmo2"),
     "ministral3": dict(family="ministral3"),
     "qwen2_moe": dict(family="qwen2_moe"),
@@ -103,12 +110,15 @@ def packs() -> list[list[Sample]]:
 CASES = [
     *[("granite", "one"), ("granite", "tp"), ("granite_tied", "pp")],
     *[("smollm3", "pp"), ("smollm3_yarn", "cp")],
+    *[("qwen2_windows", "one"), ("qwen3_windows", "cp"), ("qwen3_moe_windows", "cp_ep"), ("exaone4_windows", "tp_cp")],
     *[("olmo2", "one"), ("olmo2", "tp")],
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
     *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep")],
 ]
 GRID = [
+    *[("qwen2_windows", "tp_whole_cp"), ("qwen3_windows", "pp"), ("exaone4_windows", "pp")],
+    *[("qwen3_moe_windows", "tp_ep"), ("qwen3_windows", "tp_cp")],
     *[
         ("granite", "cp"),
         ("smollm3", "one"),
@@ -140,11 +150,19 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
     check_losses(results, model, packs)
 
 
-MIXED = [("granite", "tp_cp"), ("smollm3_yarn", "tp_virtual"), ("olmo2", "tp_cp"), ("ministral3", "tp_cp")]
+MIXED = [
+    *[("granite", "tp_cp"), ("smollm3_yarn", "tp_virtual"), ("olmo2", "tp_cp"), ("ministral3", "tp_cp")],
+    *[("qwen3_windows", "tp_cp"), ("exaone4_windows", "tp_virtual"), ("qwen3_moe_windows", "tp_cp_ep")],
+]
 
 
 @pytest.mark.parametrize(
-    "name,layout", [*MIXED, ("qwen2_moe", "tp_cp_ep"), *in_grid([("olmo2", "tp_whole_cp"), ("smollm3", "tp_virtual")])]
+    "name,layout",
+    [
+        *MIXED,
+        ("qwen2_moe", "tp_cp_ep"),
+        *in_grid([("olmo2", "tp_whole_cp"), ("smollm3", "tp_virtual"), ("qwen2_windows", "tp_whole_cp")]),
+    ],
 )
 def test_loss_and_every_gradient_are_those_of_transformers(
     ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], name: str, layout: str

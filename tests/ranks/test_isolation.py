@@ -9,6 +9,7 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
+from tests.ranks.layouts import WINDOWS
 from tests.ranks.pool import RankPool
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
@@ -20,6 +21,8 @@ LAYOUTS = [
     (4, ["parallel.cp=4"]),
     (4, ["parallel.pp=4"]),  # the middle stages see neither tokens nor loss
     (2, ["parallel.cp=2", "train.recompute=full"]),
+    (4, ["parallel.cp=4", *WINDOWS]),  # whose halos begin where the document begins
+    (4, ["parallel.cp=2", "parallel.pp=2", *WINDOWS, "train.recompute=selective"]),
 ]
 Ranks = Callable[[int], RankPool]
 

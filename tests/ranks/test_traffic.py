@@ -112,8 +112,8 @@ REDUCED = {  # reduced numbers: of adapters, and of full fine-tuning; what else 
     "tp2": (  # split weights; then replicated factors or norms, which are also summed over tp
         TP, "allreduce", 2 * (ATTENTION + MLP - REPLICATED) + 2 * 4 * REPLICATED,
         TABLE + 2 * (LAYER + FULL_MLP) + 2 * (4 * NORMS + LAST),
-        # No weight's gradient needs the input of qkv, of fc1 and of the output again.
-        {"allgather": INNER - (2 * 4 + 1) * 256 * 32, "reduce_scatter": INNER},
+        # No weight's gradient needs the input of qkv, of fc1 and of the output again.  The embedding needs no gradient.
+        {"allgather": INNER - (2 * 4 + 1) * 256 * 32, "reduce_scatter": INNER - 256 * 32},
     ),
     "pp2": (  # the first stage
         ["parallel.pp=2", "train.global_batch_size=1"], "allreduce", 2 * (ATTENTION + MLP),

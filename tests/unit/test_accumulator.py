@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ import torch.distributed as dist
 
 from sft.batch import Sample
 from sft.data.packing.pack import local_part, make_pack
+from sft.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
-from sft.metrics.totals import Peak, Totals, quantities, quantity
+from sft.metrics.totals import Peak, Totals, quantity
 from tests.builders import answer
 
 
@@ -22,7 +22,7 @@ def accumulator() -> Iterator[Accumulator]:
     group = dist.group.WORLD
     assert group is not None
     yield Accumulator(
-        position_edges=(2, 4), sources=("a", "b"), work=(1.0, 1.0),
+        position_edges=(2, 4), sources=("a", "b"), flops=TrainFlops(1.0, 0.0, AttentionCost(1.0)),
         counts_tokens=True, counts_packs=True, cp=group, device=torch.device("cpu"),
     )  # fmt: skip
     dist.destroy_process_group()
@@ -54,7 +54,7 @@ def test_written_out(accumulator: Accumulator) -> None:
     )
     assert (found.num_tokens, found.num_real_tokens, found.num_documents) == (6, 12, 3)
     assert (found.num_aligned_tokens, found.num_padded_tokens) == (24, 64)  # 8 each; packs of 32
-    assert found.sum_of_squares == 25 + 9 + 16
+    assert found.attention_flops == 25 + 9 + 16
     assert found.objective == found.nll == 7.5 and found.denominator == 6.0
     assert found.num_correct == 1
     # Predicting tokens: places 1, 2, 3 of the first, 1 of the second, 1, 2 of the third.
@@ -120,5 +120,5 @@ def test_names_of_buckets(accumulator: Accumulator) -> None:
 
 def test_squares_of_long_documents_are_counted_exactly() -> None:
     """In 32 bits, 65,536 squared is 0."""
-    pack = SimpleNamespace(lengths=np.array([65_536, 3], dtype=np.int32))
-    assert quantities(Totals)["sum_of_squares"].local([pack], ()).tolist() == [2**32 + 9]
+    flops = TrainFlops(1.0, 0.0, AttentionCost(1.0))
+    assert flops.attention(np.array([65_536, 3], dtype=np.int32)) == 2**32 + 9

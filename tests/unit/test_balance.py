@@ -11,18 +11,24 @@ from sft.data.inspect.forecast import bounds
 from sft.data.packing import balance
 from sft.data.packing.balance import Slots, assign, costs, efficiency
 from sft.data.packing.plan import plan_epoch
+from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
 
 
-def made(packs: list[tuple[int, ...]], lengths: list[int], dp: int, *, seq_length: int, crossover: float) -> Slots:
+def made(
+    packs: list[tuple[int, ...]], lengths: list[int], dp: int, *, seq_length: int, attention: AttentionCost
+) -> Slots:
     of = np.array(lengths)
-    return assign(packs, of, dp=dp, seq_length=seq_length, doc_multiple=1, crossover=crossover)
+    return assign(packs, of, dp=dp, seq_length=seq_length, doc_multiple=1, attention=attention)
 
 
 def test_costs() -> None:
-    assert costs(np.array([1000, 4000]), doc_multiple=32, crossover=1000.0).tolist() == [1024 + 1000, 4000 + 16000]
-    assert costs(np.array([5, 32]), doc_multiple=32, crossover=float("inf")).tolist() == [32, 32]
-    assert costs(np.array([2**20]), doc_multiple=32, crossover=1.0).tolist() == [2**20 + 2**40]
+    assert costs(np.array([1000, 4000]), doc_multiple=32, attention=AttentionCost(1000.0)).tolist() == [
+        1024 + 1000,
+        4000 + 16000,
+    ]
+    assert costs(np.array([5, 32]), doc_multiple=32, attention=AttentionCost(float("inf"))).tolist() == [32, 32]
+    assert costs(np.array([2**20]), doc_multiple=32, attention=AttentionCost(1.0)).tolist() == [2**20 + 2**40]
 
 
 def test_efficiency() -> None:
@@ -32,27 +38,27 @@ def test_efficiency() -> None:
 
 def test_packs_are_dealt_out() -> None:
     """Costs 8 7 4 1: the costliest two to a rank each, and the next two the other way round."""
-    slots = made([(0,), (1,), (2,), (3,)], [8, 7, 4, 1], 2, seq_length=8, crossover=float("inf"))
+    slots = made([(0,), (1,), (2,), (3,)], [8, 7, 4, 1], 2, seq_length=8, attention=AttentionCost(float("inf")))
     assert slots == [[(0,), (3,)], [(1,), (2,)]]
 
 
 def test_long_for_short() -> None:
     """Two full packs of 8, crossover 1: squares of 16 + 16 and 8; after an exchange of 4 for 1 1 1 1, 20 and 20."""
-    slots = made([(0, 1), tuple(range(2, 10))], [4, 4, *[1] * 8], 2, seq_length=8, crossover=1.0)
+    slots = made([(0, 1), tuple(range(2, 10))], [4, 4, *[1] * 8], 2, seq_length=8, attention=AttentionCost(1.0))
     work = [sum(4 + 16 if i < 2 else 1 + 1 for i in pack) for rank in slots for pack in rank]
     assert work == [28, 28]
     assert [sorted(i < 2 for i in pack) for rank in slots for pack in rank] == [[False] * 4 + [True]] * 2
 
 
 def test_empty_packs_take_sequences() -> None:
-    slots = made([(0, 1, 2, 3), (), (), ()], [4, 4, 4, 4], 4, seq_length=16, crossover=1.0)
+    slots = made([(0, 1, 2, 3), (), (), ()], [4, 4, 4, 4], 4, seq_length=16, attention=AttentionCost(1.0))
     assert sorted(ids for rank in slots for ids in rank) == [(0,), (1,), (2,), (3,)]
 
 
 def test_one_rank_no_sample_and_a_sample_that_comes_twice() -> None:
-    assert made([(3, 1), (0,)], [1, 2, 3, 4], 1, seq_length=8, crossover=1.0) == [[(3, 1), (0,)]]
-    assert made([(), ()], [1], 2, seq_length=8, crossover=1.0) == [[()], [()]]
-    slots = made([(0, 0), (1, 1)], [4, 4], 2, seq_length=8, crossover=1.0)
+    assert made([(3, 1), (0,)], [1, 2, 3, 4], 1, seq_length=8, attention=AttentionCost(1.0)) == [[(3, 1), (0,)]]
+    assert made([(), ()], [1], 2, seq_length=8, attention=AttentionCost(1.0)) == [[()], [()]]
+    slots = made([(0, 0), (1, 1)], [4, 4], 2, seq_length=8, attention=AttentionCost(1.0))
     assert sorted(i for rank in slots for ids in rank for i in ids) == [0, 0, 1, 1]
 
 
@@ -68,10 +74,10 @@ def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], cr
     dp, num_microbatches = shape
     of = np.array(lengths)
     plan = plan_epoch(of, capacity=256, doc_multiple=multiple, seed=0, epoch=0, shuffle=True)
-    work = costs(of, doc_multiple=multiple, crossover=crossover)
+    work = costs(of, doc_multiple=multiple, attention=AttentionCost(crossover))
     for index in range(plan.num_batches(dp * num_microbatches)):
         packs = plan.batch(index, dp * num_microbatches)
-        slots = assign(packs, of, dp=dp, seq_length=256, doc_multiple=multiple, crossover=crossover)
+        slots = assign(packs, of, dp=dp, seq_length=256, doc_multiple=multiple, attention=AttentionCost(crossover))
         assert [len(rank) for rank in slots] == [num_microbatches] * dp
         assert sorted(i for rank in slots for ids in rank for i in ids) == sorted(i for pack in packs for i in pack)
         assert all(aligned(of[list(ids)], multiple).sum() <= 256 for rank in slots for ids in rank)
@@ -80,7 +86,7 @@ def test_any_batch(lengths: list[int], multiple: int, shape: tuple[int, int], cr
         assert after[0] >= plain[0]
         ids = [i for pack in packs for i in pack]
         sizes = dict(dp=dp, num_microbatches=num_microbatches, seq_length=256, doc_multiple=multiple)
-        limit = bounds(of[ids], crossover=crossover, **sizes)
+        limit = bounds(of[ids], attention=AttentionCost(crossover), **sizes)
         assert after[0] <= limit.full + 1e-9 <= limit.longest + 2e-9
         assert after[1] <= limit.microbatch + 1e-9
 
@@ -89,10 +95,24 @@ def test_bounds_in_numbers() -> None:
     """Two ranks of one pack of 12; sequences 8 2 2 4 2 2 cost 72 6 6 20 6 6 with crossover 1, 116 in all.
 
     Alone the longest is 72. The other rank has room for 12 of 20 tokens: 8 remain, all of them the longest."""
-    limit = bounds(np.array([8, 2, 2, 4, 2, 2]), dp=2, num_microbatches=1, seq_length=12, doc_multiple=1, crossover=1.0)
+    limit = bounds(
+        np.array([8, 2, 2, 4, 2, 2]),
+        dp=2,
+        num_microbatches=1,
+        seq_length=12,
+        doc_multiple=1,
+        attention=AttentionCost(1.0),
+    )
     assert limit.longest == limit.full == 116 / (2 * 72)
     # Full packs of 10: the rank of the longest must take 2 more tokens, the cheapest of which are one sequence of 2.
-    limit = bounds(np.array([8, 2, 2, 4, 2, 2]), dp=2, num_microbatches=1, seq_length=10, doc_multiple=1, crossover=1.0)
+    limit = bounds(
+        np.array([8, 2, 2, 4, 2, 2]),
+        dp=2,
+        num_microbatches=1,
+        seq_length=10,
+        doc_multiple=1,
+        attention=AttentionCost(1.0),
+    )
     assert limit.longest == 116 / (2 * 72) and limit.full == 116 / (2 * (72 + 2 + 4))
 
 
@@ -105,7 +125,9 @@ def test_the_bound_of_microbatches_in_numbers() -> None:
 
     def limit(lengths: list[int]) -> float:
         of = np.array(lengths)
-        return bounds(of, dp=2, num_microbatches=2, seq_length=10, doc_multiple=1, crossover=1.0).microbatch
+        return bounds(
+            of, dp=2, num_microbatches=2, seq_length=10, doc_multiple=1, attention=AttentionCost(1.0)
+        ).microbatch
 
     assert limit([8, 6, 8, 6]) == 1.0
     assert limit([8, 6, 6]) == pytest.approx(156 / (2 * (72 + 42)))
@@ -126,9 +148,16 @@ def random_lengths(count: int, median: int, sigma: float, longest: int) -> np.nd
 )
 def test_level_on_chats_over_many_ranks(of: np.ndarray, seq_length: int, packs: int, dp: int, share: float) -> None:
     plan = plan_epoch(of, capacity=seq_length, doc_multiple=32, seed=0, epoch=0, shuffle=True)
-    work = costs(of, doc_multiple=32, crossover=53248.0)
+    work = costs(of, doc_multiple=32, attention=AttentionCost(53248.0))
     for index in range(4):
-        slots = assign(plan.batch(index, packs), of, dp=dp, seq_length=seq_length, doc_multiple=32, crossover=53248.0)
+        slots = assign(
+            plan.batch(index, packs),
+            of,
+            dp=dp,
+            seq_length=seq_length,
+            doc_multiple=32,
+            attention=AttentionCost(53248.0),
+        )
         assert efficiency(np.array([[work[list(ids)].sum() for ids in rank] for rank in slots]))[0] >= share
 
 
@@ -145,6 +174,6 @@ def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance._Batch, "_split", counted)
     of = random_lengths(12_000, 600, 1.1, 32768)
     plan = plan_epoch(of, capacity=32768, doc_multiple=32, seed=0, epoch=0, shuffle=True)
-    assign(plan.batch(0, 256), of, dp=32, seq_length=32768, doc_multiple=32, crossover=15400.0)
+    assign(plan.batch(0, 256), of, dp=32, seq_length=32768, doc_multiple=32, attention=AttentionCost(15400.0))
     # The last exchange of each may go through all partners and pairs.
     assert 0 < count <= 3 * balance.MAX_SPLITS + 3 * balance.NUM_PARTNERS * balance.NUM_PAIRS

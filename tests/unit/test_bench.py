@@ -106,7 +106,10 @@ def test_every_subject_says_what_it_takes(capsys: pytest.CaptureFixture[str]) ->
         ("attention --tiny --cases 64k:poems", "poems is not one of"),
         ("step --device cpu --cases 4b:64k:poems", "4b:64k:poems is not one of"),
         ("step --device cpu --cases 4b:64k:one:often", "must begin with one of none, selective, full, peer; got often"),
-        ("step --device cpu --cases 4b:64k:one:full+magic", "magic is not offload or optim with a share, or tile"),
+        (
+            "step --device cpu --cases 4b:64k:one:full+magic",
+            "magic is not offload or optim with a share, tile with a length, or lora with a rank",
+        ),
         ("step --device cpu --steps 0", "--steps must be at least 1, and --seconds above 0"),
         ("step --device cpu --kernels magic", "--kernels magic"),
         ("longest --device cpu --cases tiny", "--memory must set the limit of the search"),

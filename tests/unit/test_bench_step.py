@@ -30,7 +30,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> StepCase:
 
 def row(**changes: Any) -> dict[str, Any]:
     rates = {"flash": {"forward": 80.0, "backward": 50.0}, "cudnn": {"forward": 100.0, "backward": 40.0}}
-    found = {"tokens": 100, "labels": 50, "squares": 1000, "seconds": 1000.0, "device": "cuda", "status": "done"}
+    found = {
+        "tokens": 100,
+        "labels": 50,
+        "attention_flops": 24_000.0,
+        "seconds": 1000.0,
+        "device": "cuda",
+        "status": "done",
+    }
     return {**found, "constants": {"gemm": 7900.0, "attention": rates}, **changes}
 
 

@@ -1,6 +1,11 @@
 """Parameters and FLOPs, counted by hand."""
 
-from sft.flops import active_parameters, attention_crossover, describe_parameters, num_parameters, train_flops
+import math
+
+import numpy as np
+import pytest
+
+from sft.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
 from tests.builders import layout_config
 
 
@@ -14,7 +19,26 @@ def test_the_crossover_of_llama_8b() -> None:
         "num_query_groups": 8,
         "head_dim": 128,
     }
-    assert attention_crossover(layout_config(model=llama).model) == 53_248
+    assert AttentionCost.of(layout_config(model=llama).model) == AttentionCost(53_248)
+    windows = layout_config(
+        model={**llama, "sliding_window": 4096, "sliding_window_layers": list(range(1, 33, 2))}
+    ).model
+    assert AttentionCost.of(windows) == AttentionCost(106_496, 4096, 106_496)
+    everywhere = AttentionCost.of(layout_config(model={**llama, "sliding_window": 4096}).model)
+    assert everywhere == AttentionCost(math.inf, 4096, 53_248)
+    assert everywhere.equal_length() == math.inf  # 4096 keys cost 2 * 4096 / 53,248 of a token at most
+
+
+def test_cost_of_attention() -> None:
+    """A window of 20: 10 tokens have 100 / 2 pairs, 100 tokens 20 * (200 - 20) / 2."""
+    cost = AttentionCost(10.0, 20, 10.0)
+    assert cost(np.array([10, 100])).tolist() == [10 + 10, 1000 + 360]
+    assert AttentionCost()(np.array([10, 100])).tolist() == [0, 0]
+    assert AttentionCost(10.0).equal_length() == 10.0
+    assert cost.equal_length() == pytest.approx(5.0)  # 25 / 10 twice
+    assert AttentionCost(math.inf, 20, 10.0).equal_length() == pytest.approx(10.0)
+    far = AttentionCost(1000.0, 20, 100.0).equal_length()
+    assert far**2 / 1000 + 20 * (2 * far - 20) / 100 == pytest.approx(far)
 
 
 def test_parameters_counted_by_hand() -> None:
@@ -41,7 +65,7 @@ def test_norms_across_heads_have_a_weight_for_every_head() -> None:
     per_head = layout_config(model={**sizes, "head_dim": 2, "qk_norm": True}).model
     across = layout_config(model={**sizes, "head_dim": 2, "qk_norm": True, "qk_norm_across_heads": True}).model
     assert num_parameters(across, 10) - num_parameters(per_head, 10) == 2 * ((8 + 4) - (2 + 2))
-    assert train_flops(across, 10) == train_flops(per_head, 10)
+    assert TrainFlops.of(across, 10) == TrainFlops.of(per_head, 10)
 
 
 def test_experts_counted_by_hand() -> None:
@@ -51,11 +75,13 @@ def test_experts_counted_by_hand() -> None:
     # router 4*8, each of 8 experts: gate, up and down 3*4*2
     assert num_parameters(moe, 10) == 212 - 96 + 32 + 8 * 24
     # qkv 48, proj 16; a token multiplies the router and two experts
-    assert train_flops(moe, 10) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40, 6 * 4)
+    flops = TrainFlops.of(moe, 10)
+    assert (flops.per_token, flops.per_label) == (6 * (48 + 16 + 32 + 2 * 24), 6 * 40)
+    assert flops.attention(np.array([10, 1])) == pytest.approx(6 * 4 * (100 + 1))
     shared = {"shared_ffn_hidden_size": 6, "shared_gate": True}  # 3*4*6, and a gate of 4
     both = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 2, **shared}}).model
     assert num_parameters(both, 10) == num_parameters(moe, 10) + 76
-    assert train_flops(both, 10)[0] == train_flops(moe, 10)[0] + 6 * 76
+    assert TrainFlops.of(both, 10).per_token == flops.per_token + 6 * 76
     wide = layout_config(model={**dense, "moe": {"num_experts": 8, "top_k": 2}}).model  # experts as wide as a dense MLP
     assert num_parameters(wide, 10) == 212 - 96 + 32 + 8 * 96
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import packed_attention
+from sft.mcore.attention import key_source, packed_attention
 from sft.mcore.attention.activation_bytes import MAX_HEAD_GROUPS
+from sft.mcore.attention.key_source import AllGatheredKeys, KeySource, LocalKeys
 from sft.mcore.attention.rope import Rotation
 
 TOKENS, HEADS, GROUPS, WIDTH = 6, 8, 4, 2
@@ -29,12 +30,14 @@ class Work:
 class Kernel:
     """Copies values to every head of the group; keys as they come: both ranks' parts, one after the other."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.key_order = log, torch.arange(2 * TOKENS)
+    def __init__(self, log: list[str], key_source: KeySource | None = None) -> None:
+        self.log, self.key_source = log, key_source or AllGatheredKeys(torch.arange(2 * TOKENS))
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         self.log.append("forward")
-        return values[: len(query)].repeat_interleave(query.shape[1] // keys.shape[1], dim=1), query.new_zeros(1)
+        return values[: len(query)].repeat_interleave(query.shape[1] // keys.shape[1], dim=1), query.new_zeros(
+            query.shape[1::-1]
+        )
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
@@ -65,7 +68,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     collectives = SimpleNamespace(
         all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
     )
-    monkeypatch.setattr(packed_attention, "dist", collectives)
+    monkeypatch.setattr(key_source, "dist", collectives)
     return happened
 
 
@@ -94,22 +97,18 @@ def test_the_next_head_group_is_gathered_while_a_kernel_computes(log: list[str])
 
 
 @pytest.mark.parametrize("key_heads, groups", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 1), (6, 3), (8, 4)])
-def test_head_groups_are_whole_key_heads(log: list[str], key_heads: int, groups: int) -> None:
+def test_head_groups_are_whole_key_heads(key_heads: int, groups: int) -> None:
     assert MAX_HEAD_GROUPS == 4  # the estimate of memory counts with the same function
-    key = torch.empty(TOKENS, key_heads, WIDTH)
-    assert packed_attention._num_groups(key, Kernel(log)) == groups
-    alone = Kernel(log)
-    alone.key_order = None  # type: ignore[assignment]
-    assert packed_attention._num_groups(key, alone) == 1
+    assert AllGatheredKeys(torch.arange(2)).num_groups(key_heads) == groups
+    assert LocalKeys().num_groups(key_heads) == 1
 
 
 def test_sums_over_chunks_and_ranks_are_in_fp32(log: list[str]) -> None:
     """256 + 1 is 256 in bf16.  Token 0 is a key of both chunks; the other rank adds the same."""
-    kernel = Kernel(log)
-    kernel.key_order = torch.tensor([0, 1, 0])
+    keys = AllGatheredKeys(torch.tensor([0, 1, 0]))
     dkeys, dvalues = (torch.tensor(x, dtype=torch.bfloat16)[:, None, None] for x in ([256, 2, 1], [512, 4, 1]))
     two: Any = SimpleNamespace(size=lambda: 2)
-    found = packed_attention._ReduceScatter(dkeys, dvalues, kernel, 2, two).result()
+    found = keys.start_return(dkeys, dvalues, 2, two).result()
     assert found.dtype == torch.float32 and found[:, 0].tolist() == [[514.0, 1026.0], [4.0, 8.0]]
 
 
@@ -117,7 +116,7 @@ def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: py
     """While a kernel computes, only the next head group is held as it was gathered; with the last one, none."""
     gathered: weakref.WeakSet[Tensor] = weakref.WeakSet()
     held: list[int] = []
-    gather, compute = packed_attention.dist.all_gather_into_tensor, Kernel.forward
+    gather, compute = key_source.dist.all_gather_into_tensor, Kernel.forward
 
     def noted(out: Tensor, *given: Any, **named: Any) -> Any:
         gathered.add(out)
@@ -127,7 +126,7 @@ def test_what_was_gathered_is_gone_once_laid_out(log: list[str], monkeypatch: py
         held.append(len(gathered))
         return compute(kernel, *given)
 
-    monkeypatch.setattr(packed_attention.dist, "all_gather_into_tensor", noted)
+    monkeypatch.setattr(key_source.dist, "all_gather_into_tensor", noted)
     monkeypatch.setattr(Kernel, "forward", counted)
     key = torch.randn(TOKENS, GROUPS, WIDTH)
     two: Any = SimpleNamespace(size=lambda: 2)
@@ -139,8 +138,7 @@ def test_rotation_is_part_of_the_function(log: list[str]) -> None:
     """A kernel whose gradients of queries and keys are those that it is given: rotated back, once each."""
     rotation = Rotation.of(torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0.5]), torch.float32)
     inputs = [torch.randn(TOKENS, 1, WIDTH, requires_grad=True) for _ in range(3)]
-    kernel = Kernel(log)
-    kernel.key_order = None  # type: ignore[assignment]
+    kernel = Kernel(log, LocalKeys())
     ones = torch.ones(TOKENS, 1, WIDTH)
     kernel.backward = lambda *given: (ones, ones, ones)  # type: ignore[method-assign]
     alone: Any = SimpleNamespace(size=lambda: 1)

@@ -33,6 +33,7 @@ LIKE_LLAMA = {
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
     "rope.skip_layers": [],
+    **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "rope.query_scale_beta": None,
 }
 
@@ -149,15 +150,34 @@ def test_an_unknown_model_type_is_told_with_the_known_ones() -> None:
     assert "model_type = [1]" in refusal({"model_type": [1]})
 
 
-def test_sliding_windows_are_refused_where_transformers_would_slide(tmp_path: Path) -> None:
+def windows(content: dict[str, Any]) -> tuple[int | None, list[int] | None, list[int]]:
+    model = architecture(content, "config.json").model
+    return model.sliding_window, model.sliding_window_layers, model.rope.skip_layers
+
+
+def test_sliding_windows_where_transformers_has_them() -> None:
     base = llama(rope_scaling=..., model_type="mistral", architectures=["MistralForCausalLM"])
-    assert "sliding_window = 4096 (the default of transformers)" in refusal(base)
-    assert "sliding_window = 1024 is not supported" in refusal(base | {"sliding_window": 1024})
-    architecture(base | {"sliding_window": None}, "config.json")
-    qwen = base | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}
-    architecture(qwen, "config.json")  # Qwen has a switch of its own, which is off
-    assert "use_sliding_window = true" in refusal(qwen | {"use_sliding_window": True})
-    assert "layer_types has sliding_attention" in refusal(qwen | {"layer_types": ["sliding_attention"]})
+    assert windows(base) == (4096, None, [])  # the default of transformers
+    assert windows(base | {"sliding_window": 1024}) == (1024, None, [])
+    assert windows(base | {"sliding_window": None}) == (None, None, [])
+    qwen = base | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024}
+    assert windows(qwen) == (None, None, [])
+    slides = qwen | {"use_sliding_window": True}
+    assert windows(slides) == (1024, [29, 30, 31, 32], [])  # max_window_layers is 28 by default
+    assert windows(slides | {"max_window_layers": 0}) == (1024, None, [])
+    assert windows(slides | {"max_window_layers": 40}) == (None, None, [])
+    kinds = ["sliding_attention", "full_attention"] * 16
+    assert windows(slides | {"layer_types": kinds}) == (1024, list(range(1, 32, 2)), [])
+    assert "layer_types has chunked_attention; only full_attention and sliding_attention" in refusal(
+        slides | {"layer_types": ["chunked_attention"] * 32}
+    )
+    assert "layer_types is not a list of 32 names" in refusal(slides | {"layer_types": kinds[:3]})
+    exaone = base | {"model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "sliding_window": 1024}
+    full = list(range(4, 33, 4))  # without rotary positions
+    assert windows(exaone) == (1024, [n for n in range(1, 33) if n not in full], full)
+    assert windows(exaone | {"sliding_window": None}) == (None, None, [])
+    del exaone["sliding_window"]
+    assert windows(exaone)[0] == 4096  # the default of transformers
 
 
 # --- experts -----------------------------------------------------------------------------------------------

@@ -143,7 +143,6 @@ def test_changes_are_written() -> None:
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window = true is not supported"),
         ("olmo2", {"attention_bias": True}, "attention_bias = true is not supported"),
-        ("ministral3", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         (
             "ministral3",
             {"rope_parameters": {**ROPE, "llama_4_scaling_beta": None}},
@@ -206,7 +205,18 @@ def test_a_recipe_may_not_change_what_the_model_computes(tmp_path: Path, family:
         (["model.qk_norm=false", "model.qk_norm_across_heads=true"], "has no effect without qk_norm"),
         (["model.moe.shared_ffn_hidden_size=8"], "has no effect without model.moe.num_experts"),
         (["model.norm_placement=post", "attention.backend=te"], "attention.backend.*use portable or auto"),
-        (["model.norm_placement=post", "run.fp8=delayed"], "run.fp8.*needs Transformer Engine, which has neither"),
+        (
+            ["model.sliding_window=8", "attention.backend=te"],
+            "attention.backend.*does not have model.sliding_window; use portable",
+        ),
+        (["model.sliding_window_layers=[1]"], "model.sliding_window_layers.*has no effect without sliding_window"),
+        (["model.sliding_window=8", "model.sliding_window_layers=[2, 1]"], "must be in increasing order"),
+        (["model.sliding_window=8", "model.sliding_window_layers=[99]"], "names layer 99 of"),
+        (["model.sliding_window=8", "model.sliding_window_layers=[]"], "is empty; use sliding_window = null"),
+        (
+            ["model.norm_placement=post", "run.fp8=delayed"],
+            "run.fp8.*needs Transformer Engine, which does not have model.norm_placement = post",
+        ),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )

@@ -15,12 +15,13 @@ from sft.batch import Microbatch, Pack
 from sft.data.cache.corpus import Corpus
 from sft.data.cache.row_report import LINE, count_rows
 from sft.data.cache.store import Store
-from sft.data.loader import Loader
+from sft.data.loader import Loader, make_loader
 from sft.data.packing.pack import Collator, local_part, make_pack
 from sft.data.packing.plan import EpochPlans
+from sft.flops import AttentionCost
 from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout
-from tests.builders import sample
+from tests.builders import LLAMA_8B, layout_config, sample
 from tests.unit.fixtures.folder import config
 
 PAD = 258
@@ -54,7 +55,9 @@ def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0,
         local_indices=partial(local_indices, cp_size=sizes.cp, cp_rank=cp_rank),
     )
     plans = EpochPlans(corpus.lengths, data, seed=5, global_batch_size=sizes.global_batch_size)
-    return Loader(corpus, plans, collator, sizes, seq_length=data.seq_length, dp_rank=dp_rank, crossover=16.0)
+    return Loader(
+        corpus, plans, collator, sizes, seq_length=data.seq_length, dp_rank=dp_rank, attention=AttentionCost(16.0)
+    )
 
 
 def counts(part: Microbatch) -> tuple[int, ...]:
@@ -263,3 +266,19 @@ def test_a_pack_without_samples_is_filler() -> None:
     made = make_pack([], doc_multiple=4, pad_id=3, pack_multiple=8)
     check(made, tokens=[3] * 8, labels=[3] * 8, loss_mask=[0] * 8, cu_seqlens=[0, 8], lengths=[0])
     assert made.sample_ids == () and made.max_seqlen == 8
+
+
+def test_the_plan_of_a_recipe_knows_its_windows() -> None:
+    """Llama-8B, full attention, and windows of 1,024 in all layers."""
+    full, windows = (
+        make_loader(
+            layout_config(model={**LLAMA_8B, **window}, data={"seq_length": 4096}, train={"global_batch_size": 4}),
+            layout(global_batch_size=4),
+            corpus_of([2048, 1024]),
+            pad_id=PAD,
+            local_indices=partial(local_indices, cp_size=1, cp_rank=0),
+        )._attention(np.array([1024, 2048]))
+        for window in ({}, {"sliding_window": 1024})
+    )
+    assert full.tolist() == pytest.approx([1024**2 / 53_248, 2048**2 / 53_248])
+    assert windows.tolist() == pytest.approx([1024**2 / 53_248, 1024 * (2 * 2048 - 1024) / 53_248])

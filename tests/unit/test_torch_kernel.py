@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sft.mcore.attention import flash_kernel, torch_kernel
+from sft.mcore.attention.key_source import LocalKeys
 from sft.parallel import context_parallel
 
 BOUNDARIES = np.array([0, 48, 64, 144, 176], dtype=np.int32)
@@ -33,7 +34,7 @@ def in_one_piece(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     document = torch.bucketize(torch.arange(TOKENS), torch.from_numpy(BOUNDARIES[1:].copy()), right=True)
     seen = (document[:, None] == document[None, :]).tril()
     scores = (torch.einsum("qhd,khd->hqk", query, key) * SCALE).masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1).T
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -46,11 +47,10 @@ def test_output_and_gradients(cp_size: int) -> None:
     sums = torch.zeros_like(key), torch.zeros_like(value)
     for rank, here in enumerate(local):
         kernel = torch_kernel.TorchKernel.of(BOUNDARIES, cp_size, rank, CPU)
-        assert (kernel.key_order is None) == (cp_size == 1)
-        order = torch.cat(local) if kernel.key_order is None else torch.cat(local)[kernel.key_order]
+        order = torch.cat(local) if cp_size == 1 else torch.cat(local)[kernel.key_source.key_order]
         out, lse = kernel.forward(query[here], key[order], value[order], SCALE)
         close(out, expected[here])
-        close(lse, expected_lse[here])
+        close(lse, expected_lse[:, here])
         found, *parts = kernel.backward(grad[here], query[here], key[order], value[order], out, lse, SCALE)
         close(found, dquery[here])
         for total, part in zip(sums, parts):
@@ -82,10 +82,11 @@ def test_bf16_is_computed_in_fp32() -> None:
 @pytest.mark.parametrize("length", [1, 9, 10, 13, 14, 40])
 def test_no_tile_is_wider_than_it_may_be(length: int) -> None:
     chunk = context_parallel.Chunk(local_start=3, length=length, document_start=100, position=50)
-    made = list(torch_kernel._query_tiles(chunk))
+    kernel = torch_kernel.TorchKernel(chunks=(chunk,), key_source=LocalKeys())
+    made = list(kernel._tiles())
     assert [row for tile in made for row in range(TOKENS)[tile.rows]] == list(range(3, 3 + length))
     for tile in made:
-        columns = [keys for keys, _ in tile.key_tiles()]
+        columns = list(tile.key_tiles())
         assert tile.rows.stop - tile.rows.start <= 9 and all(keys.stop - keys.start <= 13 for keys in columns)
         last_seen = 100 + 50 + tile.rows.stop - 3  # of the document, up to the last query of the tile
         assert [key for keys in columns for key in range(500)[keys]] == list(range(100, last_seen))
@@ -100,14 +101,13 @@ def test_sequences_written_out() -> None:
     early = flash_kernel.FlashKernel.of(boundaries, 2, 0, torch.device("cpu"))
     assert early.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert early.cu_seqlens_k.tolist() == [0, 2, 10, 11, 15]
-    assert early.key_order is not None
-    assert early.key_order.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
+    assert early.key_source.key_order.tolist() == [0, 1, 0, 1, 6, 7, 8, 9, 2, 3, 4, 4, 10, 11, 5]
     assert (early.max_seqlen_q, early.max_seqlen_k) == (2, 8)
     late = flash_kernel.FlashKernel.of(boundaries, 2, 1, torch.device("cpu"))
     assert late.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6]
     assert late.cu_seqlens_k.tolist() == [0, 4, 10, 12, 15]
     alone = flash_kernel.FlashKernel.of(boundaries, 1, 0, torch.device("cpu"))
-    assert alone.key_order is None
+    assert alone.key_source == LocalKeys()
     assert alone.cu_seqlens_q.tolist() == alone.cu_seqlens_k.tolist() == [0, 8, 12]
 
 

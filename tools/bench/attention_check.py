@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sft.mcore.attention import packed_attention
+from sft.mcore.attention import key_source
 from sft.parallel import context_parallel
 from tools.bench import attention_ways as ways
 from tools.bench.attention_ways import Pack, Way
@@ -40,7 +40,7 @@ def in_memory_group(p: Pack, cp_size: int) -> Iterator[None]:
     collectives = SimpleNamespace(
         all_gather_into_tensor=all_gather_into_tensor, reduce_scatter_tensor=reduce_scatter_tensor
     )
-    with mock.patch.object(packed_attention, "dist", collectives):
+    with mock.patch.object(key_source, "dist", collectives):
         yield
 
 

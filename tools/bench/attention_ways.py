@@ -147,7 +147,7 @@ def by_plain(p: Pack) -> Way:
 
 def by_flash(p: Pack, cp_size: int, rank: int) -> tuple[Way, Sequence[Tensor], np.ndarray]:
     """The share of a rank as a function; the queries, keys and values of the share; their positions in the pack."""
-    kernel = FlashKernel.of(p.boundaries, cp_size, rank, p.device, operators_for(p.device))
+    kernel = FlashKernel.of(p.boundaries, cp_size, rank, p.device, operators=operators_for(p.device))
     indices = context_parallel.local_indices(p.boundaries, cp_size, rank)
     rows = torch.from_numpy(indices).to(p.device)
     if cp_size == 1:

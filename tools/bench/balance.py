@@ -18,6 +18,7 @@ import numpy as np
 from sft.data.inspect.forecast import bounds
 from sft.data.packing.balance import assign, costs, efficiency
 from sft.data.packing.plan import Plan
+from sft.flops import AttentionCost
 from tools.bench.clock import cpu_time
 from tools.bench.harness import Option, Subject
 from tools.bench.mixes import SEQ_LENGTHS, lengths_of
@@ -52,8 +53,8 @@ def plans_of(mix: str, num_lengths: int) -> tuple[np.ndarray, list[Plan]]:
 def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     mix, model, dp, num_microbatches = case
     lengths, (ours, *others) = plans_of(mix, options.samples)
-    seq_length, crossover = SEQ_LENGTHS[mix], CROSSOVERS[model]
-    work = costs(lengths, doc_multiple=MULTIPLE, crossover=crossover)
+    seq_length, attention = SEQ_LENGTHS[mix], AttentionCost(CROSSOVERS[model])
+    work = costs(lengths, doc_multiple=MULTIPLE, attention=attention)
 
     def efficiency_of(slots: Sequence[Sequence[Sequence[int]]]) -> tuple[float, float]:
         """The efficiency per step and per microbatch."""
@@ -68,7 +69,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
         seconds.append(
             cpu_time(
                 lambda: slots.extend(
-                    assign(batch, lengths, dp=dp, seq_length=seq_length, doc_multiple=MULTIPLE, crossover=crossover)
+                    assign(batch, lengths, dp=dp, seq_length=seq_length, doc_multiple=MULTIPLE, attention=attention)
                 )
             )
         )
@@ -77,7 +78,7 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
         dealt.append([efficiency_of([packs[rank::dp] for rank in range(dp)]) for packs in batches])
         limit = bounds(
             lengths[[i for ids in batch for i in ids]], dp=dp, num_microbatches=num_microbatches,
-            seq_length=seq_length, doc_multiple=MULTIPLE, crossover=crossover,
+            seq_length=seq_length, doc_multiple=MULTIPLE, attention=attention,
         )  # fmt: skip
         limits.append((limit.full, limit.microbatch))
     yield row_of(np.array(dealt), np.array(level), np.array(limits), num_microbatches) | {

@@ -92,7 +92,7 @@ def speed_rows(name: str, overrides: Sequence[str], device_type: str) -> Iterato
     layout = Layout.resolve(config, world_size)
     groups = process_groups.start(layout, devices.start(device_type), seed=config.run.seed, timeout_s=200)
     engine, loader = trainer.engine_and_loader(case, config, layout, groups, num_steps=STEPS + 1)
-    totals: dict[str, float] = {"tokens": 0, "labels": 0, "squares": 0}
+    totals: dict[str, float] = {"tokens": 0, "labels": 0, "attention_flops": 0}
     peak, count, seconds = 0.0, 0, 0.0
     for step in range(STEPS + 1):
         microbatches = loader.microbatches(step)
@@ -106,7 +106,7 @@ def speed_rows(name: str, overrides: Sequence[str], device_type: str) -> Iterato
         if step:  # the first warms up
             totals["tokens"] += result.num_real_tokens
             totals["labels"] += result.num_tokens
-            totals["squares"] += result.sum_of_squares
+            totals["attention_flops"] += result.attention_flops
             count, seconds = count + 1, seconds + taken
         if seconds > SECONDS:
             break

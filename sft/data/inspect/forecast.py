@@ -4,6 +4,7 @@ Decides which numbers of a plan are printed, and computes limits of the balance 
 All other numbers come from a `Loader`, so the run will have the same ones.  Reads only lengths, no samples.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.plan import Plan
 from sft.data.packing.plan_files import follows_from, write_plans
-from sft.flops import attention_crossover
+from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned, smallest_world
 from sft.parallel.layout import Layout
 
@@ -127,8 +128,8 @@ def _sources(config: Config, plan: Plan, corpus: Corpus) -> list[str]:
 
 
 def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, looked_at: list[int]) -> list[str]:
-    crossover, multiple = attention_crossover(config.model), config.data.doc_multiple
-    work = costs(corpus.lengths, doc_multiple=multiple, crossover=crossover)
+    attention = AttentionCost.of(config.model)
+    work = costs(corpus.lengths, doc_multiple=config.data.doc_multiple, attention=attention)
     levels, limits = [], []
     for step in looked_at:
         slots = loader.slots(step)
@@ -136,7 +137,7 @@ def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, loo
         limits.append(_limits(config, corpus, loader, step, layout.dp))
     per_step, per_microbatch = zip(*levels)
     lines = [
-        f"attention takes as many FLOPs as all else at {crossover:,.0f} tokens; {len(looked_at)} batches checked",
+        f"{_equal_length(attention)}; {len(looked_at)} batches checked",
         f"efficiency per step {_spread(per_step)}, of at most {_spread(x.full for x in limits)}",
         f"efficiency per microbatch {_spread(per_microbatch)}, of at most {_spread(x.microbatch for x in limits)}",
         f"longest sequence alone: at most {_spread(x.longest for x in limits)}",
@@ -144,6 +145,13 @@ def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, loo
     if median(x.full for x in limits) < LIMITED:
         lines.append(_larger_cp(config, layout, corpus, loader, looked_at))
     return lines
+
+
+def _equal_length(attention: AttentionCost) -> str:
+    length = attention.equal_length()
+    if math.isinf(length):
+        return "attention takes fewer FLOPs than all else at any length"
+    return f"attention takes as many FLOPs as all else at {length:,.0f} tokens"
 
 
 def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) -> Bounds:
@@ -154,7 +162,7 @@ def _limits(config: Config, corpus: Corpus, loader: Loader, step: int, dp: int) 
         num_microbatches=config.train.global_batch_size // dp,
         seq_length=config.data.seq_length,
         doc_multiple=config.data.doc_multiple,
-        crossover=attention_crossover(config.model),
+        attention=AttentionCost.of(config.model),
     )
 
 
@@ -179,14 +187,14 @@ def _spread(shares: Iterable[float]) -> str:
 
 
 def bounds(
-    lengths: np.ndarray, *, dp: int, num_microbatches: int, seq_length: int, doc_multiple: int, crossover: float
+    lengths: np.ndarray, *, dp: int, num_microbatches: int, seq_length: int, doc_multiple: int, attention: AttentionCost
 ) -> Bounds:
     """The limits for the sequences of one global batch, on dp ranks with num_microbatches packs each."""
     sizes = aligned(lengths, doc_multiple)
-    work = costs(lengths, doc_multiple=doc_multiple, crossover=crossover)
+    work = costs(lengths, doc_multiple=doc_multiple, attention=attention)
     total, longest = int(work.sum()), int(work.argmax())
     full = _rest_of_its_rank(sizes, work - sizes, longest, int(sizes.sum()) - (dp - 1) * num_microbatches * seq_length)
-    rows = _cost_of_rows(lengths, sizes, work, (num_microbatches, dp), seq_length, crossover)
+    rows = _cost_of_rows(lengths, sizes, work, (num_microbatches, dp), seq_length, attention)
     return Bounds(
         longest=min(1.0, total / (dp * int(work[longest]))),
         full=min(1.0, total / (dp * (int(work[longest]) + full))),
@@ -205,7 +213,12 @@ def _rest_of_its_rank(sizes: np.ndarray, squares: np.ndarray, longest: int, leas
 
 
 def _cost_of_rows(
-    lengths: np.ndarray, sizes: np.ndarray, work: np.ndarray, shape: tuple[int, int], seq_length: int, crossover: float
+    lengths: np.ndarray,
+    sizes: np.ndarray,
+    work: np.ndarray,
+    shape: tuple[int, int],
+    seq_length: int,
+    attention: AttentionCost,
 ) -> float:
     """A lower limit of the sum, over rows of packs (`shape`: rows, packs per row), of the largest cost in each row.
 
@@ -214,12 +227,12 @@ def _cost_of_rows(
     """
     count = shape[0] * shape[1]
     order = np.argsort(-lengths, kind="stable")[:count]
-    longest = lengths[order].astype(np.float64)
+    longest = lengths[order]
     floors, ceilings = np.zeros((2, count))
     floors[: len(order)] = np.where(sizes[order] > seq_length // 2, work[order], 0)
     whole = seq_length // longest
-    squares = whole * longest**2 + (seq_length - whole * longest) ** 2
-    ceilings[: len(order)] = seq_length + squares / crossover + len(lengths) / 2  # costs are rounded
+    of_attention = whole * attention(longest) + attention(seq_length - whole * longest)
+    ceilings[: len(order)] = seq_length + of_attention + len(lengths) / 2  # costs are rounded
     floors, ceilings = floors.reshape(shape), ceilings.reshape(shape)
     least = floors[:, :1]
     missing = work.sum() - np.minimum(least, ceilings).sum()

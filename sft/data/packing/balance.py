@@ -5,8 +5,9 @@ sequences a global batch has.  Balancing never drops or repeats a sequence or mo
 holds more than seq_length padded tokens.  All arithmetic is on integers and position breaks ties, so every rank
 computes the same assignment.
 
-The cost of a sequence is padded_tokens + length ** 2 / crossover.  The crossover is the length at which attention takes
-as long as all other computation (`flops.attention_crossover`).  `efficiency` measures the balance; the optimum is 1:
+The cost of a sequence is padded_tokens + attention(length), in units of a token's other computation: length ** 2 /
+crossover, and less in layers with a sliding window (`flops.AttentionCost`).  `efficiency` measures the balance; the
+optimum is 1:
 
     per step        mean cost of a rank / largest cost of a rank; a step ends when the slowest rank has finished
     per microbatch  the same ratio if ranks wait for each other after every microbatch, like pipeline stages
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sft.data.packing.pair_split import PairSplitter
+from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
 
 Slots = list[list[tuple[int, ...]]]  # sample ids by rank and microbatch
@@ -36,13 +38,13 @@ MAX_SPLITS = 400  # per batch for ranks, and the same number for rows; limits th
 FILL = 0.999  # share of a rank's capacity that single sequences may take; packs cannot be filled exactly
 
 
-def costs(lengths: np.ndarray, *, doc_multiple: int, crossover: float) -> np.ndarray:
+def costs(lengths: np.ndarray, *, doc_multiple: int, attention: AttentionCost) -> np.ndarray:
     """int64 [n]: the cost of each sequence, in tokens.
 
-    lengths [1000, 4000], doc_multiple 32, crossover 1000 -> [1024 + 1000, 4000 + 16000]
+    lengths [1000, 4000], doc_multiple 32, AttentionCost(1000) -> [1024 + 1000, 4000 + 16000]
     """
     real = np.asarray(lengths, dtype=np.int64)
-    return aligned(real, doc_multiple) + np.rint(real * (real / crossover)).astype(np.int64)
+    return aligned(real, doc_multiple) + np.rint(attention(real)).astype(np.int64)
 
 
 def assign(
@@ -52,7 +54,7 @@ def assign(
     dp: int,
     seq_length: int,
     doc_multiple: int,
-    crossover: float,
+    attention: AttentionCost,
 ) -> Slots:
     """Assigns the packs of a global batch, some of which may be empty, to `dp` ranks with balanced costs.
 
@@ -71,7 +73,7 @@ def assign(
     batch = _Batch(
         [np.flatnonzero(pack_of == k).tolist() for k in range(len(packs))],
         sizes=aligned(lengths[ids], doc_multiple) // doc_multiple,
-        costs=costs(lengths[ids], doc_multiple=doc_multiple, crossover=crossover),
+        costs=costs(lengths[ids], doc_multiple=doc_multiple, attention=attention),
         limit=seq_length // doc_multiple,
         dp=dp,
     )

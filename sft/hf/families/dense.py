@@ -6,7 +6,6 @@ from sft.hf.families.rules import (
     LLAMA_DENSE,
     NO_BIAS,
     OPTIONS,
-    QWEN_OPTIONS,
     attention,
     joint_attention,
     joint_mlp,
@@ -15,6 +14,7 @@ from sft.hf.families.rules import (
     qk_norm,
     qkv_bias,
 )
+from sft.hf.families.windows import ALL_LAYERS, from_a_layer_on
 from sft.hf.family import Family
 
 DENSE = (
@@ -33,9 +33,9 @@ DENSE = (
         class_name="MistralForCausalLM",
         rules=(*outer(), *attention(), *mlp()),
         implied=LLAMA_DENSE,
-        keys=KEYS,
+        keys={**KEYS, **ALL_LAYERS},
         defaults={**DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-        options={**OPTIONS, "sliding_window": (None,)},
+        options=OPTIONS,
     ),
     Family(
         model_type="qwen2",
@@ -43,8 +43,9 @@ DENSE = (
         rules=(*outer(), *attention(), *mlp(), *qkv_bias()),
         implied={**LLAMA_DENSE, "qkv_bias": True},
         keys=KEYS,
+        computed=from_a_layer_on(),
         defaults={**DEFAULTS, "num_key_value_heads": 32},
-        options=QWEN_OPTIONS,
+        options=OPTIONS,
     ),
     Family(
         model_type="qwen3",
@@ -52,8 +53,9 @@ DENSE = (
         rules=(*outer(), *attention(), *mlp(), *qk_norm()),
         implied={**LLAMA_DENSE, "qk_norm": True},
         keys=KEYS,
+        computed=from_a_layer_on(),
         defaults={**DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
-        options={**QWEN_OPTIONS, **NO_BIAS},
+        options={**OPTIONS, **NO_BIAS},
     ),
     Family(
         model_type="seed_oss",
@@ -77,9 +79,9 @@ DENSE = (
         class_name="Phi3ForCausalLM",
         rules=(*outer(), *joint_attention(), *joint_mlp()),
         implied=LLAMA_DENSE,
-        keys=KEYS,
+        keys={**KEYS, **ALL_LAYERS},
         defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
-        options={**OPTIONS, **NO_BIAS, "sliding_window": (None,), "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
+        options={**OPTIONS, **NO_BIAS, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
         scalings=("none",),  # transformers reads yarn as longrope, and knows no other kind
     ),
 )

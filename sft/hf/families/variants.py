@@ -21,6 +21,7 @@ from sft.hf.families.rules import (
     shared_expert,
     stacked_experts,
 )
+from sft.hf.families.windows import ALL_LAYERS, all_but_every
 from sft.hf.family import Family
 from sft.hf.model_keys import Computed
 
@@ -45,6 +46,22 @@ def _skipped_layers(content: Mapping[str, Any]) -> list[int]:
 
 def _no_rope_layers(skipped: list[int], count: int) -> dict[str, Any]:
     return {_NO_ROPE: [int(number not in skipped) for number in range(1, count + 1)]}
+
+
+_EXAONE_WINDOWS = all_but_every(4, "sliding_window_pattern")
+
+
+def _layers_without_window(content: Mapping[str, Any]) -> list[int]:
+    """EXAONE 4 with windows has no rotary positions in its layers without a window."""
+    if _EXAONE_WINDOWS["sliding_window"].read(content) is None:
+        return []
+    layers = _EXAONE_WINDOWS["sliding_window_layers"].read(content)
+    return [] if layers is None else [n for n in range(1, content["num_hidden_layers"] + 1) if n not in layers]
+
+
+def _no_change(skipped: list[int], count: int) -> dict[str, Any]:
+    """layer_types already says it."""
+    return {}
 
 
 VARIANTS = (
@@ -81,7 +98,7 @@ VARIANTS = (
         class_name="Ministral3ForCausalLM",
         rules=(*outer(), *attention(), *mlp()),
         implied=LLAMA_DENSE,
-        keys=KEYS,
+        keys={**KEYS, **ALL_LAYERS},
         rope_keys={"llama_4_scaling_beta": "query_scale_beta"},
         defaults={
             **DEFAULTS,
@@ -100,7 +117,7 @@ VARIANTS = (
                 "llama_4_scaling_beta": 0.1,
             },
         },
-        options={**OPTIONS, "sliding_window": (None,)},
+        options=OPTIONS,
     ),
     Family(
         model_type="qwen2_moe",
@@ -127,13 +144,14 @@ VARIANTS = (
         options={**QWEN_OPTIONS, "qkv_bias": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     ),
     Family(
-        model_type="exaone4",  # without sliding windows: EXAONE 4.0 1.2B
+        model_type="exaone4",
         class_name="Exaone4ForCausalLM",
         rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm()),
         implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True},
         keys=KEYS,
-        defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
-        options={**OPTIONS, "sliding_window": (None,)},
+        computed={**_EXAONE_WINDOWS, "rope.skip_layers": Computed("layer_types", _layers_without_window, _no_change)},
+        defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 32},
+        options=OPTIONS,
     ),
     Family(
         model_type="olmoe",

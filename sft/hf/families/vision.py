@@ -16,17 +16,24 @@ _TEXT = {family.model_type: family for family in (*DENSE, *EXPERTS, *VARIANTS)}
 _INNER = "model.language_model"  # in files of Qwen3-VL, and in files of others that some versions of transformers wrote
 _OUTER = "language_model.model"  # in files of Mistral 3
 
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 _QWEN2_VL: dict[str, Any] = {
     "rules": (*outer(), *attention(), *mlp(), *qkv_bias()),
     "other_rules": ((*outer(_INNER), *attention(_INNER), *mlp(_INNER), *qkv_bias(_INNER)),),
     "keys": {key: hf_key for key, hf_key in _TEXT["qwen2"].keys.items() if key != "head_dim"},
-    "options": {**_TEXT["qwen2"].options, "head_dim": (None,)},
+    "computed": {},
+    "options": {**_TEXT["qwen2"].options, **_NO_WINDOW, "head_dim": (None,)},
     "defaults": {**_TEXT["qwen2"].defaults, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "text_config": "optional",
     "has_mrope": True,
     "passed_through": ("visual.*", "model.visual.*"),
 }
-_QWEN3_VL: dict[str, Any] = {"text_config": "required", "has_mrope": True, "passed_through": ("model.visual.*",)}
+_QWEN3_VL: dict[str, Any] = {
+    "computed": {},
+    "text_config": "required",
+    "has_mrope": True,
+    "passed_through": ("model.visual.*",),
+}
 _MISTRAL3: dict[str, Any] = {
     "model_type": "mistral3",
     "class_name": "Mistral3ForConditionalGeneration",
@@ -54,6 +61,7 @@ VISION: tuple[Family, ...] = (
         model_type="qwen3_vl",
         class_name="Qwen3VLForConditionalGeneration",
         rules=(*outer(_INNER), *attention(_INNER), *mlp(_INNER), *qk_norm(_INNER)),
+        options={**_TEXT["qwen3"].options, **_NO_WINDOW},
         defaults={**_TEXT["qwen3"].defaults, "rope_theta": 5e5},
         **_QWEN3_VL,
     ),
@@ -65,7 +73,7 @@ VISION: tuple[Family, ...] = (
         other_rules=(_qwen3_vl_moe(transposed=False),),  # as transformers 5 saves them
         implied={**_TEXT["qwen3_moe"].implied, "moe.normalize_top_k": True},
         keys={key: hf_key for key, hf_key in _TEXT["qwen3_moe"].keys.items() if key != "moe.normalize_top_k"},
-        options={**_TEXT["qwen3_moe"].options, "norm_topk_prob": (True,)},
+        options={**_TEXT["qwen3_moe"].options, **_NO_WINDOW, "norm_topk_prob": (True,)},
         defaults={
             **DEFAULTS,
             "rope_theta": 5e5,

@@ -103,11 +103,20 @@ class PortableBytes(AttentionBytes):
         if self.cp == 1:
             return 0.0
         width, ordered = self.rank.width, 1 + 1 / (2 * self.cp)  # both chunks of a rank need a document's early keys
+        if self._all_windows:
+            pack = min(pack, pack / self.cp + 2 * (self.model.sliding_window or 0))  # with the halo of one document
         in_order = 3 * width * self.pairs + max(width * self.unsummed, FP32 * self.pairs)
         return pack * ((2 * width + FP32) * self.pairs + ordered * in_order) / self._num_groups
 
     @property
+    def _all_windows(self) -> bool:
+        """Whether no layer needs the keys of the whole pack."""
+        return self.model.num_window_layers == self.model.num_layers
+
+    @property
     def _num_groups(self) -> int:
+        if self._all_windows:
+            return 1
         return num_head_groups(self.model.resolved_query_groups // self.rank.tp)
 
 

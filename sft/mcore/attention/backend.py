@@ -8,7 +8,8 @@ on the keys of a recipe, and activation_bytes.py counts the bytes that a backend
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from sft.mcore.device import send
 class PackedDocuments(PackedSeqParams):
     """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
-    kernel: Kernel | None = None  # only with portable
+    kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
 
 

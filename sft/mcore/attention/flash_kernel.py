@@ -1,9 +1,9 @@
 """A kernel of packed_attention.py: torch's own flash attention (CUDA, bf16).
 
 The kernel treats each local chunk of queries (`context_parallel.local_chunks`) as one sequence.  The keys of a chunk
-are the keys of the document up to the chunk's last query.  The causal mask is aligned to the bottom right.  With
-context parallelism both chunks of a rank need a document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor
-has size tokens x tokens.
+are the keys of the document up to the chunk's last query; with a sliding window, from the first key in the window of
+the chunk's first query.  The causal mask is aligned to the bottom right.  With context parallelism both chunks of a
+rank need a document's early keys, so keys are copied 1 + 1 / 2cp times.  No tensor has size tokens x tokens.
 
 The module calls the operators below torch.nn.attention.varlen.  `varlen_attn` itself would save the keys of the whole
 pack in every layer for backward.
@@ -21,14 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
 from sft.parallel import context_parallel
+from sft.parallel.halo import Halo
 
 MAX_HEAD_DIM = 256  # limit of the kernel; a head_dim must also be a multiple of 8
 # Options that only some releases of torch have.  num_splits is the number of splits of the keys.  By default the kernel
 # chooses it by the longest sequence of the pack, so the result of a document would depend on other documents.
 _IF_SUPPORTED: dict[str, Any] = {"num_splits": 1}
-_CAUSAL: dict[str, int] = {"window_size_left": -1, "window_size_right": 0}
+_WINDOW = ("window_size_left", "window_size_right")  # keys before and after the query's own; -1: all
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,29 @@ class Operators:
 class FlashKernel:
     """The kernel with the sequences of one microbatch; the same in every layer.
 
-    key_order     order of the keys, one sequence after the other; see `packed_attention.Kernel`
+    key_source      gets the keys, one sequence after the other
+    window        a token attends to itself and to the window - 1 tokens before it; None: to all before it
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
     cu_seqlens_k  int32 [sequences + 1], boundaries of the sequences' keys
     """
 
-    key_order: Tensor | None
+    key_source: KeySource
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
     operators: Operators
+    window: int | None = None
 
     @staticmethod
     def of(
-        cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device, operators: Operators | None = None
+        cu_seqlens: np.ndarray,
+        cp_size: int,
+        cp_rank: int,
+        device: torch.device,
+        *,
+        operators: Operators | None = None,
+        window: int | None = None,
     ) -> "FlashKernel":
         """cu_seqlens: int32 [documents + 1], padded boundaries of the documents of the whole pack.
 
@@ -66,28 +76,38 @@ class FlashKernel:
         chunks = [chunk for chunk in context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length]
         num_queries = np.array([chunk.length for chunk in chunks])
         num_keys = np.array([chunk.position + chunk.length for chunk in chunks])
-        key_order = None
-        if cp_size > 1:
+        key_source: KeySource = LocalKeys()
+        if cp_size > 1 and window is not None:
+            halo = Halo.of(cu_seqlens, window, cp_size, cp_rank)
+            num_keys, key_source = num_queries + halo.num_before, HaloKeys.of(halo, device)
+        elif cp_size > 1:
             gathered = context_parallel.gathered_positions(cu_seqlens, cp_size)
             in_pack = [np.arange(c.document_start, c.document_start + n) for c, n in zip(chunks, num_keys)]
-            key_order = send(torch.from_numpy(gathered[np.concatenate(in_pack)]), device)
+            key_source = AllGatheredKeys(send(torch.from_numpy(gathered[np.concatenate(in_pack)]), device))
         return FlashKernel(
-            key_order=key_order,
+            key_source=key_source,
             cu_seqlens_q=_boundaries(num_queries, device),
             cu_seqlens_k=_boundaries(num_keys, device),
             max_seqlen_q=int(num_queries.max()),
             max_seqlen_k=int(num_keys.max()),
             operators=operators or TORCH,
+            window=window,
         )
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`; log-sum-exp [heads, t]."""
-        return self.operators.forward(query, keys, values, *self._boundaries, scale=scale)
+        """As `Kernel.forward`."""
+        return self.operators.forward(query, keys, values, *self._boundaries, scale=scale, **self._options)
 
     def backward(
         self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.operators.backward(grad, query, keys, values, out, lse, *self._boundaries, scale=scale)
+        return self.operators.backward(
+            grad, query, keys, values, out, lse, *self._boundaries, scale=scale, **self._options
+        )
+
+    @property
+    def _options(self) -> dict[str, int]:
+        return {} if self.window is None else {"num_before": self.window - 1}
 
     @property
     def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
@@ -95,12 +115,13 @@ class FlashKernel:
 
 
 def _forward(
-    query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, *boundaries: Tensor | int, scale: float, num_before: int = -1
 ) -> tuple[Tensor, Tensor]:
-    """boundaries: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k."""
+    """boundaries: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; num_before: keys before a query's own."""
+    window = dict(zip(_WINDOW, (num_before, 0)))
     options = {name: value for name, value in _IF_SUPPORTED.items() if name in _arguments()}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **_CAUSAL, **options
+        query, keys, values, *boundaries, 0.0, True, return_debug_mask=False, scale=scale, **window, **options
     )
     return out, lse
 
@@ -114,11 +135,13 @@ def _backward(
     lse: Tensor,
     *boundaries: Tensor | int,
     scale: float,
+    num_before: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    window = dict(zip(_WINDOW, (num_before, 0)))
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: there is no dropout
     unused = torch.empty(0, device=query.device)
     dquery, dkeys, dvalues = torch.ops.aten._flash_attention_backward(
-        grad, query, keys, values, out, lse, *boundaries, 0.0, True, rng_state, unused, scale=scale, **_CAUSAL
+        grad, query, keys, values, out, lse, *boundaries, 0.0, True, rng_state, unused, scale=scale, **window
     )
     return dquery, dkeys, dvalues
 
@@ -140,7 +163,7 @@ def why_not(head_dim: int, dtype: torch.dtype, device_type: str) -> str | None:
 @cache
 def _missing() -> str | None:
     """The reason why torch or the GPU cannot run the kernel; None if they can."""
-    lacking = sorted({"cum_seq_q", "scale", *_CAUSAL} - _arguments())
+    lacking = sorted({"cum_seq_q", "scale", *_WINDOW} - _arguments())
     if lacking:
         return f"that of torch {torch.__version__} takes no {' and no '.join(lacking)}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):

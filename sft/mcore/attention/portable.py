@@ -4,18 +4,17 @@ The kernel is torch's own flash kernel (CUDA in bf16) or plain torch (everywhere
 (core does not), and all-gathers keys and values over the context-parallel group (packed_attention.py).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from sft.config import Config
+from sft.config import Config, ModelConfig
 from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
 from sft.mcore.attention.flash_kernel import FlashKernel
@@ -23,7 +22,7 @@ from sft.mcore.attention.packed_attention import Kernel, packed_attention
 from sft.mcore.norm import RMSNorm
 from sft.mcore.qk_norm import KeyNorm, QueryNorm
 
-MakeKernel = Callable[[np.ndarray, int, int, torch.device], Kernel]  # cu_seqlens of the whole pack, cp size, cp rank
+MakeKernel = Callable[..., Kernel]  # cu_seqlens of the whole pack, cp size, cp rank, device; window
 
 
 class Portable(AttentionBackend):
@@ -48,9 +47,7 @@ class Portable(AttentionBackend):
         input_norm = RMSNorm if model.norm_placement == "pre" else IdentityOp
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
         attention = spec.submodules.self_attention.submodules
-        attention.core_attention = partial(
-            PortableAttention, skip_layers=model.rope.skip_layers, plain_scale=rope.plain_scale(model)
-        )
+        attention.core_attention = partial(PortableAttention, model=model)
         if model.qk_norm:
             across = model.qk_norm_across_heads
             attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
@@ -60,15 +57,16 @@ class Portable(AttentionBackend):
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
         packed = super().documents(cu_seqlens, max_seqlen, positions, cp_size, cp_rank)
-        packed.kernel = self._make_kernel(cu_seqlens.cpu().numpy(), cp_size, cp_rank, positions.device)
+        boundaries, model = cu_seqlens.cpu().numpy(), self.config.model
+        packed.kernels = {
+            window: self._make_kernel(boundaries, cp_size, cp_rank, positions.device, window=window)
+            for window in {model.window_of(number + 1) for number in range(model.num_layers)}
+        }
         return packed
 
 
 class PortableAttention(torch.nn.Module):
-    """Implements megatron-core's CoreAttention protocol with `packed_attention`.
-
-    skip_layers: layers without rotary positions, whose factor on query-key products is plain_scale
-    """
+    """Implements megatron-core's CoreAttention protocol with `packed_attention`, for one kind of layer."""
 
     def __init__(
         self,
@@ -76,13 +74,13 @@ class PortableAttention(torch.nn.Module):
         layer_number: int,
         pg_collection: Any,
         softmax_scale: float,
-        skip_layers: Collection[int],
-        plain_scale: float,
+        model: ModelConfig,
         **unused: Any,
     ) -> None:
         super().__init__()
-        self.rotates = layer_number not in skip_layers
-        self.scale = softmax_scale if self.rotates else plain_scale
+        self.rotates = layer_number not in model.rope.skip_layers
+        self.scale = softmax_scale if self.rotates else rope.plain_scale(model)
+        self.window = model.window_of(layer_number)
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -99,7 +97,7 @@ class PortableAttention(torch.nn.Module):
     ) -> Tensor:
         documents = packed_seq_params
         assert documents is not None and attention_mask is None and attention_bias is None
-        assert documents.kernel is not None and documents.rotation is not None
-        rotation = documents.rotation if self.rotates else None
-        out = packed_attention(query, key, value, documents.kernel, self.scale, self.cp_group, rotation)
+        assert documents.rotation is not None
+        rotation, kernel = documents.rotation if self.rotates else None, documents.kernels[self.window]
+        out = packed_attention(query, key, value, kernel, self.scale, self.cp_group, rotation)
         return out.flatten(1)

@@ -1,5 +1,7 @@
 """Chooses the attention backend of a run from `attention.backend` and the software and devices of this machine."""
 
+from functools import partial
+
 import torch
 
 from sft.config import Config
@@ -53,7 +55,11 @@ def slower_than_possible(config: Config, backend: AttentionBackend, device_type:
 
 
 def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
-    flash_problem = flash_kernel.why_not(config.model.resolved_head_dim, params_dtype(config), device_type)
+    model = config.model
+    flash_problem = flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)
+    if model.attention_softcap is not None:
+        flash_problem = "it has no model.attention_softcap"
     if flash_problem:
-        return Portable(config, f"plain torch, no flash kernel: {flash_problem}{why_not_te}", TorchKernel.of)
+        plain = partial(TorchKernel.of, softcap=model.attention_softcap)
+        return Portable(config, f"plain torch, no flash kernel: {flash_problem}{why_not_te}", plain)
     return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of)

@@ -2,19 +2,24 @@
 
 The kernel computes each chunk of queries tile by tile with an online softmax (Dao 2023, FlashAttention-2).  In forward
 and in backward, no score matrix is larger than one tile.  Tiles never span documents, so the result of a document is
-bitwise independent of other documents.
+bitwise independent of other documents.  With a sliding window, a tile of queries computes the scores of `window` keys
+and of one tile more.
+
+Scores may be soft-capped: cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118).
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sft.mcore.attention.key_source import AllGatheredKeys, HaloKeys, KeySource, LocalKeys
 from sft.mcore.device import send
 from sft.parallel import context_parallel
+from sft.parallel.halo import Halo
 
 QUERY_TILE = 256  # rows of a tile of scores
 KEY_TILE = 512  # columns of a tile of scores
@@ -22,29 +27,51 @@ KEY_TILE = 512  # columns of a tile of scores
 
 @dataclass(frozen=True, kw_only=True)
 class TorchKernel:
-    """The kernel with the chunks of one microbatch.  The kernel needs the keys of the whole pack, in pack order.
+    """The kernel with the chunks of one microbatch.
 
-    chunks     the queries of this rank
-    key_order  int64 [t * cp_size]: concat(local parts)[key_order] is the pack; None with cp 1
+    chunks    the queries of this rank.  document_start is an index among the kernel's keys: where the first key of the
+              document is, or would be if it were not outside of the window
+    key_source  gets the kernel's keys: those of the whole pack, or with a window those of one chunk after the other
+    window    a token attends to itself and to the window - 1 tokens before it; None: to all before it
+    softcap   limit of the scores; None: no limit
     """
 
     chunks: tuple[context_parallel.Chunk, ...]
-    key_order: Tensor | None
+    key_source: KeySource
+    window: int | None = None
+    softcap: float | None = None
 
     @staticmethod
-    def of(cu_seqlens: np.ndarray, cp_size: int, cp_rank: int, device: torch.device) -> "TorchKernel":
-        order = None
-        if cp_size > 1:
-            order = send(torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size)), device)
-        return TorchKernel(chunks=context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank), key_order=order)
+    def of(
+        cu_seqlens: np.ndarray,
+        cp_size: int,
+        cp_rank: int,
+        device: torch.device,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> "TorchKernel":
+        if cp_size == 1 or window is None:
+            chunks = context_parallel.local_chunks(cu_seqlens, cp_size, cp_rank)
+            key_source: KeySource = LocalKeys()
+            if cp_size > 1:
+                order = torch.from_numpy(context_parallel.gathered_positions(cu_seqlens, cp_size))
+                key_source = AllGatheredKeys(send(order, device))
+            return TorchKernel(chunks=chunks, key_source=key_source, window=window, softcap=softcap)
+        halo = Halo.of(cu_seqlens, window, cp_size, cp_rank)
+        first_keys = np.cumsum([0, *(c.length + before for c, before in zip(halo.chunks, halo.num_before.tolist()))])
+        moved = tuple(
+            replace(chunk, document_start=first + before - chunk.position)
+            for chunk, first, before in zip(halo.chunks, first_keys.tolist(), halo.num_before.tolist())
+        )
+        return TorchKernel(chunks=moved, key_source=HaloKeys.of(halo, device), window=window, softcap=softcap)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """As `Kernel.forward`; log-sum-exp [t, heads]."""
+        """As `Kernel.forward`."""
         out = torch.empty_like(query)
-        lse = torch.empty(query.shape[:2], dtype=_compute_dtype(query), device=query.device)
-        for chunk in self.chunks:
-            for tile in _query_tiles(chunk):
-                out[tile.rows], lse[tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
+        lse = torch.empty(query.shape[1::-1], dtype=_compute_dtype(query), device=query.device)
+        for tile in self._tiles():
+            out[tile.rows], lse[:, tile.rows] = _attend(query[tile.rows], keys, values, tile, scale)
         return out, lse
 
     def backward(
@@ -54,12 +81,18 @@ class TorchKernel:
         dquery = torch.empty_like(query)
         dkeys = torch.zeros(keys.shape, dtype=lse.dtype, device=keys.device)
         dvalues = torch.zeros_like(dkeys)
-        for chunk in self.chunks:
-            for tile in _query_tiles(chunk):
-                rows = tile.rows
-                saved = query[rows], out[rows], lse[rows], grad[rows]
-                dquery[rows] = _attend_backward(saved, (keys, values), (dkeys, dvalues), tile, scale)
+        for tile in self._tiles():
+            rows = tile.rows
+            saved = query[rows], out[rows], lse[:, rows], grad[rows]
+            dquery[rows] = _attend_backward(saved, (keys, values), (dkeys, dvalues), tile, scale)
         return dquery, dkeys, dvalues
+
+    def _tiles(self) -> Iterator["_Tile"]:
+        for chunk in self.chunks:
+            for start in range(0, chunk.length, QUERY_TILE):
+                stop = min(start + QUERY_TILE, chunk.length)
+                rows = slice(chunk.local_start + start, chunk.local_start + stop)
+                yield _Tile(rows, chunk.document_start, chunk.position + start, self.window, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -67,48 +100,48 @@ class _Tile:
     """Up to QUERY_TILE consecutive queries of one document."""
 
     rows: slice  # indices of these queries among the local queries
-    document: int  # the position in the pack where the document starts
+    document: int  # the index of the document's first key among the kernel's keys
     position: int  # the position of the first query within the document
+    window: int | None = None
+    softcap: float | None = None
 
-    def key_tiles(self) -> Iterator[tuple[slice, bool]]:
-        """Slices of the pack whose keys these queries may attend to, and whether each slice needs a causal mask."""
-        num_queries = self.rows.stop - self.rows.start
-        num_keys = self.position + num_queries
-        for start in range(0, num_keys, KEY_TILE):
-            stop = min(start + KEY_TILE, num_keys)
-            yield slice(self.document + start, self.document + stop), stop > self.position + 1
+    def key_tiles(self) -> Iterator[slice]:
+        """The keys to which these queries attend, as indices among the kernel's keys."""
+        last = self.position + self.rows.stop - self.rows.start
+        first = 0 if self.window is None else max(0, self.position - self.window + 1)
+        for start in range(first, last, KEY_TILE):
+            yield slice(self.document + start, self.document + min(start + KEY_TILE, last))
 
-    def hidden(self, keys: slice, device: torch.device) -> Tensor:
-        """bool [queries, keys]: true if the key comes after the query."""
-        queries = torch.arange(self.position, self.position + self.rows.stop - self.rows.start, device=device)
-        positions = torch.arange(keys.start - self.document, keys.stop - self.document, device=device)
-        return positions[None, :] > queries[:, None]
-
-
-def _query_tiles(chunk: context_parallel.Chunk) -> Iterator[_Tile]:
-    for start in range(0, chunk.length, QUERY_TILE):
-        stop = min(start + QUERY_TILE, chunk.length)
-        yield _Tile(
-            slice(chunk.local_start + start, chunk.local_start + stop), chunk.document_start, chunk.position + start
-        )
+    def hidden(self, keys: slice, device: torch.device) -> Tensor | None:
+        """bool [queries, keys]: true if the query does not attend to the key; None: all queries attend to all keys."""
+        first, num_queries = keys.start - self.document, self.rows.stop - self.rows.start
+        last = keys.stop - 1 - self.document
+        is_before = self.window is not None and first <= self.position + num_queries - 1 - self.window
+        if last <= self.position and not is_before:
+            return None
+        queries = torch.arange(self.position, self.position + num_queries, device=device)[:, None]
+        positions = torch.arange(first, last + 1, device=device)[None, :]
+        hidden = positions > queries
+        return hidden if self.window is None else hidden | (positions <= queries - self.window)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """query [n, heads, d] -> out [n, heads, d], log-sum-exp of the scores [n, heads]."""
+    """query [n, heads, d] -> out [n, heads, d], log-sum-exp of the scores [heads, n]."""
     rows = _grouped(query, keys.shape[1])
     largest = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(largest)
     out = torch.zeros_like(rows)
-    for columns, masked in tile.key_tiles():
-        scores = _scores(rows, keys[columns], tile, columns, masked, scale)
+    for columns in tile.key_tiles():
+        scores, _ = _scores(rows, keys[columns], tile, columns, scale)
         new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        new_largest = new_largest.clamp_(min=torch.finfo(rows.dtype).min)  # of a query with no key in this tile
         shrink = torch.exp(largest - new_largest)
         weights = scores.sub_(new_largest).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
         out = out * shrink + weights.flatten(1, 2).matmul(_by_group(values[columns])).view(rows.shape)
         largest = new_largest
     lse = largest + total.log()
-    return _ungrouped(out / total).to(query.dtype), _ungrouped(lse).squeeze(-1)
+    return _ungrouped(out / total).to(query.dtype), lse.flatten(0, 1).squeeze(-1)
 
 
 def _attend_backward(
@@ -124,23 +157,33 @@ def _attend_backward(
     groups = keys.shape[1]
     rows, dout = _grouped(query, groups), _grouped(grad, groups)
     delta = (dout * _grouped(out, groups)).sum(-1, keepdim=True)
-    norm = _grouped(lse.unsqueeze(-1), groups)
+    norm = lse.unflatten(0, (groups, -1)).unsqueeze(-1)
     drows = torch.zeros_like(rows)
-    for columns, masked in tile.key_tiles():
-        weights = _scores(rows, keys[columns], tile, columns, masked, scale).sub_(norm).exp_()
+    for columns in tile.key_tiles():
+        scores, slope = _scores(rows, keys[columns], tile, columns, scale)
+        weights = scores.sub_(norm).exp_()
         dvalues[columns] += weights.flatten(1, 2).transpose(1, 2).matmul(dout.flatten(1, 2)).transpose(0, 1)
         dweights = dout.flatten(1, 2).matmul(_by_group(values[columns]).transpose(1, 2)).view(weights.shape)
-        dscores = dweights.sub_(delta).mul_(weights).mul_(scale).flatten(1, 2)
+        dscores = dweights.sub_(delta).mul_(weights).mul_(scale)
+        dscores = (dscores if slope is None else dscores.mul_(slope)).flatten(1, 2)
         drows += dscores.matmul(_by_group(keys[columns])).view(rows.shape)
         dkeys[columns] += dscores.transpose(1, 2).matmul(rows.flatten(1, 2)).transpose(0, 1)
     return _ungrouped(drows).to(query.dtype)
 
 
-def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, masked: bool, scale: float) -> Tensor:
-    """rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k]."""
+def _scores(rows: Tensor, keys: Tensor, tile: _Tile, columns: slice, scale: float) -> tuple[Tensor, Tensor | None]:
+    """rows [groups, heads per group, n, d], keys [k, groups, d] -> scores [groups, heads per group, n, k].
+
+    Also returns the derivative of the soft cap; None: no cap.
+    """
     scores = rows.flatten(1, 2).matmul(_by_group(keys).transpose(1, 2)).mul_(scale)
-    scores = scores.view(*rows.shape[:-1], keys.shape[0])
-    return scores.masked_fill_(tile.hidden(columns, rows.device), -math.inf) if masked else scores
+    scores, slope = scores.view(*rows.shape[:-1], keys.shape[0]), None
+    if tile.softcap is not None:
+        scores = scores.div_(tile.softcap).tanh_()
+        slope = 1 - scores.square()
+        scores = scores.mul_(tile.softcap)
+    hidden = tile.hidden(columns, rows.device)
+    return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

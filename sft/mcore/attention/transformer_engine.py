@@ -106,8 +106,8 @@ def unfit(config: Config, device_type: str) -> str | None:
         return "Transformer Engine needs CUDA, but this run is on the CPU"
     if config.run.precision == "fp32":
         return "Transformer Engine's attention computes in bf16, but run.precision is fp32"
-    if config.model.needs_portable_norms:
-        return "only the portable backend has model.norm_placement = post and model.qk_norm_across_heads"
+    if config.model.portable_only:
+        return f"only the portable backend has {config.model.portable_only}"
     if config.run.deterministic and torch.cuda.is_available() and (gpu := torch.cuda.get_device_capability())[0] != 9:
         return (
             "run.deterministic is true, and Transformer Engine's attention over packed documents is deterministic only "

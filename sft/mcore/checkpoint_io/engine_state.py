@@ -233,8 +233,16 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         bf16=bf16,
         ckpt_format="torch_dist",
         no_rope_freq=[int(i in skipped) for i in range(1, model.num_layers + 1)] if skipped else None,
+        **_window_arguments(model),
         **_expert_arguments(model),
     )
+
+
+def _window_arguments(model: ModelConfig) -> dict[str, Any]:
+    if model.sliding_window is None:
+        return {}
+    has_window = [int(model.window_of(number + 1) is not None) for number in range(model.num_layers)]
+    return dict(window_size=(model.sliding_window - 1, 0), window_attn_skip_freq=has_window)
 
 
 def _expert_arguments(model: ModelConfig) -> dict[str, Any]:

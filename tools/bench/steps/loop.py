@@ -14,7 +14,9 @@ import torch
 from tools.bench.clock import wall_on
 from tools.bench.steps.roofline import RANGE
 
-Step = Callable[[int], dict[str, float]]  # number -> tokens, labels, squares, data_wait_s, peak_bytes, loss, ...
+Step = Callable[
+    [int], dict[str, float]
+]  # number -> tokens, labels, attention_flops, data_wait_s, peak_bytes, loss, ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def measured(step: Step, options: StepOptions, ranges: Mapping[str, Any]) -> dic
             taken, facts = timed(step, 1 + count, device)
         seconds, count, peak = seconds + taken, count + 1, max(peak, facts["peak_bytes"])
         reserved = max(reserved, facts.get("reserved_bytes", 0.0))
-        for name in ("tokens", "labels", "squares", "data_wait_s"):
+        for name in ("tokens", "labels", "attention_flops", "data_wait_s"):
             totals[name] = totals.get(name, 0.0) + facts[name]
     if not is_long:
         events, profiled_s, _ = profiled(step, 1 + count, device, ranges)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sft.flops import train_flops
+from sft.flops import TrainFlops
 from tools.bench.attention_ways import BACKWARD
 from tools.bench.results import Row
 from tools.bench.steps.case import StepCase
@@ -29,9 +29,10 @@ def useful_flops(case: StepCase, row: Mapping[str, Any]) -> float:
 
 def _flops(case: StepCase, row: Mapping[str, Any]) -> tuple[float, float, float]:
     """FLOPs of products with weights in layers and in the head, and of attention."""
-    per_token, per_label, per_square = train_flops(case.model, case.vocab)
+    per = TrainFlops.of(case.model, case.vocab)
     products = 2 / 3 if case.lora else 1.0  # of forward, of the input's gradient and of the weight's gradient
-    return products * per_token * row["tokens"], products * per_label * row["labels"], per_square * row["squares"]
+    layers, head = products * per.per_token * row["tokens"], products * per.per_label * row["labels"]
+    return layers, head, row["attention_flops"]
 
 
 def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: float, backward: float) -> dict[str, float]:

@@ -68,7 +68,7 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
         waited = time.perf_counter() - start
         totals = engine.train_step(microbatches, data_wait_s=waited)
         return {
-            "tokens": totals.num_real_tokens, "labels": totals.num_tokens, "squares": totals.sum_of_squares,
+            "tokens": totals.num_real_tokens, "labels": totals.num_tokens, "attention_flops": totals.attention_flops,
             "data_wait_s": waited, "peak_bytes": totals.memory_allocated.value,
             "reserved_bytes": totals.memory_reserved.value, "loss": totals.objective,
         }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sft.flops import TrainFlops
 from tools.bench.steps.case import StepCase
 from tools.bench.steps.loop import StepOptions, measured
 from tools.bench.steps.rates import constants
@@ -23,6 +24,8 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
     tokens = torch.from_numpy(sample.tokens).long()[None].to(device)
     labels = tokens.masked_fill(torch.from_numpy(sample.weights == 0).to(device), -100)
 
+    attention_flops = TrainFlops.of(case.model, case.vocab).attention(np.array([case.length]))
+
     def step(index: int) -> dict[str, float]:
         with torch.autocast(device.type, torch.bfloat16):
             loss = network(input_ids=tokens, labels=labels).loss
@@ -32,8 +35,8 @@ def measure(case: StepCase, options: StepOptions) -> dict[str, Any]:
         optimizer.zero_grad()
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
         return {
-            "tokens": case.length, "labels": sample.num_supervised, "squares": case.length**2, "data_wait_s": 0.0,
-            "peak_bytes": peak, "loss": float(loss),
+            "tokens": case.length, "labels": sample.num_supervised, "data_wait_s": 0.0,
+            "attention_flops": attention_flops, "peak_bytes": peak, "loss": float(loss),
         }  # fmt: skip
 
     row = measured(step, options, {"optimizer": (optimizer, "step")})

@@ -1,0 +1,78 @@
+"""How families express which layers have a sliding window."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sft.hf.model_keys import Computed
+
+ALL_LAYERS = {"sliding_window": "sliding_window"}  # of families whose layers are all alike
+_FULL, _SLIDING, _TYPES, _WINDOW, _USES = (
+    "full_attention", "sliding_attention", "layer_types", "sliding_window", "use_sliding_window"
+)  # fmt: skip
+LAYER_KINDS = (_FULL, _SLIDING)
+
+
+def in_all_layers() -> dict[str, Computed]:
+    """Mixtures of Qwen3: a window in every layer, if use_sliding_window is true."""
+    return _computed(lambda content, layer: True, switch=_USES)
+
+
+def from_a_layer_on(default: int = 28) -> dict[str, Computed]:
+    """Qwen: windows in the layers from max_window_layers on, if use_sliding_window is true."""
+
+    def has_window(content: Mapping[str, Any], layer: int) -> bool:
+        return layer >= int(content.get("max_window_layers", default))
+
+    return _computed(has_window, switch=_USES)
+
+
+def all_but_every(interval: int, name: str | None = None) -> dict[str, Computed]:
+    """Windows in all layers, but full attention in layers interval, 2 * interval, ...
+
+    name: key of config.json with another interval, if it has one
+    """
+
+    def has_window(content: Mapping[str, Any], layer: int) -> bool:
+        count = content.get(name, interval) if name else interval
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{name} = {count} is not supported without {_TYPES}")
+        return (layer + 1) % count != 0
+
+    return _computed(has_window)
+
+
+def window_and_layers(
+    content: Mapping[str, Any], has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None
+) -> tuple[int | None, list[int] | None]:
+    """model.sliding_window and model.sliding_window_layers.
+
+    has_window: of a layer, counted from 0, if the file has no layer_types
+    """
+    window, count = content.get(_WINDOW, 4096), content.get("num_hidden_layers")
+    if window is None or (switch is not None and not content.get(switch, False)) or type(count) is not int:
+        return None, None
+    kinds = content.get(_TYPES)
+    if kinds is None:
+        kinds = [_SLIDING if has_window(content, layer) else _FULL for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {*LAYER_KINDS}:
+        raise ValueError(f"{_TYPES} is not a list of {count} names {' and '.join(LAYER_KINDS)}, one for each layer")
+    layers = [number for number, kind in enumerate(kinds, 1) if kind == _SLIDING]
+    if not layers:
+        return None, None
+    return window, None if len(layers) == count else layers
+
+
+def _computed(has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None) -> dict[str, Computed]:
+    def write_window(window: int | None, count: int) -> dict[str, Any]:
+        return {_WINDOW: window} | ({} if switch is None else {switch: window is not None})
+
+    def write_layers(layers: list[int] | None, count: int) -> dict[str, Any]:
+        return {_TYPES: [_SLIDING if layers is None or n + 1 in layers else _FULL for n in range(count)]}
+
+    def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
+        return window_and_layers(content, has_window, switch)
+
+    return {
+        "sliding_window": Computed(_WINDOW, lambda content: read(content)[0], write_window),
+        "sliding_window_layers": Computed(_TYPES, lambda content: read(content)[1], write_layers),
+    }

@@ -1,0 +1,101 @@
+"""Which keys of other ranks a rank needs in a layer with a sliding window, in numpy, without torch.
+
+A token attends to itself and to the `window` - 1 tokens before it in its document.  So the queries of a chunk
+(`context_parallel`) need the keys of the chunk, and at most window - 1 keys before it: its halo.
+
+    one document of 12 tokens, cp = 3, window 3        chunks   0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11
+                                                       on rank    0     1     2     2     1      0
+    rank 0 receives 8 9, rank 1 receives 0 1 and 6 7, rank 2 receives 2 3
+
+Ranks exchange these keys with one all-to-all, and each key once, even if both chunks of a rank need it.  The bytes are
+in proportion to the number of chunks and to the window, not to the length of the pack.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.parallel.context_parallel import Chunk, document_chunks, local_chunks, local_indices, runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halo:
+    """What one rank sends and receives for one microbatch, and the keys that its chunks need.
+
+    send          int64, indices of local tokens: those for rank 0 first, then those for rank 1, ...
+    num_sent      tokens sent to each rank
+    num_received  tokens received from each rank, in the order in which they arrive
+    chunks        the rank's chunks that have tokens
+    num_before    keys before the first token of each of these chunks
+    key_order     int64: concat(local tokens, received tokens)[key_order] are the keys of the chunks, each with the keys
+                  before it, one chunk after the other
+    """
+
+    send: np.ndarray
+    num_sent: list[int]
+    num_received: list[int]
+    chunks: tuple[Chunk, ...]
+    num_before: np.ndarray
+    key_order: np.ndarray
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray, window: int, cp_size: int, cp_rank: int) -> "Halo":
+        """cu_seqlens: padded boundaries of the documents of the whole pack; cp_size: at least 2"""
+        ranks = [_Needs.of(cu_seqlens, window, cp_size, rank) for rank in range(cp_size)]
+        own, others = ranks[cp_rank], range(cp_size)
+        none = np.empty(0, dtype=np.int64)
+        sent = [ranks[other].held_by(own) if other != cp_rank else none for other in others]
+        received = [own.held_by(ranks[other]) if other != cp_rank else none for other in others]
+        local = local_indices(cu_seqlens, cp_size, cp_rank)
+        held = np.concatenate([local, *received])
+        index_of = np.full(int(cu_seqlens[-1]), -1, dtype=np.int64)  # by position in the pack
+        index_of[held] = np.arange(len(held))
+        chunks = tuple(chunk for chunk in local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length)
+        num_before = np.array([min(window - 1, chunk.position) for chunk in chunks], dtype=np.int64)
+        first = np.array([chunk.document_start + chunk.position for chunk in chunks], dtype=np.int64) - num_before
+        lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+        return Halo(
+            send=index_of[np.concatenate(sent)],
+            num_sent=[len(positions) for positions in sent],
+            num_received=[len(positions) for positions in received],
+            chunks=chunks,
+            num_before=num_before,
+            key_order=index_of[runs(first, lengths + num_before)],
+        )
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Of one rank, for each document: its two chunks, and two runs of keys that it needs and does not hold.
+
+    Each array is int64 [documents, 2]: where runs start, and where they end, in the pack.
+    """
+
+    chunk_starts: np.ndarray
+    chunk_stops: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray, window: int, cp_size: int, cp_rank: int) -> "_Needs":
+        documents, length = document_chunks(cu_seqlens, cp_size)
+        chunk_starts = documents[:, None] + length[:, None] * np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
+        chunk_stops = chunk_starts + length[:, None]
+        starts = np.maximum(documents[:, None], chunk_starts - (window - 1))
+        starts[:, 1] = np.maximum(starts[:, 1], chunk_stops[:, 0])  # the rank has what comes before
+        return _Needs(chunk_starts, chunk_stops, starts, chunk_starts)
+
+    def held_by(self, other: "_Needs") -> np.ndarray:
+        """Positions in the pack of the needed keys that `other` holds, in order: int64."""
+        starts = np.maximum(self.starts[:, :, None], other.chunk_starts[:, None, :])
+        stops = np.minimum(self.stops[:, :, None], other.chunk_stops[:, None, :])
+        return runs(starts.ravel(), np.maximum(stops - starts, 0).ravel())
+
+
+def num_halo_tokens(cu_seqlens: np.ndarray, window: int, cp_size: int) -> int:
+    """Tokens whose keys and values all ranks together receive in one layer.
+
+    cu_seqlens = [0, 12], window 3, cp_size 3 -> 8
+    """
+    needs = (_Needs.of(cu_seqlens, window, cp_size, rank) for rank in range(cp_size if cp_size > 1 else 0))
+    return sum(int(np.maximum(of_rank.stops - of_rank.starts, 0).sum()) for of_rank in needs)

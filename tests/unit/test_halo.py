@@ -1,0 +1,65 @@
+"""The keys that a rank needs of others in a layer with a sliding window, against sets of positions."""
+
+import numpy as np
+import pytest
+
+from sft.parallel.context_parallel import local_indices
+from sft.parallel.halo import Halo, num_halo_tokens
+
+PACKS = ([12], [8], [24, 24, 48], [48, 0, 24, 72], [240], [24] * 7 + [120])
+WINDOWS = (1, 2, 3, 5, 8, 9, 13, 40, 1000)
+
+
+def boundaries(lengths: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def needed(cu_seqlens: np.ndarray, window: int, positions: np.ndarray) -> set[int]:
+    """All keys of the pack to which the queries at these positions attend."""
+    keys: set[int] = set()
+    for position in positions.tolist():
+        document = max(start for start in cu_seqlens.tolist() if start <= position)
+        keys |= set(range(max(document, position - window + 1), position + 1))
+    return keys
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_ranks_exchange_exactly_the_keys_that_they_lack(cp_size: int, window: int) -> None:
+    for lengths in PACKS:
+        lengths = [length - length % (2 * cp_size) for length in lengths]
+        cu_seqlens = boundaries(lengths)
+        local = [local_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
+        halos = [Halo.of(cu_seqlens, window, cp_size, rank) for rank in range(cp_size)]
+        boxes = [np.split(local[r][halos[r].send], np.cumsum(halos[r].num_sent)[:-1]) for r in range(cp_size)]
+        total = 0
+        for rank, halo in enumerate(halos):
+            received = np.concatenate([boxes[other][rank] for other in range(cp_size)])
+            assert [len(boxes[other][rank]) for other in range(cp_size)] == halo.num_received
+            lacking = needed(cu_seqlens, window, local[rank]) - set(local[rank].tolist())
+            assert sorted(received.tolist()) == sorted(lacking)  # each key once
+            keys, at = np.concatenate([local[rank], received])[halo.key_order], 0
+            for chunk, before in zip(halo.chunks, halo.num_before.tolist(), strict=True):
+                first = chunk.document_start + chunk.position
+                expected = list(range(first - before, first + chunk.length))
+                assert keys[at : at + len(expected)].tolist() == expected
+                assert before == min(window - 1, chunk.position)
+                at += len(expected)
+            assert at == len(keys)
+            total += len(received)
+        assert total == num_halo_tokens(cu_seqlens, window, cp_size)
+
+
+def test_the_example_of_the_module() -> None:
+    ranks = [Halo.of(np.array([0, 12]), 3, 3, rank) for rank in range(3)]
+    assert [halo.num_received for halo in ranks] == [[0, 2, 0], [2, 0, 2], [0, 2, 0]]
+    assert [halo.num_sent for halo in ranks] == [[0, 2, 0], [2, 0, 2], [0, 2, 0]]
+    assert ranks[0].send.tolist() == [0, 1] and ranks[1].send.tolist() == [2, 3, 0, 1]
+    assert ranks[2].key_order.tolist() == [4, 5, 0, 1, 0, 1, 2, 3]  # 2 3 | 4 5, and 4 5 | 6 7 without the exchange
+    assert num_halo_tokens(np.array([0, 12]), 3, 3) == 8 and num_halo_tokens(np.array([0, 12]), 3, 1) == 0
+
+
+def test_tokens_exchanged_follow_the_window_and_not_the_length() -> None:
+    """64K tokens on cp 4, window 128: six of eight chunks have a neighbour on another rank, and one has none."""
+    assert num_halo_tokens(np.array([0, 65536]), 128, 4) == 6 * 127
+    assert num_halo_tokens(np.array([0, 131072]), 128, 4) == 6 * 127

@@ -16,7 +16,9 @@ from sft.config import Config
 from sft.config.lora import LoraConfig
 from sft.console import Console, size
 from sft.errors import CheckpointError, ConfigError
+from sft.hf import merged_adapters
 from sft.hf.family import Family
+from sft.hf.hub import local_folder
 from sft.hf.lora_targets import adapted_weights, kinds_of
 from sft.hf.model_family import model_family
 from sft.hf.peft import folder as peft_folder
@@ -143,6 +145,8 @@ def _open(config: Config, adapted: Sequence[AdaptedWeight]) -> Opened:
         adapter.check({by_name[name]: shape for name, shape in shapes.items()}, {})
     except CheckpointError as error:
         raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
+    if config.model.hf and config.model.init_from is None:
+        merged_adapters.refuse_adapter(local_folder(config.model.hf), Path(source))
     return Opened(name=source, adapter=adapter, module_of=by_name)
 
 

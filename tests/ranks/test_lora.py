@@ -212,13 +212,12 @@ def rates(overrides: list[str]) -> list[tuple[float, float]]:
     """Of A, as the log has it, and of B, in each step."""
     with scenarios.running(overrides) as engine:
         found = []
-        for step in range(1, 5):
+        for _ in range(4):
             engine.scheduler.step(1)
-            a, b = (
-                group["lr"] for group in engine.optimizer.param_groups
-            )  # A comes first, and the log reads the first
-
-            found.append((a, b))
+            of_a, of_b = engine.optimizer.param_groups  # the log reads the first group
+            assert all(factor.shape[0] == 3 for factor in of_a["params"])  # [rank, in]
+            assert all(factor.shape[1] == 3 for factor in of_b["params"])  # [out, rank]
+            found.append((of_a["lr"], of_b["lr"]))
         return found
 
 

@@ -11,17 +11,21 @@ import peft
 import pytest
 import torch
 
+from sft.checkpoint import manifest
+from sft.checkpoint.manifest import Manifest
 from sft.cli import main
 from sft.console import QUIET
 from sft.errors import CheckpointError
-from sft.hf import merged_adapters
+from sft.hf import initial_adapters, merged_adapters
 from sft.hf.architecture import architecture, read
 from sft.hf.base_digest import digest_of
 from sft.hf.convert import export_hf as exporting
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.convert.torch_dist import TorchDistWriter
+from sft.hf.lora_targets import adapted_weights
 from sft.mcore.checkpoint_io.engine_state import write_common
+from sft.recipe.load import parse_recipe
 from tests.unit.fixtures import hf, vision
 
 RANK, ALPHA = 3, 6.0  # a scale of 2
@@ -58,6 +62,7 @@ def trained(run: Path, source: Path, *, base: str | None = None, size: float = 0
     known = {**model, "model.hf": str(source), "model.init_from": None, **of_lora, **recipe}
     sft = {"recipe": known, "state": {"step": 3}, "base": base or digest_of(source, run)}
     write_common({"iteration": 3, "sft": sft}, folder)
+    manifest.write(folder, Manifest(files={path.name: manifest.entry_of(path) for path in folder.iterdir()}, facts={}))
     return factors
 
 
@@ -203,6 +208,35 @@ def test_adapters_are_not_merged_twice_nor_into_other_weights(tmp_path: Path) ->
         str(run / STEP), str(tmp_path / "second" / STEP),
     ]  # fmt: skip
     assert "adapters merged already" in merge(like=tmp_path / "both")
+
+
+RECIPE = """
+model: {{hf: {base}}}
+data: {{train: unused, seq_length: 256}}
+train: {{num_steps: 5, global_batch_size: 4}}
+optim: {{lr: 1e-3}}
+lora: {{rank: 3, alpha: 6, exclude: [layers.1.self_attn.o_proj], init_from: {adapter}}}
+run: {{dir: unused}}
+"""
+
+
+def test_a_run_does_not_start_from_adapters_that_its_base_holds(tmp_path: Path) -> None:
+    source, run = hf.save(tmp_path / "source", "llama"), tmp_path / "run"
+    trained(run, source)
+    trained(tmp_path / "other", source, size=0.5)
+    export_hf(run, tmp_path / "merged", QUIET)
+    for name in (run, tmp_path / "other"):
+        export_hf(name, Path(f"{name}_adapter"), QUIET, merged=False)
+
+    def describe(base: str, adapter: str) -> list[str]:
+        recipe = RECIPE.format(base=tmp_path / base, adapter=tmp_path / adapter)
+        config = parse_recipe(recipe, "tests", []).config
+        return initial_adapters.describe(config, adapted_weights(config, hf.VOCAB))
+
+    told = refused(lambda: describe("merged", "run_adapter"), tmp_path)
+    assert f"{tmp_path}/run_adapter has the adapters of {run / STEP} (step 3), which {tmp_path}/merged holds" in told
+    assert "13 adapters" in describe("merged", "other_adapter")[0]
+    assert "13 adapters" in describe("source", "run_adapter")[0]
 
 
 def test_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

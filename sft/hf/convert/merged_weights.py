@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sft.checkpoint import manifest
 from sft.config import RANDOM
 from sft.config.lora import LoraConfig
 from sft.console import Console
@@ -115,7 +116,8 @@ def open_merged(
     wrong = [linear for linear, shape in adapters.shapes.items() if shapes.get(f"{linear}{_WEIGHT}") != shape]
     if wrong:
         raise CheckpointError(f"{path} has adapters that fit no weight of {base}: {fold_by_layer(wrong)[0]}.")
-    entry = Merged(checkpoint=str(path), step=int(common["iteration"]), base=wanted)
+    sha256 = manifest.entry_of(path / manifest.NAME).sha256 if (path / manifest.NAME).exists() else None
+    entry = Merged(checkpoint=str(path), step=int(common["iteration"]), base=wanted, sha256=sha256)
     return MergedWeights(
         base=base,
         read=_reads(base),

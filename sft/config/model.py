@@ -34,8 +34,15 @@ class RopeConfig(Section):
     """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
     query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
     """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
+    window_base: Annotated[float, Field(gt=1.0)] | None = None
+    """Base period in layers with a sliding window, whose frequencies are not scaled (Olmo 3); null: as elsewhere."""
     skip_layers: list[Positive] = []
     """Layers without rotary positions, counted from 1 (SmolLM3)."""
+
+    @property
+    def of_windows(self) -> "RopeConfig | None":
+        """The positions of layers with a sliding window, if they have a base of their own."""
+        return None if self.window_base is None else RopeConfig(base=self.window_base)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         plain = self.scaling == "none"
@@ -169,6 +176,8 @@ class ModelConfig(Section):
             yield "sliding_window_layers", f"names layer {layers[-1]} of {self.num_layers}"
         elif layers == []:
             yield "sliding_window_layers", "is empty; use sliding_window = null"
+        if self.rope.window_base is not None and self.sliding_window is None:
+            yield "rope.window_base", "has no effect without sliding_window"
         if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         for name, value in self.megatron.items():

@@ -22,7 +22,7 @@ from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import Scheme, scheme_of
-from sft.hf.rotary import rope_of, written
+from sft.hf.rotary import by_layer_type, rope_of, written
 
 _LONGEST = "max_position_embeddings"
 _REQUIRED = (  # keys that config.json must have if the family has them
@@ -104,6 +104,8 @@ def architecture(content: Mapping[str, Any], path: str) -> Architecture:
             values.setdefault("head_dim", hidden // heads)
             sources.setdefault("head_dim", "hidden_size")  # a family may have no such key
     rope = _rope(content, family, problems)
+    if values.get("sliding_window") is None:
+        rope.pop("window_base", None)
     values |= {f"rope.{name}": value for name, value in rope.items()}
     sources |= {f"rope.{name}": "rope_parameters" if "rope_parameters" in content else "rope_scaling" for name in rope}
     sources["rope.base"] = sources["rope.base"] if "rope_parameters" in content else "rope_theta"
@@ -118,8 +120,14 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     """The keys below `model.rope`; adds to `problems`."""
     has_rope = content.get("rope_scaling") or content.get("rope_parameters")
     positions = content if has_rope else {**content, "rope_parameters": family.defaults.get("rope_parameters")}
-    rope, wrong = rope_of(positions, family.defaults.get("rope_theta", 10000.0), family.rope_keys)
+    base = family.defaults.get("rope_theta", 10000.0)
+    if family.rope_by_layer_type:
+        positions, window_base, wrong = by_layer_type(positions, base)
+        problems += wrong
+    rope, wrong = rope_of(positions, base, family.rope_keys)
     problems += wrong
+    if family.rope_by_layer_type:
+        rope["window_base"] = window_base
     if rope.get("scaling", "none") not in family.scalings:
         problems.append(_unscalable(family, f"rope_type = {json.dumps(rope['scaling'])}"))
     return rope
@@ -175,7 +183,7 @@ def write_back(
         # Outside of rope_parameters, these keys would override the values inside it.
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
         changed = {key: value for key, value in changed.items() if key not in outer} | written(
-            now.rope, is_new=is_new, names=family.rope_keys
+            now.rope, is_new=is_new, names=family.rope_keys, by_type=family.rope_by_layer_type
         )
     if seq_length is not None and isinstance(content.get(_LONGEST), int):
         changed[_LONGEST] = max(content[_LONGEST], seq_length)
@@ -254,7 +262,8 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
     keys = (*family.keys, *family.computed)
     own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in keys}
-    return own | {"rope": written(model.rope, is_new=True, names=family.rope_keys)}
+    rope = written(model.rope, is_new=True, names=family.rope_keys, by_type=family.rope_by_layer_type)
+    return own | {"rope": rope}
 
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:

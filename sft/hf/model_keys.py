@@ -26,6 +26,12 @@ PLAIN: dict[str, Any] = {
     for key in (
         *("norm_placement", "qk_norm_across_heads", "sliding_window", "sliding_window_layers", "attention_softcap"),
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
-        *("moe.shared_ffn_hidden_size", "moe.shared_gate", "rope.skip_layers", "rope.query_scale_beta"),
+        *(
+            "moe.shared_ffn_hidden_size",
+            "moe.shared_gate",
+            "rope.skip_layers",
+            "rope.query_scale_beta",
+            "rope.window_base",
+        ),
     )
 }

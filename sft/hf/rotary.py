@@ -13,6 +13,7 @@ from typing import Any
 from sft.config import RopeConfig
 
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the same name in a recipe
     "none": (),
@@ -83,10 +84,31 @@ def rope_of(
     return {"base": base, "scaling": kind, **rope, **own}, problems
 
 
-def written(rope: RopeConfig, *, is_new: bool, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def by_layer_type(content: Mapping[str, Any], default_base: float) -> tuple[dict[str, Any], float, list[str]]:
+    """Takes apart rope_parameters with a group for each type of layer.
+
+    Returns the content with the group of full attention as rope_parameters, the base of layers with a sliding window,
+    and a list of problems.  Without groups, both types have the same base, and only full attention is scaled.
+    """
+    groups = content.get("rope_parameters")
+    if not isinstance(groups, dict) or not {_FULL, _SLIDING} & groups.keys():
+        group = groups if isinstance(groups, dict) else {}
+        return {**content}, _first(group.get("rope_theta"), content.get("rope_theta"), default_base), []
+    full, sliding = (groups.get(kind) or {} for kind in (_FULL, _SLIDING))
+    problems = []
+    if sliding.get("rope_type", "default") != "default":
+        problems.append(f"rope_type = {json.dumps(sliding['rope_type'])} of {_SLIDING} is not supported, only default")
+    base = _first(sliding.get("rope_theta"), content.get("rope_theta"), default_base)
+    return {**content, "rope_parameters": {"rope_type": "default", **full}}, base, problems
+
+
+def written(
+    rope: RopeConfig, *, is_new: bool, names: Mapping[str, str] = MappingProxyType({}), by_type: bool = False
+) -> dict[str, Any]:
     """The keys of config.json for these positions.
 
     is_new: whether to use the form of transformers 5; names: as for `rope_of`
+    by_type: whether the form of transformers 5 has a group for each type of layer
 
     base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
     """
@@ -96,6 +118,9 @@ def written(rope: RopeConfig, *, is_new: bool, names: Mapping[str, str] = Mappin
     scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
     if rope.scaling in ("llama3", "yarn") or names:
         scaling[_ORIGINAL] = rope.original_max_position
+    if is_new and by_type:
+        sliding = {"rope_type": "default", "rope_theta": rope.window_base or rope.base}
+        return {"rope_parameters": {_FULL: {"rope_theta": rope.base, **scaling}, _SLIDING: sliding}}
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling}}
     return {"rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}

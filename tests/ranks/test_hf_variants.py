@@ -70,6 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe_windows": dict(family="qwen3_moe", use_sliding_window=True, sliding_window=11, norm_topk_prob=True),
     "exaone4_windows": dict(family="exaone4", sliding_window=11, layer_types=FOUR_KINDS, num_hidden_layers=4),
     "olmo2": dict(family="olmo2"),
+    "olmo3": dict(family="olmo3", num_hidden_layers=4, layer_types=FOUR_KINDS),
     "ministral3": dict(family="ministral3"),
     "qwen2_moe": dict(family="qwen2_moe"),
     "qwen2_moe_normalised": dict(family="qwen2_moe", norm_topk_prob=True, tied=True),
@@ -111,12 +112,13 @@ CASES = [
     *[("granite", "one"), ("granite", "tp"), ("granite_tied", "pp")],
     *[("smollm3", "pp"), ("smollm3_yarn", "cp")],
     *[("qwen2_windows", "one"), ("qwen3_windows", "cp"), ("qwen3_moe_windows", "cp_ep"), ("exaone4_windows", "tp_cp")],
-    *[("olmo2", "one"), ("olmo2", "tp")],
+    *[("olmo2", "one"), ("olmo2", "tp"), ("olmo3", "cp")],
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
     *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep")],
 ]
 GRID = [
+    *[("olmo3", "tp"), ("olmo3", "pp"), ("olmo3", "one")],
     *[("qwen2_windows", "tp_whole_cp"), ("qwen3_windows", "pp"), ("exaone4_windows", "pp")],
     *[("qwen3_moe_windows", "tp_ep"), ("qwen3_windows", "tp_cp")],
     *[
@@ -153,6 +155,7 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
 MIXED = [
     *[("granite", "tp_cp"), ("smollm3_yarn", "tp_virtual"), ("olmo2", "tp_cp"), ("ministral3", "tp_cp")],
     *[("qwen3_windows", "tp_cp"), ("exaone4_windows", "tp_virtual"), ("qwen3_moe_windows", "tp_cp_ep")],
+    ("olmo3", "tp_cp"),
 ]
 
 

@@ -35,6 +35,7 @@ LIKE_LLAMA = {
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "rope.query_scale_beta": None,
+    "rope.window_base": None,
 }
 
 
@@ -93,6 +94,12 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     assert model.tie_embeddings is theirs.tie_word_embeddings
     if family == "ministral3":
         assert model.rope == MINISTRAL_ROPE
+    elif family == "olmo3":
+        assert {kind: group["rope_theta"] for kind, group in theirs.rope_parameters.items()} == {
+            "full_attention": model.rope.base,
+            "sliding_attention": model.rope.window_base,
+        }
+        assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, None)  # both layers
     else:
         skipped = [2] if family == "smollm3" else []
         assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"], skip_layers=skipped)
@@ -405,3 +412,16 @@ def test_positions_are_read_as_transformers_reads_them(fields: dict[str, Any], e
 )
 def test_positions_that_are_refused(fields: dict[str, Any], why: str) -> None:
     assert why in refusal(llama(**{**PLAIN, **fields}))
+
+
+def test_positions_of_each_layer_type() -> None:
+    """OLMo 3 as transformers 5 writes it, and as its files of 2025 have it: only full attention is scaled."""
+    base = llama(model_type="olmo3", architectures=["Olmo3ForCausalLM"], rope_theta=5e5, sliding_window=64)
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    expected = RopeConfig(base=5e5, scaling="yarn", factor=8.0, original_max_position=8192, window_base=5e5)
+    assert architecture(base | {"rope_scaling": scaling}, "config.json").model.rope == expected
+    groups = {"full_attention": {"rope_theta": 5e5, **scaling}, "sliding_attention": {"rope_theta": 5e5}}
+    del base["rope_theta"], base["rope_scaling"]
+    assert architecture(base | {"rope_parameters": groups}, "config.json").model.rope == expected
+    groups["sliding_attention"]["rope_type"] = "linear"
+    assert 'rope_type = "linear" of sliding_attention is not supported' in refusal(base | {"rope_parameters": groups})

@@ -209,6 +209,7 @@ def test_a_recipe_may_not_change_what_the_model_computes(tmp_path: Path, family:
             ["model.sliding_window=8", "attention.backend=te"],
             "attention.backend.*does not have model.sliding_window; use portable",
         ),
+        (["model.rope.window_base=1e4"], "model.rope.window_base.*has no effect without sliding_window"),
         (["model.sliding_window_layers=[1]"], "model.sliding_window_layers.*has no effect without sliding_window"),
         (["model.sliding_window=8", "model.sliding_window_layers=[2, 1]"], "must be in increasing order"),
         (["model.sliding_window=8", "model.sliding_window_layers=[99]"], "names layer 99 of"),

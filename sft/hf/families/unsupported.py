@@ -73,7 +73,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "nemotron": ("LayerNorm whose weights are offsets from 1, and a squared ReLU in an MLP without a gate", "llama"),
     "nemotron_h": (_MAMBA, "llama"),
     "olmo": ("norms without weights", "llama"),
-    "olmo3": (_WINDOWS, "olmo2"),
     "opt": (f"{_BIASED}, and learned positions", "llama"),
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),
     "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
@@ -89,7 +88,7 @@ _MISSING: dict[str, tuple[str, str]] = {
 def unsupported(content: Mapping[str, Any]) -> str:
     """The error message for a config.json of a family that is not supported.
 
-    {"model_type": "olmo3"} -> model_type = "olmo3" is not supported: it needs sliding windows, ...
+    {"model_type": "cwm"} -> model_type = "cwm" is not supported: it needs sliding windows, ...
     """
     named = content.get("model_type")
     needs, nearest = _MISSING.get(str(named), ("", ""))

@@ -94,6 +94,17 @@ VARIANTS = (
         options={**OPTIONS, **NO_BIAS},
     ),
     Family(
+        model_type="olmo3",
+        class_name="Olmo3ForCausalLM",
+        rules=(*outer(), *attention(norm=None), *mlp(norm=None), *output_norms(), *qk_norm(across_heads=True)),
+        implied={**LLAMA_DENSE, "norm_placement": "post", "qk_norm": True, "qk_norm_across_heads": True},
+        keys=KEYS,
+        computed=all_but_every(4),
+        defaults={**DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        options={**OPTIONS, **NO_BIAS},
+        rope_by_layer_type=True,
+    ),
+    Family(
         model_type="ministral3",
         class_name="Ministral3ForCausalLM",
         rules=(*outer(), *attention(), *mlp()),

@@ -87,8 +87,13 @@ class PortableBytes(AttentionBytes):
     norm_outputs_are_saved = False
 
     def rotary(self, pack: float) -> float:
-        """Bytes of cosine and sine of the local tokens."""
-        return 2.0 * self.rank.width * (pack / self.cp) * self.model.resolved_head_dim
+        """Bytes of cosine and sine of the local tokens, for one or two bases."""
+        return (
+            (2.0 if self.model.rope.window_base is None else 4.0)
+            * self.rank.width
+            * (pack / self.cp)
+            * self.model.resolved_head_dim
+        )
 
     def local(self, tokens: float) -> float:
         if self.cp == 1:

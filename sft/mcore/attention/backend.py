@@ -30,6 +30,7 @@ class PackedDocuments(PackedSeqParams):
 
     kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
+    window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
 
 
 class AttentionBackend(ABC):
@@ -74,10 +75,13 @@ class AttentionBackend(ABC):
         document.  Some Transformer Engine releases drop keys if the two boundaries differ.
         """
         device, boundaries = positions.device, send(cu_seqlens, positions.device)
-        rotation = None
+        rotation = window_rotation = None
         if self.attention_rotates:
             dtype, rope_config = params_dtype(self.config), self.config.model.rope
             rotation = Rotation.of(positions.flatten(), self.frequencies(device), dtype, rope_config)
+            if (window_rope := rope_config.of_windows) is not None:
+                frequencies = rope.frequencies(window_rope, self.config.model.resolved_head_dim).to(device)
+                window_rotation = Rotation.of(positions.flatten(), frequencies, dtype, window_rope)
         return PackedDocuments(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -87,6 +91,7 @@ class AttentionBackend(ABC):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             rotation=rotation,
+            window_rotation=window_rotation,
         )
 
     def frequencies(self, device: torch.device) -> Tensor:

@@ -78,9 +78,11 @@ class PortableAttention(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
-        self.rotates = layer_number not in model.rope.skip_layers
-        self.scale = softmax_scale if self.rotates else rope.plain_scale(model)
         self.window = model.window_of(layer_number)
+        self.rotates = layer_number not in model.rope.skip_layers
+        self.has_own_base = self.window is not None and model.rope.window_base is not None
+        is_scaled = self.rotates and not self.has_own_base
+        self.scale = softmax_scale if is_scaled else rope.plain_scale(model)
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -97,7 +99,9 @@ class PortableAttention(torch.nn.Module):
     ) -> Tensor:
         documents = packed_seq_params
         assert documents is not None and attention_mask is None and attention_bias is None
-        assert documents.rotation is not None
-        rotation, kernel = documents.rotation if self.rotates else None, documents.kernels[self.window]
+        rotation, kernel = None, documents.kernels[self.window]
+        if self.rotates:
+            rotation = documents.window_rotation if self.has_own_base else documents.rotation
+            assert rotation is not None
         out = packed_attention(query, key, value, kernel, self.scale, self.cp_group, rotation)
         return out.flatten(1)

@@ -6,7 +6,6 @@ did not run, or if they fail without the fault.
 
 import argparse
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutations.table import REPOSITORY, Fault, read_table
+from tests.mutations.table import REPOSITORY, Fault, read_table, sample
 from tests.mutations.warm_pytest import Outcome, run_pytest
 
 LIMIT_S = 900  # time limit for the tests of one fault
@@ -29,7 +28,7 @@ def main() -> int:
     faults = [fault for fault in read_table() if re.search(arguments.only, f"{fault.name} {fault.file}")]
     if arguments.sample:
         seed = _git("rev-parse", "HEAD").strip()
-        faults = random.Random(seed).sample(faults, min(arguments.sample, len(faults)))
+        faults = sample(faults, arguments.sample, seed)
         print(f"{len(faults)} faults, chosen by the commit {seed[:12]}")
     if not faults:
         print(f"no fault matches {arguments.only!r}", file=sys.stderr)
@@ -46,7 +45,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--only", default="", metavar="PATTERN", help="only faults whose name or file matches")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N faults; the commit determines which")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N faults, one in ten slow; the commit says which")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies that are tested at once")
     return parser.parse_args()
 

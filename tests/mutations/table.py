@@ -9,6 +9,9 @@
 `line` may be a part of a line or several lines.  A fault is a single change that an engineer could make by mistake.
 """
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +34,11 @@ class Fault:
     def name(self) -> str:
         return f"{self.room}: {self.fault}"
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether its tests start ranks or runs, which takes up to a minute; other tests take seconds."""
+        return any(not test.startswith("tests/unit/") for test in self.tests.split())
+
     def apply(self, repository: Path) -> str:
         """The text of the file with the fault.  Raises ValueError if the file does not contain `line` exactly once."""
         text = (repository / self.file).read_text()
@@ -47,3 +55,14 @@ def read_table(folder: Path = FOLDER) -> list[Fault]:
         for path in sorted(folder.glob("*.yaml"))
         for entry in yaml.safe_load(path.read_text())
     ]
+
+
+def sample(faults: Sequence[Fault], count: int, seed: str) -> list[Fault]:
+    """`count` of the faults.  One in ten is slow, so that the sample of every seed takes a similar time.
+
+    The quick faults are drawn alike, and so are the slow ones: 10 of 700 quick and 200 slow faults -> 9 and 1.
+    """
+    generator = random.Random(seed)
+    slow, quick = ([fault for fault in faults if fault.is_slow is is_slow] for is_slow in (True, False))
+    num_quick = min(len(quick), count - min(len(slow), math.ceil(count / 10)))
+    return generator.sample(quick, num_quick) + generator.sample(slow, min(len(slow), count - num_quick))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.mutations.table import REPOSITORY, Fault, read_table
+from tests.mutations.table import REPOSITORY, Fault, read_table, sample
 
 FAULTS = read_table()
 
@@ -21,3 +21,20 @@ def test_a_fault_fits_the_code(fault: Fault) -> None:
 def test_no_fault_stands_twice() -> None:
     assert len({fault.name for fault in FAULTS}) == len({(fault.file, fault.line, fault.becomes) for fault in FAULTS})
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def fault(number: int, tests: str) -> Fault:
+    return Fault(room="any", fault=str(number), file="", line="", becomes="", tests=tests)
+
+
+def test_a_sample_holds_few_slow_faults_and_any_fault_can_be_in_it() -> None:
+    quick = [fault(number, "tests/unit/test_a.py") for number in range(20)]
+    slow = [fault(number, "tests/unit/test_a.py tests/ranks/test_b.py") for number in range(20, 25)]
+    faults = [*slow, *quick]
+    drawn = [sample(faults, 10, str(seed)) for seed in range(200)]
+    assert all(sum(found.is_slow for found in chosen) == 1 and len({*chosen}) == 10 for chosen in drawn)
+    assert {found for chosen in drawn for found in chosen} == {*faults}
+    assert sample(faults, 10, "7") == drawn[7]
+    assert sample(slow, 10, "7") != slow and {*sample(slow, 10, "7")} == {*slow}
+    assert {*sample(quick, 30, "7")} == {*quick} and {*sample(faults, 25, "7")} == {*faults}
+    assert [found.is_slow for found in sample(faults, 22, "7")].count(True) == 3

@@ -107,6 +107,7 @@ def test_it_leaves_although_on_hang_hangs(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Timeout (" in stacks(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `leave` ends its thread
 def test_others_have_time_to_write_theirs(tmp_path: Path) -> None:
     order: list[object] = []
     has_left = threading.Event()

@@ -95,7 +95,7 @@ class Trainer:
         for warning in check_run(recipe, length):
             console.say(f"WARNING: {warning}")
         self.trained = trained_weights(config, self.data.vocab_size)
-        broadcast_from_rank0(partial(check_new_run, config, self.trained.adapted, checkpoints), groups.control)
+        broadcast_from_rank0(partial(check_new_run, config, self.trained, checkpoints), groups.control)
         self.engine = Engine(
             config,
             layout,

@@ -131,10 +131,11 @@ def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
     print_group("weights", [describe(recipe.config, tokenizer_size)])
     if recipe.config.lora.is_used:
         from sft.hf import initial_adapters
-        from sft.hf.lora_targets import adapted_weights
+        from sft.hf.trained_weights import trained_weights
+        from sft.parallel.layout import vocab_rows
 
-        adapted = adapted_weights(recipe.config, tokenizer_size)
-        print_group("adapters", initial_adapters.describe(recipe.config, adapted))
+        trained = trained_weights(recipe.config, vocab_rows(recipe.config.model, tokenizer_size))
+        print_group("adapters", initial_adapters.describe(recipe.config, trained))
 
 
 def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:

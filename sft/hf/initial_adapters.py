@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sft.adapters import AdaptedWeight, names_of
+from sft.adapters import EMBEDDING, HEAD, Trained, names_of
 from sft.checkpoint import folders, resume_setting
 from sft.config import Config
 from sft.config.lora import LoraConfig
@@ -19,17 +19,19 @@ from sft.errors import CheckpointError, ConfigError
 from sft.hf import merged_adapters
 from sft.hf.family import Family
 from sft.hf.hub import local_folder
-from sft.hf.lora_targets import adapted_weights, kinds_of
+from sft.hf.lora_targets import kinds_of
 from sft.hf.model_family import model_family
 from sft.hf.peft import folder as peft_folder
 from sft.hf.peft.config import disagreements
 from sft.hf.peft.targets import module_of, target_modules
 from sft.hf.tensor_check import fold_by_layer
-from sft.mcore import lora
+from sft.mcore import freeze, lora
+from sft.mcore.checkpoint_io import engine_state
 from sft.mcore.engine import Engine, weights_changed
 from sft.parallel.collectives import all_gather_objects
 
 _SHOWN = 6  # names in an error
+_KEYS = {EMBEDDING: "train_embeddings", HEAD: "train_head"}  # keys of the recipe, by the weight that they train whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +39,19 @@ class Opened:
     """An adapter folder, compared with a model.
 
     module_of: the module in the folder, by the name of the Linear in the files of the base model
+    whole: the modules in the folder whose weights are trained whole, by the key of our weight
     """
 
     name: str
     adapter: peft_folder.Adapter
     module_of: Mapping[str, str]
+    whole: Mapping[str, str]
 
     def describe(self) -> str:
         """out/adapter: 252 adapters of rank 16; 166 MiB"""
-        rank = self.adapter.contents.config.rank
-        return f"{self.name}: {len(self.module_of):,} adapters of rank {rank}; {size(self.adapter.num_bytes)}"
+        whole = "".join(f", {module}" for module in self.whole.values())
+        adapters = f"{len(self.module_of):,} adapters of rank {self.adapter.contents.config.rank}"
+        return f"{self.name}: {adapters}{whole}; {size(self.adapter.num_bytes)}"
 
     def notes(self, config: Config) -> list[str]:
         """What a run with this recipe does otherwise than the folder says."""
@@ -73,8 +78,8 @@ def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
         weights_changed(engine)
         return f"new adapters (rank {config.lora.rank}, seed {config.run.seed})"
     of_rank: list[Opened] = []
-    adapted = adapted_weights(config, engine.vocab_size)
-    all_gather_objects(lambda: of_rank.append(_open(config, adapted)), engine.groups.control)
+    compare = engine.groups.rank == 0
+    all_gather_objects(lambda: of_rank.append(_open(config, engine.trained, compare=compare)), engine.groups.control)
     (opened,) = of_rank
     for note in opened.notes(config):
         console.say(note)
@@ -84,22 +89,22 @@ def load_new_adapters(engine: Engine, config: Config, console: Console) -> str:
     return f"the adapters of {opened.describe()}"
 
 
-def describe(config: Config, adapted: Sequence[AdaptedWeight]) -> list[str]:
+def describe(config: Config, trained: Trained) -> list[str]:
     """The adapters with which a new run starts, and what it does otherwise than their folder says, one to a line.
 
     Raises ConfigError or CheckpointError if the folder lora.init_from is damaged, or does not fit the recipe.
     """
     if config.lora.init_from is None:
         return [f"new (rank {config.lora.rank}, seed {config.run.seed})"]
-    opened = _open(config, adapted)
+    opened = _open(config, trained)
     return [opened.describe(), *opened.notes(config)]
 
 
-def check_new_run(config: Config, adapted: Sequence[AdaptedWeight], checkpoints: Path) -> None:
+def check_new_run(config: Config, trained: Trained, checkpoints: Path) -> None:
     """Raise the errors of `describe`, unless the run resumes.  checkpoints: the folder of its checkpoints"""
     resumes = config.checkpoint.resume not in resume_setting.WORDS or bool(folders.candidates(checkpoints))
     if config.lora.is_used and not resumes:
-        describe(config, adapted)
+        describe(config, trained)
 
 
 def as_in_folder(config: Config, source: str) -> LoraConfig:
@@ -107,12 +112,25 @@ def as_in_folder(config: Config, source: str) -> LoraConfig:
     adapter = peft_folder.read(Path(source))
     if config.lora.is_used:
         return config.lora.model_copy(update={"init_from": source})
-    stored, (_, targets) = adapter.contents.config, _matched(source, adapter, config)
-    return LoraConfig(rank=stored.rank, alpha=stored.alpha, rslora=stored.rslora, targets=targets, init_from=source)
+    stored, family = adapter.contents.config, _family(source, config)
+    _, targets = _matched(source, adapter, family, config)
+    whole = _whole(source, adapter, family, config)
+    return LoraConfig(
+        rank=stored.rank,
+        alpha=stored.alpha,
+        rslora=stored.rslora,
+        targets=targets,
+        train_embeddings=EMBEDDING in whole,
+        train_head=HEAD in whole,
+        init_from=source,
+    )
 
 
-def _open(config: Config, adapted: Sequence[AdaptedWeight]) -> Opened:
-    """The folder lora.init_from.  Raises ConfigError or CheckpointError if it does not fit the recipe."""
+def _open(config: Config, trained: Trained, *, compare: bool = True) -> Opened:
+    """The folder lora.init_from.  Raises ConfigError or CheckpointError if it does not fit the recipe.
+
+    compare: also read the two copies of a tied embedding, and refuse them if they differ
+    """
     source = config.lora.init_from
     assert source is not None
     if not Path(source).is_dir():
@@ -122,12 +140,8 @@ def _open(config: Config, adapted: Sequence[AdaptedWeight]) -> Opened:
             "hub."
         )
     adapter = peft_folder.read(Path(source))
-    if saved := list(adapter.contents.saved):
-        raise ConfigError(
-            f"{source} also holds whole weights ({', '.join(saved)}), which PEFT calls modules_to_save.  They cannot "
-            "be continued yet.  Use an adapter without them."
-        )
-    by_name, targets = _matched(source, adapter, config)
+    family = _family(source, config)
+    by_name, targets = _matched(source, adapter, family, config)
     if different := disagreements(adapter.contents.config, config.lora):
         stored = adapter.contents.config
         raise ConfigError(
@@ -136,25 +150,40 @@ def _open(config: Config, adapted: Sequence[AdaptedWeight]) -> Opened:
         )
     shapes = {
         name: (weight.rows_of(each), weight.num_columns)
-        for weight in adapted
+        for weight in trained.adapted
         for each in weight.adapters
         for name in names_of(each.name, range(weight.num_experts))
     }
     _compare(source, by_name.keys(), shapes.keys(), targets)
+    whole = _whole(source, adapter, family, config)
+    _compare_whole(source, whole.keys(), config.lora)
+    sizes = {weight.key: weight.shape for weight in trained.whole or ()}
+    saved = {module: sizes[key] for key, modules in whole.items() for module in modules}
     try:
-        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, {})
+        adapter.check({by_name[name]: shape for name, shape in shapes.items()}, saved)
     except CheckpointError as error:
         raise CheckpointError(f"{error}\n  Use an adapter of the model that model.hf names.") from None
     if config.model.hf and config.model.init_from is None:
         merged_adapters.refuse_adapter(local_folder(config.model.hf), Path(source))
-    return Opened(name=source, adapter=adapter, module_of=by_name)
+    for module, *copies in whole.values() if compare else ():
+        for copy in copies:
+            adapter.check_equal(module, copy)
+    return Opened(
+        name=source, adapter=adapter, module_of=by_name, whole={key: modules[0] for key, modules in whole.items()}
+    )
 
 
-def _matched(source: str, adapter: peft_folder.Adapter, config: Config) -> tuple[dict[str, str], list[str]]:
-    """As `_by_name`, and the shortest lora.targets that select exactly these Linears."""
+def _family(source: str, config: Config) -> Family:
     family = model_family(config.model)
     if family is None:
         raise ConfigError(f"{source} names Linears of a Hugging Face model, but no table has the tensors of `model`.")
+    return family
+
+
+def _matched(
+    source: str, adapter: peft_folder.Adapter, family: Family, config: Config
+) -> tuple[dict[str, str], list[str]]:
+    """As `_by_name`, and the shortest lora.targets that select exactly these Linears."""
     linears = kinds_of(family, config.model).keys()
     by_name = _by_name(source, adapter.contents.modules, family, linears)
     return by_name, target_modules(by_name, linears - by_name.keys())
@@ -178,6 +207,44 @@ def _by_name(source: str, modules: Iterable[str], family: Family, linears: Itera
             "model.  Use an adapter of the model that model.hf names."
         )
     return by_name
+
+
+def _whole(source: str, adapter: peft_folder.Adapter, family: Family, config: Config) -> dict[str, list[str]]:
+    """The modules of the folder whose weights are trained whole, by the key of our weight.  Two of one key are tied.
+
+    Raises CheckpointError for other weights than the embedding and the output weight, and for a tied pair apart.
+    """
+    has_vision, is_tied = family.text_config != "none", config.model.tie_embeddings
+    keys = {
+        module_of(family.embedding, has_vision=has_vision): EMBEDDING,
+        module_of(family.head, has_vision=has_vision): EMBEDDING if is_tied else HEAD,
+    }
+    stored = {module_of(module, has_vision=has_vision): module for module in adapter.contents.saved}
+    if unknown := sorted(stored.keys() - keys.keys()):
+        raise CheckpointError(
+            f"{source} holds the whole weight of {_shown(unknown)} (modules_to_save), but beside adapters this trainer "
+            "trains only the embedding and the output weight.  Use an adapter without it."
+        )
+    whole: dict[str, list[str]] = {}
+    for name in filter(stored.__contains__, keys):
+        whole.setdefault(keys[name], []).append(stored[name])
+    if whole and is_tied and not adapter.contents.config.tied:
+        raise CheckpointError(
+            f"{source} holds {' and '.join(whole[EMBEDDING])} (modules_to_save), which PEFT trained apart from the "
+            "weight to which the base model ties it.  They cannot be one weight.  Train the adapter in PEFT with "
+            "ensure_weight_tying."
+        )
+    return whole
+
+
+def _compare_whole(source: str, stored: Set[str], lora: LoraConfig) -> None:
+    """Raise ConfigError if the recipe trains other weights whole than the folder holds.  stored: keys of our weights"""
+    if any(getattr(lora, field) is not (key in stored) for key, field in _KEYS.items()):
+        shown = [f"lora.{field}={str(key in stored).lower()}" for key, field in _KEYS.items()]
+        raise ConfigError(
+            f"{source} holds {'other' if stored else 'no'} whole weights (modules_to_save) than the recipe trains.  To "
+            f"continue it: {' '.join(shown)}."
+        )
 
 
 def _compare(source: str, stored: Set[str], wanted: Set[str], targets: Sequence[str]) -> None:
@@ -213,3 +280,10 @@ def _parts(engine: Engine, opened: Opened) -> Iterator[tuple[str, tuple[slice, .
         key_of = {"lora_A": peft_folder.key_of_a, "lora_B": peft_folder.key_of_b}[factor]
         where = tuple(slice(first, first + count) for first, count in zip(shard.global_offset, shard.local_shape))
         yield key_of(opened.module_of[name]), where, shard.data
+    for leaf in freeze.whole_leaves(engine_state.model_state(engine), engine.trained) if opened.whole else ():
+        module = opened.whole[leaf.key]
+        num_rows, width = opened.adapter.contents.saved[module]
+        first = leaf.global_offset[0]
+        count = min(len(leaf.data), num_rows - first)  # the rows behind are padding
+        if count > 0:
+            yield peft_folder.key_of_saved(module), (slice(first, first + count), slice(0, width)), leaf.data[:count]

@@ -1,5 +1,6 @@
 """Loads weights for the steps or the evaluation of a run with or without LoRA: of a checkpoint, or of a new run."""
 
+from functools import partial
 from pathlib import Path
 
 from sft.checkpoint import resume
@@ -8,7 +9,6 @@ from sft.console import Console
 from sft.hf import initial_adapters
 from sft.hf.base_digest import base_digest
 from sft.hf.initial import load_initial
-from sft.hf.lora_targets import adapted_weights
 from sft.mcore.checkpoint_io import engine_state, safe_reader
 from sft.mcore.engine import Engine
 from sft.parallel.collectives import broadcast_from_rank0
@@ -24,8 +24,8 @@ def load_for_reading(engine: Engine, config: Config, checkpoint: Path | None, co
     if checkpoint is None:
         if not is_used:
             return load_initial(engine, config, console)
-        adapted = adapted_weights(config, engine.vocab_size)
-        broadcast_from_rank0(lambda: initial_adapters.describe(config, adapted), control)  # before minutes of reading
+        describe = partial(initial_adapters.describe, config, engine.trained)
+        broadcast_from_rank0(describe, control)  # refuses before minutes of reading
         initial = load_initial(engine, config, console)
         return f"{initial} with {initial_adapters.load_new_adapters(engine, config, console)}"
     point = resume.verified(checkpoint, config.checkpoint.verify, engine.groups)

@@ -17,7 +17,8 @@ from sft.console import QUIET
 from sft.hf.initial_adapters import load_new_adapters
 from sft.hf.peft.config import AdapterConfig
 from sft.hf.peft.folder import WEIGHTS, Contents, write
-from sft.mcore import lora
+from sft.mcore import freeze, lora
+from sft.mcore.checkpoint_io import engine_state
 from tests.builders import chats
 from tests.ranks import scenarios
 from tests.ranks.evaluating import scored, sft
@@ -32,6 +33,8 @@ OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=nul
 OPTIMIZER += ["optim.weight_decay=0.1", "train.num_steps=10"]
 TP, CP, PP, EP = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.pp=2", "train.recompute=full"], ["parallel.ep=2"]
 SP = [*TP, "parallel.sequence_parallel=true"]
+WHOLE = {"train_embeddings": "embed_tokens", "train_head": "lm_head"}
+KEYS = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
 DISTRIBUTED = ["parallel.distributed_optimizer=true"]
 SHARED = ["q_proj", "v_proj", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))]
 
@@ -52,7 +55,9 @@ def steps(model: Any, packs: Any, count: int) -> None:
 
 
 def factors_of(model: Any) -> dict[str, torch.Tensor]:
-    return {stored_name(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    """Of peft's model, and the weights that it trains whole."""
+    trained = {stored_name(name): p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name.replace(".modules_to_save", ""): value for name, value in trained.items()}
 
 
 def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
@@ -67,41 +72,55 @@ def continued(overrides: list[str], folder: str, packs: Any) -> dict[str, Any]:
         return {"source": source, "losses": losses, "before": before, "after": held(engine)}
 
 
+def without_padding(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole weights under the names of files, without rows of padding."""
+    return {KEYS.get(name, name): v[: scenarios.VOCAB].clone() if name in KEYS else v for name, v in values.items()}
+
+
 def held(engine: Any) -> list[Any]:
-    shards = lora.linear_tensors(engine.chunks)
+    whole = freeze.whole_leaves(engine_state.model_state(engine), engine.trained)
+    shards = [*lora.linear_tensors(engine.chunks), *whole]
     return [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards]
 
 
 @pytest.mark.parametrize(
-    "family,tied,targets,layouts",
+    "family,tied,targets,saved,layouts",
     [
-        ("qwen3", False, "all-linear", [(1, []), (2, SP), (4, [*CP, *PP])]),
-        ("llama", True, "all-linear", [(2, [*TP, *DISTRIBUTED]), (4, [*CP, *SP])]),
-        ("phi3", False, "all-linear", [(2, SP), (2, DISTRIBUTED)]),
-        ("qwen2_moe", False, SHARED, [(2, [*EP, *DISTRIBUTED]), (4, [*SP, *EP])]),
-        ("qwen3_moe", True, ["q_proj", "o_proj"], [(2, PP), (2, [*EP, *CP])]),
+        ("qwen3", False, "all-linear", ["lm_head"], [(1, []), (2, SP), (4, [*CP, *PP])]),
+        ("llama", True, "all-linear", [], [(2, [*TP, *DISTRIBUTED]), (4, [*CP, *SP])]),
+        ("phi3", False, "all-linear", ["embed_tokens", "lm_head"], [(2, SP), (2, DISTRIBUTED)]),
+        ("qwen2_moe", False, SHARED, ["embed_tokens"], [(2, [*EP, *DISTRIBUTED]), (4, [*SP, *EP])]),
+        ("qwen3_moe", True, ["q_proj", "o_proj"], ["embed_tokens"], [(2, PP), (2, [*EP, *CP])]),
     ],
     ids=str,
 )
 def test_an_adapter_of_peft_continues(
-    ranks: Ranks, tmp_path: Path, family: str, tied: bool, targets: Any, layouts: list[tuple[int, list[str]]]
+    ranks: Ranks,
+    tmp_path: Path,
+    family: str,
+    tied: bool,
+    targets: Any,
+    saved: list[str],
+    layouts: list[tuple[int, list[str]]],
 ) -> None:
     """peft trains three steps and saves; both train two steps more."""
     source, packs = hf.save(tmp_path / "source", family, tied=tied), samples()
-    model, _ = peft_model(source, targets)
+    model, _ = peft_model(source, targets, modules_to_save=[*saved] or None, ensure_weight_tying=tied and bool(saved))
     steps(model, packs, 3)
     model.save_pretrained(tmp_path / "adapter")
     before, trained = factors_of(model), copy.deepcopy(model)
+    count = sum(name.endswith(".lora_A.weight") for name in before)
     steps(trained, packs, 2)
     moved = {name: value - before[name] for name, value in factors_of(trained).items()}
     named = targets if isinstance(targets, str) else f"[{', '.join(targets)}]"
     keys = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {named}, init_from: {tmp_path}/adapter}}"
+    parts = [f"lora.{key}=true" for key, name in WHOLE.items() if name in saved]
     for world_size, layout in layouts:
-        recipe = [*recipe_of(source), f"model.hf={source}", keys, *OPTIMIZER, *layout]
+        recipe = [*recipe_of(source), f"model.hf={source}", keys, *parts, *OPTIMIZER, *layout]
         results = ranks(world_size).run(continued, recipe, str(source), packs)
-        assert results[0]["source"].startswith(f"the adapters of {tmp_path}/adapter: {len(before) // 2} adapters of r")
+        assert results[0]["source"].startswith(f"the adapters of {tmp_path}/adapter: {count} adapters of rank {RANK}")
         check_losses([result["losses"] for result in results], Reference(str(source), model), packs)
-        start, end = whole(results, "before"), whole(results, "after")
+        start, end = (without_padding(whole(results, key)) for key in ("before", "after"))
         assert hf.same(start, before)
         check_parameters({name: value - start[name] for name, value in end.items()}, moved, STEP_TOLERANCE)
 

@@ -9,8 +9,9 @@ import torch
 
 from sft.cli import main
 from sft.config.lora import LoraConfig
+from sft.errors import CheckpointError
 from sft.hf.initial_adapters import as_in_folder, describe
-from sft.hf.lora_targets import adapted_weights
+from sft.hf.trained_weights import trained_weights
 from sft.recipe.load import load_recipe, parse_recipe
 from tests.builders import chats
 from tests.unit.fixtures import hf, peft, vision
@@ -118,7 +119,13 @@ def test_a_recipe_that_does_not_fit_the_folder(
         (
             {"base_model.model.lm_head.weight": torch.ones(301, 32)},
             dict(modules_to_save=["lm_head"]),
-            "also holds whole weights (lm_head), which PEFT calls modules_to_save.",
+            "holds other whole weights (modules_to_save) than the recipe trains.  To continue it: "
+            "lora.train_embeddings=false lora.train_head=true.",
+        ),
+        (
+            {"base_model.model.model.norm.weight": torch.ones(32)},
+            dict(modules_to_save=["norm"]),
+            "holds the whole weight of model.norm (modules_to_save), but beside adapters this trainer trains only",
         ),
     ],
     ids=str,
@@ -167,5 +174,25 @@ def test_names_beside_a_vision_tower(tmp_path: Path, prefix: str) -> None:
     lora = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: [q_proj, down_proj], init_from: {tmp_path}/adapter}}"
     recipe = RECIPE.format(folder=tmp_path).rpartition("lora:")[0]
     config = parse_recipe(recipe, "tests", [lora]).config
-    (line,) = describe(config, adapted_weights(config, hf.VOCAB))
+    (line,) = describe(config, trained_weights(config, hf.VOCAB))
     assert line.startswith(f"{tmp_path}/adapter: 4 adapters of rank 4; ")
+
+
+def test_a_tied_model(tmp_path: Path) -> None:
+    """One weight here.  PEFT writes it twice with ensure_weight_tying, and otherwise trains two."""
+    hf.save(tmp_path / "model", "llama", tied=True)
+    options = dict(target_modules=["q_proj", "v_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    peft.adapted(hf.load(tmp_path / "model"), **options).save_pretrained(tmp_path / "adapter")
+    config = parse_recipe(RECIPE.format(folder=tmp_path), "tests", ["lora.train_embeddings=true"]).config
+    trained = trained_weights(config, hf.VOCAB)
+    (line,) = describe(config, trained)
+    assert line.startswith(f"{tmp_path}/adapter: 4 adapters of rank 4, model.embed_tokens; ")
+    without = config.model_copy(update={"lora": LoraConfig()})
+    assert as_in_folder(without, str(tmp_path / "adapter")) == config.lora
+    head = hf.tensors(tmp_path / "adapter")["base_model.model.lm_head.weight"]
+    peft.rewrite(tmp_path / "adapter", {"base_model.model.lm_head.weight": head + 1})
+    with pytest.raises(CheckpointError, match="embed_tokens.weight and .*lm_head.weight differ, but the base model"):
+        describe(config, trained)
+    peft.rewrite(tmp_path / "adapter", ensure_weight_tying=False, modules_to_save=["embed_tokens", "lm_head"])
+    with pytest.raises(CheckpointError, match="which PEFT trained apart from the weight to which the base model ties"):
+        describe(config, trained)

@@ -27,6 +27,7 @@ from sft.hf.tensor_check import Shape, check_tensors, fold_by_layer
 
 STEM = "adapter_model"
 WEIGHTS = f"{STEM}.safetensors"
+_COMPARED_ROWS = 4096  # so many rows of an embedding are read at once
 _PREFIX, _A, _B, _WEIGHT = "base_model.model.", ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
@@ -134,6 +135,18 @@ class Adapter:
         with self._opened() as stored:
             for key, where, target in parts:
                 target.copy_(_checked(stored.get_slice(key)[where], key, self.file))
+
+    def check_equal(self, module: str, copy: str) -> None:
+        """Raise CheckpointError unless two modules that are trained whole have the same weight."""
+        keys, num_rows = (key_of_saved(module), key_of_saved(copy)), self.contents.saved[module][0]
+        with self._opened() as stored:
+            for first in range(0, num_rows, _COMPARED_ROWS):
+                blocks = [stored.get_slice(key)[first : first + _COMPARED_ROWS] for key in keys]
+                if not torch.equal(*blocks):
+                    raise CheckpointError(
+                        f"{self.file}: {keys[0]} and {keys[1]} differ, but the base model has one weight for both "
+                        "(ensure_weight_tying).  Use another adapter."
+                    )
 
     def check(self, modules: Mapping[str, tuple[int, int]], saved: Mapping[str, Shape]) -> None:
         """Raise CheckpointError listing how the tensors differ from those of `modules` and `saved`, as in Contents."""

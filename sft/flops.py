@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sft.adapters import EMBEDDING, HEAD, Trained
 from sft.config import ModelConfig
 
 
@@ -118,24 +119,38 @@ def _products(model: ModelConfig) -> int:
 class TrainFlops:
     """FLOPs of forward and backward.
 
-    Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward.  Causal
-    attention costs 2 * heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.
+    Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward, and a
+    frozen one 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs 2 *
+    heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.
 
     per_token  per token of a document, without attention
     per_label  per supervised token
-    cost       attention's FLOPs of a document, divided by per_token
+    cost       attention's FLOPs of a document, divided by per_token + saved
+    saved      per token, because weights are frozen
     """
 
     per_token: float
     per_label: float
     cost: AttentionCost
+    saved: float = 0.0
 
     @staticmethod
-    def of(model: ModelConfig, vocab_size: int) -> "TrainFlops":
-        """the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
-        head = vocab_size * model.hidden_size
-        return TrainFlops(6.0 * model.num_layers * _products(model), 6.0 * head, AttentionCost.of(model))
+    def of(model: ModelConfig, vocab_size: int, trained: Trained = Trained(), rank: int = 0) -> "TrainFlops":
+        """trained: what of the model; rank: of its adapters
+
+        the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
+        layers, head = model.num_layers * _products(model), vocab_size * model.hidden_size
+        if trained.whole is None:
+            return TrainFlops(6.0 * layers, 6.0 * head, AttentionCost.of(model))
+        share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # of the experts, which a token uses
+        matrices = [weight for weight in trained.whole if weight.index and len(weight.shape) > 1]
+        used = sum(weight.size * (share if weight.is_expert else 1.0) for weight in matrices)
+        factors = sum(weight.num_trained(rank) * (share if weight.num_experts else 1.0) for weight in trained.adapted)
+        trains_head = any(weight.key == (EMBEDDING if model.tie_embeddings else HEAD) for weight in trained.whole)
+        per_token = 4.0 * layers + 2.0 * used + 6.0 * factors
+        per_label = (6.0 if trains_head else 4.0) * head
+        return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * layers - per_token)
 
     def attention(self, lengths: np.ndarray) -> float:
         """Attention's FLOPs of documents of these lengths."""
-        return self.per_token * float(self.cost(lengths).sum())
+        return (self.per_token + self.saved) * float(self.cost(lengths).sum())

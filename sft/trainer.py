@@ -283,7 +283,7 @@ class Trainer:
         metrics = MetricsLog.open(
             self.folder,
             self.console,
-            RunFacts.of(self.config, self.layout, vocab_size),
+            RunFacts.of(self.config, self.layout, vocab_size, self.trained),
             self.groups.control,
             step=state.step,
             num_steps=self.num_steps,

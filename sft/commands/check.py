@@ -141,6 +141,8 @@ def _print_weights(recipe: "Recipe", tokenizer_size: int) -> None:
 def _print_time(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None, longest: int) -> None:
     """Print the estimated time of a step, without the loss head if the size of the vocabulary is unknown."""
     from sft.estimate.time import describe
+    from sft.hf.trained_weights import trained_weights
 
     vocab_size = recipe.config.model.vocab_size or tokenizer_size or 0
-    print_group("time", describe(recipe.config, layout, vocab_size, longest, os.environ, time.time()))
+    trained = trained_weights(recipe.config, vocab_size)
+    print_group("time", describe(recipe.config, layout, vocab_size, longest, os.environ, time.time(), trained))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sft.adapters import Trained
 from sft.config import Config
 from sft.flops import TrainFlops
 from sft.parallel.layout import Layout
@@ -32,7 +33,9 @@ class StepTime:
     tflops: float  # assumed peak of one device
 
 
-def estimate(config: Config, layout: Layout, vocab_size: int, longest: int) -> StepTime | None:
+def estimate(
+    config: Config, layout: Layout, vocab_size: int, longest: int, trained: Trained = Trained()
+) -> StepTime | None:
     """The time of a step whose packs are full of documents of `longest` tokens, all supervised.
 
     None if the peak of the device is unknown: without log.peak_tflops, in fp32 or on a CPU.
@@ -42,10 +45,12 @@ def estimate(config: Config, layout: Layout, vocab_size: int, longest: int) -> S
         if config.run.precision == "fp32" or config.run.device == "cpu":
             return None
         tflops = ASSUMED_TFLOPS
-    per, length = TrainFlops.of(config.model, vocab_size), config.data.seq_length
-    layers = length * per.per_token + per.attention(np.array([longest])) * length / longest
-    passes = 4 / 3 if config.train.recompute == "full" else 1.0  # forward is a third of forward and backward
-    flops = passes * layers + length * per.per_label
+    length, rank = config.data.seq_length, config.lora.rank or 0
+    per = TrainFlops.of(config.model, vocab_size, trained, rank)
+    attention = per.attention(np.array([longest])) * length / longest
+    flops = length * (per.per_token + per.per_label) + attention
+    if config.train.recompute == "full":  # forward is a third of forward and backward of trained layers
+        flops += (length * (per.per_token + per.saved) + attention) / 3
     microbatch_s = flops / (layout.tp * layout.cp * tflops * 1e12 * ASSUMED_SHARE)
     waiting = (layout.pp - 1) / layout.virtual_stages
     step_s = microbatch_s / layout.pp * (layout.num_microbatches + waiting)
@@ -53,13 +58,19 @@ def estimate(config: Config, layout: Layout, vocab_size: int, longest: int) -> S
 
 
 def describe(
-    config: Config, layout: Layout, vocab_size: int, longest: int, environ: Mapping[str, str], now: float
+    config: Config,
+    layout: Layout,
+    vocab_size: int,
+    longest: int,
+    environ: Mapping[str, str],
+    now: float,
+    trained: Trained = Trained(),
 ) -> list[str]:
     """The estimate in words, and a warning for each time limit that is shorter.
 
     longest: tokens of the longest document; now: seconds since 1970, to compare with the end of a SLURM job
     """
-    time = estimate(config, layout, vocab_size, longest)
+    time = estimate(config, layout, vocab_size, longest, trained)
     if time is None:
         return ["not estimated: the peak of the device is unknown; log.peak_tflops sets it"]
     assumed = "log.peak_tflops" if config.log.peak_tflops else "H100 SXM; log.peak_tflops sets the peak"

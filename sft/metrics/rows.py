@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from sft.adapters import Trained
 from sft.config import Config
 from sft.flops import TrainFlops, num_parameters
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
@@ -27,12 +28,12 @@ class RunFacts:
     seconds: float = 0.0  # duration of the step or of the held-out pass
 
     @staticmethod
-    def of(config: Config, layout: Layout, vocab_size: int) -> "RunFacts":
+    def of(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> "RunFacts":
         return RunFacts(
             config=config,
             layout=layout,
             num_parameters=num_parameters(config.model, vocab_size),
-            flops=TrainFlops.of(config.model, vocab_size),
+            flops=TrainFlops.of(config.model, vocab_size, trained, config.lora.rank or 0),
         )
 
     @property

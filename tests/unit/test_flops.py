@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from sft.adapters import AdaptedWeight, Adapter, Trained, Weight
 from sft.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
 from tests.builders import layout_config
 
@@ -96,3 +97,23 @@ def test_what_one_token_meets() -> None:
     assert active_parameters(sparse, 10) == num_parameters(sparse, 10) - 3 * 6 * 24
     assert describe_parameters(dense, 10) == "588"
     assert describe_parameters(sparse, 10) == "972 (540 for a token)"
+
+
+def test_a_frozen_matrix_takes_no_product_for_its_gradient() -> None:
+    """The tiny model: 160 parameters of layers and 40 of the output weight, of which fc1 (64) and norms are trained."""
+    tiny = {"num_layers": 1, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "num_query_groups": None}
+    model = layout_config(model={**tiny, "head_dim": None, "tie_embeddings": True}).model
+    fc1 = Weight(key="decoder.layers.mlp.linear_fc1.weight", index=(0,), shape=(16, 4))
+    norm = Weight(key="decoder.final_layernorm.weight", index=(), shape=(4,))
+    table = Weight(key="embedding.word_embeddings.weight", index=(), shape=(10, 4))
+    some = TrainFlops.of(model, 10, Trained(whole=[fc1, norm]))
+    assert (some.per_token, some.per_label, some.saved) == (4 * 160 + 2 * 64, 4 * 40, 2 * (160 - 64))
+    lengths = np.array([10, 7])
+    assert some.attention(lengths) == pytest.approx(TrainFlops.of(model, 10).attention(lengths)) == 24 * (100 + 49)
+    output = TrainFlops.of(model, 10, Trained(whole=[table]))
+    assert (output.per_token, output.per_label) == (4 * 160, 6 * 40)
+    proj = AdaptedWeight(
+        module="self_attention.linear_proj", layer=0, num_experts=0, part_rows=(4,), num_columns=4, num_groups=1,
+        adapters=(Adapter(name="o_proj", parts=(0,)),),
+    )  # fmt: skip
+    assert TrainFlops.of(model, 10, Trained(adapted=[proj], whole=[]), 2).per_token == 4 * 160 + 6 * 2 * (4 + 4)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from sft.atomic_files import replace_text
-from sft.checkpoint import folders
+from sft.checkpoint import folders, resume_setting
 from sft.checkpoint.train_state import installed, model_changes, tokenizer_name
 from sft.config import Config
 from sft.config.keys import values
@@ -103,9 +103,12 @@ def choose(
     """
     own = Path(config.run.dir) / "checkpoints"
     if source is None:
-        if not folders.candidates(own) and not folders.has_saved_before(own):
+        if folders.candidates(own) or folders.has_saved_before(own):
+            checkpoint = folders.find([own], f"run.dir = {config.run.dir}")
+        elif config.checkpoint.resume in resume_setting.WORDS:
             return None, config
-        checkpoint = folders.find([own], f"run.dir = {config.run.dir}")
+        else:
+            checkpoint = resume_setting.named(config.checkpoint)
     elif (Path(source) / ADAPTER_CONFIG).is_file():
         return None, config.model_copy(update={"lora": as_in_folder(config, source)})
     elif is_hub_name(source) or (Path(source) / CONFIG).is_file():

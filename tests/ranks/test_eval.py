@@ -154,6 +154,13 @@ def test_one_process_and_other_sets(ranks: Ranks, dense: Path) -> None:
     assert ours["tokens"] == of_run["tokens"] and ours["loss"] == pytest.approx(of_run["loss"], rel=LOSS_TOLERANCE)
 
 
+def test_the_checkpoint_that_a_new_run_would_resume(ranks: Ranks, dense: Path, tmp_path: Path) -> None:
+    older = dense.parent / "run/checkpoints/iter_0000001"
+    content = scored(ranks(2), dense, *RUN, f"run.dir={tmp_path}/new", f"checkpoint.resume={older}")
+    assert content["step"] == 1
+    assert {name: untimed(record) for name, record in content["sets"].items()} == logged(dense, 1)
+
+
 def test_an_engine_that_does_not_train_has_no_gradients_and_no_optimizer(ranks: Ranks) -> None:
     for overrides in (["parallel.distributed_optimizer=true"], EXPERTS):
         assert ranks(2).run(evaluating.gradient_buffers, overrides, False) == [(0, False)] * 2

@@ -45,6 +45,12 @@ class ProcessGroups(Position):
         return self.is_last_stage and self.tp_rank == 0
 
 
+def check_etp(layout: Layout, device: torch.device) -> None:
+    """Raise ConfigError if the device cannot split experts over etp.  Only a start resolves run.device = auto."""
+    if device.type == "cpu" and layout.etp > 1:
+        raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
+
+
 def start(
     layout: Layout, device: torch.device, *, seed: int, timeout_s: int, store: dist.Store | None = None
 ) -> ProcessGroups:
@@ -53,8 +59,7 @@ def start(
     A process started without torchrun is a world of size 1.  A process that joins a second time needs a new `store`:
     the store of the environment still holds the addresses of the first time.
     """
-    if device.type == "cpu" and layout.etp > 1:  # checked here, where run.device = auto is resolved
-        raise ConfigError(f"parallel.etp = {layout.etp} {ETP_NEEDS_NCCL}")
+    check_etp(layout, device)
     _allow_descriptors()
     if not dist.is_initialized():
         rendezvous.join("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s, store=store)

@@ -15,7 +15,7 @@ from sft.mcore.checkpoint_io.optimizer_shards import optimizer_slices
 from sft.mcore.engine import Engine
 from sft.mcore.gradients import gradient_chunks
 from sft.mcore.optimizer import build
-from tests.ranks import scenarios
+from tests.ranks import etp_on_gloo, scenarios
 from tests.ranks.hf_models import PACKS, Reference, check_losses, check_parameters, load, recipe_of
 from tests.ranks.peft_models import (
     ALPHA,
@@ -64,11 +64,11 @@ def gradients(overrides: list[str], folder: str, values: dict[str, torch.Tensor]
 def check(pool: RankPool, recipe: list[str], source: Path, values: dict[str, torch.Tensor], model: Any) -> None:
     """Token losses, gradients and their norm are those of the model, which has adapters of these values."""
     packs = samples()
-    losses = pool.run(packed_losses, recipe, str(source), values, packs)
+    losses = pool.run(etp_on_gloo.run, packed_losses, recipe, str(source), values, packs)
     check_losses(losses, Reference(str(source), model), packs)
     expected, _ = peft_gradients(model, packs)
     assert all(tensor.norm() > 0 for tensor in expected.values()), "a factor without a gradient shows nothing"
-    results = pool.run(gradients, recipe, str(source), values, packs)
+    results = pool.run(etp_on_gloo.run, gradients, recipe, str(source), values, packs)
     check_parameters(whole(results, "gradients"), expected, GRADIENT_TOLERANCE)
     norm = float(torch.stack([tensor.norm() for tensor in expected.values()]).norm())
     assert all(result["norm"] == pytest.approx(norm, rel=GRADIENT_TOLERANCE) for result in results)
@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_those_of_peft(
 
 
 EXPERTS = ["experts.*", "o_proj"]
-EP = ["parallel.ep=2"]
+EP, ETP = ["parallel.ep=2"], ["parallel.etp=2", "run.device=auto"]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,8 @@ EP = ["parallel.ep=2"]
         ("mixtral", ["w1", "w2", "q_proj"], 2, [*PP, FULL]),
         ("qwen2_moe", ["shared_expert.*", "experts.*.up_proj"], 2, [*SP, SELECTIVE]),
         ("qwen2_moe", ["shared_expert.*", "experts.*.down_proj"], 4, [*SP, *EP]),
+        ("qwen3_moe", EXPERTS, 2, [*SP, *ETP, SELECTIVE]),
+        ("qwen3_moe", EXPERTS, 4, [*SP, *ETP, *EP, *CP]),
     ],
     ids=str,
 )
@@ -118,11 +120,15 @@ def test_adapters_of_experts_are_low_rank_terms_of_their_weights(
     ranks: Ranks, tmp_path: Path, family: str, targets: list[str], world_size: int, overrides: list[str]
 ) -> None:
     source = hf.save(tmp_path / "source", family)
+    model, values = model_with_experts(ranks, source, targets)
+    check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, values, model)
+
+
+def model_with_experts(ranks: Ranks, source: Path, targets: list[str]) -> tuple[Adapted, dict[str, torch.Tensor]]:
+    """transformers' model with adapters, and their values."""
     (shapes,) = ranks(1).run(shapes_of, lora_recipe(source, targets))
     values = {name: value.requires_grad_() for name, value in factors(shapes).items()}
-    detached = {name: value.detach() for name, value in values.items()}
-    model = Adapted(hf.load(source).eval(), values)
-    check(ranks(world_size), [*lora_recipe(source, targets), *overrides], source, detached, model)
+    return Adapted(hf.load(source).eval(), values), {name: value.detach().clone() for name, value in values.items()}
 
 
 def shapes_of(overrides: list[str]) -> dict[str, tuple[int, ...]]:
@@ -169,8 +175,13 @@ def frozen_hash(engine: Engine) -> str:
 
 def peft_steps(model: Any, packs: Any, lr_ratio: float) -> dict[str, torch.Tensor]:
     trained = {stored_name(name): param for name, param in model.named_parameters() if param.requires_grad}
-    settings = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, loraplus_weight_decay=0.1)
-    adam = create_loraplus_optimizer(model, torch.optim.AdamW, loraplus_lr_ratio=lr_ratio, **settings)
+    settings: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, loraplus_weight_decay=0.1)
+    adam: Any
+    if isinstance(model, Adapted):
+        assert lr_ratio == 1.0
+        adam = torch.optim.AdamW(trained.values(), weight_decay=settings.pop("loraplus_weight_decay"), **settings)
+    else:
+        adam = create_loraplus_optimizer(model, torch.optim.AdamW, loraplus_lr_ratio=lr_ratio, **settings)
     for _ in range(STEPS):
         peft_gradients(model, packs)
         torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
@@ -185,6 +196,7 @@ def peft_steps(model: Any, packs: Any, lr_ratio: float) -> dict[str, torch.Tenso
         ("qwen3", 2, SP, 8.0),
         ("phi3", 2, [*PP, FULL], 0.25),
         ("llama", 4, [*SP, *CP, "parallel.distributed_optimizer=true", SELECTIVE], 1.0),
+        ("qwen3_moe", 4, [*SP, *EP, "parallel.distributed_optimizer=true"], 1.0),
     ],
     ids=str,
 )
@@ -192,8 +204,13 @@ def test_ten_steps_are_those_of_peft(
     ranks: Ranks, tmp_path: Path, family: str, world_size: int, overrides: list[str], lr_ratio: float
 ) -> None:
     source = hf.save(tmp_path / "source", family)
-    model, values = peft_model(source, "all-linear")
-    recipe, packs = [*lora_recipe(source, "all-linear"), *OPTIMIZER, *overrides, f"lora.lr_ratio={lr_ratio}"], samples()
+    targets: Any = "all-linear"
+    if family == "qwen3_moe":
+        targets = ["all-linear", "experts.*"]
+        model, values = model_with_experts(ranks, source, targets)
+    else:
+        model, values = peft_model(source, targets)
+    recipe, packs = [*lora_recipe(source, targets), *OPTIMIZER, *overrides, f"lora.lr_ratio={lr_ratio}"], samples()
     results = ranks(world_size).run(train, recipe, str(source), values, packs)
     expected = peft_steps(model, packs, lr_ratio)
     moved = {name: tensor - values[name] for name, tensor in expected.items()}

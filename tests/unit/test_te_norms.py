@@ -3,11 +3,15 @@
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 
+from sft.mcore.attention import transformer_engine
 from sft.mcore.attention.transformer_engine import with_norms_apart
+from sft.recipe.load import parse_recipe
+from tests.builders import RECIPE
 
 
 class Fused:
@@ -34,3 +38,10 @@ def test_the_norms_before_projections_are_modules(num_experts: int | None) -> No
         assert layer.pre_mlp_layernorm is TENorm and parts_of(layer.mlp).linear_fc1 is TEColumnParallelLinear
     else:
         assert layer.pre_mlp_layernorm is before
+
+
+def test_adapters_are_no_reason_against_transformer_engine_and_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["run.device=cuda", "run.precision=bf16", "run.fp8=delayed", "lora.rank=2"]
+    config = parse_recipe(RECIPE, "tests", overrides).config
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert config.run.fp8 == "delayed" and transformer_engine.unfit(config, "cuda") is None

@@ -30,7 +30,7 @@ class RowsOfExperts:
 
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> "RowsOfExperts":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10) or not sum(counts):
+        if not sum(counts) or not _has_kernel(device):
             return cls(counts, None)
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
         return cls(counts, ends.pin_memory().to(device, non_blocking=True))  # without a wait of the host
@@ -42,6 +42,12 @@ class RowsOfExperts:
             output: Tensor = GroupedProduct.apply(x, matrices, self.ends)
             return output
         return torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(self.counts), matrices.unbind())])
+
+
+def _has_kernel(device: torch.device) -> bool:
+    if device.type != "cuda" or not hasattr(torch.nn.functional, "grouped_mm"):  # older releases of torch lack it
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class GroupedProduct(torch.autograd.Function):

@@ -15,14 +15,8 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 10 tokens:
     embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
     """
-    hidden, width = model.hidden_size, model.resolved_head_dim
-    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    normed = queries + keys if model.qk_norm_across_heads else 2 * width
-    attention += (queries + 2 * keys) * model.qkv_bias + normed * model.qk_norm
-    mlp, _ = _mlp(model)
-    embeddings = vocab_size * hidden * (1 if model.tie_embeddings else 2)
-    return embeddings + model.num_layers * (attention + mlp + 2 * hidden) + hidden
+    embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return embeddings + model.num_layers * LayerParameters.of(model).total + model.hidden_size
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -30,8 +24,9 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    total, active = _mlp(model)
-    return num_parameters(model, vocab_size) - model.num_layers * (total - active)
+    layer = LayerParameters.of(model)
+    unused = (layer.num_experts - (model.moe.top_k or 0)) * layer.expert
+    return num_parameters(model, vocab_size) - model.num_layers * unused
 
 
 def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
@@ -40,24 +35,50 @@ def describe_parameters(model: ModelConfig, vocab_size: int) -> str:
     return f"{total:,}" + (f" ({active:,} for a token)" if active < total else "")
 
 
-def _mlp(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of a layer's MLP (gate, up and down): all, and those that one token uses.
+@dataclass(frozen=True, kw_only=True)
+class LayerParameters:
+    """Parameters of a layer.
 
-    hidden size 4, 8 experts of width 2, top 2: router 32, each expert 24 -> (224, 80)
-    with a shared expert of width 6 and its gate: 72 + 4 more -> (300, 156)
+    split     those that tp splits, without experts
+    whole     those that every rank of tp holds
+    expert    those of one of num_experts experts
+    products  those of split and whole in matrices, with which every token is multiplied
     """
-    experts, top_k = model.moe.num_experts, model.moe.top_k
-    if experts is None or top_k is None:
-        mlp = 3 * model.hidden_size * model.ffn_hidden_size
-        return mlp, mlp
-    router, expert = model.hidden_size * experts, 3 * model.hidden_size * model.resolved_expert_ffn
-    always = router + shared_expert(model) + model.hidden_size * model.moe.shared_gate
-    return always + experts * expert, always + top_k * expert
 
+    split: int
+    whole: int
+    expert: int
+    num_experts: int
+    products: int
 
-def shared_expert(model: ModelConfig) -> int:
-    """Parameters of a layer's shared expert without its gate."""
-    return 3 * model.hidden_size * (model.moe.shared_ffn_hidden_size or 0)
+    @property
+    def total(self) -> int:
+        return self.split + self.whole + self.num_experts * self.expert
+
+    @staticmethod
+    def of(model: ModelConfig) -> "LayerParameters":
+        """The example of `num_parameters`: split 160, whole 8, products 160.
+
+        Instead of the MLP, 8 experts of width 2: split 64, whole 8 + 32 of the router, expert 24, products 96.
+        With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
+        """
+        hidden, width, moe = model.hidden_size, model.resolved_head_dim, model.moe
+        queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
+        matrices, routers, expert = hidden * (2 * queries + 2 * keys), 0, 0
+        if moe.num_experts is None:
+            matrices += 3 * hidden * model.ffn_hidden_size
+        else:
+            matrices += 3 * hidden * (moe.shared_ffn_hidden_size or 0)
+            routers = hidden * (moe.num_experts + moe.shared_gate)
+            expert = 3 * hidden * model.resolved_expert_ffn
+        normed = queries + keys if model.qk_norm_across_heads else 2 * width
+        return LayerParameters(
+            split=matrices + (queries + 2 * keys) * model.qkv_bias,
+            whole=2 * hidden + normed * model.qk_norm + routers,
+            expert=expert,
+            num_experts=moe.num_experts or 0,
+            products=matrices + routers,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,9 +131,8 @@ class AttentionCost:
 
 def _products(model: ModelConfig) -> int:
     """Multiplications of a token with the weights of a layer."""
-    width = model.resolved_head_dim
-    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    return model.hidden_size * (2 * queries + 2 * keys) + _mlp(model)[1]
+    layer = LayerParameters.of(model)
+    return layer.products + (model.moe.top_k or 0) * layer.expert
 
 
 @dataclass(frozen=True)

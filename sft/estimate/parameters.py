@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft.adapters import EMBEDDING, HEAD, Trained, Weight
 from sft.config import Config, ModelConfig
-from sft.flops import shared_expert
+from sft.flops import LayerParameters
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -45,21 +45,14 @@ def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) 
 
     hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> 512 + 172, 0
     """
-    hidden, width = model.hidden_size, model.resolved_head_dim
-    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-    split = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys) * model.qkv_bias
-    normed = queries + keys if model.qk_norm_across_heads else 2 * width  # the weights of all heads on every rank
-    whole, experts = 2 * hidden + normed * model.qk_norm, 0.0
-    if model.moe.num_experts is None:
-        split += 3 * hidden * model.ffn_hidden_size
-    else:
-        whole += hidden * (model.moe.num_experts + model.moe.shared_gate)
-        split += shared_expert(model)
-        experts = 3 * hidden * model.resolved_expert_ffn * model.moe.num_experts / (layout.ep * layout.etp)
+    hidden, layer = model.hidden_size, LayerParameters.of(model)
     layers, first, last = model.num_layers / layout.pp, stage == 0, stage == layout.pp - 1
     tables = first + (last and not (first and model.tie_embeddings))
-    dense = layers * (split / layout.tp + whole) + tables * vocab_rows(vocab_size, layout.tp) * hidden + hidden * last
-    return Numbers(dense=dense, experts=layers * experts)
+    dense = layers * (layer.split / layout.tp + layer.whole)
+    return Numbers(
+        dense=dense + tables * vocab_rows(vocab_size, layout.tp) * hidden + hidden * last,
+        experts=layers * layer.num_experts * layer.expert / (layout.ep * layout.etp),
+    )
 
 
 def vocab_rows(vocab_size: int, tp: int) -> float:

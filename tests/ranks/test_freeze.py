@@ -144,7 +144,7 @@ LAYER_0 = "layers.0.*"
             2,
             [*EP, *CP],
         ),
-        ("qwen3_moe", False, ["layers.0.mlp.experts.*"], r"layers\.0\.mlp\.experts", 4, [*EP, *PP, FULL]),
+        ("qwen3_moe", False, ["layers.0.mlp.experts.*"], r"layers\.0\.mlp\.experts", 2, [*PP, FULL]),
         ("qwen3", False, ["lm_head", "layers.1.*"], r"lm_head|layers\.1\.", 4, [*SP, *CP, *DP, TILES]),
     ],
     ids=str,
@@ -212,8 +212,7 @@ def test_a_run_resumes_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], after[name]) for name in after.keys() - moved.keys())
 
 
-FROZEN = ['train.freeze=["embed_tokens", "layers.0.self_attn.*"]', "train.freeze=[embed_tokens]"]
-ADAPTERS = ["lora.rank=2", "lora={rank: 2, targets: [o_proj], train_head: true}"]
+WHAT = ['train.freeze=["embed_tokens", "layers.0.self_attn.*"]', "lora={rank: 2, targets: [o_proj], train_head: true}"]
 MODES = [["train.recompute=none"], [SELECTIVE], [FULL], [FULL, TILES], [FULL, "train.offload_fraction=1.0"]]
 
 
@@ -237,5 +236,5 @@ def test_every_trained_weight_has_a_gradient_with_a_frozen_embedding(
 ) -> None:
     source = hf.save(tmp_path / "source", "qwen3")
     base = [*recipe_of(source), *OPTIMIZER, f"model.hf={source}", *layout]
-    recipes = [[*base, what, *mode] for what in [*FROZEN, *ADAPTERS] for mode in MODES]
+    recipes = [[*base, what, *mode] for what in WHAT for mode in MODES]
     assert ranks(2).run(zero_gradients, recipes, str(source)) == [[], []]

@@ -63,12 +63,15 @@ def test_what_follows_from_a_row(small: StepCase) -> None:
 
 
 def test_frozen_weights_take_two_products_of_three(small: StepCase) -> None:
-    """Forward and the gradient of the input; layers 64,000 and head 8,000 at 6500.  Recompute is a third product."""
-    case = small.using("full+lora2")
-    assert roofline.useful_flops(case, row()) == pytest.approx(64_000 + 8_000 + 24_000)
+    """Forward and the gradient of the input: layers 64,000 and head 8,000, where recompute is a third product.
+
+    Adapters of rank 2 have 2 (4 (4 + 4) + 3 (4 + 8)) = 136 numbers, 6 FLOPs each.
+    """
+    case, adapters = small.using("full+lora2"), 6 * 136 * 100
+    assert roofline.useful_flops(case, row()) == pytest.approx(64_000 + adapters + 8_000 + 24_000)
     found = roofline.floors(case, row(), gemm=7900.0, forward=100.0, backward=50.0)
-    assert found["none"] == pytest.approx(72_000 / 6500 + 80 + 400)
-    assert found["keep"] == pytest.approx((72_000 + 32_000) / 6500 + 480)
+    assert found["none"] == pytest.approx((72_000 + adapters) / 6500 + 80 + 400)
+    assert found["keep"] == pytest.approx((72_000 + adapters + 32_000) / 6500 + 480)
 
 
 def test_what_lora_saves_is_a_note() -> None:

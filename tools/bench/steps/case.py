@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sft.adapters import Trained
 from sft.config import Config, ModelConfig
 from sft.estimate import memory
+from sft.flops import TrainFlops
 from sft.hf.trained_weights import trained_weights
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
@@ -109,6 +111,11 @@ class StepCase:
     @property
     def model(self) -> ModelConfig:
         return ModelConfig(**self.sizes, qk_norm=True)
+
+    @property
+    def flops(self) -> TrainFlops:
+        trained = trained_weights(self.config("cpu"), self.vocab) if self.lora else Trained()
+        return TrainFlops.of(self.model, self.vocab, trained, self.lora)
 
     def config(self, device: str, *, seq_length: int = 0, multiple: int = 64, also: Sequence[str] = ()) -> Config:
         """The recipe of this case.  seq_length: 0 means `length`; also: KEY=VALUE that override the case"""

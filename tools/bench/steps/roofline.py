@@ -4,14 +4,13 @@ The floor of a step is the least time that it could take, by rates that the same
 layers count with 650 / 790 of the rate of an 8192 x 8192 x 8192 product: 8 FLOPs per parameter and token if the MLP and
 the projections are recomputed, otherwise 6; the head counts 6.  Attention counts with the best rate of the kernels on
 one document of this length: forward once (keep-attention) or twice (full), and backward once.  With LoRA, backward
-computes no gradient of a frozen weight: 4 FLOPs instead of 6, and 6 instead of 8.  Adapters themselves are left out.
+computes no gradient of a frozen weight: 4 FLOPs instead of 6, and 6 instead of 8, besides those of adapters.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sft.flops import TrainFlops
 from tools.bench.attention_ways import BACKWARD
 from tools.bench.results import Row
 from tools.bench.steps.case import StepCase
@@ -23,25 +22,17 @@ RANGE = "sft: "  # prefix of the names of our profiler ranges
 
 def useful_flops(case: StepCase, row: Mapping[str, Any]) -> float:
     """FLOPs of forward and backward for the tokens of the row's steps."""
-    layers, head, attention = _flops(case, row)
-    return layers + head + attention
-
-
-def _flops(case: StepCase, row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """FLOPs of products with weights in layers and in the head, and of attention."""
-    per = TrainFlops.of(case.model, case.vocab)
-    products = 2 / 3 if case.lora else 1.0  # of forward, of the input's gradient and of the weight's gradient
-    layers, head = products * per.per_token * row["tokens"], products * per.per_label * row["labels"]
-    return layers, head, row["attention_flops"]
+    flops = case.flops
+    return flops.per_token * row["tokens"] + flops.per_label * row["labels"] + row["attention_flops"]
 
 
 def floors(case: StepCase, row: Mapping[str, Any], *, gemm: float, forward: float, backward: float) -> dict[str, float]:
     """The least seconds of the row's steps, for each kind of recomputation.  Rates are in FLOP/s."""
-    layers, head, attention = _flops(case, row)
-    attention /= 3  # of one forward
-    linear = LINEAR * gemm
+    flops, attention, linear = case.flops, row["attention_flops"] / 3, LINEAR * gemm  # attention of one forward
+    layers, head = flops.per_token * row["tokens"], flops.per_label * row["labels"]
+    recomputed = (flops.per_token + flops.saved) * row["tokens"] / 3
     none = (layers + head) / linear + attention / forward + BACKWARD * attention / backward
-    keep = none + layers / (2 if case.lora else 3) / linear
+    keep = none + recomputed / linear
     return {"none": none, "keep": keep, "full": keep + attention / forward}
 
 

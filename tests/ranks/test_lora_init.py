@@ -29,6 +29,7 @@ from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]
 STEP_TOLERANCE = 1e-4  # of the norm of what a factor moved; Adam divides by the root of small numbers
+TWO_STEPS = 4e-3  # Adam moves a number by about optim.lr = 1e-3 in each, and bf16 rounds numbers below 1 by 2^-9
 OPTIMIZER = ["optim.schedule=constant", "optim.lr=1e-3", "optim.warmup_steps=null", "optim.clip_grad=0.5"]
 OPTIMIZER += ["optim.weight_decay=0.1", "train.num_steps=10"]
 TP, CP, PP, EP = ["parallel.tp=2"], ["parallel.cp=2"], ["parallel.pp=2", "train.recompute=full"], ["parallel.ep=2"]
@@ -80,7 +81,7 @@ def without_padding(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def held(engine: Any) -> list[Any]:
     whole = freeze.whole_leaves(engine_state.model_state(engine), engine.trained)
     shards = [*lora.linear_tensors(engine.chunks), *whole]
-    return [(s.key, s.global_shape, s.global_offset, s.data.detach().numpy().copy()) for s in shards]
+    return [(s.key, s.global_shape, s.global_offset, s.data.detach().float().numpy().copy()) for s in shards]
 
 
 @pytest.mark.parametrize(
@@ -126,18 +127,25 @@ def test_an_adapter_of_peft_continues(
 
 
 def test_adapters_of_experts_are_those_of_the_folder(ranks: Ranks, tmp_path: Path) -> None:
-    """Every bit of a folder that we write; test_lora.py shows what such adapters compute."""
+    """Every bit of a folder that we write; test_lora.py shows what such adapters compute.
+
+    In bf16 the optimizer has copies of the factors, in fp32, from which it steps.
+    """
     source = hf.save(tmp_path / "source", "mixtral")
     modules = {name: (out, of) for name, out, of in linears(source, ["w1", "w2", "w3", "o_proj"])}
     contents = Contents(config=AdapterConfig(rank=RANK, alpha=ALPHA), modules=modules)
     values = factors(contents.shapes())
     write(tmp_path / "adapter", contents, values.items(), others=[])
     keys = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: [w1, w2, w3, o_proj], init_from: {tmp_path}/adapter}}"
-    for layout in ([*EP, *PP], [*EP, *SP]):
+    for layout in ([*EP, *PP], [*EP, *SP, "run.precision=bf16"]):
         recipe = [*recipe_of(source), f"model.hf={source}", keys, *OPTIMIZER, *layout]
         results = ranks(4 if layout[1:] == PP else 2).run(continued, recipe, str(source), samples())
-        found = whole(results, "before")
-        assert hf.same({HEAD + name: value for name, value in found.items()}, dict(values))
+        start, end = (
+            {HEAD + name: value for name, value in whole(results, key).items()} for key in ("before", "after")
+        )
+        expected = {name: v.bfloat16().float() if "run.precision=bf16" in layout else v for name, v in values.items()}
+        assert hf.same(start, expected)
+        assert all(0 < (end[name] - start[name]).abs().max() < TWO_STEPS for name in start)
 
 
 def linears(source: Path, leaves: list[str]) -> Iterator[tuple[str, int, int]]:

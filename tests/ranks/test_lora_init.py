@@ -205,6 +205,10 @@ def test_ours_to_peft_to_ours(ranks: Ranks, tmp_path: Path) -> None:
     checked = sft(pool, "check", str(recipe), *other, alone=True)
     assert f"{again}: 10 adapters of rank 4; 15 KiB" in checked.out, checked
     assert f"WARNING: {again} was trained beside " not in checked.out
+    for words in (["train", str(recipe), *other], ["eval", str(recipe), *LORA]):
+        source = ["--from", str(again)] if words[0] == "eval" else []
+        refused = sft(pool, *words, "lora.rank=8", *source)
+        assert refused.code == 2 and "compute differently: lora.rank = 8, but r = 4.  To continue" in refused.err
     started = sft(pool, "train", str(recipe), *other)
     assert started.code == 0, started.err
     assert evaluated(tmp_path / "other")[0] == loss_of(of_run)

@@ -27,15 +27,17 @@ MODEL = 76 * MIB  # 17 MiB a layer, 8 MiB the embedding and the output together;
 BLOCK = 2 * MIB  # in the place of import_hf.BLOCK_BYTES, 256 MiB, and of safetensors_files.MAPPED_BYTES, 64 MiB
 # An import holds a block, an export one of our tensors (linear_fc1: 8 MiB) and the part of it that is being read; the
 # allocator keeps a few of each.  A process that held the model would take MODEL.
-IMPORT_BOUND, EXPORT_BOUND = 32 * MIB, 48 * MIB
+# A merged export holds two weights with their sums (4 MiB each), and blocks of them in fp32.
+IMPORT_BOUND, EXPORT_BOUND, MERGED_BOUND = 32 * MIB, 48 * MIB, 48 * MIB
 
 # The first, small model has everything imported and every buffer of the interpreter made.
 CHILD = """
 import io, json, sys
 from pathlib import Path
 from sft.console import Console
-from sft.hf import safetensors_files
-from sft.hf.convert import export_hf, import_hf
+from sft.hf import kept, safetensors_files
+from sft.hf.convert import export_hf, import_hf, merged_weights
+from tests.unit.fixtures.adapters import trained
 
 def told(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -48,13 +50,15 @@ def grown(work):
     return told("VmHWM") - before
 
 small, large, folder, block = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-import_hf.BLOCK_BYTES = safetensors_files.MAPPED_BYTES = block
+import_hf.BLOCK_BYTES = safetensors_files.MAPPED_BYTES = kept._BLOCK_BYTES = merged_weights.BLOCK_BYTES = block
 console = Console(0, io.StringIO())
 for source in (small, large):
-    there, back = folder / f"{source.name}.there", folder / f"{source.name}.back"
+    there, back, run = (folder / f"{source.name}.{kind}" for kind in ("there", "back", "run"))
+    trained(run, source)
     took = {
         "import": grown(lambda: import_hf.import_hf(source, there, console)),
         "export": grown(lambda: export_hf.export_hf(there, back, console)),
+        "merged": grown(lambda: export_hf.export_hf(run, run / "merged", console)),
     }
 print(json.dumps(took))
 """
@@ -66,7 +70,8 @@ def test_an_import_holds_a_block_and_an_export_a_tensor(tmp_path: Path) -> None:
     assert MODEL - MIB < sum(file.stat().st_size for file in paths[1].glob("*.safetensors")) < MODEL + MIB
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(str, paths), str(tmp_path), str(BLOCK)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # The allocator gives back memory of large tensors at once; here, tensors of 4 MiB stand for these.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(MIB)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -76,3 +81,4 @@ def test_an_import_holds_a_block_and_an_export_a_tensor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     grown: dict[str, int] = json.loads(done.stdout)
     assert grown["import"] < IMPORT_BOUND and grown["export"] < EXPORT_BOUND, grown
+    assert grown["merged"] < MERGED_BOUND, grown

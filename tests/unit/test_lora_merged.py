@@ -11,59 +11,23 @@ import peft
 import pytest
 import torch
 
-from sft.checkpoint import manifest
-from sft.checkpoint.manifest import Manifest
 from sft.cli import main
 from sft.console import QUIET
 from sft.errors import CheckpointError
 from sft.hf import initial_adapters, merged_adapters
-from sft.hf.architecture import architecture, read
+from sft.hf.architecture import read
 from sft.hf.base_digest import digest_of
 from sft.hf.convert import export_hf as exporting
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.convert.import_hf import import_hf
-from sft.hf.convert.torch_dist import TorchDistWriter
-from sft.hf.lora_targets import adapted_weights
-from sft.mcore.checkpoint_io.engine_state import write_common
+from sft.hf.trained_weights import trained_weights
 from sft.recipe.load import parse_recipe
 from tests.unit.fixtures import hf, vision
+from tests.unit.fixtures.adapters import STEP, linears, trained
 
-RANK, ALPHA = 3, 6.0  # a scale of 2
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}  # half the distance of two numbers
 SUM_TOLERANCE = 1e-6  # of the largest term: an fp32 sum of rank + 1 products, each of about 1
 Tensors = dict[str, torch.Tensor]
-STEP = "checkpoints/iter_0000003"
-
-
-def linears(source: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of the weight of every Linear in a layer, but the second layer's o_proj."""
-    weights = {
-        name: tuple(tensor.shape) for name, tensor in hf.tensors(source).items() if name.endswith("_proj.weight")
-    }
-    shapes = {name.removesuffix(".weight"): shape for name, shape in weights.items() if ".layers." in name}
-    return {name: shape for name, shape in shapes.items() if not name.endswith("1.self_attn.o_proj")}
-
-
-def trained(run: Path, source: Path, *, base: str | None = None, size: float = 0.25, **recipe: Any) -> Tensors:
-    """A checkpoint of random adapters of all linears.  Returns A and B by the ends of their keys."""
-    generator = torch.Generator().manual_seed(11)
-    factors = {}
-    for name, (num_rows, num_columns) in linears(source).items():
-        factors[f"{name}.lora_A.weight"] = torch.randn(RANK, num_columns, generator=generator) * size
-        factors[f"{name}.lora_B.weight"] = torch.randn(num_rows, RANK, generator=generator) * size
-    folder = run / STEP
-    folder.mkdir(parents=True)
-    writer = TorchDistWriter(folder)
-    for name, tensor in factors.items():
-        writer.write_chunk(f"adapter.{name}", tensor.shape, (0, 0), tensor)
-    writer.finish()
-    model = {f"model.{key}": value for key, value in architecture(read(source), str(source)).values.items()}
-    of_lora = {"lora.rank": RANK, "lora.alpha": ALPHA, "lora.rslora": False, "lora.export": "merged"}
-    known = {**model, "model.hf": str(source), "model.init_from": None, **of_lora, **recipe}
-    sft = {"recipe": known, "state": {"step": 3}, "base": base or digest_of(source, run)}
-    write_common({"iteration": 3, "sft": sft}, folder)
-    manifest.write(folder, Manifest(files={path.name: manifest.entry_of(path) for path in folder.iterdir()}, facts={}))
-    return factors
 
 
 def check_merged(before: Tensors, after: Tensors, factors: Tensors, dtype: torch.dtype) -> None:
@@ -92,8 +56,9 @@ def check_merged(before: Tensors, after: Tensors, factors: Tensors, dtype: torch
     ids=str,
 )
 def test_adapted_weights_are_rounded_once_and_others_not_at_all(
-    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, dtype: torch.dtype
 ) -> None:
+    monkeypatch.setattr("sft.hf.convert.merged_weights.BLOCK_BYTES", 700)  # five rows
     models: Any = vision if family in vision.VISION else hf
     source = models.save(tmp_path / "source", family, tied=tied, dtype=dtype)
     if tied:  # as old files store it
@@ -231,7 +196,7 @@ def test_a_run_does_not_start_from_adapters_that_its_base_holds(tmp_path: Path) 
     def describe(base: str, adapter: str) -> list[str]:
         recipe = RECIPE.format(base=tmp_path / base, adapter=tmp_path / adapter)
         config = parse_recipe(recipe, "tests", []).config
-        return initial_adapters.describe(config, adapted_weights(config, hf.VOCAB))
+        return initial_adapters.describe(config, trained_weights(config, hf.VOCAB))
 
     told = refused(lambda: describe("merged", "run_adapter"), tmp_path)
     assert f"{tmp_path}/run_adapter has the adapters of {run / STEP} (step 3), which {tmp_path}/merged holds" in told
@@ -257,7 +222,7 @@ def test_what_cannot_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "has adapters that fit no weight of" in other and "mlp.down_proj (layers 0-1)" in other
     trained(tmp_path / "diverged", source, size=math.inf)
     diverged = refused(lambda: export_hf(tmp_path / "diverged", target, QUIET), tmp_path)
-    assert "is not finite with its adapter" in diverged
+    assert "is not finite in F32 with its adapter" in diverged
     trained(tmp_path / "run", source)
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:

@@ -125,11 +125,11 @@ def _write_model(
     with new_folder(target, num_bytes) as temporary:
         with console.track(f"exporting {path}", num_bytes, "bytes") as progress:
             ordered = ((name, tensors[name]) for name in names)
-            trained = _converted(merging.values(ordered) if merging else put_together(reader, ordered), planned)
+            trained = merging.values(ordered, planned) if merging else put_together(reader, ordered)
             files, digests = write_tensors(
                 temporary,
                 planned,
-                prefetched(chain(trained, original.passed_through())),
+                prefetched(chain(_converted(trained, planned), original.passed_through())),
                 options.shard_bytes,
                 digested=untrained,
                 advance=progress.advance,

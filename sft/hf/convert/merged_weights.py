@@ -30,9 +30,11 @@ from sft.hf.initial import find_checkpoint
 from sft.hf.merged_adapters import Merged
 from sft.hf.peft.merge import merged
 from sft.hf.safetensors_files import INDEX, SINGLE
+from sft.hf.safetensors_writer import NAMES
 from sft.hf.source import open_source
 from sft.hf.tensor_check import fold_by_layer
 
+BLOCK_BYTES = 16 << 20  # of the sum in fp32
 _WEIGHT = ".weight"
 Read = Callable[[str, TrainedTensor], torch.Tensor]
 
@@ -55,25 +57,34 @@ class MergedWeights:
     holds: tuple[Merged, ...]
     digests: dict[str, tuple[torch.dtype, str]] = field(default_factory=dict)
 
-    def values(self, tensors: Iterable[tuple[str, TrainedTensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The values of the tensors, by name, one at a time."""
+    def values(
+        self, tensors: Iterable[tuple[str, TrainedTensor]], planned: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The values of the tensors, by name, one at a time.  planned: the type of each sum"""
         for name, tensor in tensors:
             if self._is_trained(tensor):
                 yield from put_together(self.reader, [(name, tensor)])
                 continue
             weight, linear = self.read(name, tensor), name.removesuffix(_WEIGHT)
             if linear in self.adapters.shapes:
-                yield name, self._merged(weight, linear)
+                yield name, self._merged(weight, linear, planned[name].dtype)
             else:
                 self.digests[name] = weight.dtype, kept.digest_of(weight)
                 yield name, weight
 
-    def _merged(self, weight: torch.Tensor, linear: str) -> torch.Tensor:
-        """In fp32; the export rounds it to its type.  Raises CheckpointError for numbers that are not finite."""
+    def _merged(self, weight: torch.Tensor, linear: str, dtype: torch.dtype) -> torch.Tensor:
+        """The sum as `dtype`, which rounds it once.  Raises CheckpointError for numbers that are not finite in it."""
         a, b = (self.adapters.read(linear, factor) for factor in (A, B))
-        result = merged(weight.to(torch.float32), a, b, self.scale)
-        if not result.isfinite().all():
-            raise CheckpointError(f"{linear} is not finite with its adapter.  Export another checkpoint.")
+        result = torch.empty(weight.shape, dtype=dtype)
+        num_rows = max(1, BLOCK_BYTES // (4 * weight.shape[1]))
+        for first in range(0, len(weight), num_rows):
+            rows = slice(first, first + num_rows)
+            result[rows] = merged(weight[rows].to(torch.float32), a, b[rows], self.scale)
+            if not result[rows].isfinite().all():
+                raise CheckpointError(
+                    f"{linear} is not finite in {NAMES[dtype]} with its adapter.  Export with --dtype float32, or "
+                    "another checkpoint."
+                )
         return result
 
     def _is_trained(self, tensor: TrainedTensor) -> bool:

@@ -141,6 +141,7 @@ def test_whole_weights_beside_adapters_are_those_of_peft(
 
     export(checkpoint, tmp_path / "export", source)
     loaded = peft.PeftModel.from_pretrained(hf.load(source), tmp_path / "export").eval()
+    assert bool(loaded.peft_config["default"].ensure_weight_tying) == tied
     check_losses([result["losses"] for result in results], Reference(str(source), loaded), packs())
 
     resumed = ranks(world_size).run(resume, [*recipe, *other], str(source), checkpoint)

@@ -6,7 +6,7 @@ PYTHON311 ?= python3.11
 PYTHON312 ?= python3.12
 # The long ones first, so that no worker waits for the other at the end.
 TESTS ?= tests/ranks tests/faults tests/unit
-# What a second Python version must show in CI, beside the whole suite on the first.
+# What a second Python version must show in CI, beside the whole suite on the first.  test_golden.py resumes LoRA, too.
 TESTS_312 ?= tests/ranks/test_resume_layouts.py tests/ranks/test_resume.py tests/ranks/test_golden.py tests/ranks/test_interop.py \
 	tests/ranks/test_hf_convert.py tests/ranks/test_flash.py tests/unit/test_wall.py tests/unit/test_recipe.py tests/unit/test_sandbox.py \
 	tests/unit/test_safe_reader.py tests/unit/test_encoding_version.py

@@ -43,9 +43,9 @@ class Operators:
 
 @dataclass(frozen=True, kw_only=True)
 class FlashKernel:
-    """The kernel with the sequences of one microbatch; the same in every layer.
+    """The kernel with the sequences of one microbatch; the same in every layer with this window.
 
-    key_source      gets the keys, one sequence after the other
+    key_source    gets the keys, one sequence after the other
     window        a token attends to itself and to the window - 1 tokens before it; None: to all before it
     cu_seqlens_q  int32 [sequences + 1], boundaries of the sequences' queries
     cu_seqlens_k  int32 [sequences + 1], boundaries of the sequences' keys

@@ -29,11 +29,11 @@ KEY_TILE = 512  # columns of a tile of scores
 class TorchKernel:
     """The kernel with the chunks of one microbatch.
 
-    chunks    the queries of this rank.  document_start is an index among the kernel's keys: where the first key of the
-              document is, or would be if it were not outside of the window
+    chunks      the queries of this rank.  document_start is an index among the kernel's keys: where the first key of
+                the document is, or would be if it were not outside of the window
     key_source  gets the kernel's keys: those of the whole pack, or with a window those of one chunk after the other
-    window    a token attends to itself and to the window - 1 tokens before it; None: to all before it
-    softcap   limit of the scores; None: no limit
+    window      a token attends to itself and to the window - 1 tokens before it; None: to all before it
+    softcap     limit of the scores; None: no limit
     """
 
     chunks: tuple[context_parallel.Chunk, ...]

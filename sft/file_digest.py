@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _LARGE_BYTES = 1 << 20  # a smaller block is hashed in less time than a thread takes to start
+_PIECE_BYTES = 4 << 20  # is still in the processor's cache when the second of hash and file reads it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ class HashingFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._write_piece(view[start : start + _PIECE_BYTES])
+        self.num_bytes += len(view)
+        return len(view)
+
+    def _write_piece(self, view: memoryview) -> None:
         if len(view) < _LARGE_BYTES:
             self._digest.update(view)
             self._put_or_fail(view)
@@ -46,8 +53,6 @@ class HashingFile:
             hashed = self._hasher.submit(self._digest.update, view)
             self._put_or_fail(view)
             hashed.result()  # now, because the caller may change the block
-        self.num_bytes += len(view)
-        return len(view)
 
     def __repr__(self) -> str:
         return f"HashingFile({self._stream.name})"

@@ -13,6 +13,7 @@ from sft.errors import ConfigError
 from sft.mcore import fp8
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.selection import choose, slower_than_possible
+from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
 
@@ -33,6 +34,14 @@ def test_without_the_flash_kernel() -> None:
     assert str(choose(config(), "cpu")) == "portable (plain torch, no flash kernel: it needs CUDA)"
     exact = config("run.precision=fp32", "attention.backend=portable")
     assert str(choose(exact, "cuda")) == "portable (plain torch, no flash kernel: it computes in bf16 only)"
+
+
+def test_a_soft_cap_takes_the_plain_kernel() -> None:
+    found = choose(config("model.attention_softcap=50", "attention.backend=portable"), "cuda")
+    assert str(found) == "portable (plain torch, no flash kernel: it has no model.attention_softcap)"
+    positions = torch.arange(8)[None]
+    kernel = found.documents(torch.tensor([0, 8], dtype=torch.int32), 8, positions, 1, 0).kernels[None]
+    assert isinstance(kernel, TorchKernel) and kernel.softcap == 50.0
 
 
 def test_without_transformer_engine() -> None:

@@ -95,24 +95,11 @@ def test_bounds_in_numbers() -> None:
     """Two ranks of one pack of 12; sequences 8 2 2 4 2 2 cost 72 6 6 20 6 6 with crossover 1, 116 in all.
 
     Alone the longest is 72. The other rank has room for 12 of 20 tokens: 8 remain, all of them the longest."""
-    limit = bounds(
-        np.array([8, 2, 2, 4, 2, 2]),
-        dp=2,
-        num_microbatches=1,
-        seq_length=12,
-        doc_multiple=1,
-        attention=AttentionCost(1.0),
-    )
+    sizes = {"dp": 2, "num_microbatches": 1, "doc_multiple": 1, "attention": AttentionCost(1.0)}
+    limit = bounds(np.array([8, 2, 2, 4, 2, 2]), seq_length=12, **sizes)
     assert limit.longest == limit.full == 116 / (2 * 72)
     # Full packs of 10: the rank of the longest must take 2 more tokens, the cheapest of which are one sequence of 2.
-    limit = bounds(
-        np.array([8, 2, 2, 4, 2, 2]),
-        dp=2,
-        num_microbatches=1,
-        seq_length=10,
-        doc_multiple=1,
-        attention=AttentionCost(1.0),
-    )
+    limit = bounds(np.array([8, 2, 2, 4, 2, 2]), seq_length=10, **sizes)
     assert limit.longest == 116 / (2 * 72) and limit.full == 116 / (2 * (72 + 2 + 4))
 
 

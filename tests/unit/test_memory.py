@@ -256,6 +256,12 @@ def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
     halved = estimate(*of(8, LLAMA_8B, parallel={"cp": 4, "tp": 2}), 128_256, 8192).gathered  # two lots of four
     assert halved == 8192 * (256 * (2 * 2 + 4) + (256 * 3 * 2 + 2 * 512 * 2) * 9 / 8)
     assert estimate(*of(8, LLAMA_8B, parallel={"tp": 8}), 128_256, 8192).gathered == 0
+    # Windows of 512 in all layers: 1024 local keys and two halos, of all heads at once; with one full layer as above.
+    windows = {**LLAMA_8B, "sliding_window": 512}
+    halo = 2048 * (2048 * (2 * 2 + 4) + (2048 * 3 * 2 + 2 * 8192) * 17 / 16)
+    assert estimate(*of(8, windows, parallel={"cp": 8}), 128_256, 8192).gathered == halo
+    mixed = of(8, {**windows, "sliding_window_layers": list(range(2, 33))}, parallel={"cp": 8})
+    assert estimate(*mixed, 128_256, 8192).gathered == gathered
     own = of(8, {**LLAMA_8B, "num_query_groups": 32}, parallel={"cp": 8})  # summed in fp32 is more than nothing
     assert estimate(*own, 128_256, 8192).gathered == 8192 * 2048 * (2 * 2 + 4 + (3 * 2 + 4) * 17 / 16)
 

@@ -11,8 +11,9 @@ from sft.mcore import model
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.mcore.checkpoint_io import engine_state
 from sft.parallel.layout import Layout
-from tests.builders import RECIPE, parsed, refusal_lines
+from tests.builders import LLAMA_8B, RECIPE, layout_config, parsed, refusal_lines
 
 MOE = ["model.moe.num_experts=4", "model.moe.top_k=2"]
 DEEPEP = [*MOE, "parallel.ep=2", "parallel.cp=2", "parallel.ep_comm=deepep"]
@@ -91,3 +92,15 @@ def test_gradients_are_fused_without_hooks_and_with_apex(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     assert fields(monkeypatch, "cuda", *overrides)["gradient_accumulation_fusion"] is fused
     assert fields(monkeypatch, "cpu", "attention.backend=portable")["gradient_accumulation_fusion"] is False
+
+
+def test_windows_under_the_names_of_megatron_lm() -> None:
+    """As --window-size and --window-attn-skip-freq, whose pattern has 1 for a window."""
+    sizes = {**LLAMA_8B, "num_layers": 4}
+    windows = layout_config(model={**sizes, "sliding_window": 128, "sliding_window_layers": [1, 3]}).model
+    found = engine_state.model_arguments(windows, padded_vocab_size=256, positions=512, bf16=True)
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ((127, 0), [1, 0, 1, 0])
+    plain = engine_state.model_arguments(
+        layout_config(model=sizes).model, padded_vocab_size=256, positions=9, bf16=True
+    )
+    assert "window_size" not in plain

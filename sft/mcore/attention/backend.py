@@ -43,7 +43,12 @@ class AttentionBackend(ABC):
 
     def __init__(self, config: Config, reason: str) -> None:
         self.config, self.reason = config, reason
-        self._frequencies = rope.frequencies(config.model.rope, config.model.resolved_head_dim)
+        self._ropes = {"all": config.model.rope, "windows": config.model.rope.of_windows}
+        self._frequencies = {
+            layers: rope.frequencies(positions, config.model.resolved_head_dim)
+            for layers, positions in self._ropes.items()
+            if positions is not None
+        }
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
@@ -74,14 +79,7 @@ class AttentionBackend(ABC):
         Padded and unpadded boundaries are the same tensor, because causal attention cannot see padding at the end of a
         document.  Some Transformer Engine releases drop keys if the two boundaries differ.
         """
-        device, boundaries = positions.device, send(cu_seqlens, positions.device)
-        rotation = window_rotation = None
-        if self.attention_rotates:
-            dtype, rope_config = params_dtype(self.config), self.config.model.rope
-            rotation = Rotation.of(positions.flatten(), self.frequencies(device), dtype, rope_config)
-            if (window_rope := rope_config.of_windows) is not None:
-                frequencies = rope.frequencies(window_rope, self.config.model.resolved_head_dim).to(device)
-                window_rotation = Rotation.of(positions.flatten(), frequencies, dtype, window_rope)
+        boundaries = send(cu_seqlens, positions.device)
         return PackedDocuments(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -90,14 +88,21 @@ class AttentionBackend(ABC):
             cu_seqlens_kv_padded=boundaries,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
-            rotation=rotation,
-            window_rotation=window_rotation,
+            rotation=self._rotation("all", positions),
+            window_rotation=self._rotation("windows", positions),
         )
 
-    def frequencies(self, device: torch.device) -> Tensor:
-        """float32 [head_dim / 2]"""
-        self._frequencies = self._frequencies.to(device)  # copied the first time only
-        return self._frequencies
+    def _rotation(self, layers: str, positions: Tensor) -> Rotation | None:
+        positions_config = self._ropes[layers]
+        if not self.attention_rotates or positions_config is None:
+            return None
+        frequencies = self.frequencies(positions.device, layers)
+        return Rotation.of(positions.flatten(), frequencies, params_dtype(self.config), positions_config)
+
+    def frequencies(self, device: torch.device, layers: str = "all") -> Tensor:
+        """float32 [head_dim / 2].  layers: "windows" are those with model.rope.window_base"""
+        self._frequencies[layers] = self._frequencies[layers].to(device)  # copied the first time only
+        return self._frequencies[layers]
 
 
 def params_dtype(config: Config) -> torch.dtype:

@@ -56,8 +56,6 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class LocalKeys:
-    key_order: None = None
-
     def num_groups(self, num_key_heads: int) -> int:
         return 1
 

@@ -35,7 +35,8 @@ class Portable(AttentionBackend):
 
     def __init__(self, config: Config, reason: str, make_kernel: MakeKernel) -> None:
         super().__init__(config, reason)
-        self._make_kernel = make_kernel
+        self._make_kernel, model = make_kernel, config.model
+        self._windows = {model.window_of(number + 1) for number in range(model.num_layers)}
 
     @property
     def has_flash_kernel(self) -> bool:
@@ -57,10 +58,10 @@ class Portable(AttentionBackend):
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
         packed = super().documents(cu_seqlens, max_seqlen, positions, cp_size, cp_rank)
-        boundaries, model = cu_seqlens.cpu().numpy(), self.config.model
+        boundaries = cu_seqlens.cpu().numpy()
         packed.kernels = {
             window: self._make_kernel(boundaries, cp_size, cp_rank, positions.device, window=window)
-            for window in {model.window_of(number + 1) for number in range(model.num_layers)}
+            for window in self._windows
         }
         return packed
 

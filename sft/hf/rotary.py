@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from sft.config import RopeConfig
+from sft.hf.families.windows import FULL, SLIDING
 
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the same name in a recipe
     "none": (),
@@ -91,13 +91,13 @@ def by_layer_type(content: Mapping[str, Any], default_base: float) -> tuple[dict
     and a list of problems.  Without groups, both types have the same base, and only full attention is scaled.
     """
     groups = content.get("rope_parameters")
-    if not isinstance(groups, dict) or not {_FULL, _SLIDING} & groups.keys():
+    if not isinstance(groups, dict) or not {FULL, SLIDING} & groups.keys():
         group = groups if isinstance(groups, dict) else {}
         return {**content}, _first(group.get("rope_theta"), content.get("rope_theta"), default_base), []
-    full, sliding = (groups.get(kind) or {} for kind in (_FULL, _SLIDING))
+    full, sliding = (groups.get(kind) or {} for kind in (FULL, SLIDING))
     problems = []
     if sliding.get("rope_type", "default") != "default":
-        problems.append(f"rope_type = {json.dumps(sliding['rope_type'])} of {_SLIDING} is not supported, only default")
+        problems.append(f"rope_type = {json.dumps(sliding['rope_type'])} of {SLIDING} is not supported, only default")
     base = _first(sliding.get("rope_theta"), content.get("rope_theta"), default_base)
     return {**content, "rope_parameters": {"rope_type": "default", **full}}, base, problems
 
@@ -120,7 +120,7 @@ def written(
         scaling[_ORIGINAL] = rope.original_max_position
     if is_new and by_type:
         sliding = {"rope_type": "default", "rope_theta": rope.window_base or rope.base}
-        return {"rope_parameters": {_FULL: {"rope_theta": rope.base, **scaling}, _SLIDING: sliding}}
+        return {"rope_parameters": {FULL: {"rope_theta": rope.base, **scaling}, SLIDING: sliding}}
     if is_new:
         return {"rope_parameters": {"rope_theta": rope.base, **scaling}}
     return {"rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}

@@ -6,10 +6,8 @@ from typing import Any
 from sft.hf.model_keys import Computed
 
 ALL_LAYERS = {"sliding_window": "sliding_window"}  # of families whose layers are all alike
-_FULL, _SLIDING, _TYPES, _WINDOW, _USES = (
-    "full_attention", "sliding_attention", "layer_types", "sliding_window", "use_sliding_window"
-)  # fmt: skip
-LAYER_KINDS = (_FULL, _SLIDING)
+LAYER_KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
+_TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
 
 
 def in_all_layers() -> dict[str, Computed]:
@@ -41,7 +39,7 @@ def all_but_every(interval: int, name: str | None = None) -> dict[str, Computed]
     return _computed(has_window)
 
 
-def window_and_layers(
+def _window_and_layers(
     content: Mapping[str, Any], has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None
 ) -> tuple[int | None, list[int] | None]:
     """model.sliding_window and model.sliding_window_layers.
@@ -53,10 +51,10 @@ def window_and_layers(
         return None, None
     kinds = content.get(_TYPES)
     if kinds is None:
-        kinds = [_SLIDING if has_window(content, layer) else _FULL for layer in range(count)]
+        kinds = [SLIDING if has_window(content, layer) else FULL for layer in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {*LAYER_KINDS}:
         raise ValueError(f"{_TYPES} is not a list of {count} names {' and '.join(LAYER_KINDS)}, one for each layer")
-    layers = [number for number, kind in enumerate(kinds, 1) if kind == _SLIDING]
+    layers = [number for number, kind in enumerate(kinds, 1) if kind == SLIDING]
     if not layers:
         return None, None
     return window, None if len(layers) == count else layers
@@ -67,10 +65,10 @@ def _computed(has_window: Callable[[Mapping[str, Any], int], bool], switch: str 
         return {_WINDOW: window} | ({} if switch is None else {switch: window is not None})
 
     def write_layers(layers: list[int] | None, count: int) -> dict[str, Any]:
-        return {_TYPES: [_SLIDING if layers is None or n + 1 in layers else _FULL for n in range(count)]}
+        return {_TYPES: [SLIDING if layers is None or n + 1 in layers else FULL for n in range(count)]}
 
     def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
-        return window_and_layers(content, has_window, switch)
+        return _window_and_layers(content, has_window, switch)
 
     return {
         "sliding_window": Computed(_WINDOW, lambda content: read(content)[0], write_window),

@@ -4,8 +4,9 @@ python -m tools.traffic_table            print the table
 python -m tools.traffic_table --write    write the table into the page
 
 Counted are the messages of layers and of gradients, as a ring sends them: an all-gather or reduce-scatter of N bytes
-over n ranks sends N (n - 1) / n per rank.  The embedding, the loss head and small messages are left out.  The sizes of
-the models come from the hub, or from folders of the same names in the current folder.
+over n ranks sends N (n - 1) / n per rank.  A pack is one document, so a sliding window has one halo for each chunk of
+the pack.  The embedding, the loss head and small messages are left out.  The sizes of the models come from the hub, or
+from folders of the same names in the current folder.
 """
 
 import sys
@@ -13,8 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from sft.config import Config
 from sft.estimate.parameters import parameters
+from sft.parallel.halo import num_halo_tokens
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools import marked_tables
@@ -43,25 +47,41 @@ class Traffic:
 
 
 def of(config: Config, layout: Layout) -> Iterator[Traffic]:
-    """Every group of more than one rank.  Packs are full, and attention runs on Transformer Engine."""
+    """Every group of more than one rank.  Packs are full.  Attention runs on Transformer Engine if it can compute the
+    model, otherwise on `portable`."""
     tp, cp, model = layout.tp, layout.cp, config.model
     tokens = config.data.seq_length / cp * layout.num_microbatches
     layers = model.num_layers / layout.pp
     queries = BF16 * tokens * model.num_attention_heads * model.resolved_head_dim / tp
     pairs = 2 * BF16 * tokens * model.resolved_query_groups * model.resolved_head_dim / tp  # keys and values
-    heads = layout.cp_a2a or 1
-    ring = cp // heads
+    is_portable = model.portable_only is not None
+    heads = 1 if is_portable else layout.cp_a2a or 1
+    ring = 1 if is_portable else cp // heads
     if tp > 1:
         yield Traffic("tp", layers * tensor_parallel(config) * BF16 * tokens * model.hidden_size * _share(tp), tp, 1)
     if heads > 1:  # queries, keys, values and output; backward their gradients
         yield Traffic("cp, all-to-all of heads", layers * 2 * (2 * queries + pairs) * _share(heads), heads, tp)
     if ring > 1:  # forward keys and values; backward also their gradients
         yield Traffic("cp, ring of keys and values", layers * 3 * (ring - 1) * pairs, ring, tp * heads)
+    if is_portable and cp > 1:
+        yield from _portable_keys(config, layout, pairs)
     if layout.ep > 1:
         yield Traffic(
             "ep, tokens to experts and back", layers * experts(config, tokens) * _share(layout.ep), layout.ep, 1
         )
     yield from gradients(config, layout)
+
+
+def _portable_keys(config: Config, layout: Layout, pairs: float) -> Iterator[Traffic]:
+    """Keys and values forward and again backward, and their gradients in fp32.  pairs: bytes of local tokens"""
+    model, cp = config.model, layout.cp
+    sent, length = (2 * BF16 + FP32) / BF16 * pairs / layout.pp, config.data.seq_length
+    if num_full := model.num_layers - model.num_window_layers:
+        yield Traffic("cp, all-gather of keys and values", num_full * (cp - 1) * sent, cp, layout.tp)
+    if model.sliding_window is not None:
+        halo = num_halo_tokens(np.array([0, length]), model.sliding_window, cp) / cp  # of a rank, on average
+        share = halo / (length / cp)
+        yield Traffic("cp, halos of windows", model.num_window_layers * share * sent, cp, layout.tp)
 
 
 def _share(size: int) -> float:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from sft.mcore.attention import torch_kernel
+from sft.mcore.attention.flash_kernel import FlashKernel, Operators
 from sft.mcore.attention.packed_attention import packed_attention
 from sft.mcore.attention.torch_kernel import TorchKernel
 from tests.reference_attention import in_one_piece
@@ -65,6 +67,61 @@ def test_a_window_computes_no_more_than_its_keys_and_one_tile(window: int) -> No
     for tile in kernel._tiles():
         num_keys = sum(keys.stop - keys.start for keys in tile.key_tiles())
         assert num_keys <= window + torch_kernel.QUERY_TILE
+
+
+@pytest.mark.parametrize("rank, first_chunks", [(0, 1), (3, 0)])
+def test_the_products_of_gpt_oss_at_64k(monkeypatch: pytest.MonkeyPatch, rank: int, first_chunks: int) -> None:
+    """Counted by torch on tensors without data: cp 4, window 128, 64 query heads of 64, tiles of 256 queries.
+
+    A tile computes 256 + 127 keys a query, at the beginning of a document 256.  Forward has two products of this size
+    (scores, output), backward five (scores again, and the gradients of values, weights, queries and keys).
+    """
+    monkeypatch.setattr(torch_kernel, "QUERY_TILE", 256)
+    monkeypatch.setattr(torch_kernel, "KEY_TILE", 512)
+    length, window, heads, key_heads, width, tokens = 65_536, 128, 64, 8, 64, 16_384
+    kernel = TorchKernel.of(np.array([0, length], dtype=np.int32), 4, rank, CPU, window=window)
+    num_keys = int(kernel.key_source.key_order.numel())  # type: ignore[attr-defined]
+    assert num_keys == tokens + 127 * (2 - first_chunks)
+    query, keys = (torch.empty(n, h, width, device="meta") for n, h in ((tokens, heads), (num_keys, key_heads)))
+    lse = torch.empty(heads, tokens, device="meta")
+    scores = (tokens * 383 - first_chunks * 256 * 127) * heads
+    with FlopCounterMode(display=False) as forward:
+        kernel.forward(query, keys, keys, 1.0)
+    with FlopCounterMode(display=False) as backward:
+        kernel.backward(query, query, keys, keys, query, lse, 1.0)
+    assert forward.get_total_flops() == 2 * 2 * width * scores
+    assert backward.get_total_flops() == 5 * 2 * width * scores
+    assert scores <= tokens * heads * (window + 256)
+
+
+@pytest.mark.parametrize(
+    "cp_size, num_queries, num_keys", [(1, [65_536], [65_536]), (4, [8192, 8192], [8192, 8192 + 127])]
+)
+def test_the_flash_kernel_gets_the_window_and_no_keys_before_it(
+    cp_size: int, num_queries: list[int], num_keys: list[int]
+) -> None:
+    """Rank 0 of gpt-oss at 64K: the keys of each chunk of queries, and how many before a query the kernel may see."""
+    calls: list[Any] = []
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, *sizes: Any, **options: Any) -> Any:
+        calls.append((*sizes, options))
+        return query, torch.empty(0)
+
+    def backward(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append((*rest[2:], options))
+        return query, keys, values
+
+    kernel = FlashKernel.of(
+        np.array([0, 65_536], dtype=np.int32), cp_size, 0, CPU, window=128, operators=Operators(forward, backward)
+    )
+    unused = torch.empty(0)
+    kernel.forward(unused, unused, unused, 1.0)
+    kernel.backward(unused, unused, unused, unused, unused, unused, 1.0)
+    for boundaries_q, boundaries_k, _, max_seqlen_k, options in calls:
+        assert boundaries_q.diff().tolist() == num_queries
+        assert boundaries_k.diff().tolist() == num_keys and max_seqlen_k == max(num_keys)
+        assert options == {"scale": 1.0, "num_before": 127}
+    assert len(calls) == 2
 
 
 def test_a_document_does_not_know_its_neighbours() -> None:

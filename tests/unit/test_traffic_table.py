@@ -44,6 +44,21 @@ def test_experts_stay_within_a_machine() -> None:
     assert found["ep, tokens to experts and back"].num_bytes == pytest.approx(sent)
 
 
+def test_windows_send_their_halos() -> None:
+    """Qwen3-8B at 128K with windows of 128 in 18 of 36 layers: no ring, and the two levels of the recipe are not used.
+
+    Of tp 2 and cp 8 a rank holds 131,072 tokens with 268 MB of keys and values, forward and backward, and their
+    gradients in fp32: four times as much.  The halos of 14 of 16 chunks are 127 tokens each, in each of 8 packs.
+    """
+    windows = ["model.sliding_window=128", f"model.sliding_window_layers={list(range(1, 37, 2))}", *RING]
+    found = traffic("qwen3_8b_128k", *windows)
+    pairs = 131_072 * 2 * 4 * 128 * 2
+    assert not {"cp, ring of keys and values", "cp, all-to-all of heads"} & found.keys()
+    assert found["cp, all-gather of keys and values"].num_bytes == 18 * 4 * 7 * pairs
+    assert found["cp, halos of windows"].num_bytes == pytest.approx(18 * 4 * 8 * 14 / 8 * 127 * 2 * 4 * 128 * 2)
+    assert found["cp, halos of windows"].link == "InfiniBand"
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_cp_of_two_machines_has_two_levels(name: str) -> None:
     parallel = load_recipe(str(ROOT / "recipes" / f"{name}.yaml")).config.parallel

@@ -1,0 +1,111 @@
+"""The gated delta rule on one rank: its inputs, the fragments of a microbatch, and the interface of its kernels.
+
+Every value head has a state S [K, V].  For each token t (Yang et al. 2024, arXiv:2412.06464):
+
+    S = exp(g_t) S        S += k_t (beta_t (v_t - S^T k_t))^T        o_t = S^T q_t
+
+q and k are divided by their L2 norm first, and q is also divided by sqrt(K).  Key head j serves the value heads
+j * r to j * r + r - 1, where r = value heads / key heads.
+
+A fragment is a run of consecutive tokens of one document on one rank.  Its last state is affine in its first one:
+S_out = A S_in + B.  The state of a fragment starts at zero, or where a state passes between fragments, at a given S_in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NORM_EPS = 1e-6  # added to the squared norm of q and k, as in transformers and FLA
+
+
+class Inputs(NamedTuple):
+    """What a kernel reads for the t tokens of a rank, or the gradients of it.
+
+    q, k  [t, key heads, K], not normalised
+    v     [t, value heads, V]
+    g     [t, value heads], logarithm of the decay, at most 0, fp32
+    beta  [t, value heads], between 0 and 1
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of states, maps and decays: float64 for float64 values, otherwise float32."""
+        return torch.float64 if self.v.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Fragments:
+    """The fragments of a rank's tokens in one microbatch; the same in every layer.
+
+    boundaries  int64 [n + 1]: fragment i holds the tokens boundaries[i] to boundaries[i + 1] - 1; the first boundary is
+                0, the last one t.  Fragments may be empty
+    linked      int64 [m], ascending: the fragments whose states pass between fragments, so that they have maps, initial
+                states and gradients of last states.  All other fragments start at zero
+    """
+
+    boundaries: np.ndarray
+    linked: np.ndarray
+
+    @staticmethod
+    def of(boundaries: np.ndarray | Sequence[int], linked: np.ndarray | Sequence[int] = ()) -> "Fragments":
+        """Asserts that boundaries do not decrease and that linked fragments exist.
+
+        Fragments.of([0, 130, 194, 324], linked=[0, 2])
+        """
+        edges, links = np.asarray(boundaries, dtype=np.int64), np.asarray(linked, dtype=np.int64)
+        assert edges.ndim == 1 and edges.size and edges[0] == 0, f"boundaries {edges} do not begin with 0"
+        assert (np.diff(edges) >= 0).all(), f"boundaries decrease at fragment {np.argmax(np.diff(edges) < 0)}"
+        assert links.ndim == 1 and (np.diff(links) > 0).all(), f"linked fragments {links} are not ascending"
+        assert not links.size or 0 <= links[0] <= links[-1] < edges.size - 1, f"no such linked fragments: {links}"
+        return Fragments(edges, links)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.boundaries)
+
+
+class Kernel(Protocol):
+    """One implementation of the rule.  States, maps and their gradients have the dtype `Inputs.state_dtype`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
+        """The maps of the linked fragments: A [m, value heads, K, K], B [m, value heads, K, V].  Does not read q."""
+
+    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs [t, value heads, V] in the dtype of v, and what this kernel saves for backward.
+
+        states: [m, value heads, K, V], initial states of the linked fragments; None: zero
+        """
+
+    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
+        """Gradients of the linked fragments' initial states through these outputs alone: [m, value heads, K, V].
+
+        grad: [t, value heads, V].  Outputs are affine in initial states, so the gradients depend on no state.
+        """
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: Inputs,
+        fragments: Fragments,
+        states: Tensor | None,
+        saved: Tensor,
+        last_gradients: Tensor | None,
+    ) -> Inputs:
+        """Gradients of the inputs.
+
+        states, saved   as given to and returned by `forward`
+        last_gradients  [m, value heads, K, V], gradients of the linked fragments' last states; None: zero
+        """

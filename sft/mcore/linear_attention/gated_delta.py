@@ -1,0 +1,65 @@
+"""The gated delta rule with its gradients, also where the state of a fragment comes from another rank.
+
+With context parallelism, a document is cut into fragments.  Each rank reduces each of its fragments to the affine map
+of its state, S_out = A S_in + B.  The ranks compose the maps in document order, which gives every fragment its true
+initial state, and each rank runs its fragments from there.  Backward passes the gradients of states in the opposite
+order.  The gradients of A and B need no separate treatment: they are those of the inputs through the last state, and
+`Kernel.backward` gets the gradient of the last state.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+
+
+class StatePassing(Protocol):
+    """Passes states between the linked fragments of all ranks.  Both methods are collective over cp."""
+
+    def initial_states(self, a: Tensor, b: Tensor) -> Tensor:
+        """Maps A [m, value heads, K, K] and B [m, value heads, K, V] -> initial states [m, value heads, K, V]."""
+
+    def final_gradients(self, a: Tensor, dstates: Tensor) -> Tensor:
+        """Gradients of the linked fragments' last states, from the fragments that follow them: [m, value heads, K, V].
+
+        dstates: gradients of initial states through the outputs of the fragment alone.  With f + 1 after f in the
+        document, last[f] = dstates[f + 1] + A[f + 1]^T last[f + 1].
+        """
+
+
+def gated_delta_rule(
+    inputs: Inputs, fragments: Fragments, kernel: Kernel, passing: StatePassing | None = None
+) -> Tensor:
+    """Outputs [t, value heads, V] in the dtype of v.  passing: None if no fragment is linked"""
+    assert passing is not None or not len(fragments.linked), "linked fragments need an object that passes their states"
+    out: Tensor = _GatedDeltaRule.apply(*inputs, fragments, kernel, passing)
+    return out
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    """Saves the inputs, the maps A and initial states of linked fragments, and the kernel's states at intervals."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, fragments, kernel, passing = arguments
+        inputs = Inputs(*(x.contiguous() for x in tensors))  # a view would keep the output of a projection in memory
+        a = states = None
+        if passing is not None:
+            a, b = kernel.transitions(inputs, fragments)
+            states = passing.initial_states(a, b)
+        out, saved = kernel.forward(inputs, fragments, states)
+        ctx.save_for_backward(*inputs, a, states, saved)
+        ctx.setting = fragments, kernel, passing
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, a, states, saved = ctx.saved_tensors
+        fragments, kernel, passing = ctx.setting
+        inputs, grad = Inputs(*tensors), grads[0].contiguous()
+        last_gradients = None
+        if passing is not None:
+            last_gradients = passing.final_gradients(a, kernel.state_gradients(grad, inputs, fragments))
+        return *kernel.backward(grad, inputs, fragments, states, saved, last_gradients), None, None, None

@@ -70,9 +70,9 @@ class MoeConfig(Section):
     top_k: Positive | None = None
     """Number of experts that each token goes to; required with num_experts."""
     ffn_hidden_size: Positive | None = None
-    """Width of an expert's SwiGLU; null means model.ffn_hidden_size."""
+    """Width of an expert's gated MLP; null means model.ffn_hidden_size."""
     shared_ffn_hidden_size: Positive | None = None
-    """Width of the shared expert, a SwiGLU that every token goes to (Qwen2-MoE); null means no shared expert."""
+    """Width of the shared expert, an MLP that every token goes to (Qwen2-MoE); null means no shared expert."""
     shared_gate: bool = False
     """Multiply the output of the shared expert by sigmoid(gate), the product of the token and a learned vector."""
     normalize_top_k: bool = True
@@ -105,7 +105,13 @@ class ModelConfig(Section):
     hidden_size: Positive
     """Width of the residual stream."""
     ffn_hidden_size: Positive
-    """Width of the SwiGLU MLP."""
+    """Width of the gated MLP."""
+    activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
+    """Activation of MLP and experts: silu(gate) * up; geglu: gelu in tanh form (Gemma); or clamped (gpt-oss)."""
+    activation_limit: Annotated[float, Field(gt=0.0)] | None = None
+    """clamped_swiglu: gate is at most this number, and up between -limit and limit."""
+    activation_alpha: Annotated[float, Field(gt=0.0)] | None = None
+    """clamped_swiglu computes gate * sigmoid(alpha * gate) * (up + 1)."""
     num_attention_heads: Positive
     """Query heads."""
     num_query_groups: Positive | None = None
@@ -165,6 +171,7 @@ class ModelConfig(Section):
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
+        yield from self._activation_conflicts()
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
         layers = self.sliding_window_layers
@@ -184,6 +191,16 @@ class ModelConfig(Section):
             # YAML 1.2 reads these words as text, but the user probably means a switch or a number.
             if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
                 yield f"megatron.{name}", "is read as text; write true, false, null or a plain decimal number"
+
+    def _activation_conflicts(self) -> Iterator[tuple[str, str]]:
+        for name in ("activation_limit", "activation_alpha"):
+            is_set, is_read = getattr(self, name) is not None, self.activation == "clamped_swiglu"
+            if is_set and not is_read:
+                yield name, f"has no effect with activation = {self.activation}; use null"
+            elif is_read and not is_set:
+                yield name, "is required with activation = clamped_swiglu (gpt-oss: limit 7, alpha 1.702)"
+        if self.activation != "swiglu" and self.moe.shared_ffn_hidden_size is not None:
+            yield "activation", "must be swiglu with moe.shared_ffn_hidden_size: a shared expert computes nothing else"
 
     @property
     def resolved_head_dim(self) -> int:
@@ -213,6 +230,7 @@ class ModelConfig(Section):
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
             "model.attention_softcap": self.attention_softcap is not None,
+            f"model.activation = {self.activation}": self.activation != "swiglu",
         }
         return ", ".join(key for key, is_used in kinds.items() if is_used) or None
 

@@ -25,6 +25,7 @@ PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
         *("norm_placement", "qk_norm_across_heads", "sliding_window", "sliding_window_layers", "attention_softcap"),
+        *("activation", "activation_limit", "activation_alpha"),
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
         *(
             "moe.shared_ffn_hidden_size",

@@ -15,7 +15,8 @@ Padding tokens would all choose the same experts, so they go to all experts in t
 padding tokens are not sent.  Statistics leave out padding, evaluation, and the first forward pass of recomputed layers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
+from sft.mcore.gated_activation import GatedActivation
+from sft.mcore.grouped_experts import layer_by_layer
 from sft.metrics.totals import ExpertLoad
 
 _AUX, _Z, _DROPPED, _TOKENS = range(4)  # columns of `Router.totals`, after one column per expert
@@ -45,11 +48,18 @@ class ExpertLayer(MoELayer):
 
     recompute: backward recomputes the experts from the tokens that they have received.  The tokens are not sent again,
     and the host does not wait again for the number of tokens of each expert.
+    activation: arguments of GatedActivation; empty: core's SwiGLU
     """
 
-    def __init__(self, *args: Any, recompute: bool = False, **core: Any) -> None:
+    experts: Any
+
+    def __init__(
+        self, *args: Any, recompute: bool = False, activation: Mapping[str, Any] = MappingProxyType({}), **core: Any
+    ) -> None:
         super().__init__(*args, **core)
         self._recompute = recompute
+        if activation:
+            self.experts = layer_by_layer(self.experts, GatedActivation(**activation))
 
     @property
     def _recomputes(self) -> bool:

@@ -14,6 +14,8 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from sft.mcore.gated_activation import GatedActivation
+
 _ALIGNMENT = 8  # rows of bf16 matrices in the kernel start at multiples of 16 bytes
 
 
@@ -74,12 +76,12 @@ class GroupedProduct(torch.autograd.Function):
         return of_x, of_matrices, None
 
 
-def layer_by_layer(experts: Any) -> Any:
+def layer_by_layer(experts: Any, activation: GatedActivation | None = None) -> Any:
     """`experts` of core, whose linear_fc1 and linear_fc2 are called once for all experts, with (rows, counts).
 
-    Transformer Engine's are called so already.
+    Transformer Engine's are called so already.  activation: None for core's SwiGLU
     """
-    return LayerByLayer(experts) if isinstance(experts, SequentialMLP) else experts
+    return LayerByLayer(experts, activation) if isinstance(experts, SequentialMLP) else experts
 
 
 class LayerByLayer(torch.nn.Module):
@@ -88,9 +90,9 @@ class LayerByLayer(torch.nn.Module):
     Core computes one expert after another.
     """
 
-    def __init__(self, base: SequentialMLP) -> None:
+    def __init__(self, base: SequentialMLP, activation: GatedActivation | None) -> None:
         super().__init__()
-        self.base = base
+        self.base, self._gated = base, activation
         self.linear_fc1 = _EachExpert(expert.linear_fc1 for expert in base.local_experts)
         self.linear_fc2 = _EachExpert(expert.linear_fc2 for expert in base.local_experts)
 
@@ -98,17 +100,19 @@ class LayerByLayer(torch.nn.Module):
         """tokens [n, h], sorted by expert; counts [experts]; weights of the outputs, [n] -> [n, h], and no bias"""
         rows = counts.tolist()
         gate_up, _ = self.linear_fc1(tokens, rows)
-        output, _ = self.linear_fc2(self._activation(gate_up, weights[:, None]), rows)
+        output, _ = self.linear_fc2(self._activation(gate_up, weights), rows)
         return output, None
 
     def _activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        """As core's MLP computes it."""
+        """SwiGLU as core's MLP computes it, or another gated activation."""
         output: Tensor
-        if self.base.config.bias_activation_fusion:
-            output = weighted_bias_swiglu_impl(gate_up, None, weights)
+        if self._gated is not None:
+            output = self._gated(gate_up, None, weights)
+        elif self.base.config.bias_activation_fusion:
+            output = weighted_bias_swiglu_impl(gate_up, None, weights[:, None])
         else:
             gate, up = gate_up.chunk(2, -1)
-            output = (torch.nn.functional.silu(gate) * up * weights).to(gate_up.dtype)
+            output = (torch.nn.functional.silu(gate) * up * weights[:, None]).to(gate_up.dtype)
         return output
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -28,8 +27,9 @@ from sft.mcore import fp8, freeze, lora
 from sft.mcore.attention import rope
 from sft.mcore.attention.backend import AttentionBackend, params_dtype
 from sft.mcore.device import CPU_TRANSFORMER_FIELDS
-from sft.mcore.experts import ExpertLayer, Router, reduce_apart
-from sft.mcore.layer import Layer
+from sft.mcore.experts import reduce_apart
+from sft.mcore.gated_activation import GatedActivation
+from sft.mcore.layer_spec import layer_spec
 from sft.mcore.process_groups import ProcessGroups
 from sft.parallel.layout import Layout, padded_vocab_size
 
@@ -112,6 +112,7 @@ def transformer_config(
             **backend.transformer_fields,
             **dict(gradient_accumulation_fusion=fuses_gradients(config.train, backend)),
             **(CPU_TRANSFORMER_FIELDS if device_type == "cpu" else _CUDA_TRANSFORMER_FIELDS),
+            **_activation_fields(model),
         },
         **_recompute_fields(config.train.recompute),
     )
@@ -196,38 +197,16 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
     )
 
 
+def _activation_fields(model: ModelConfig) -> dict[str, Any]:
+    """Core gives gate and up together only to activations of Transformer Engine, in whose place it builds ours."""
+    return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
+
+
 def _recompute_fields(recompute: str) -> dict[str, Any]:
     """Fields with which core recomputes whole layers; `layer.py` recomputes the second half of a layer."""
     if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return {}
-
-
-def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
-    """The modules of one transformer layer."""
-    model, train = config.model, config.train
-    spec, is_selective = backend.layer_spec(), train.recompute == "selective"
-    spec.module = Layer
-    spec.params = {
-        "residual_multiplier": model.residual_multiplier,
-        "output_norm": backend.final_norm if model.norm_placement == "post" else None,
-    }
-    if model.moe.num_experts:
-        return _with_experts(spec, recompute=is_selective)
-    spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
-    return spec
-
-
-def _with_experts(spec: ModuleSpec, *, recompute: bool) -> ModuleSpec:
-    mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
-    # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
-    spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
-    if isinstance(mlp, ModuleSpec):  # up to core 0.18
-        mlp.submodules.router, mlp.module, mlp.params = Router, ExpertLayer, {"recompute": recompute}
-    else:
-        mlp.keywords["submodules"].router = Router
-        spec.submodules.mlp = partial(ExpertLayer, **mlp.keywords, recompute=recompute)
-    return spec
 
 
 def build(

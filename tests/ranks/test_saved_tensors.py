@@ -73,6 +73,8 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
         # and both norms' output 2 x 128, the second's fp32 4, normed query and key 320,
         # the MLP's inside: gate and up 768, gate after silu 384, up and an offset of 0 (core) 384, their product 384
         (["train.recompute=none"], 972 + 256 + 4 + 320 + 768 + 384 + 384 + 384),
+        # GeGLU saves gate and up, and their product
+        (["train.recompute=none", "model.activation=geglu"], 972 + 256 + 4 + 320 + 768 + 384),
         # tiles take the MLP's inside away, and its norm's output
         (["train.recompute=none", "train.mlp_tile=64"], 972 + 128 + 320),
     ],

@@ -1,0 +1,126 @@
+"""Gated activations that megatron-core's own paths lack: GeGLU in tanh form (Gemma), and clamped SwiGLU (gpt-oss).
+
+    geglu           gelu(gate) * up, gelu in tanh form (arXiv:2002.05202)
+    clamped_swiglu  gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit (arXiv:2508.10925)
+
+The output of linear_fc1 holds this tp rank's gates, then its ups.  Backward recomputes from that output, which is the
+only activation saved, as in core's fused SwiGLU.  16-bit inputs are computed in fp32 and rounded once.  On CUDA, torch
+compiles forward and backward, as it compiles core's fused functions.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.jit import jit_fuser
+from megatron.core.transformer import ModuleSpec
+from torch import Tensor
+
+from sft.config import ModelConfig
+
+_SLOPE, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715  # of gelu in tanh form
+
+
+class GatedActivation(torch.nn.Module):
+    """A function of the output of linear_fc1.
+
+    Core builds it in place of an activation of Transformer Engine, because only those get gate and up together.
+    """
+
+    def __init__(self, *, kind: str, limit: float | None, alpha: float | None, config: Any = None) -> None:
+        """config: core's, which core passes to every module; not used"""
+        super().__init__()
+        assert kind == "geglu" or (limit is not None and alpha is not None)
+        self.limit, self.alpha = (None, 0.0) if kind == "geglu" else (limit, alpha or 0.0)
+
+    @staticmethod
+    def fields(model: ModelConfig) -> dict[str, Any]:
+        """Arguments of the constructor; {} with swiglu, which core computes."""
+        if model.activation == "swiglu":
+            return {}
+        return dict(kind=model.activation, limit=model.activation_limit, alpha=model.activation_alpha)
+
+    @staticmethod
+    def spec(model: ModelConfig) -> ModuleSpec:
+        return ModuleSpec(module=GatedActivation, params=GatedActivation.fields(model))
+
+    def forward(self, gate_up: Tensor, bias: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """gate_up [..., 2 * f], bias [2 * f] of linear_fc1, weights [...] of the outputs -> [..., f]"""
+        output: Tensor = _Gated.apply(gate_up, bias, weights, self.limit, self.alpha)
+        return output
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Core's MLP asks all its modules."""
+        return {}
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, bias, weights)
+        ctx.limit, ctx.alpha = limit, alpha
+        compute = _compiled_forward if gate_up.is_cuda else _forward
+        output: Tensor = compute(gate_up, bias, weights, limit, alpha)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, bias, weights = ctx.saved_tensors
+        compute = _compiled_backward if gate_up.is_cuda else _backward
+        return *compute(grads[0], gate_up, bias, weights, ctx.limit, ctx.alpha), None, None
+
+
+def _forward(gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float) -> Tensor:
+    gate, up = _halves(gate_up, bias)
+    if limit is None:
+        output = _gelu(gate)[0] * up
+    else:
+        output = _swish(gate.clamp(max=limit), alpha)[0] * (up.clamp(-limit, limit) + 1.0)
+    if weights is not None:
+        output = output * weights[..., None]
+    return output.to(gate_up.dtype)
+
+
+def _backward(
+    grad: Tensor, gate_up: Tensor, bias: Tensor | None, weights: Tensor | None, limit: float | None, alpha: float
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of gate_up, bias and weights."""
+    gate, up = _halves(gate_up, bias)
+    if limit is None:
+        act, slope = _gelu(gate)
+        factor, dfactor = up, torch.ones_like(up)
+    else:
+        act, slope = _swish(gate.clamp(max=limit), alpha)
+        slope = slope * (gate <= limit)
+        factor, dfactor = up.clamp(-limit, limit) + 1.0, (up.abs() <= limit).to(up.dtype)
+    grad, dweights = grad.to(gate.dtype), None
+    if weights is not None:
+        dweights = (grad * act * factor).sum(-1).to(weights.dtype)
+        grad = grad * weights[..., None]
+    both = torch.cat((grad * factor * slope, grad * act * dfactor), -1)
+    dbias = None if bias is None else both.flatten(0, -2).sum(0).to(bias.dtype)
+    return both.to(gate_up.dtype), dbias, dweights
+
+
+def _halves(gate_up: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Gate and up, in fp32 or float64."""
+    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    return (wide if bias is None else wide + bias).chunk(2, -1)
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """gelu in tanh form, and its derivative."""
+    tanh = torch.tanh(_SLOPE * (x + _CUBIC * x * x * x))
+    inner_slope = _SLOPE * (1.0 + 3.0 * _CUBIC * x * x)
+    return 0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+
+
+def _swish(x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """x * sigmoid(alpha * x), and its derivative."""
+    share = torch.sigmoid(alpha * x)
+    return x * share, share * (1.0 + alpha * x * (1.0 - share))
+
+
+_compiled_forward, _compiled_backward = jit_fuser(_forward), jit_fuser(_backward)

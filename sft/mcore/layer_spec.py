@@ -1,0 +1,46 @@
+"""The modules of one transformer layer: those of the attention backend, with this trainer's layer, experts and MLP."""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer import ModuleSpec
+
+from sft.config import Config
+from sft.mcore.attention.backend import AttentionBackend
+from sft.mcore.experts import ExpertLayer, Router
+from sft.mcore.gated_activation import GatedActivation
+from sft.mcore.layer import Layer
+
+
+def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
+    """The modules of one transformer layer."""
+    model, train = config.model, config.train
+    spec, is_selective = backend.layer_spec(), train.recompute == "selective"
+    spec.module = Layer
+    spec.params = {
+        "residual_multiplier": model.residual_multiplier,
+        "output_norm": backend.final_norm if model.norm_placement == "post" else None,
+    }
+    if model.moe.num_experts:
+        return _with_experts(spec, recompute=is_selective, activation=GatedActivation.fields(model))
+    if GatedActivation.fields(model):
+        _mlp_submodules(spec).activation_func = GatedActivation.spec(model)
+    spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
+    return spec
+
+
+def _mlp_submodules(spec: ModuleSpec) -> Any:
+    mlp = spec.submodules.mlp
+    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
+
+
+def _with_experts(spec: ModuleSpec, **of_experts: Any) -> ModuleSpec:
+    mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
+    # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
+    spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
+    _mlp_submodules(spec).router = Router
+    if isinstance(mlp, ModuleSpec):  # up to core 0.18
+        mlp.module, mlp.params = ExpertLayer, of_experts
+    else:
+        spec.submodules.mlp = partial(ExpertLayer, **mlp.keywords, **of_experts)
+    return spec

@@ -1,0 +1,107 @@
+"""Gated activations: values and gradients are transformers', and only the output of linear_fc1 is saved."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from sft.mcore.gated_activation import GatedActivation
+from tests.builders import RECIPE, parsed, refusal_lines
+
+FLOAT64 = dict(rtol=1e-12, atol=1e-12)  # both sides compute in float64
+LIMIT, ALPHA, ROWS, WIDTH = 0.7, 1.702, 40, 6  # half of the gates and ups are beyond the limit
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    output: Tensor = ACT2FN["gelu_pytorch_tanh"](gate) * up
+    return output
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    experts: Any = SimpleNamespace(limit=LIMIT, alpha=ALPHA)
+    interleaved = torch.stack([gate, up], -1).flatten(-2)
+    return GptOssExperts._apply_gate(experts, interleaved)
+
+
+KINDS = {
+    "geglu": (GatedActivation(kind="geglu", limit=None, alpha=None), geglu),
+    "clamped_swiglu": (GatedActivation(kind="clamped_swiglu", limit=LIMIT, alpha=ALPHA), clamped_swiglu),
+}
+
+
+def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output of linear_fc1, its bias, weights of rows in at least fp32, gradient."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = (ROWS, 2 * WIDTH), (2 * WIDTH,), (ROWS,), (ROWS, WIDTH)
+    x, bias, weights, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    wide = torch.promote_types(dtype, torch.float32)
+    return x.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_(), weights.to(wide).requires_grad_(), grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_bias, is_weighted", [(False, False), (True, True)])
+def test_values_and_gradients_are_those_of_transformers(kind: str, has_bias: bool, is_weighted: bool) -> None:
+    compute, reference = KINDS[kind]
+    results = []
+    for is_reference in (False, True):
+        x, bias, weights, grad = operands(torch.float64)
+        if is_reference:
+            gate, up = (x + bias if has_bias else x).chunk(2, -1)
+            output = reference(gate, up) * (weights[:, None] if is_weighted else 1.0)
+        else:
+            output = compute(x, bias if has_bias else None, weights if is_weighted else None)
+        output.backward(grad)
+        results.append((output, x.grad, bias.grad, weights.grad))
+    for computed, expected in zip(*results, strict=True):
+        assert (computed is None) is (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(computed, expected, **FLOAT64)
+
+
+def test_written_out() -> None:
+    """limit 2, alpha 1: gate 3 counts as 2, up -5 as -2; (-2 + 1) * 2 * sigmoid(2).  Then gelu(1) * 2."""
+    clamped = GatedActivation(kind="clamped_swiglu", limit=2.0, alpha=1.0)
+    assert clamped(torch.tensor([[3.0, -5.0]])).item() == pytest.approx(-2 * 0.880797, abs=1e-5)
+    assert KINDS["geglu"][0](torch.tensor([[1.0, 2.0]])).item() == pytest.approx(2 * 0.841192, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_computed_in_fp32_and_rounded_once(kind: str) -> None:
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        narrow, bias, weights, grad = operands(torch.bfloat16)
+        x, b = (tensor.detach().to(dtype).requires_grad_() for tensor in (narrow, bias))
+        output = KINDS[kind][0](x, b, weights)
+        assert output.dtype is dtype
+        output.backward(grad.bfloat16().to(dtype))
+        results.append((output, x.grad, b.grad, weights.grad))
+    for low, high in zip(*results, strict=True):
+        assert torch.equal(low, high.to(low.dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_output_of_linear_fc1_is_saved(kind: str) -> None:
+    saved: list[int] = []
+    x, bias, weights, _ = operands(torch.bfloat16)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        KINDS[kind][0](x, bias, weights)
+    assert saved == [x.data_ptr(), bias.data_ptr(), weights.data_ptr()]
+
+
+def test_the_keys_of_the_activation_fit_together() -> None:
+    alone = refusal_lines(RECIPE, "model.activation_limit=7")
+    assert any("model.activation_limit" in line and "has no effect" in line for line in alone)
+    without = refusal_lines(RECIPE, "model.activation=clamped_swiglu", "model.activation_alpha=1.702")
+    assert any("model.activation_limit" in line and "is required" in line for line in without)
+    on_te = refusal_lines(RECIPE, "model.activation=geglu", "attention.backend=te")
+    assert any("model.activation = geglu" in line for line in on_te)
+    assert parsed("model.activation=geglu").config.model.activation == "geglu"

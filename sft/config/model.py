@@ -16,6 +16,8 @@ _LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_
 class RopeConfig(Section):
     base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base period (theta) of the rotary embedding."""
+    fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Part of each head that is rotated, from its first number on (Qwen3-Next: 0.25)."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Method that changes the frequencies for contexts beyond `original_max_position`."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
@@ -42,7 +44,7 @@ class RopeConfig(Section):
     @property
     def of_windows(self) -> "RopeConfig | None":
         """The positions of layers with a sliding window, if they have a base of their own."""
-        return None if self.window_base is None else RopeConfig(base=self.window_base)
+        return None if self.window_base is None else RopeConfig(base=self.window_base, fraction=self.fraction)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         plain = self.scaling == "none"
@@ -168,6 +170,8 @@ class ModelConfig(Section):
             yield "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"
         if width % 2 == 1 and not uneven:
             yield "head_dim", f"makes heads of width {width}, but rotary positions need an even width"
+        if self.rotary_dim % 2 == 1 or self.rotary_dim == 0:
+            yield "rope.fraction", f"rotates {self.rotary_dim} of {width} numbers of a head; the number must be even"
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
@@ -206,6 +210,11 @@ class ModelConfig(Section):
     def resolved_head_dim(self) -> int:
         """Width of a head: `head_dim`, or hidden_size / num_attention_heads."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.resolved_head_dim * self.rope.fraction)
 
     @property
     def resolved_query_groups(self) -> int:

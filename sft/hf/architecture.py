@@ -124,7 +124,7 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     if family.rope_by_layer_type:
         positions, window_base, wrong = by_layer_type(positions, base)
         problems += wrong
-    rope, wrong = rope_of(positions, base, family.rope_keys)
+    rope, wrong = rope_of(positions, base, family.rope_keys, family.rope_fraction)
     problems += wrong
     if family.rope_by_layer_type:
         rope["window_base"] = window_base
@@ -183,7 +183,7 @@ def write_back(
         # Outside of rope_parameters, these keys would override the values inside it.
         outer = ("original_max_position_embeddings", *(("rope_theta", "rope_scaling") if is_new else ()))
         changed = {key: value for key, value in changed.items() if key not in outer} | written(
-            now.rope, is_new=is_new, names=family.rope_keys, by_type=family.rope_by_layer_type
+            now.rope, is_new=is_new, **_form(family)
         )
     if seq_length is not None and isinstance(content.get(_LONGEST), int):
         changed[_LONGEST] = max(content[_LONGEST], seq_length)
@@ -214,6 +214,8 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
     """One line for each option with a value that our model does not support."""
     problems = []
     for name, allowed in family.options.items():
+        if name == "partial_rotary_factor" and family.rope_fraction is not None:
+            continue
         value = content.get(name, family.defaults.get(name, allowed[0]))
         if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed):
             absent = "" if name in content else " (the default of transformers)"
@@ -262,8 +264,13 @@ def _resolved(model: ModelConfig, vocab_size: int, family: Family) -> dict[str, 
         derived["ffn_hidden_size"] = model.resolved_expert_ffn
     keys = (*family.keys, *family.computed)
     own = {key: derived[key] if key in derived else attrgetter(key)(model) for key in keys}
-    rope = written(model.rope, is_new=True, names=family.rope_keys, by_type=family.rope_by_layer_type)
-    return own | {"rope": rope}
+    return own | {"rope": written(model.rope, is_new=True, **_form(family))}
+
+
+def _form(family: Family) -> dict[str, Any]:
+    """Arguments of `written`."""
+    is_partial = family.rope_fraction is not None
+    return dict(names=family.rope_keys, is_partial=is_partial, by_type=family.rope_by_layer_type)
 
 
 def _same_family(family: Family, now: ModelConfig, path: str) -> None:

@@ -195,6 +195,7 @@ class Family:
     other_rules  rules for other names or shapes under which files store the same model
     text_config  whether the keys of the language model stand in the group text_config of config.json
     has_mrope    whether rotary positions have sections for time, height and width, which are equal for text
+    rope_fraction  partial_rotary_factor of a config.json that has none; None: the family rotates whole heads
     rope_by_layer_type  whether rope_parameters has a group for each type of layer, and scaled positions are those of
         layers with full attention
     text_type    model_type in text_config, for a family whose language model may be of several types
@@ -216,6 +217,7 @@ class Family:
     text_config: Literal["none", "required", "optional"] = "none"
     text_type: str = ""
     has_mrope: bool = False
+    rope_fraction: float | None = None
     rope_by_layer_type: bool = False
     passed_through: tuple[str, ...] = ()
 
@@ -229,6 +231,7 @@ class Family:
         """Keys of `model.*` that are equal in all models of the family, and their values."""
         own = {*self.keys, *self.computed, *(f"rope.{name}" for name in self.rope_keys.values())}
         own |= {"rope.window_base"} if self.rope_by_layer_type else set()
+        own |= {"rope.fraction"} if self.rope_fraction is not None else set()
         return {key: value for key, value in {**PLAIN, **self.implied}.items() if key not in own}
 
     @property

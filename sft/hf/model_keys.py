@@ -30,6 +30,7 @@ PLAIN: dict[str, Any] = {
         *(
             "moe.shared_ffn_hidden_size",
             "moe.shared_gate",
+            "rope.fraction",
             "rope.skip_layers",
             "rope.query_scale_beta",
             "rope.window_base",

@@ -14,7 +14,7 @@ from sft.config import RopeConfig
 from sft.hf.families.windows import FULL, SLIDING
 
 _KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 _READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the same name in a recipe
     "none": (),
     "linear": ("factor",),
@@ -24,7 +24,7 @@ _READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the 
 _REQUIRED = {"none": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
 # Keys, and the values at which they have no effect.  Our model does not support any other value of these keys.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (None, 1.0),
+    _FRACTION: (None, 1.0),
     "truncate": (None, True),
     "mscale": (None,),
     "mscale_all_dim": (None,),
@@ -33,12 +33,16 @@ _MSCALE = ("mscale", "mscale_all_dim")  # yarn: together they give the attention
 
 
 def rope_of(
-    content: Mapping[str, Any], default_base: float = 10000.0, names: Mapping[str, str] = MappingProxyType({})
+    content: Mapping[str, Any],
+    default_base: float = 10000.0,
+    names: Mapping[str, str] = MappingProxyType({}),
+    fraction: float | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The keys below `model.rope`, and a list of problems.
 
     default_base: used if config.json has none
     names: keys that the group must have besides those of its scaling, and our names of them
+    fraction: partial_rotary_factor if config.json has none; None: only whole heads are rotated
 
     {"rope_theta": 500000.0, "rope_scaling": None} -> {"base": 500000.0, "scaling": "none"}, []
     """
@@ -53,6 +57,7 @@ def rope_of(
         return {"base": base}, [f"rope_type = {json.dumps(named)} is not supported, only {', '.join(_KINDS)}"]
     problems = []
     known = {*_READ[kind], "rope_type", "type", "rope_theta", "max_position_embeddings", *names}
+    known |= {_FRACTION} if fraction is not None else set()
     known |= {_ORIGINAL} if kind in ("llama3", "yarn") or names else set()
     mscale = [number for name in _MSCALE if isinstance(number := group.get(name), (int, float)) and number > 0]
     if kind == "yarn" and len(mscale) == len(_MSCALE):
@@ -81,6 +86,8 @@ def rope_of(
     own = {ours: group[name] for name, ours in names.items() if name in group}
     if own:
         rope["original_max_position"] = _first(content.get(_ORIGINAL), group.get(_ORIGINAL))
+    if fraction is not None:
+        own["fraction"] = _first(group.get(_FRACTION), content.get(_FRACTION), fraction)
     return {"base": base, "scaling": kind, **rope, **own}, problems
 
 
@@ -103,11 +110,17 @@ def by_layer_type(content: Mapping[str, Any], default_base: float) -> tuple[dict
 
 
 def written(
-    rope: RopeConfig, *, is_new: bool, names: Mapping[str, str] = MappingProxyType({}), by_type: bool = False
+    rope: RopeConfig,
+    *,
+    is_new: bool,
+    names: Mapping[str, str] = MappingProxyType({}),
+    is_partial: bool = False,
+    by_type: bool = False,
 ) -> dict[str, Any]:
     """The keys of config.json for these positions.
 
     is_new: whether to use the form of transformers 5; names: as for `rope_of`
+    is_partial: whether to write the part of each head that is rotated
     by_type: whether the form of transformers 5 has a group for each type of layer
 
     base 1e6, yarn with factor 4 -> {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ...}}
@@ -118,12 +131,13 @@ def written(
     scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
     if rope.scaling in ("llama3", "yarn") or names:
         scaling[_ORIGINAL] = rope.original_max_position
+    part = {_FRACTION: rope.fraction} if is_partial else {}
     if is_new and by_type:
         sliding = {"rope_type": "default", "rope_theta": rope.window_base or rope.base}
         return {"rope_parameters": {FULL: {"rope_theta": rope.base, **scaling}, SLIDING: sliding}}
     if is_new:
-        return {"rope_parameters": {"rope_theta": rope.base, **scaling}}
-    return {"rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}
+        return {"rope_parameters": {"rope_theta": rope.base, **scaling, **part}}
+    return {**part, "rope_theta": rope.base, "rope_scaling": None if rope.scaling == "none" else scaling}
 
 
 def _first(*values: Any) -> Any:

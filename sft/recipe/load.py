@@ -24,7 +24,8 @@ from sft.hf.architecture import model_keys
 from sft.recipe.resolved import Origin, Recipe, derived, printable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_NOT_POSITIONS = ("skip_layers", "query_scale_beta", "window_base")  # keys of model.rope that a recipe may not change
+# Keys of model.rope that a recipe may not change.
+_NOT_POSITIONS = ("fraction", "skip_layers", "query_scale_beta", "window_base")
 _MAX_BYTES = 1 << 20  # a larger file is probably a data file given by mistake
 
 

@@ -233,3 +233,9 @@ def test_positions_begin_anew_with_every_document() -> None:
     rotation = choose(config("run.precision=fp32"), "cpu").documents(boundaries, 2, positions, 1, 0).rotation
     assert rotation is not None
     assert rotation.cos[:, 0, 0].tolist() == pytest.approx([1.0, 0.5403023, 1.0, 0.5403023], rel=1e-6)
+
+
+def test_frequencies_are_those_of_the_rotated_part_of_a_head() -> None:
+    """Heads of 16, of which the first 4 numbers are rotated: two pairs; angles of 1 and of 1 / 100 per position."""
+    backend = choose(config("model.rope.fraction=0.25"), "cpu")
+    assert backend.frequencies(torch.device("cpu")).tolist() == pytest.approx([1.0, 0.01])

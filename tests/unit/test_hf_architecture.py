@@ -34,6 +34,9 @@ LIKE_LLAMA = {
     "moe.shared_gate": False,
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
+    "activation": "swiglu",
+    **dict.fromkeys(("activation_limit", "activation_alpha")),
+    "rope.fraction": 1.0,
     "rope.query_scale_beta": None,
     "rope.window_base": None,
 }

@@ -13,6 +13,7 @@ from sft.config import ModelConfig, MoeConfig, RopeConfig
 from sft.errors import ConfigError
 from sft.flops import num_parameters
 from sft.hf.architecture import architecture, nested, write_back
+from sft.hf.rotary import rope_of, written
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE, parsed
 from tests.unit.fixtures import hf
@@ -224,3 +225,14 @@ def test_a_recipe_may_not_change_what_the_model_computes(tmp_path: Path, family:
 def test_values_that_exclude_each_other(overrides: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parsed(*overrides)
+
+
+def test_the_rotated_part_of_a_head() -> None:
+    """Of a family that rotates parts of heads: in rope_parameters, beside them, or the family's own; written back."""
+    places = [{"rope_parameters": {"partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}, {}]
+    for content, expected in zip(places, (0.5, 0.5, 0.25)):
+        values, problems = rope_of({"rope_theta": 1e4, **content}, fraction=0.25)
+        assert values["fraction"] == expected and not problems
+    rope = RopeConfig(fraction=0.5)
+    for is_new in (False, True):
+        assert rope_of(written(rope, is_new=is_new, is_partial=True), fraction=0.25)[0]["fraction"] == 0.5

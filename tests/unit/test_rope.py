@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3NextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding, apply_rotary_pos_emb
 
 from sft.config import ModelConfig, RopeConfig
 from sft.mcore.attention import rope
@@ -144,3 +145,43 @@ def test_angles_are_fp32_whatever_is_turned() -> None:
     assert turned.cos.flatten().tolist() == pytest.approx([-0.78688] * 2, rel=2**-8)
     assert turned.sin.flatten().tolist() == pytest.approx([0.61710] * 2, rel=2**-8)
     assert turned.apply(torch.ones(1, 1, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+# --- a part of each head -----------------------------------------------------------------------------------
+
+
+def part_of_heads() -> tuple[ModelConfig, torch.Tensor, torch.Tensor]:
+    """A model that rotates 6 of 8 numbers with YaRN, positions of a document, and queries [1, heads, t, 8]."""
+    config = RopeConfig(base=100.0, fraction=0.75, scaling="yarn", factor=4.0, original_max_position=64)
+    generator = torch.Generator().manual_seed(4)
+    return model_of(config, 8), torch.arange(50), torch.randn(1, 2, 50, 8, generator=generator)
+
+
+def test_a_part_of_each_head_is_rotated_as_in_transformers() -> None:
+    """YaRN's temperature is on the rotated numbers only, not on the whole product of query and key."""
+    model, positions, x = part_of_heads()
+    fields = dict(original_max_position_embeddings=64, partial_rotary_factor=0.75)
+    parameters = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, **fields}
+    theirs = Qwen3NextConfig(head_dim=8, hidden_size=16, num_attention_heads=2, rope_parameters=parameters)
+    cos, sin = Qwen3NextRotaryEmbedding(theirs)(x, positions[None])
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    inv_freq = rope.frequencies(model.rope, model.rotary_dim)
+    assert inv_freq.shape == (3,)
+    rotation = rope.Rotation.of(positions, inv_freq, torch.float32, model.rope)
+    torch.testing.assert_close(rotation.apply(x[0].transpose(0, 1)), expected[0].transpose(0, 1), rtol=0.0, atol=1e-5)
+    assert rope.softmax_scale(model) == rope.plain_scale(model)
+    assert rope.RotaryTable(inv_freq)(4).shape == (4, 1, 1, 6)
+
+
+def test_the_gradient_of_a_rotation_of_a_part() -> None:
+    model, positions, _ = part_of_heads()
+    rotation = rope.Rotation.of(positions, rope.frequencies(model.rope, 6), torch.float32, model.rope)
+    x, grad = torch.randn(50, 2, 8, requires_grad=True), torch.randn(50, 2, 8)
+    (expected,) = torch.autograd.grad(rotation.apply(x), x, grad)
+    torch.testing.assert_close(rotation.undo(grad), expected)
+
+
+@pytest.mark.parametrize("fraction, problem", [(0.1, "rotates 0 of 8"), (0.4, "rotates 3 of 8")])
+def test_an_odd_part_is_refused(fraction: float, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        model_of(RopeConfig(fraction=fraction), 8)

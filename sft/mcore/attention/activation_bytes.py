@@ -92,7 +92,7 @@ class PortableBytes(AttentionBytes):
             (2.0 if self.model.rope.window_base is None else 4.0)
             * self.rank.width
             * (pack / self.cp)
-            * self.model.resolved_head_dim
+            * self.model.rotary_dim
         )
 
     def local(self, tokens: float) -> float:
@@ -139,7 +139,7 @@ class TransformerEngineBytes(AttentionBytes):
 
     def rotary(self, pack: float) -> float:
         """Bytes of the fp32 angles of the longest document, which may be the whole pack."""
-        return float(FP32) * pack * self.model.resolved_head_dim
+        return float(FP32) * pack * self.model.rotary_dim
 
     def gathered(self, pack: float) -> float:
         """Bytes of gathered keys and values.  p2p holds the parts of two ranks, a2a the pack for the rank's heads.

@@ -45,7 +45,7 @@ class AttentionBackend(ABC):
         self.config, self.reason = config, reason
         self._ropes = {"all": config.model.rope, "windows": config.model.rope.of_windows}
         self._frequencies = {
-            layers: rope.frequencies(positions, config.model.resolved_head_dim)
+            layers: rope.frequencies(positions, config.model.rotary_dim)
             for layers, positions in self._ropes.items()
             if positions is not None
         }
@@ -100,7 +100,7 @@ class AttentionBackend(ABC):
         return Rotation.of(positions.flatten(), frequencies, params_dtype(self.config), positions_config)
 
     def frequencies(self, device: torch.device, layers: str = "all") -> Tensor:
-        """float32 [head_dim / 2].  layers: "windows" are those with model.rope.window_base"""
+        """float32 [rotary_dim / 2].  layers: "windows" are those with model.rope.window_base"""
         self._frequencies[layers] = self._frequencies[layers].to(device)  # copied the first time only
         return self._frequencies[layers]
 

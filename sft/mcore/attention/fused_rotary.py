@@ -25,8 +25,13 @@ def token_stride(config: Config) -> int:
 
 def why_not(config: Config) -> str | None:
     """The reason why the kernel cannot rotate this recipe's model or its longest packs; None if it can."""
-    if config.model.rope.skip_layers or config.model.rope.query_scale_beta is not None:
-        key = "skip_layers" if config.model.rope.skip_layers else "query_scale_beta"
+    rope = config.model.rope
+    unknown = {
+        "skip_layers": bool(rope.skip_layers),
+        "query_scale_beta": rope.query_scale_beta is not None,
+        "scaling = yarn with model.rope.fraction": rope.scaling == "yarn" and rope.fraction < 1.0,
+    }
+    for key in (name for name, is_used in unknown.items() if is_used):
         return f"rotary embedding in plain torch: Transformer Engine's fused kernel does not know model.rope.{key}"
     tokens, stride = config.data.seq_length // config.parallel.cp, token_stride(config)
     if tokens * stride <= _INT32_OFFSETS:

@@ -2,7 +2,8 @@
 
 Frequencies follow Hugging Face transformers, whose definitions match released weights: linear (Chen 2023), llama3
 (Llama 3.1), YaRN (Peng 2023).  YaRN multiplies queries and keys by a temperature.  This module multiplies the attention
-scale by the square of the temperature instead.
+scale by the square of the temperature instead, or if only a part of each head is rotated, sine and cosine by the
+temperature.
 """
 
 import math
@@ -15,31 +16,34 @@ from torch import Tensor
 from sft.config import ModelConfig, RopeConfig
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of dimensions: float32 [head_dim / 2].
+def frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """Angle per position of each pair of dimensions: float32 [rotary_dim / 2].
 
-    head_dim 4, base 10000, no scaling -> [1, 0.01]
+    rotary_dim 4, base 10000, no scaling -> [1, 0.01]
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / rope.base**exponent
     if rope.scaling == "none":
         return plain
     if rope.scaling == "linear":
         return plain / rope.factor
-    return _llama3(plain, rope) if rope.scaling == "llama3" else _yarn(plain, rope, head_dim)
+    return _llama3(plain, rope) if rope.scaling == "llama3" else _yarn(plain, rope, rotary_dim)
 
 
 def softmax_scale(model: ModelConfig) -> float:
-    """Factor on query-key products: `plain_scale` times YaRN's temperature squared."""
-    temperature, rope = 1.0, model.rope
-    if rope.scaling == "yarn":
-        temperature = rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
+    """Factor on query-key products: `plain_scale` times YaRN's temperature squared, if whole heads are rotated."""
+    temperature = _temperature(model.rope) if model.rope.fraction == 1.0 else 1.0
     return temperature**2 * plain_scale(model)
 
 
 def plain_scale(model: ModelConfig) -> float:
     """Factor on query-key products in layers without rotary positions."""
     return model.attention_multiplier or 1.0 / math.sqrt(model.resolved_head_dim)
+
+
+def _temperature(rope: RopeConfig) -> float:
+    """YaRN's factor on rotated queries and keys."""
+    return rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
@@ -51,18 +55,18 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return (1 - unscaled) * plain / rope.factor + unscaled * plain
 
 
-def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     assert rope.original_max_position is not None
 
     def dimension(turns: float) -> float:
         """The pair of dimensions that makes `turns` turns over the original context."""
         assert rope.original_max_position is not None
         ratio = rope.original_max_position / (turns * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(rope.base))
+        return rotary_dim * math.log(ratio) / (2 * math.log(rope.base))
 
     low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    high = min(math.ceil(dimension(rope.beta_slow)), rotary_dim - 1)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     scaled = ramp.clamp(0.0, 1.0)
     return plain / rope.factor * scaled + plain * (1 - scaled)
 
@@ -71,7 +75,8 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 class Rotation:
     """The rotation of queries and keys of a rank's tokens, made once per microbatch for all layers.
 
-    cos, sin [t, 1, head_dim]: the value of each pair of dimensions twice (rotate-half convention)
+    cos, sin [t, 1, rotary_dim]: the value of each pair of dimensions twice (rotate-half convention), times YaRN's
+        temperature if only a part of each head is rotated
     query_scale [t, 1, 1]: factor on rotated queries; None: no factor
     """
 
@@ -89,7 +94,8 @@ class Rotation:
             assert rope.original_max_position is not None
             multiples = (positions // rope.original_max_position).to(torch.float32)
             scale = (1.0 + rope.query_scale_beta * torch.log1p(multiples)).to(dtype)[:, None, None]
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), scale)
+        temperature = _temperature(rope) if rope.fraction < 1.0 else 1.0
+        return Rotation((temperature * angles.cos()).to(dtype), (temperature * angles.sin()).to(dtype), scale)
 
     def apply_to_query(self, query: Tensor) -> Tensor:
         rotated = self.apply(query)
@@ -100,12 +106,19 @@ class Rotation:
         return self.undo(grad if self.query_scale is None else grad * self.query_scale)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Rotates x [t, heads, head_dim]."""
-        return x * self.cos + _rotate_half(x) * self.sin
+        """Rotates the first rotary_dim numbers of each head of x [t, heads, head_dim]."""
+        return self._turned(x, self.sin)
 
     def undo(self, x: Tensor) -> Tensor:
-        """The inverse rotation of x [t, heads, head_dim]; it is also the backward of `apply`."""
-        return x * self.cos - _rotate_half(x) * self.sin
+        """The backward of `apply`, for x [t, heads, head_dim].  Without a temperature it is the inverse rotation."""
+        return self._turned(x, -self.sin)
+
+    def _turned(self, x: Tensor, sin: Tensor) -> Tensor:
+        width = self.cos.shape[-1]
+        if width == x.shape[-1]:
+            return x * self.cos + _rotate_half(x) * sin
+        first = x[..., :width]
+        return torch.cat((first * self.cos + _rotate_half(first) * sin, x[..., width:]), dim=-1)
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -132,7 +145,7 @@ class RotaryTable(torch.nn.Module):
         return length
 
     def forward(self, length: int, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
-        """float32 [length, 1, 1, head_dim]: the angle of each pair of dimensions, twice (rotate-half convention)."""
+        """float32 [length, 1, 1, rotary_dim]: the angle of each pair of dimensions, twice (rotate-half convention)."""
         if self.table.shape[0] < length:
             angles = torch.outer(torch.arange(length, dtype=torch.float32, device=self.inv_freq.device), self.inv_freq)
             self.table = torch.cat((angles, angles), dim=-1)[:, None, None, :]

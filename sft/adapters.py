@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 
 _ANY = ".*."  # of a name: stands for the number of an expert
+_LAYERS, _EXPERTS = "decoder.layers.", ".experts.experts."  # of keys
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # The other weights, such as norms and routers, are whole on every tensor-parallel rank.
 _SPLIT = (
@@ -88,8 +89,8 @@ def names_of(name: str, experts: Iterable[int]) -> list[str]:
 class Weight:
     """One of our weights, as a part of a tensor of a checkpoint.
 
-    key      "decoder.layers.mlp.linear_fc1.weight"
-    index    its layer, and its expert in the layer; () outside of layers
+    key      "decoder.layers.mlp.linear_fc1.weight"; "decoder.layers.3.mlp.linear_fc1.weight" if layers are not stacked
+    index    its layer if layers are stacked, and its expert in the layer; () if there are none
     shape    without rows of padding
     """
 
@@ -102,8 +103,17 @@ class Weight:
         return prod(self.shape)
 
     @property
+    def layer(self) -> int | None:
+        """Counted from 0; None outside of layers."""
+        _, is_in_layers, name = self.key.rpartition(_LAYERS)
+        number = name.partition(".")[0]
+        if not is_in_layers:
+            return None
+        return int(number) if number.isdecimal() else self.index[0]
+
+    @property
     def is_expert(self) -> bool:
-        return len(self.index) == 2
+        return _EXPERTS in self.key
 
     @property
     def is_split(self) -> bool:

@@ -163,7 +163,7 @@ class TrainFlops:
         if trained.whole is None:
             return TrainFlops(6.0 * layers, 6.0 * head, AttentionCost.of(model))
         share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # of the experts, which a token uses
-        matrices = [weight for weight in trained.whole if weight.index and len(weight.shape) > 1]
+        matrices = [weight for weight in trained.whole if weight.layer is not None and len(weight.shape) > 1]
         used = sum(weight.size * (share if weight.is_expert else 1.0) for weight in matrices)
         factors = sum(weight.num_trained(rank) * (share if weight.num_experts else 1.0) for weight in trained.adapted)
         trains_head = any(weight.key == (EMBEDDING if model.tie_embeddings else HEAD) for weight in trained.whole)

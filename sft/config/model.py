@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.config.section import UNREPORTED, Path, Positive, Section, divisors
 
 # Switches and numbers of YAML 1.1 and Python that YAML 1.2 reads as text: yes, off, None, 010, 1_000, 1:30.
 RANDOM = "random"  # of init_from; a folder of this name is ./random
+LayerKind = Literal["full attention", "linear attention"]
 _LOOKALIKE = re.compile(r"(?i:y|n|yes|no|on|off|none|true|false)|[-+]?[0-9][0-9_:.xobA-Fa-f]*")
 
 
@@ -150,6 +152,10 @@ class ModelConfig(Section):
     """Layers with a sliding window, counted from 1; null means all layers, if sliding_window is set."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
     """Limit of attention scores: softcap * tanh(score / softcap) (Gemma 2); null means no limit."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention by sigmoid(gate), a projection of the token, before the output projection."""
+    linear_attention: LinearAttentionConfig = LinearAttentionConfig()
+    """Layers with linear attention (Gated DeltaNet)."""
     rope: RopeConfig = RopeConfig()
     """Rotary position embedding."""
     moe: MoeConfig = MoeConfig()
@@ -191,6 +197,15 @@ class ModelConfig(Section):
             yield "rope.window_base", "has no effect without sliding_window"
         if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
+        linear = self.linear_attention.layers
+        if linear or self.attention_output_gate:
+            yield "linear_attention.layers" if linear else "attention_output_gate", "is not supported yet"
+        if linear and linear[-1] > self.num_layers:
+            yield "linear_attention.layers", f"names layer {linear[-1]} of {self.num_layers}"
+        if linear and self.sliding_window is not None:
+            yield "sliding_window", "is not supported with linear_attention.layers; use null"
+        if linear and self.norm_placement != "pre":
+            yield "norm_placement", "must be pre with linear_attention.layers"
         for name, value in self.megatron.items():
             # YAML 1.2 reads these words as text, but the user probably means a switch or a number.
             if isinstance(value, str) and _LOOKALIKE.fullmatch(value):
@@ -226,6 +241,15 @@ class ModelConfig(Section):
         has_window = self.sliding_window_layers is None or layer_number in self.sliding_window_layers
         return self.sliding_window if has_window else None
 
+    def kind_of(self, layer_number: int) -> LayerKind:
+        """The kind of a layer, counted from 1."""
+        return "linear attention" if layer_number in self.linear_attention.layers else "full attention"
+
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether a checkpoint has one tensor for the same weight of all layers: only if all are of one kind."""
+        return not self.linear_attention.layers
+
     @property
     def num_window_layers(self) -> int:
         """Layers with a sliding window."""
@@ -238,6 +262,7 @@ class ModelConfig(Section):
             "model.norm_placement = post": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
+            "model.linear_attention": bool(self.linear_attention.layers),
             "model.attention_softcap": self.attention_softcap is not None,
             f"model.activation = {self.activation}": self.activation != "swiglu",
         }

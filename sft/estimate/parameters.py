@@ -62,7 +62,7 @@ def vocab_rows(vocab_size: int, tp: int) -> float:
 
 def trains_layers(trained: Trained) -> bool:
     """Whether matrices of layers are trained themselves, so that backward computes their gradients."""
-    return trained.whole is None or any(weight.index and len(weight.shape) > 1 for weight in trained.whole)
+    return trained.whole is None or any(weight.layer is not None and len(weight.shape) > 1 for weight in trained.whole)
 
 
 def _factors(config: Config, layout: Layout, stage: int, trained: Trained) -> Numbers:
@@ -89,8 +89,8 @@ def _whole(model: ModelConfig, layout: Layout, vocab_size: int, stage: int, trai
 
 
 def _is_on(weight: Weight, model: ModelConfig, layout: Layout, stage: int) -> bool:
-    if weight.index:
-        return _stage_of(weight.index[0], model, layout) == stage
+    if weight.layer is not None:
+        return _stage_of(weight.layer, model, layout) == stage
     is_first, is_last = stage == 0, stage == layout.pp - 1
     return (is_first or (is_last and model.tie_embeddings)) if weight.key == EMBEDDING else is_last
 

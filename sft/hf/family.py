@@ -1,11 +1,9 @@
 """A family of models, with a table that maps its Hugging Face tensors to Megatron's.  Import and export use this table.
 
 A rule names one tensor of our model, and the parts of Hugging Face tensors that our tensor consists of.  Our names are
-those of Transformer Engine, where a norm belongs to the projection that follows it.  Hugging Face names and shapes are
-those of the files, which may differ from those in the memory of transformers.  Letters stand for the sizes in a shape:
-
-    v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
-    q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
+those of Transformer Engine, where a norm belongs to the projection that follows it.  `tensor_view.py` explains the
+letters of a shape.  If all layers are of one kind, our tensors stack them along the first axis.  If not, each layer has
+its own tensors, under the names that megatron-core gives them in such models.  The experts of a layer are stacked.
 
 `TensorMapping.spans` gives the offsets of Hugging Face rows in our tensor.  `families/` declares the families.
 """
@@ -16,84 +14,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from sft.config import ModelConfig
+from sft.config.model import LayerKind
 from sft.hf.model_keys import PLAIN, Computed
+from sft.hf.tensor_view import EXPERT, LAYER, HfTensor, HfView, View
 
-# Placeholders in Hugging Face names: the number of a layer, and the number of an expert in a layer.  Our tensors stack
-# all layers along the first axis, and the experts of each layer along the second axis.
-LAYER, EXPERT = "{i}", "{e}"
+_LAYERS = "decoder.layers."
 Form = Literal["rows", "groups", "vocabulary"]
-
-
-@dataclass(frozen=True)
-class HfTensor:
-    """A tensor as it is stored in a file, whole."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class HfView:
-    """Rows `first` to `first + num_rows` of one matrix of a stored tensor, or of a vector.
-
-    index: the matrix is `tensor[index]`; (3,) is the fourth expert of a tensor [experts, rows, columns]
-    transposed: rows are counted in the transposed matrix, so that they are columns of the stored one
-
-    first 4, 2 rows, transposed, of a tensor [8, 6] -> the columns 4 and 5 as a matrix [2, 8]
-    """
-
-    tensor: HfTensor
-    index: tuple[int, ...]
-    first: int
-    num_rows: int
-    transposed: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        matrix = self.tensor.shape[len(self.index) :]
-        return (self.num_rows, *(matrix[:1] if self.transposed else matrix[1:]))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the view is the tensor itself."""
-        return not self.index and not self.transposed and self.shape == self.tensor.shape
-
-
-@dataclass(frozen=True)
-class View:
-    """An `HfView` in a rule, with placeholders in the name and letters in the shape.
-
-    shape: of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values; "x h e+e" is one matrix for
-        each expert, with columns of gate, then up.
-    part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
-    """
-
-    name: str
-    shape: str
-    part: int = 0
-    transposed: bool = False
-
-    @property
-    def stacks_experts(self) -> bool:
-        return len(self.shape.split()) == 3
-
-    def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
-        """The view of this layer and expert.  sizes: by letter"""
-        axes = [[sizes[letter] for letter in axis.split("+")] for axis in self.shape.split()]
-        index = (expert,) if self.stacks_experts and expert is not None else ()
-        parts = axes[-1] if self.transposed else axes[len(index)]
-        name = self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
-        return HfView(
-            tensor=HfTensor(name, tuple(sum(axis) for axis in axes)),
-            index=index,
-            first=sum(parts[: self.part]),
-            num_rows=parts[self.part],
-            transposed=self.transposed,
-        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +36,7 @@ class Rule:
     views: tuple[View, ...]
     form: Form = "rows"
     is_head: bool = False  # stored only if the output is not tied to the embedding
+    kind: LayerKind | None = None  # of the layers that have the tensor; None: all layers
 
     @property
     def in_layers(self) -> bool:
@@ -137,11 +64,14 @@ class RowSpan:
 class TensorMapping:
     """One layer and expert of one of our tensors, and the views of Hugging Face tensors that this part consists of.
 
+    layer, expert: counted from 0; None: the tensor is outside of layers, or of experts
     stack: sizes of the layer axis and the expert axis of our whole tensor, if it has them
     stack_index: the layer and the expert, as indices on these axes
     """
 
     key: str
+    layer: int | None
+    expert: int | None
     stack: tuple[int, ...]
     stack_index: tuple[int, ...]
     sources: tuple[HfView, ...]
@@ -169,8 +99,10 @@ class TensorMapping:
         for group in range(num_groups):
             for source, view in enumerate(self.sources):
                 group_rows = view.num_rows // num_groups
-                spans.append(RowSpan(source, group * group_rows, group_rows, target))
-                target += group_rows
+                step = min(group_rows, view.rows_of_block)  # a span lies in one block of the stored tensor
+                for start in range(group * group_rows, (group + 1) * group_rows, step):
+                    spans.append(RowSpan(source, start, step, target))
+                    target += step
         if num_rows is not None and num_rows > target:
             spans.append(RowSpan(None, 0, num_rows - target, target))
         return spans
@@ -262,33 +194,59 @@ class Family:
 
     def mappings(self, model: ModelConfig, vocab_size: int) -> Iterator[TensorMapping]:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
-        sizes = {
-            "v": vocab_size,
-            "h": model.hidden_size,
-            "f": model.ffn_hidden_size,
-            "x": model.moe.num_experts or 0,
-            "e": model.resolved_expert_ffn,
-            "q": model.num_attention_heads * model.resolved_head_dim,
-            "k": model.resolved_query_groups * model.resolved_head_dim,
-            "d": model.resolved_head_dim,
-            "s": model.moe.shared_ffn_hidden_size or 0,
-            "1": 1,
-        }
+        sizes = _sizes(model, vocab_size)
         rules = [rule for rule in self.rules if not (rule.is_head and model.tie_embeddings)]
         for layer in (None, *range(model.num_layers)):
             for rule in rules:
-                if rule.in_layers is (layer is not None):
+                if rule.in_layers is (layer is not None) and _has(model, layer, rule):
                     for expert in range(sizes["x"]) if rule.in_experts else (None,):
-                        axes = ((layer, model.num_layers), (expert, sizes["x"]))
+                        axes = [(layer, model.num_layers), (expert, sizes["x"])]
                         numbered = [(number, count) for number, count in axes if number is not None]
+                        if not model.stacks_layers:
+                            numbered = numbered[1:]
                         yield TensorMapping(
-                            key=rule.ours,
+                            key=rule.ours if model.stacks_layers else _of_layer(rule.ours, layer),
+                            layer=layer,
+                            expert=expert,
                             stack=tuple(count for _, count in numbered),
                             stack_index=tuple(number for number, _ in numbered),
                             sources=tuple(view.of(layer, expert, sizes) for view in rule.views),
                             form=rule.form,
                             num_groups=model.resolved_query_groups,
                         )
+
+
+def _sizes(model: ModelConfig, vocab_size: int) -> dict[str, int]:
+    """By letter (`tensor_view.py`)."""
+    linear = model.linear_attention
+    return {
+        "v": vocab_size,
+        "h": model.hidden_size,
+        "f": model.ffn_hidden_size,
+        "x": model.moe.num_experts or 0,
+        "e": model.resolved_expert_ffn,
+        "q": model.num_attention_heads * model.resolved_head_dim,
+        "k": model.resolved_query_groups * model.resolved_head_dim,
+        "d": model.resolved_head_dim,
+        "a": model.num_attention_heads,
+        "s": model.moe.shared_ffn_hidden_size or 0,
+        "K": linear.key_width,
+        "V": linear.value_width,
+        "n": linear.num_key_heads or 0,
+        "m": linear.num_value_heads or 0,
+        "u": linear.value_head_dim,
+        "c": linear.conv_kernel,
+        "1": 1,
+    }
+
+
+def _has(model: ModelConfig, layer: int | None, rule: Rule) -> bool:
+    return layer is None or rule.kind in (None, model.kind_of(layer + 1))
+
+
+def _of_layer(key: str, layer: int | None) -> str:
+    """decoder.layers.mlp.linear_fc2.weight, layer 3 -> decoder.layers.3.mlp.linear_fc2.weight"""
+    return key if layer is None else key.replace(_LAYERS, f"{_LAYERS}{layer}.", 1)
 
 
 def views_by_tensor(mappings: Iterable[TensorMapping]) -> dict[HfTensor, list[tuple[TensorMapping, int]]]:

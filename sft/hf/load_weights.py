@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sft.console import Console
 from sft.errors import CheckpointError
-from sft.hf.family import HfView, TensorMapping
+from sft.hf.family import TensorMapping
 from sft.hf.safetensors_files import SafetensorsFolder
 from sft.hf.source import Source
+from sft.hf.tensor_view import HfView
 from sft.mcore.checkpoint_io import torch_dist_files
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
@@ -43,7 +44,7 @@ class Shard(Protocol):
 class Piece:
     """Rows of a view that become a part of a parameter.
 
-    target: [rows] or [rows, columns]; view: None means zeros
+    target: [rows] or [rows, columns, ...]; the rows are consecutive rows of the stored tensor; view: None means zeros
     """
 
     target: Tensor
@@ -108,7 +109,7 @@ def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
             else:
                 stored.read_rows(
                     piece.view.name,
-                    piece.view.first + piece.first_row,
+                    piece.view.row(piece.first_row),
                     piece.target,
                     index=piece.view.index,
                     transposed=piece.view.transposed,

@@ -58,7 +58,7 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
         raise ConfigError(
             f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
         )
-    of_all_experts = (mapping for mapping in mappings if not any(mapping.stack_index[1:]))
+    of_all_experts = (mapping for mapping in mappings if not mapping.expert)
     weights = (_adapted(mapping, model, chosen) for mapping in of_all_experts)
     return [weight for weight in weights if weight.adapters]
 
@@ -76,7 +76,7 @@ def _kind(mapping: TensorMapping) -> str:
     """`linear`, `expert`, or the reason why the weight cannot have an adapter."""
     if mapping.key.endswith(_SHARED_GATE):
         return "megatron-core multiplies with this weight outside of a linear layer"
-    if len(mapping.stack_index) == 2:
+    if mapping.expert is not None:
         is_stacked = any(view.index for view in mapping.sources)
         return "the files of this model hold all experts in one tensor" if is_stacked else "expert"
     return "linear"
@@ -129,12 +129,12 @@ def is_match(target: str, name: str) -> bool:
 
 def _adapted(mapping: TensorMapping, model: ModelConfig, chosen: Collection[str]) -> AdaptedWeight:
     """mapping: of a weight outside of experts, or of the first expert of a layer"""
-    layer, *expert = mapping.stack_index
-    num_experts = (model.moe.num_experts or 0) if expert else 0
+    num_experts = 0 if mapping.expert is None else model.moe.num_experts or 0
+    assert mapping.layer is not None
     adapters = (Adapter(name=_of_all(name), parts=parts) for name, parts in _linears(mapping).items())
     return AdaptedWeight(
-        module=mapping.key.removeprefix(_LAYERS).removesuffix(_WEIGHT),
-        layer=layer,
+        module=mapping.key.removeprefix(_LAYERS).removeprefix(f"{mapping.layer}.").removesuffix(_WEIGHT),
+        layer=mapping.layer,
         num_experts=num_experts,
         part_rows=tuple(view.num_rows for view in mapping.sources),
         num_columns=mapping.row_shape[0],

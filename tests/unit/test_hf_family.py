@@ -1,5 +1,6 @@
 """How rows of their tensors lie in ours, and which tensors a family has."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import pytest
 from safetensors.torch import load_file
 
 from sft.config import ModelConfig, MoeConfig
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.hf.convert.import_hf import split_into_blocks
 from sft.hf.families import FAMILIES
-from sft.hf.family import HfTensor, HfView, RowSpan, TensorMapping, View, views_by_tensor
+from sft.hf.family import RowSpan, TensorMapping, views_by_tensor
 from sft.hf.tensor_check import fold_by_layer
+from sft.hf.tensor_view import HfTensor, HfView, View
 from tests.unit.fixtures import hf
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2)
@@ -23,7 +26,7 @@ def whole(name: str, *shape: int) -> HfView:
 
 def item(form: str, *rows: int) -> TensorMapping:
     sources = tuple(whole(f"part{i}", count, 8) for i, count in enumerate(rows))
-    place: dict[str, Any] = dict(stack=(2,), stack_index=(0,))
+    place: dict[str, Any] = dict(layer=0, expert=None, stack=(2,), stack_index=(0,))
     return TensorMapping(key="ours", **place, sources=sources, form=form, num_groups=2)  # type: ignore[arg-type]
 
 
@@ -97,7 +100,7 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
         for mapping, number in parts:
             view = mapping.sources[number]
             matrix = covered[view.index].T if view.transposed else covered[view.index]
-            matrix[view.first : view.first + view.num_rows] += 1
+            matrix[[view.row(number) for number in range(view.num_rows)]] += 1
         assert (covered == 1).all(), f"{tensor.name}: the views do not contain every number once"
 
 
@@ -154,3 +157,36 @@ def test_a_dense_layer_written_out() -> None:
     fc1 = mappings[f"{layers}.mlp.linear_fc1.weight"]
     assert fc1.sources == tuple(whole(f"{theirs}.mlp.{name}_proj.weight", 12, 8) for name in ("gate", "up"))
     assert fc1.spans() == [RowSpan(0, 0, 12, 0), RowSpan(1, 0, 12, 12)]
+
+
+def test_a_view_of_blocks_written_out() -> None:
+    """Two heads of width 2, each with rows of queries, then rows of gates: rows 2, 3, 6 and 7 are gates."""
+    view = View("q_proj", "q+q h", part=1, blocks="a").of(0, None, {"q": 4, "h": 8, "a": 2})
+    assert view == HfView(HfTensor("q_proj", (8, 8)), (), 2, 4, num_blocks=2)
+    assert [view.row(number) for number in range(4)] == [2, 3, 6, 7] and view.rows_of_block == 2
+    assert view.shape == (4, 8) and not view.is_whole
+
+
+def test_a_span_lies_in_one_block() -> None:
+    """One group of two heads of width 2 with gates, keys and values of width 2."""
+    queries, gates = (HfView(HfTensor("q_proj", (8, 8)), (), 2 * part, 4, num_blocks=2) for part in range(2))
+    place: dict[str, Any] = dict(key="ours", layer=0, expert=None, stack=(), stack_index=())
+    sources = (queries, gates, whole("k", 2, 8), whole("v", 2, 8))
+    spans = TensorMapping(**place, sources=sources, form="groups", num_groups=1).spans()
+    assert spans[:3] == [RowSpan(0, 0, 2, 0), RowSpan(0, 2, 2, 2), RowSpan(1, 0, 2, 4)]
+    assert spans[3:] == [RowSpan(1, 2, 2, 6), RowSpan(2, 0, 2, 8), RowSpan(3, 0, 2, 10)]
+
+
+def test_layers_of_several_kinds_have_tensors_of_their_own() -> None:
+    """Layer 1 has linear attention; rules of another kind of layer are left out, and no axis is stacked."""
+    linear = LinearAttentionConfig(layers=[1], num_key_heads=1, num_value_heads=1)
+    model = MODEL.model_copy(update={"linear_attention": linear})
+    family = FAMILIES["llama"]
+    rules = [replace(rule, kind="full attention" if "qkv" in rule.ours else None) for rule in family.rules]
+    items = list(replace(family, rules=tuple(rules)).mappings(model, 5))
+    assert all(mapping.stack == mapping.stack_index == () for mapping in items)
+    keys = [mapping.key for mapping in items if mapping.layer is not None]
+    assert [key for key in keys if "linear_qkv.weight" in key] == ["decoder.layers.1.self_attention.linear_qkv.weight"]
+    assert [key for key in keys if "linear_proj" in key] == [
+        f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in range(2)
+    ]

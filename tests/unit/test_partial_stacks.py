@@ -1,5 +1,7 @@
 """Names of optimizer tensors if some layers or experts are frozen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -55,3 +57,24 @@ def test_a_stack_stays_one_if_all_weights_are_trained() -> None:
     (saved,) = for_save([shard()], Trained())
     (missing,) = for_load([shard()], {"another"})
     assert saved.key == missing.key == STATE
+
+
+def test_experts_of_a_layer_with_tensors_of_its_own() -> None:
+    """In a model whose layers are of several kinds, only the experts of a layer are stacked."""
+    key = "decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
+    own = replace(
+        shard(),
+        key=f"optimizer.state.exp_avg.{key}",
+        data=torch.arange(3.0).view(1, 1, 3),
+        local_shape=(1, 1, 3),
+        global_shape=(4, 5, 3),
+        global_offset=(2, 4, 0),
+    )
+    weights = [Weight(key=key, index=(expert,), shape=(5, 3)) for expert in range(4)]
+    assert all(weight.layer == 1 and weight.is_expert for weight in weights)
+    (saved,) = for_save([own], Trained(whole=weights))
+    assert saved.key == own.key
+    (part,) = for_save([own], Trained(whole=weights[1:]))
+    assert (part.key, part.global_offset) == (EXPERT, (4, 0))
+    (loaded,) = for_load([own], {EXPERT})
+    assert loaded.key == EXPERT

@@ -11,7 +11,7 @@ from sft.mcore import model
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.attention.transformer_engine import TransformerEngine
-from sft.mcore.checkpoint_io import engine_state
+from sft.mcore.checkpoint_io import megatron_arguments
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, RECIPE, layout_config, parsed, refusal_lines
 
@@ -98,9 +98,9 @@ def test_windows_under_the_names_of_megatron_lm() -> None:
     """As --window-size and --window-attn-skip-freq, whose pattern has 1 for a window."""
     sizes = {**LLAMA_8B, "num_layers": 4}
     windows = layout_config(model={**sizes, "sliding_window": 128, "sliding_window_layers": [1, 3]}).model
-    found = engine_state.model_arguments(windows, padded_vocab_size=256, positions=512, bf16=True)
+    found = megatron_arguments.model_arguments(windows, padded_vocab_size=256, positions=512, bf16=True)
     assert (found["window_size"], found["window_attn_skip_freq"]) == ((127, 0), [1, 0, 1, 0])
-    plain = engine_state.model_arguments(
+    plain = megatron_arguments.model_arguments(
         layout_config(model=sizes).model, padded_vocab_size=256, positions=9, bf16=True
     )
     assert "window_size" not in plain

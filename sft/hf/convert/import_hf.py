@@ -31,7 +31,8 @@ from sft.hf.hub import IMPORTED
 from sft.hf.nested_config import text_part
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder
 from sft.hf.source import open_source
-from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, model_arguments, write_common
+from sft.mcore.checkpoint_io.engine_state import CHECKPOINT_VERSION, write_common
+from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.parallel.layout import padded_vocab_size
 
 BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to read a row, a resume loads its chunk
@@ -120,7 +121,7 @@ def _write_tensor(
                 rows.zero_()
             else:
                 view = mapping.sources[span.source]
-                stored.read_rows(view.name, view.first + span.start, rows, index=view.index, transposed=view.transposed)
+                stored.read_rows(view.name, view.row(span.start), rows, index=view.index, transposed=view.transposed)
                 progress.advance(rows.nbytes)
         offset = (*mapping.stack_index, first, *[0] * len(mapping.row_shape))
         writer.write_chunk(mapping.key, mapping.shape(num_rows), offset, data[(None,) * len(mapping.stack_index)])

@@ -40,7 +40,9 @@ def put_together(
             if whole is None:
                 whole = torch.empty(tensor.shape, dtype=reader.dtype(mapping.key))
             matrix = whole[view.index].T if view.transposed else whole[view.index]
-            matrix[view.first : view.first + view.num_rows] = rows_of.view(mapping, number)
+            blocks = matrix.unflatten(0, (view.num_blocks, -1))
+            rows = rows_of.view(mapping, number).unflatten(0, (view.num_blocks, -1))
+            blocks[:, view.first : view.first + view.rows_of_block] = rows
         assert whole is not None
         yield name, whole
 

@@ -1,8 +1,8 @@
 """The table of families: one `Family` for each supported `model_type`.
 
-`rules.py` holds what families share, and `family.py` explains the letters of a shape.  The other files declare the
-families: `dense.py`, `experts.py`, `variants.py` for those whose layers compute more, and `vision.py` for those with a
-vision tower.
+`rules.py` holds what families share, and `sft/hf/tensor_view.py` explains the letters of a shape.  The other files
+declare the families: `dense.py`, `experts.py`, `variants.py` for those whose layers compute more, and `vision.py` for
+those with a vision tower.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,15 @@
 """What families share: rules for tensors, keys of config.json, defaults, and options.
 
 The argument `model` is the first part of Hugging Face names.
-`family.py` explains the letters of a shape.
+`sft/hf/tensor_view.py` explains the letters of a shape.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from sft.hf.family import EXPERT, LAYER, Rule, View
+from sft.config.model import LayerKind
+from sft.hf.family import Rule
+from sft.hf.tensor_view import EXPERT, LAYER, View
 
 _OURS = "decoder.layers"
 
@@ -38,6 +41,15 @@ def attention(model: str = "model", norm: str | None = "input_layernorm") -> tup
     )
 
 
+def gated_attention(model: str = "model") -> tuple[Rule, ...]:
+    """The rules of `attention` for layers with full attention, whose q_proj has a query and its gate head by head."""
+    norm, qkv, output = attention(model)
+    (_, key, value), name = qkv.views, qkv.views[0].name
+    queries, gates = (View(name, "q+q h", part, blocks="a") for part in range(2))
+    rules = (norm, replace(qkv, views=(queries, gates, key, value)), output)
+    return tuple(replace(rule, kind="full attention") for rule in rules)
+
+
 def joint_attention(model: str = "model") -> tuple[Rule, ...]:
     """The rules of `attention`, for files that store queries, keys and values as one tensor."""
     layer = f"{model}.layers.{LAYER}"
@@ -61,12 +73,13 @@ def qkv_bias(model: str = "model") -> tuple[Rule, ...]:
     )
 
 
-def qk_norm(model: str = "model", *, across_heads: bool = False) -> tuple[Rule, ...]:
+def qk_norm(model: str = "model", *, across_heads: bool = False, kind: LayerKind | None = None) -> tuple[Rule, ...]:
+    """kind: of the layers that have the norms; None: all"""
     layer = f"{model}.layers.{LAYER}.self_attn"
     queries, keys = ("q", "k") if across_heads else ("d", "d")
     return (
-        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", queries),)),
-        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", keys),)),
+        Rule(f"{_OURS}.self_attention.q_layernorm.weight", (View(f"{layer}.q_norm.weight", queries),), kind=kind),
+        Rule(f"{_OURS}.self_attention.k_layernorm.weight", (View(f"{layer}.k_norm.weight", keys),), kind=kind),
     )
 
 

@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from sft.atomic_files import flush
-from sft.config import ModelConfig
 from sft.errors import CheckpointError
 from sft.file_digest import Entry
 from sft.mcore import freeze, lora
 from sft.mcore.checkpoint_io import fp8_state, optimizer_shards, partial_stacks, rng, safe_reader, torch_dist_files
+from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from sft.mcore.checkpoint_io.save_plans import SavePlans
 from sft.mcore.engine import Engine, weights_changed
 from sft.mcore.model import sharded_tensors
@@ -203,59 +203,6 @@ def _arguments(engine: Engine, step: int) -> Namespace:
         micro_batch_size=1,
         global_batch_size=layout.global_batch_size,
         consumed_train_samples=step * layout.global_batch_size,
-    )
-
-
-def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: int, bf16: bool) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe the model.  positions: the length of its longest sequence"""
-    skipped = model.rope.skip_layers
-    return dict(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.resolved_query_groups,
-        group_query_attention=model.resolved_query_groups != model.num_attention_heads,
-        kv_channels=model.resolved_head_dim,
-        qk_layernorm=model.qk_norm,
-        add_qkv_bias=model.qkv_bias,
-        add_bias_linear=False,
-        add_position_embedding=True,  # Megatron-LM's default, which it keeps with rotary positions
-        position_embedding_type="rope",
-        rotary_base=model.rope.base,
-        norm_epsilon=model.norm_epsilon,
-        swiglu=True,
-        normalization="RMSNorm",
-        untie_embeddings_and_output_weights=not model.tie_embeddings,
-        padded_vocab_size=padded_vocab_size,
-        seq_length=positions,
-        max_position_embeddings=positions,
-        bf16=bf16,
-        ckpt_format="torch_dist",
-        no_rope_freq=[int(i in skipped) for i in range(1, model.num_layers + 1)] if skipped else None,
-        **_window_arguments(model),
-        **_expert_arguments(model),
-    )
-
-
-def _window_arguments(model: ModelConfig) -> dict[str, Any]:
-    if model.sliding_window is None:
-        return {}
-    has_window = [int(model.window_of(number + 1) is not None) for number in range(model.num_layers)]
-    return dict(window_size=(model.sliding_window - 1, 0), window_attn_skip_freq=has_window)
-
-
-def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
-    moe = model.moe
-    if moe.num_experts is None:
-        return {"num_experts": None}
-    return dict(
-        num_experts=moe.num_experts,
-        moe_ffn_hidden_size=model.resolved_expert_ffn,
-        moe_router_topk=moe.top_k,
-        moe_router_pre_softmax=not moe.normalize_top_k,
-        moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
-        moe_shared_expert_gate=moe.shared_gate,
     )
 
 

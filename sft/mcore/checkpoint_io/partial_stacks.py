@@ -2,7 +2,7 @@
 
 Megatron-LM stacks the tensors of all layers along the first axis, and those of a layer's experts along the second.  A
 checkpoint has no tensors with holes.  So where train.freeze leaves holes in a stack, each layer has its own tensor,
-under the name that core gives it in models whose layers differ:
+under the name that core gives it in models whose layers differ, which have no stacks of layers:
 
     optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight [layers, h, f], layer 3
     optimizer.state.exp_avg.decoder.layers.3.mlp.linear_fc2.weight [h, f]
@@ -33,15 +33,14 @@ def for_load(shards: Iterable[ShardedTensor], stored: Collection[str]) -> Iterat
     """The shards under the names of a checkpoint with these keys; a shard that it lacks keeps its name."""
     for shard in shards:
         forms = [shard]
-        if _LAYERS in shard.key:
-            forms += [unstacked(shard, depth) for depth in range(1, 3 if _EXPERTS in shard.key else 2)]
+        forms += [unstacked(shard, depth) for depth in range(1, len(_axes(shard.key)) + 1)]
         yield next((form for form in forms if form.key in stored), shard)
 
 
 def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
-    """The shard without the first axes of its tensor.  depth: 0 none, 1 the axis of layers, 2 that of experts, too"""
+    """The shard without the first `depth` of its axes of layers and of experts."""
     key, index = shard.key, shard.global_offset[:depth]
-    for axis, number in zip((_LAYERS, _EXPERTS), index):
+    for axis, number in zip(_axes(shard.key), index):
         key = key.replace(axis, f"{axis}{number}.", 1)
     assert shard.prepend_axis_num == 0 and tuple(shard.local_shape[:depth]) == (1,) * depth
     return replace(
@@ -52,6 +51,13 @@ def unstacked(shard: ShardedTensor, depth: int) -> ShardedTensor:
         global_shape=tuple(shard.global_shape[depth:]),
         global_offset=tuple(shard.global_offset[depth:]),
     )
+
+
+def _axes(key: str) -> list[str]:
+    """The first axes of a tensor: that of layers, if it stacks layers, and that of experts, if it stacks experts."""
+    _, is_in_layers, name = key.partition(_LAYERS)
+    stacks_layers = is_in_layers and not name.partition(".")[0].isdecimal()
+    return [_LAYERS] * bool(stacks_layers) + [_EXPERTS] * (_EXPERTS in key)
 
 
 def _depth(indices: list[tuple[int, ...]], shape: tuple[int, ...]) -> int:

@@ -1,0 +1,47 @@
+"""Keys of layers with linear attention: the gated delta rule (Yang et al., 2024, arXiv:2412.06464)."""
+
+from collections.abc import Iterator
+
+from sft.config.section import Positive, Section, divisors
+
+
+class LinearAttentionConfig(Section):
+    layers: list[Positive] = []
+    """Layers with linear attention in place of attention, counted from 1 (Qwen3-Next: three of four)."""
+    num_key_heads: Positive | None = None
+    """Heads of queries and keys; required with layers."""
+    num_value_heads: Positive | None = None
+    """Heads of values; each key head serves num_value_heads / num_key_heads of them.  Required with layers."""
+    key_head_dim: Positive = 128
+    """Width of a query and of a key."""
+    value_head_dim: Positive = 128
+    """Width of a value."""
+    conv_kernel: Positive = 4
+    """Tokens that the short causal convolution on queries, keys and values sees: a token and those before it."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        keys, values = self.num_key_heads, self.num_value_heads
+        if not self.layers:
+            changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+            for name in changed:
+                yield name, "has no effect without model.linear_attention.layers"
+            return
+        if self.layers != sorted(set(self.layers)):
+            yield "layers", "must be in increasing order, each layer once"
+        if keys is None:
+            yield "num_key_heads", "is required with layers"
+        if values is None:
+            yield "num_value_heads", "is required with layers"
+        if keys and values and values % keys:
+            fitting = ", ".join(map(str, divisors(values)))
+            yield "num_key_heads", f"does not divide {values} value heads; use one of {fitting}"
+
+    @property
+    def key_width(self) -> int:
+        """Numbers in all keys of a token, and in all queries; 0 without layers."""
+        return (self.num_key_heads or 0) * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Numbers in all values of a token; 0 without layers."""
+        return (self.num_value_heads or 0) * self.value_head_dim

@@ -11,9 +11,9 @@ A fragment is a run of consecutive tokens of one document on one rank.  Its last
 S_out = A S_in + B.  The state of a fragment starts at zero, or where a state passes between fragments, at a given S_in.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,10 +51,12 @@ class Fragments:
                 0, the last one t.  Fragments may be empty
     linked      int64 [m], ascending: the fragments whose states pass between fragments, so that they have maps, initial
                 states and gradients of last states.  All other fragments start at zero
+    prepared    what kernels have computed of the boundaries for all layers, by a key of the kernel's own
     """
 
     boundaries: np.ndarray
     linked: np.ndarray
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(boundaries: np.ndarray | Sequence[int], linked: np.ndarray | Sequence[int] = ()) -> "Fragments":

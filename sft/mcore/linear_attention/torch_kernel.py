@@ -1,11 +1,20 @@
-"""A kernel of the gated delta rule in plain torch, on any device and in any precision."""
+"""A kernel of the gated delta rule in plain torch, on any device and in any precision.
+
+schedule.py says which chunks are computed together, chunks.py and chunk_gradients.py what is computed of them.  Forward
+saves nothing but the states at the start of every INTERVAL-th chunk; backward recomputes the rest, block by block.
+States and all products are float32, or float64 for float64 values.
+"""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sft.mcore.linear_attention.delta_rule import NORM_EPS, Fragments, Inputs
-
-CHUNK = 64  # tokens whose updates of the state become matrix products
+from sft.mcore.linear_attention.chunk_gradients import gradients
+from sft.mcore.linear_attention.chunks import Chunks, gathered, scatter, without_padding
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.mcore.linear_attention.schedule import Block, Group, Schedule
 
 
 class TorchKernel:
@@ -14,27 +23,41 @@ class TorchKernel:
     name = "torch"
 
     def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
-        heads, width = inputs.v.shape[1:]
+        """Runs the rule on the values [0, v] from the states [1, 0]: the last states are [A, B]."""
         size = inputs.k.shape[-1]
-        dtype, device = inputs.state_dtype, inputs.v.device
-        zeros = inputs.v.new_zeros(len(inputs.v), heads, size)
-        extended = inputs._replace(q=inputs.k, v=torch.cat([zeros, inputs.v], dim=-1))
-        identity = torch.eye(size, dtype=dtype, device=device).expand(heads, size, size)
-        first = torch.cat([identity, torch.zeros(heads, size, width, dtype=dtype, device=device)], dim=-1)
-        starts = first.expand(len(fragments.linked), -1, -1, -1)
-        maps = _run(extended, fragments, starts)[1]
+        identity = torch.eye(size, dtype=inputs.state_dtype, device=inputs.v.device)
+        maps = pad(identity, (0, inputs.v.shape[-1])).repeat(len(fragments.linked), inputs.v.shape[1], 1, 1)
+        for group in _schedule(inputs, fragments).groups:
+            if group.linked is not None:
+                state = maps[group.linked]
+                for block in group.blocks:
+                    chunks = Chunks.of(inputs._replace(q=inputs.k), block)
+                    replace(chunks, v=pad(chunks.v, (size, 0))).scan(state)
+                maps[group.linked] = state
         return maps[..., :size].contiguous(), maps[..., size:].contiguous()
 
     def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _run(inputs, fragments, states)[0], inputs.v.new_empty(0)
+        schedule, out = _schedule(inputs, fragments), torch.empty_like(inputs.v)
+        saved = _zeros(inputs, schedule.num_saved)
+        for group in schedule.groups:
+            state = _of_group(states, group, inputs)
+            for block in group.blocks:
+                if block.saved is not None:
+                    saved[block.saved] = state[: block.steps[0].stop]
+                chunks = Chunks.of(inputs, block)
+                before, _, values = chunks.scan(state)
+                scatter(out, chunks.outputs(before, values), block)
+        return out, saved
 
     def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
-        shape = (len(fragments.linked), inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1])
-        states = torch.zeros(shape, dtype=inputs.state_dtype, device=grad.device)
-        with torch.enable_grad():
-            out, _ = _run(inputs, fragments, states.requires_grad_())
-            (gradients,) = torch.autograd.grad(out, states, grad, materialize_grads=True)
-        return gradients
+        dstates = _zeros(inputs, len(fragments.linked))
+        for group in _schedule(inputs, fragments).groups:
+            if group.linked is not None:
+                dstate = dstates[group.linked]
+                for block in reversed(group.blocks):
+                    Chunks.of(inputs, block).reverse_scan(_of_outputs(grad, inputs, block), dstate)
+                dstates[group.linked] = dstate
+        return dstates
 
     def backward(
         self,
@@ -45,48 +68,34 @@ class TorchKernel:
         saved: Tensor,
         last_gradients: Tensor | None,
     ) -> Inputs:
-        leaves = Inputs(*(x.detach().requires_grad_() for x in inputs))
-        with torch.enable_grad():
-            out, last = _run(leaves, fragments, states)
-            wanted = [(out, grad)] if last_gradients is None else [(out, grad), (last, last_gradients)]
-            results, gradients = zip(*[(x, dx) for x, dx in wanted if x.requires_grad])
-            return Inputs(*torch.autograd.grad(results, leaves, gradients, materialize_grads=True))
+        results = Inputs(*map(torch.empty_like, inputs))
+        for group in _schedule(inputs, fragments).groups:
+            dstate = _of_group(last_gradients, group, inputs)
+            for block in reversed(group.blocks):
+                is_first = block.saved is None
+                state = _of_group(states, group, inputs) if is_first else saved[block.saved].clone()
+                chunks = Chunks.of(inputs, block)
+                for x, of_block in zip(results, gradients(chunks, state, _of_outputs(grad, inputs, block), dstate)):
+                    scatter(x, of_block, block)
+        return results
 
 
-def _run(inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs of all fragments and the last states of the linked ones."""
-    heads, width = inputs.v.shape[1:]
-    dtype = inputs.state_dtype
-    zero = torch.zeros(heads, inputs.k.shape[-1], width, dtype=dtype, device=inputs.v.device)
-    first = {} if states is None else dict(zip(fragments.linked.tolist(), states))
-    parts, last = [], {}
-    for i, tokens in enumerate(zip(*(x.split(fragments.lengths.tolist()) for x in inputs))):
-        state = first.get(i, zero)
-        for chunk in zip(*(x.split(CHUNK) for x in tokens)):
-            if len(chunk[0]):
-                out, state = _chunk(Inputs(*(x.to(dtype).transpose(0, 1) for x in chunk)), state)
-                parts.append(out.transpose(0, 1))
-        last[i] = state
-    out = torch.cat(parts).to(inputs.v.dtype) if parts else inputs.v + 0
-    return out, torch.stack([last[i] for i in fragments.linked]) if len(fragments.linked) else zero[None][:0]
+def _schedule(inputs: Inputs, fragments: Fragments) -> Schedule:
+    assert len(inputs.v) == fragments.boundaries[-1], f"{len(inputs.v)} tokens, fragments of {fragments.boundaries[-1]}"
+    return Schedule.of(fragments, inputs.v.shape[1], inputs.v.device)
 
 
-def _chunk(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [value heads, c, V] and next state of one chunk; x: [heads, c, ...]"""
-    ratio = x.v.shape[0] // x.k.shape[0]
-    q, k = (_normalised(x).repeat_interleave(ratio, dim=0) for x in (x.q, x.k))
-    q = q * k.shape[-1] ** -0.5
-    sums = x.g.double().cumsum(-1)
-    decay = (sums[:, :, None] - sums[:, None, :]).to(state.dtype)
-    decay = decay.masked_fill(torch.ones_like(decay, dtype=torch.bool).triu(1), -torch.inf).exp()
-    from_start, to_end = sums.to(state.dtype).exp()[..., None], (sums[:, -1:] - sums).to(state.dtype).exp()[..., None]
-    beta = x.beta[..., None]
-    system = beta * (k @ k.mT) * decay
-    updates = beta * (x.v - from_start * (k @ state))
-    values = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
-    out = from_start * (q @ state) + ((q @ k.mT) * decay) @ values
-    return out, from_start[:, -1:] * state + k.mT @ (to_end * values)
+def _zeros(inputs: Inputs, count: int) -> Tensor:
+    shape = (count, inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1])
+    return torch.zeros(shape, dtype=inputs.state_dtype, device=inputs.v.device)
 
 
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+def _of_group(states: Tensor | None, group: Group, inputs: Inputs) -> Tensor:
+    """A copy of the states of the group's fragments, or zeros."""
+    if states is None or group.linked is None:
+        return _zeros(inputs, group.num_fragments)
+    return states[group.linked]
+
+
+def _of_outputs(grad: Tensor, inputs: Inputs, block: Block) -> Tensor:
+    return without_padding(gathered(grad, block), block).to(inputs.state_dtype)

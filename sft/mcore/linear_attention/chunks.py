@@ -1,0 +1,174 @@
+"""The gated delta rule on the chunks of a block, in matrix products; equations as in arXiv:2412.06464.
+
+For one chunk of c tokens and one value head, with s_i = g_1 + ... + g_i, D_ij = exp(s_i - s_j) for i >= j, else 0:
+
+    values  N = T beta (V - exp(s) K S)          T = (1 + strictly lower part of beta (K K^T) D)^-1
+    output  O = exp(s) Q S + ((Q K^T) D) N       next state  S' = exp(s_c) S + K^T exp(s_c - s) N
+
+Only `scan` and `reverse_scan` go step by step; everything else is computed for all chunks of the block at once.  The
+sums s and their differences are float64: with strong decay they reach thousands, and fp32 would lose the decay between
+neighbouring tokens.  K K^T and Q K^T are computed once per key head.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sft.mcore.linear_attention.delta_rule import NORM_EPS, Inputs
+from sft.mcore.linear_attention.schedule import CHUNK, Block
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The n chunks of a block.  All tensors have the dtype of states; `heads` are value heads.
+
+    q, k              [n, key heads, c, K], divided by their norms; q also by sqrt(K)
+    q_scale, k_scale  [n, key heads, c, 1], by which q and k were multiplied
+    v                 [n, heads, c, V]
+    beta              [n, heads, c, 1], 0 for padding
+    sums              [n, heads, c] float64, s above; g is 0 for padding
+    """
+
+    block: Block
+    q: Tensor
+    k: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v: Tensor
+    beta: Tensor
+    sums: Tensor
+
+    @staticmethod
+    def of(inputs: Inputs, block: Block) -> "Chunks":
+        dtype = inputs.state_dtype
+        q, k, v = (gathered(x, block).to(dtype) for x in inputs[:3])
+        g, beta = (without_padding(gathered(x[..., None], block), block) for x in inputs[3:])
+        q_scale, k_scale = _inverse_norm(q) * q.shape[-1] ** -0.5, _inverse_norm(k)
+        sums = g[..., 0].double().cumsum(-1)
+        return Chunks(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
+
+    @property
+    def ratio(self) -> int:
+        return self.v.shape[1] // self.k.shape[1]
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """[n, heads, c, K]"""
+        return self.q.repeat_interleave(self.ratio, dim=1)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[n, heads, c, K]"""
+        return self.k.repeat_interleave(self.ratio, dim=1)
+
+    @cached_property
+    def from_start(self) -> Tensor:
+        """exp(s), decay from the start of the chunk to each token: [n, heads, c, 1]"""
+        return self.sums.to(self.v.dtype).exp()[..., None]
+
+    @cached_property
+    def to_end(self) -> Tensor:
+        """exp(s_c - s): [n, heads, c, 1]"""
+        return (self.sums[..., -1:] - self.sums).to(self.v.dtype).exp()[..., None]
+
+    @cached_property
+    def decay(self) -> Tensor:
+        """D, [n, heads, c, c]"""
+        lower = torch.ones(CHUNK, CHUNK, dtype=self.v.dtype, device=self.v.device).tril()
+        differences = (self.sums[..., :, None] - self.sums[..., None, :]).to(self.v.dtype)
+        return differences.mul_(lower).exp_().mul_(lower)
+
+    @cached_property
+    def key_products(self) -> Tensor:
+        """K K^T without its diagonal and what is above: [n, key heads, 1, c, c]"""
+        return (self.k @ self.k.mT).tril(-1)[:, :, None]
+
+    @cached_property
+    def query_products(self) -> Tensor:
+        """Q K^T, [n, key heads, 1, c, c]"""
+        return (self.q @ self.k.mT)[:, :, None]
+
+    @cached_property
+    def solution(self) -> Tensor:
+        """T, [n, heads, c, c]"""
+        system = self.times(self.decay, self.key_products).mul_(self.beta)
+        identity = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
+        return torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(Q K^T) D, [n, heads, c, c]"""
+        return self.times(self.decay, self.query_products)
+
+    def times(self, x: Tensor, of_key_heads: Tensor) -> Tensor:
+        """x [n, heads, c, c] times a tensor [n, key heads, 1, c, c]."""
+        return (x.unflatten(1, (-1, self.ratio)) * of_key_heads).flatten(1, 2)
+
+    def per_key_head(self, x: Tensor) -> Tensor:
+        """Sum over the value heads of each key head: [n, heads, ...] -> [n, key heads, ...]."""
+        return x.unflatten(1, (-1, self.ratio)).sum(2)
+
+    def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the chunks from the states [fragments, heads, K, V] of the group, which become those after the block.
+
+        Returns the state before each chunk [n, heads, K, V], V - exp(s) K S, and N, both [n, heads, c, V].
+        """
+        states = state.new_empty(len(self.v), *state.shape[1:])
+        errors, values = torch.empty_like(self.v), torch.empty_like(self.v)
+        ends = self.from_start[:, :, -1:]
+        for step in self.block.steps:
+            active = state[: step.stop - step.start]
+            states[step] = active
+            predicted = self.keys[step] @ active
+            torch.addcmul(self.v[step], self.from_start[step], predicted, value=-1, out=errors[step])
+            torch.matmul(self.solution[step], self.beta[step] * errors[step], out=values[step])
+            active.mul_(ends[step]).add_(self.keys[step].mT @ (self.to_end[step] * values[step]))
+        return states, errors, values
+
+    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
+        """O, [n, heads, c, V]"""
+        return (self.queries @ states).mul_(self.from_start).add_(self.weights @ values)
+
+    def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the chunks backward from the gradients [fragments, heads, K, V] of the states after the block, which
+        become those of the states before it.
+
+        grad: [n, heads, c, V], gradients of the outputs.  Returns the gradient of the state after each chunk, and of
+        beta (V - exp(s) K S).
+        """
+        dstates = dstate.new_empty(len(self.v), *dstate.shape[1:])
+        dvalues = self.weights.mT @ grad
+        of_queries = self.queries.mT @ (self.from_start * grad)
+        dupdates = torch.empty_like(self.v)
+        ends, factor = self.from_start[:, :, -1:], self.beta * self.from_start
+        for step in reversed(self.block.steps):
+            active = dstate[: step.stop - step.start]
+            dstates[step] = active
+            dvalue = torch.addcmul(dvalues[step], self.to_end[step], self.keys[step] @ active)
+            torch.matmul(self.solution[step].mT, dvalue, out=dupdates[step])
+            active.mul_(ends[step]).add_(of_queries[step]).sub_(self.keys[step].mT @ (factor[step] * dupdates[step]))
+        return dstates, dupdates
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def gathered(x: Tensor, block: Block) -> Tensor:
+    """[t, heads, d] -> [n, heads, c, d], without zeros for padding"""
+    return x.index_select(0, block.tokens).unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+
+
+def without_padding(x: Tensor, block: Block) -> Tensor:
+    """x [n, heads, c, d] with zeros for padding."""
+    return x if block.padding is None else x.masked_fill(block.padding[:, None, :, None], 0)
+
+
+def scatter(x: Tensor, of_block: Tensor, block: Block) -> None:
+    """Writes [n, heads, c, ...] to the block's tokens of x [t, heads, ...], in the dtype of x; padding is dropped."""
+    by_token, tokens = of_block.transpose(1, 2).flatten(0, 1), block.tokens
+    if block.kept is not None:
+        by_token, tokens = by_token[block.kept], tokens[block.kept]
+    x.index_copy_(0, tokens, by_token.to(x.dtype))

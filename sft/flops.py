@@ -74,7 +74,7 @@ class LayerParameters:
         normed = queries + keys if model.qk_norm_across_heads else 2 * width
         return LayerParameters(
             split=matrices + (queries + 2 * keys) * model.qkv_bias,
-            whole=2 * hidden + normed * model.qk_norm + routers,
+            whole=model.num_layer_norms * hidden + normed * model.qk_norm + routers,
             expert=expert,
             num_experts=moe.num_experts or 0,
             products=matrices + routers,

@@ -126,8 +126,10 @@ class ModelConfig(Section):
     """Vocabulary size without padding rows; null means the tokenizer's size."""
     norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-5
     """Epsilon inside RMSNorm."""
-    norm_placement: Literal["pre", "post"] = "pre"
-    """pre: RMSNorm before attention and before the MLP.  post: on their outputs, before the residual sum (Olmo 2)."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """RMSNorm on the inputs of attention and MLP (pre), on their outputs before the residual sum (post), or both."""
+    norm_zero_centered: bool = False
+    """true: weights of norms are offsets from 1 (Gemma, Qwen3-Next)."""
     qk_norm: bool = False
     """RMSNorm on queries and keys, per head (Qwen3) unless qk_norm_across_heads."""
     qk_norm_across_heads: bool = False
@@ -184,6 +186,8 @@ class ModelConfig(Section):
         yield from self._activation_conflicts()
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
+        if self.qk_norm_across_heads and self.norm_zero_centered:
+            yield "qk_norm_across_heads", "is not supported with norm_zero_centered; no released model has both"
         layers = self.sliding_window_layers
         if layers is not None and self.sliding_window is None:
             yield "sliding_window_layers", "has no effect without sliding_window"
@@ -259,7 +263,7 @@ class ModelConfig(Section):
     def portable_only(self) -> str | None:
         """What the model has and only some attention backends have (`BackendTraits.has_all_layers`); None: nothing."""
         kinds = {
-            "model.norm_placement = post": self.norm_placement != "pre",
+            f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
             "model.linear_attention": bool(self.linear_attention.layers),
@@ -267,6 +271,11 @@ class ModelConfig(Section):
             f"model.activation = {self.activation}": self.activation != "swiglu",
         }
         return ", ".join(key for key, is_used in kinds.items() if is_used) or None
+
+    @property
+    def num_layer_norms(self) -> int:
+        """Norms on hidden states in a layer."""
+        return 4 if self.norm_placement == "both" else 2
 
     @property
     def resolved_expert_ffn(self) -> int:

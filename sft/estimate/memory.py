@@ -87,9 +87,9 @@ class LayerBytes:
             return LayerBytes(attention=attention, mlp={})
         attention |= backend.saved
         attention |= {"norms' scales": model_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
-        if model.norm_placement == "post":
+        if model.norm_placement != "pre":
             attention["attention's projected output"] = hidden  # the input of the norm
-        elif recompute == "none" or backend.norm_outputs_are_saved:
+        if model.norm_placement != "post" and (recompute == "none" or backend.norm_outputs_are_saved):
             attention["normed input"] = hidden
         if recompute == "none" or backend.norm_outputs_are_saved:
             if model.qk_norm:

@@ -11,6 +11,7 @@ from sft.hf.hub import CONFIG, local_folder
 # Keys of `model` that add or move tensors, and their values in families that do not name them.
 _USUAL = {
     "norm_placement": "pre",
+    "norm_zero_centered": False,
     "qk_norm_across_heads": False,
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,

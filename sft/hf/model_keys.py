@@ -24,7 +24,8 @@ class Computed:
 PLAIN: dict[str, Any] = {
     key: leaves()[f"model.{key}"].default
     for key in (
-        *("norm_placement", "qk_norm_across_heads", "sliding_window", "sliding_window_layers", "attention_softcap"),
+        *("norm_placement", "norm_zero_centered", "qk_norm_across_heads"),
+        *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
         *(

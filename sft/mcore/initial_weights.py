@@ -32,7 +32,7 @@ def initialise(engine: Engine) -> None:
     """Set random weights.
 
     Matrices are normal with model.init_std.  Matrices that write to the residual stream have init_std / sqrt(2
-    num_layers) (GPT-2).  Biases are 0, norms are 1.  Each expert has its own random weights.
+    num_layers) (GPT-2).  Biases are 0, and norms multiply by 1.  Each expert has its own random weights.
     """
     for chunk in engine.chunks:
         for shard in sharded_tensors(chunk.module.sharded_state_dict()):
@@ -45,7 +45,7 @@ def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     if "bias" in shard.key:
         part.zero_()
     elif part.dim() == 1:
-        part.fill_(1.0)
+        part.fill_(0.0 if model.norm_zero_centered else 1.0)
     else:
         writes_residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
         std = model.init_std / math.sqrt(2 * model.num_layers) if writes_residual else model.init_std

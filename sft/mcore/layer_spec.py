@@ -19,7 +19,7 @@ def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,
-        "output_norm": backend.final_norm if model.norm_placement == "post" else None,
+        "output_norm": None if model.norm_placement == "pre" else backend.final_norm,
     }
     if model.moe.num_experts:
         return _with_experts(spec, recompute=is_selective, activation=GatedActivation.fields(model))

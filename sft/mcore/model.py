@@ -76,9 +76,7 @@ def transformer_config(
         num_query_groups=model.resolved_query_groups,
         kv_channels=model.resolved_head_dim,
         softmax_scale=rope.softmax_scale(model),
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_norm,
+        **_norm_fields(model),
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         gated_linear_unit=True,
@@ -194,6 +192,15 @@ def _expert_fields(model: ModelConfig, layout: Layout) -> dict[str, Any]:
         moe_shared_expert_gate=moe.shared_gate,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+    )
+
+
+def _norm_fields(model: ModelConfig) -> dict[str, Any]:
+    return dict(
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.norm_zero_centered,
+        qk_layernorm=model.qk_norm,
     )
 
 

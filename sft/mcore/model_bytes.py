@@ -11,6 +11,7 @@ from sft.parallel.layout import Layout
 
 FP32 = 4
 MLP_NORM = "MLP's normed input"  # with norm_placement = post, the output of the MLP, which the norm saves
+MLP_OUTPUT = "MLP's output"  # with norm_placement = both, saved by the norm on it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +39,11 @@ def hidden_state(model: ModelConfig, rank: RankShare) -> float:
 
 
 def norm_scales(model: ModelConfig, rank: RankShare) -> float:
-    """Bytes of the fp32 number per row that norm.py and qk_norm.py save, of the norm of attention's input or output and
-    of the norms of queries and keys."""
+    """Bytes of the fp32 number per row that norm.py and qk_norm.py save, of the norms of attention's input and output
+    and of the norms of queries and keys."""
     heads = (model.num_attention_heads + model.resolved_query_groups) / rank.tp
     rows = 2 if model.qk_norm_across_heads else heads
-    return FP32 * rank.sequence + FP32 * model.qk_norm * rows
+    return FP32 * rank.sequence * model.num_layer_norms / 2 + FP32 * model.qk_norm * rows
 
 
 def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
@@ -51,7 +52,9 @@ def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
     The gated activation counts as one kernel, as on CUDA.  On a CPU, core saves 2 * ffn_hidden_size numbers more: the
     gate after silu, and a second copy of up.
     """
-    saved = {"MLP norm's scale": FP32 * rank.sequence, MLP_NORM: hidden_state(model, rank)}
+    hidden = hidden_state(model, rank)
+    saved = {"MLP norm's scale": FP32 * rank.sequence * model.num_layer_norms / 2, MLP_NORM: hidden}
+    saved |= {MLP_OUTPUT: hidden} if model.norm_placement == "both" else {}
     if model.moe.num_experts is not None:
         return {**saved, **_experts(model, rank, model.moe.num_experts)}
     ffn = rank.width * model.ffn_hidden_size / rank.tp
@@ -91,7 +94,7 @@ def kept_by_selective(model: ModelConfig, *, norm_outputs_are_saved: bool) -> se
     if model.moe.num_experts is None:
         return set()
     saves_norm = norm_outputs_are_saved or model.norm_placement == "post"
-    return {"MLP norm's scale", "router", "sent to experts"} | ({MLP_NORM} if saves_norm else set())
+    return {"MLP norm's scale", MLP_OUTPUT, "router", "sent to experts"} | ({MLP_NORM} if saves_norm else set())
 
 
 def widest_gradient(model: ModelConfig, rank: RankShare) -> float:

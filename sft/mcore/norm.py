@@ -1,11 +1,13 @@
 """RMSNorm: one kernel on CUDA (torch 2.9 and later), plain torch elsewhere.
 
-The norm saves its input and one fp32 number per row for backward.
+The norm saves its input and one fp32 number per row for backward.  The weight may be an offset from 1 (Gemma).  torch's
+kernel would need 1 + weight in the weight's dtype, so torch compiles the plain norm for such weights on CUDA.
 """
 
 from typing import Any
 
 import torch
+from megatron.core.jit import jit_fuser
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -23,8 +25,8 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.offset = eps, 1.0 if config.layernorm_zero_centered_gamma else 0.0  # added to the weight
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,9 +38,9 @@ class RMSNorm(torch.nn.Module):
         return out
 
     def _norm(self, x: Tensor) -> Tensor:
-        if x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm"):
+        if not self.offset and x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm"):
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.offset)
         return out
 
 
@@ -46,16 +48,37 @@ class _RMSNorm(torch.autograd.Function):
     """rms_norm in plain torch with its own backward.  Autograd would save four fp32 copies of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        compute = _compiled_forward if x.is_cuda else _forward
+        out, shrink = compute(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, shrink)
-        return (wide * shrink * weight).to(x.dtype)
+        ctx.offset = offset
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, shrink = ctx.saved_tensors
-        grad = grad.to(shrink.dtype)
-        normed, scaled = x.to(shrink.dtype) * shrink, grad * weight
-        dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        return dx.to(x.dtype), (grad * normed).flatten(0, -2).sum(0).to(weight.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight, shrink) = grads, ctx.saved_tensors
+        compute = _compiled_backward if grad.is_cuda else _backward
+        return *compute(grad, x, weight, shrink, ctx.offset), None, None
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """The output, and the factor of each row."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    shrink = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * shrink * _factor(weight, wide.dtype, offset)).to(x.dtype), shrink
+
+
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, shrink: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    grad = grad.to(shrink.dtype)
+    normed, scaled = x.to(shrink.dtype) * shrink, grad * _factor(weight, shrink.dtype, offset)
+    dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _factor(weight: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
+    """weight, or 1 + weight in `dtype`, because bf16 would round the sum."""
+    return weight.to(dtype) + offset if offset else weight
+
+
+_compiled_forward, _compiled_backward = jit_fuser(_forward), jit_fuser(_backward)

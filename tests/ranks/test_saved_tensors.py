@@ -69,6 +69,14 @@ def bytes_kept(overrides: Sequence[str], num_layers: int) -> int:
             ["train.recompute=selective", "model.norm_placement=post", "model.qk_norm_across_heads=true"],
             128 + 128 + 128 + 256 + 64 + 64 + 256 + 32 + 4 + 8,
         ),
+        # norms before and after: as the first, and the input and fp32 of the norm of attention's output
+        (["train.recompute=selective", "model.norm_placement=both"], 972 + 128 + 4),
+        # without recomputation also the normed input, 128, and normed query and key, 320; of the MLP the normed input
+        # and the output with 4 each; gate and up, and their product (GeGLU)
+        (
+            ["train.recompute=none", "model.norm_placement=both", "model.activation=geglu"],
+            972 + 128 + 4 + 128 + 320 + 2 * (128 + 4) + 768 + 384,
+        ),
         (["train.recompute=full"], 128),
         # and both norms' output 2 x 128, the second's fp32 4, normed query and key 320,
         # the MLP's inside: gate and up 768, gate after silu 384, up and an offset of 0 (core) 384, their product 384

@@ -59,6 +59,8 @@ def test_parameters_counted_by_hand() -> None:
     assert num_parameters(layout_config(model=changed).model, 10) == 212 + 40 + 12 + 4
     # one group: k and v are one head of 2
     assert num_parameters(layout_config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
+    # norms before and after attention and MLP
+    assert num_parameters(layout_config(model={**model, "norm_placement": "both"}).model, 10) == 212 + 8
 
 
 def test_norms_across_heads_have_a_weight_for_every_head() -> None:

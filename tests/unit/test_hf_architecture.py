@@ -25,6 +25,7 @@ def saved(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
 
 LIKE_LLAMA = {
     "norm_placement": "pre",
+    "norm_zero_centered": False,
     "qk_norm_across_heads": False,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,

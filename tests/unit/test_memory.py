@@ -61,6 +61,10 @@ def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None
     after = model.model_copy(update={"norm_placement": "post", "qk_norm_across_heads": norms})
     more = {"full": 0, "none": 0, "selective": 128}[recompute] + (norms and recompute != "full") * (8 - 40)
     assert LayerBytes.of(PortableBytes(model=after), recompute).total == expected + more
+    # Norms before and after: outputs of attention and MLP, 128 each, and two scales of 4; selective: the first ones.
+    both = model.model_copy(update={"norm_placement": "both"})
+    more = {"full": 0, "none": 2 * (128 + 4), "selective": 128 + 4}[recompute]
+    assert LayerBytes.of(PortableBytes(model=both), recompute).total == expected + more
 
 
 def test_what_a_token_leaves_by_name() -> None:

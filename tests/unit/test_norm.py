@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from sft.mcore.norm import RMSNorm
 
 FLOAT64_TOLERANCE = 1e-12
+OF_OTHER_ORDERS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # sums over 500 rows in another order, then rounded
 
 
-def norm(weight: Tensor, eps: float, sequence_parallel: bool = False) -> RMSNorm:
-    config: Any = SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=sequence_parallel)
+def norm(weight: Tensor, eps: float, sequence_parallel: bool = False, zero_centered: bool = False) -> RMSNorm:
+    config: Any = SimpleNamespace(
+        params_dtype=weight.dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=zero_centered
+    )
     made = RMSNorm(config, len(weight), eps=eps)
     made.weight.data.copy_(weight)
     return made
@@ -58,3 +62,29 @@ def test_bf16_is_computed_in_fp32_and_rounded_once() -> None:
 def test_the_weight_tells_whether_it_saw_a_slice_of_the_tokens(sequence_parallel: bool) -> None:
     made = norm(torch.ones(4), 1e-6, sequence_parallel)
     assert made.weight.sequence_parallel is sequence_parallel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_is_an_offset_from_1_is_that_of_gemma(dtype: torch.dtype) -> None:
+    """Value and gradients; in bf16 most of 1 + w are no bf16 numbers, and the sum is not rounded."""
+    torch.manual_seed(4)
+    weight = (0.3 * torch.randn(64)).to(dtype)
+    x, grad = (torch.randn(500, 64).to(dtype) for _ in range(2))
+    theirs = Gemma3RMSNorm(64, eps=1e-6).to(dtype)
+    theirs.weight.data.copy_(weight)
+    results = []
+    for module in (norm(weight, 1e-6, zero_centered=True), theirs):
+        a = x.clone().requires_grad_()
+        out = module(a)
+        out.backward(grad)
+        results.append((out, a.grad, module.weight.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=OF_OTHER_ORDERS[dtype], atol=OF_OTHER_ORDERS[dtype])
+    if dtype is torch.bfloat16:
+        assert torch.equal(results[0][0], results[1][0])
+
+
+def test_a_new_weight_does_not_change_its_input() -> None:
+    made = norm(torch.zeros(4), 1e-6, zero_centered=True)
+    x = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    torch.testing.assert_close(made(x), x)

@@ -45,7 +45,7 @@ class Portable(AttentionBackend):
     def layer_spec(self) -> ModuleSpec:
         model = self.config.model
         spec = get_gpt_layer_local_spec(num_experts=model.moe.num_experts, qk_layernorm=model.qk_norm)
-        input_norm = RMSNorm if model.norm_placement == "pre" else IdentityOp
+        input_norm = IdentityOp if model.norm_placement == "post" else RMSNorm
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = input_norm
         attention = spec.submodules.self_attention.submodules
         attention.core_attention = partial(PortableAttention, model=model)

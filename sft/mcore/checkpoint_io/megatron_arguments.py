@@ -22,9 +22,11 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         add_position_embedding=True,  # Megatron-LM's default, which it keeps with rotary positions
         position_embedding_type="rope",
         rotary_base=model.rope.base,
+        rotary_percent=model.rope.fraction,
         norm_epsilon=model.norm_epsilon,
         swiglu=True,
         normalization="RMSNorm",
+        apply_layernorm_1p=model.norm_zero_centered,
         untie_embeddings_and_output_weights=not model.tie_embeddings,
         padded_vocab_size=padded_vocab_size,
         seq_length=positions,

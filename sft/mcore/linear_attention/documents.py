@@ -1,0 +1,61 @@
+"""Linear attention over packed documents whose tokens are split over the context-parallel (CP) group.
+
+    1. Tokens of short documents travel to the ranks that compute these documents (relayout.py).
+    2. Each rank runs the gated delta rule on its fragments (gated_delta.py).  Between the fragments of long documents,
+       ranks pass states (state_passing.py).
+    3. Outputs of short documents travel back.
+
+With cp 1, a document is one fragment, nothing travels and nothing is copied.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs, Kernel
+from sft.mcore.linear_attention.gated_delta import gated_delta_rule
+from sft.mcore.linear_attention.relayout import TokenRelayout, to_computed, to_local
+from sft.mcore.linear_attention.short_convolution import ConvolutionPlan
+from sft.mcore.linear_attention.state_passing import HeadwisePassing
+from sft.parallel.fragments import FragmentPlan
+from sft.parallel.taps import Taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearDocuments:
+    """What layers of linear attention need to know about a microbatch.  Made once; the same in every layer."""
+
+    fragments: Fragments
+    convolution: ConvolutionPlan
+    relayout: TokenRelayout | None = None
+
+    @staticmethod
+    def of(
+        cu_seqlens: np.ndarray,
+        cp_size: int,
+        cp_rank: int,
+        device: torch.device,
+        *,
+        num_taps: int,
+        max_short: int,
+    ) -> "LinearDocuments":
+        """cu_seqlens: padded boundaries of the whole pack; num_taps: of the convolution; max_short: of `HeadSizes`"""
+        plan = FragmentPlan.of(cu_seqlens, max_short, cp_size, cp_rank)
+        return LinearDocuments(
+            fragments=Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked)),
+            convolution=ConvolutionPlan.of(Taps.of(cu_seqlens, num_taps, cp_size, cp_rank), device),
+            relayout=None if plan.relayout is None else TokenRelayout.of(plan.relayout, device),
+        )
+
+
+def linear_attention(inputs: Inputs, documents: LinearDocuments, kernel: Kernel, cp_group: Any) -> Tensor:
+    """Outputs [t, value heads, V] of this rank's tokens."""
+    passing = HeadwisePassing(cp_group) if len(documents.fragments.linked) else None
+    if documents.relayout is None:
+        return gated_delta_rule(inputs, documents.fragments, kernel, passing)
+    computed = Inputs(*to_computed(documents.relayout, cp_group, *inputs))
+    out = gated_delta_rule(computed, documents.fragments, kernel, passing)
+    return to_local(documents.relayout, cp_group, out)[0]

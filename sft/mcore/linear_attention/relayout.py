@@ -1,0 +1,107 @@
+"""Moves the tokens of short documents to the ranks that compute these documents, and their outputs back.
+
+Both directions are one all-to-all.  Backward of one direction is the other: gradients travel like outputs, and
+gradients of outputs like tokens.  A message holds all tensors of a token side by side as bytes, each in its own dtype.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sft.mcore.device import send
+from sft.parallel.fragments import Relayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRelayout:
+    """The tensors of `fragments.Relayout` for one microbatch.  inverse: int64, the inverse of `order`"""
+
+    long_rows: Tensor
+    send: Tensor
+    num_sent: list[int]
+    num_received: list[int]
+    order: Tensor
+    inverse: Tensor
+
+    @staticmethod
+    def of(relayout: Relayout, device: torch.device) -> "TokenRelayout":
+        def sent(numbers: np.ndarray) -> Tensor:
+            return send(torch.from_numpy(numbers), device)
+
+        return TokenRelayout(
+            long_rows=sent(relayout.long_rows),
+            send=sent(relayout.send),
+            num_sent=relayout.num_sent,
+            num_received=relayout.num_received,
+            order=sent(relayout.order),
+            inverse=sent(np.argsort(relayout.order)),
+        )
+
+    def to_computed(self, tensors: Sequence[Tensor], cp_group: Any) -> list[Tensor]:
+        """Tensors [t, ...] of local tokens -> those of the tokens that this rank computes, of long documents first."""
+        rows = [x.index_select(0, self.send) for x in tensors]
+        arrived = _all_to_all(rows, self.num_sent, self.num_received, cp_group)
+        return [
+            torch.cat((x.index_select(0, self.long_rows), y.index_select(0, self.order)))
+            for x, y in zip(tensors, arrived, strict=True)
+        ]
+
+    def to_local(self, tensors: Sequence[Tensor], cp_group: Any) -> list[Tensor]:
+        """The inverse of `to_computed`."""
+        num_long = len(self.long_rows)
+        rows = [x[num_long:].index_select(0, self.inverse) for x in tensors]
+        arrived = _all_to_all(rows, self.num_received, self.num_sent, cp_group)
+        local = []
+        for x, y in zip(tensors, arrived, strict=True):
+            tokens = x.new_empty((num_long + len(y), *x.shape[1:]))
+            local.append(tokens.index_copy_(0, self.long_rows, x[:num_long]).index_copy_(0, self.send, y))
+        return local
+
+
+def to_computed(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`TokenRelayout.to_computed` with gradients."""
+    moved: tuple[Tensor, ...] = _ToComputed.apply(relayout, cp_group, *tensors)
+    return moved
+
+
+def to_local(relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`TokenRelayout.to_local` with gradients."""
+    moved: tuple[Tensor, ...] = _ToLocal.apply(relayout, cp_group, *tensors)
+    return moved
+
+
+class _ToComputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.relayout, ctx.cp_group = relayout, cp_group
+        return tuple(relayout.to_computed(tensors, cp_group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.relayout.to_local(grads, ctx.cp_group)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, relayout: TokenRelayout, cp_group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.relayout, ctx.cp_group = relayout, cp_group
+        return tuple(relayout.to_local(tensors, cp_group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.relayout.to_computed(grads, ctx.cp_group)
+
+
+def _all_to_all(rows: Sequence[Tensor], num_sent: list[int], num_received: list[int], cp_group: Any) -> list[Tensor]:
+    """Contiguous tensors [sum(num_sent), ...] -> tensors [sum(num_received), ...] in the order of arrival."""
+    message = torch.cat([x.flatten(1).view(torch.uint8) for x in rows], dim=1)
+    received = message.new_empty((sum(num_received), message.shape[1]))
+    dist.all_to_all_single(received, message, num_received, num_sent, group=cp_group)
+    widths = [x.itemsize * x.shape[1:].numel() for x in rows]
+    parts = zip(rows, received.split(widths, dim=1), strict=True)
+    return [part.contiguous().view(x.dtype).unflatten(1, x.shape[1:]) for x, part in parts]

@@ -1,0 +1,149 @@
+"""The causal convolution before the delta rule: each channel by itself, over a few tokens of a document, then SiLU.
+
+    z[t] = sum over s of weight[:, n - 1 - s] * x[t - s]        out[t] = silu(z[t])
+
+A document's first tokens read zeros for what would be before it.  Under context parallelism, ranks send each other the
+n - 1 tokens before their chunks, and backward returns the gradients of these tokens.  Saved are the input and the
+received tokens; backward computes z again.  Arithmetic is in fp32 or float64, on a block of channels at a time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sft.mcore.device import send
+from sft.parallel.taps import Taps
+
+CHANNEL_BLOCK = 512  # whose fp32 copies exist at one time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionPlan:
+    """The tensors of `Taps`, for one microbatch.  halo_rows: local tokens that other ranks need; None with cp 1"""
+
+    edges: Tensor
+    rows: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
+    halo_rows: Tensor | None = None
+    num_sent: list[int] | None = None
+    num_received: list[int] | None = None
+
+    @staticmethod
+    def of(taps: Taps, device: torch.device) -> "ConvolutionPlan":
+        def sent(numbers: np.ndarray) -> Tensor:
+            return send(torch.from_numpy(np.ascontiguousarray(numbers)), device)
+
+        halo = taps.halo
+        return ConvolutionPlan(
+            edges=sent(taps.edges),
+            rows=tuple(map(sent, taps.rows)),
+            sources=tuple(map(sent, taps.sources)),
+            halo_rows=None if halo is None else sent(halo.send),
+            num_sent=None if halo is None else halo.num_sent,
+            num_received=None if halo is None else halo.num_received,
+        )
+
+
+def short_convolution(x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+    """x [t, channels] of this rank's tokens, weight [channels, n] -> [t, channels].
+
+    A rank may hold any channels: those of its tensor-parallel shard.
+    """
+    assert weight.shape == (x.shape[1], len(plan.rows) + 1), f"weight {tuple(weight.shape)}, x {tuple(x.shape)}"
+    out: Tensor = _ShortConvolution.apply(x, weight, plan, cp_group)
+    return out
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+        received = _received(x, plan, cp_group)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for channels in _blocks(x):
+            z = _preactivation(*_wide(x, received, weight, channels), plan)
+            out[:, channels] = torch.nn.functional.silu(z, inplace=True)
+        ctx.save_for_backward(x, received, weight)
+        ctx.plan, ctx.cp_group = plan, cp_group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, received, weight = ctx.saved_tensors
+        dheld = torch.empty((len(x) + len(received), x.shape[1]), dtype=x.dtype, device=x.device)
+        dweight = torch.empty_like(weight)
+        for channels in _blocks(x):
+            held, taps = _wide(x, received, weight, channels)
+            z = _preactivation(held, taps, ctx.plan)
+            dz = torch.ops.aten.silu_backward(grads[0][:, channels].to(z.dtype), z)
+            del z
+            dheld[:, channels], dweight[channels] = _gradients(dz, held, taps, ctx.plan)
+        return _returned(dheld, len(x), ctx.plan, ctx.cp_group), dweight, None, None
+
+
+def _received(x: Tensor, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+    """The halo of this rank's chunks, [received tokens, channels]."""
+    if plan.halo_rows is None or plan.num_received is None:
+        return x[:0]
+    received = x.new_empty((sum(plan.num_received), x.shape[1]))
+    sent = x.index_select(0, plan.halo_rows)
+    dist.all_to_all_single(received, sent, plan.num_received, plan.num_sent, group=cp_group)
+    return received
+
+
+def _returned(dheld: Tensor, num_tokens: int, plan: ConvolutionPlan, cp_group: Any) -> Tensor:
+    """dheld: gradients of concat(local tokens, received tokens) from this rank -> of local tokens, from all ranks"""
+    dx, of_others = dheld[:num_tokens], dheld[num_tokens:]
+    if plan.halo_rows is None:
+        return dx
+    returned = dx.new_empty((len(plan.halo_rows), dx.shape[1]))
+    dist.all_to_all_single(returned, of_others, plan.num_sent, plan.num_received, group=cp_group)
+    return dx.index_add_(0, plan.halo_rows, returned)
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    return [slice(start, start + CHANNEL_BLOCK) for start in range(0, x.shape[1], CHANNEL_BLOCK)]
+
+
+def _wide(x: Tensor, received: Tensor, weight: Tensor, channels: slice) -> tuple[Tensor, Tensor]:
+    """A block of channels in fp32 or float64: concat(local tokens, received tokens), and the taps for each shift."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    held = torch.cat((x[:, channels], received[:, channels])).to(wide)
+    return held, weight[channels].t().flip(0).to(wide)  # [n, block]
+
+
+def _preactivation(held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> Tensor:
+    """z [t, block].  At edges, what precedes in memory belongs elsewhere and is replaced."""
+    num_tokens = len(held) - _num_received(plan)
+    x = held[:num_tokens]
+    z = x * taps[0]
+    for shift in range(1, len(taps)):
+        z[shift:].addcmul_(x[: max(num_tokens - shift, 0)], taps[shift])
+    z.index_copy_(0, plan.edges, x.index_select(0, plan.edges) * taps[0])
+    for shift, (rows, sources) in enumerate(zip(plan.rows, plan.sources), start=1):
+        z.index_add_(0, rows, held.index_select(0, sources) * taps[shift])
+    return z
+
+
+def _gradients(dz: Tensor, held: Tensor, taps: Tensor, plan: ConvolutionPlan) -> tuple[Tensor, Tensor]:
+    """Of concat(local tokens, received tokens), and of the weight [block, n]; the inverse steps of `_preactivation`."""
+    num_tokens = len(dz)
+    x = held[:num_tokens]
+    dheld = torch.zeros_like(held)
+    dheld[:num_tokens] = dz * taps[0]
+    dtaps = [(dz * x).sum(0)]
+    inner = dz.index_fill(0, plan.edges, 0.0)
+    for shift, (rows, sources) in enumerate(zip(plan.rows, plan.sources), start=1):
+        before = max(num_tokens - shift, 0)
+        of_edges, at_edges = dz.index_select(0, rows), held.index_select(0, sources)
+        dheld[:before].addcmul_(inner[shift:], taps[shift])
+        dheld.index_add_(0, sources, of_edges * taps[shift])
+        dtaps.append((inner[shift:] * x[:before]).sum(0) + (of_edges * at_edges).sum(0))
+    return dheld, torch.stack(dtaps).flip(0).t()
+
+
+def _num_received(plan: ConvolutionPlan) -> int:
+    return sum(plan.num_received or ())

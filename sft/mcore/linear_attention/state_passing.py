@@ -1,0 +1,73 @@
+"""Passes states of long documents from fragment to fragment over context-parallel (CP) ranks.
+
+A fragment maps the state S before it to the state A S + B after it (sft/parallel/fragments.py).  Fragments of a
+document are its chunks 0 .. 2 cp - 1, which zigzag puts on ranks 0 .. cp - 1 and back.  The state before chunk c is
+
+    S_0 = 0        S_c+1 = A_c S_c + B_c
+
+and the gradient D_c of the state after chunk c, with G_c the gradient of the state before it from its own outputs, is
+
+    D_last = 0     D_c-1 = A_c^T D_c + G_c
+
+Both are the same recurrence.  An all-to-all brings the maps of a head from all ranks to one rank, which composes them
+in document order, and a second one returns the states.  So each rank composes the maps of its share of the heads.
+Shares may differ by one head and may be empty: cp need not divide the heads.  An all-gather of all maps would move cp
+(K + V) / (K + 2 V) times as many bytes (2.7 at cp 4), and every rank would hold and compose the maps of the whole pack.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadwisePassing:
+    """The two fragments that each rank holds of every long document, in order: [early, late, early, late, ...]."""
+
+    cp_group: Any
+
+    def initial_states(self, maps: Tensor, offsets: Tensor) -> Tensor:
+        """The state before each of this rank's fragments, [n, heads, K, V].
+
+        maps [n, heads, K, K] and offsets [n, heads, K, V]: A and B of these fragments
+        """
+        return _carried(maps, offsets, self.cp_group, reverse=False)
+
+    def final_gradients(self, maps: Tensor, dstates: Tensor) -> Tensor:
+        """The gradient of the state after each of this rank's fragments, [n, heads, K, V].
+
+        maps [n, heads, K, K]: A; dstates [n, heads, K, V]: gradients of the states before the fragments, each from the
+        outputs of its own fragment only
+        """
+        return _carried(maps.transpose(-1, -2), dstates, self.cp_group, reverse=True)
+
+
+def _carried(maps: Tensor, offsets: Tensor, cp_group: Any, *, reverse: bool) -> Tensor:
+    """What reaches each of this rank's fragments from those before it, or with `reverse` from those after it."""
+    num_heads, key_dim = maps.shape[1:3]
+    size, rank = cp_group.size(), cp_group.rank()
+    shares = [num_heads // size + (other < num_heads % size) for other in range(size)]  # heads that a rank composes
+    own = [shares[rank]] * size
+    sent = torch.cat((maps, offsets), dim=-1).transpose(0, 1).contiguous()  # [heads, n, K, K + V]
+    received = sent.new_empty((sum(own), *sent.shape[1:]))
+    dist.all_to_all_single(received, sent, own, shares, group=cp_group)
+    received = received.unflatten(0, (size, shares[rank])).unflatten(2, (-1, 2))  # [cp, heads, documents, 2, K, K + V]
+    composed = _composed(*received.split((key_dim, sent.shape[-1] - key_dim), dim=-1), reverse=reverse)
+    returned = offsets.new_empty((num_heads, *composed.flatten(2, 3).shape[2:]))
+    dist.all_to_all_single(returned, composed.flatten(0, 1).flatten(1, 2), shares, own, group=cp_group)
+    return returned.transpose(0, 1).contiguous()
+
+
+def _composed(maps: Tensor, offsets: Tensor, *, reverse: bool) -> Tensor:
+    """maps [cp, heads, documents, 2, K, K], offsets [cp, heads, documents, 2, K, V] -> states, shaped like offsets."""
+    early, late = ([(rank, part) for rank in range(len(maps))] for part in (0, 1))
+    chunks = [*early, *reversed(late)]  # in document order
+    states = torch.zeros_like(offsets, memory_format=torch.contiguous_format)
+    for (rank, part), (next_rank, next_part) in pairwise(reversed(chunks) if reverse else chunks):
+        before = maps[rank, :, :, part] @ states[rank, :, :, part]
+        torch.add(before, offsets[rank, :, :, part], out=states[next_rank, :, :, next_part])
+    return states

@@ -1,0 +1,151 @@
+"""Which rank computes which tokens in a layer of linear attention, and the bytes that travel.  In numpy, without torch.
+
+Such a layer carries a state from each token of a document to the next.  A fragment is a run of consecutive tokens of
+one document that one rank computes.  Under context parallelism (CP) there are two kinds of documents:
+
+    long    The tokens stay where zigzag put them (`context_parallel`): each rank computes its two chunks of the
+            document as two fragments.  What a fragment does to the state is an affine map.  The maps travel.
+    short   All tokens travel to one rank, which computes the whole document as one fragment.  The outputs travel back.
+
+A document is short if its tokens are fewer bytes than the maps of its fragments (`HeadSizes.max_short`).  Short
+documents are divided over ranks so that each computes about as many tokens as the others:
+
+    lengths 64, 8, 16, cp 2, documents up to 16 tokens are short
+    rank 0 computes tokens  0..15 and 48..63 of the first document, and the third document
+    rank 1 computes tokens 16..31 and 32..47 of the first document, and the second document
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.parallel.context_parallel import document_chunks, gathered_positions, runs
+from sft.parallel.halo import num_halo_tokens
+
+FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Sizes of the heads that a tensor-parallel rank holds.
+
+    key_dim, value_dim  K and V: width of a query or key, and of a value; a state has K x V numbers per value head
+    width               bytes of a number of queries, keys, values, beta and outputs; g, states and maps are in fp32
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int = 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token on its way to another rank (q, k, v, g, beta) and back (output)."""
+        numbers = 2 * self.key_heads * self.key_dim + self.value_heads * (2 * self.value_dim + 1)
+        return self.width * numbers + FP32 * self.value_heads
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of a fragment's map, [K, K] and [K, V], and of the state that comes back, [K, V]."""
+        return FP32 * self.value_heads * self.key_dim * (self.key_dim + 2 * self.value_dim)
+
+    def max_short(self, cp_size: int) -> int:
+        """Tokens of the longest document whose tokens are fewer bytes than the maps of its 2 * cp_size fragments.
+
+        Of L tokens, L (cp - 1) / cp travel; of 2 cp maps, the share (cp - 1) / cp.  So L < 2 cp * maps / tokens.
+
+            16 key heads, 48 value heads, K = V = 128, bf16: 1,141 tokens at cp 2, 2,283 at cp 4
+        """
+        return 0 if cp_size == 1 else (2 * cp_size * self.map_bytes - 1) // self.token_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relayout:
+    """How the tokens of short documents travel to the ranks that compute them.
+
+    long_rows     int64, indices of the local tokens of long documents, which stay
+    send          int64, indices of all other local tokens: those for rank 0 first, then those for rank 1, ...
+    num_sent      tokens sent to each rank, those that stay here included
+    num_received  tokens received from each rank, in the order in which they arrive
+    order         int64: received[order] are whole documents, one after the other
+    """
+
+    long_rows: np.ndarray
+    send: np.ndarray
+    num_sent: list[int]
+    num_received: list[int]
+    order: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentPlan:
+    """What one rank computes in one microbatch.  Empty documents have no fragments.
+
+    boundaries  int64 [fragments + 1], in the tokens that this rank computes: first the fragments of long documents, of
+                each the early chunk and then the late one; then the short documents of this rank
+    num_linked  fragments of long documents.  Their states pass between ranks; all others start at zero
+    relayout    None: this rank computes its local tokens in their order, because the pack has no short documents or cp
+                is 1.  With cp 1 every document is one fragment
+    """
+
+    boundaries: np.ndarray
+    num_linked: int = 0
+    relayout: Relayout | None = None
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray, max_short: int, cp_size: int, cp_rank: int) -> "FragmentPlan":
+        """cu_seqlens: padded boundaries of the documents of the whole pack; max_short: of `HeadSizes`"""
+        starts, chunk = document_chunks(cu_seqlens, cp_size)
+        lengths = np.diff(cu_seqlens.astype(np.int64))
+        if cp_size == 1:
+            return FragmentPlan(boundaries=boundaries(lengths[lengths > 0]))
+        is_long, is_short = lengths > max_short, (lengths > 0) & (lengths <= max_short)
+        long = np.repeat(chunk[is_long], 2)
+        if not is_short.any():
+            return FragmentPlan(boundaries=boundaries(long), num_linked=len(long))
+        owner = np.full(len(lengths), -1)
+        owner[is_short] = owners(lengths[is_short], cp_size)
+        of_ranks = [np.flatnonzero(owner == rank) for rank in range(cp_size)]
+        own = lengths[of_ranks[cp_rank]]
+        relayout = Relayout(
+            long_rows=runs(starts[is_long] // cp_size, 2 * chunk[is_long]),
+            send=np.concatenate([runs(starts[of_rank] // cp_size, 2 * chunk[of_rank]) for of_rank in of_ranks]),
+            num_sent=[int(2 * chunk[of_rank].sum()) for of_rank in of_ranks],
+            num_received=[int(own.sum()) // cp_size] * cp_size,
+            order=gathered_positions(boundaries(own), cp_size),  # each rank sends its part of the same documents
+        )
+        return FragmentPlan(boundaries=boundaries(np.concatenate([long, own])), num_linked=len(long), relayout=relayout)
+
+
+def owners(lengths: np.ndarray, cp_size: int) -> np.ndarray:
+    """The rank of each document: int64.  The longest document first, each to the rank with the fewest tokens so far.
+
+    lengths 8, 16, 8, 4, cp 2 -> 1, 0, 1, 0
+    """
+    ranks = [(0, rank) for rank in range(cp_size)]  # tokens so far
+    owner = np.empty(len(lengths), dtype=np.int64)
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        num_tokens, owner[document] = ranks[0]
+        heapq.heapreplace(ranks, (num_tokens + int(lengths[document]), int(owner[document])))
+    return owner
+
+
+def boundaries(lengths: np.ndarray) -> np.ndarray:
+    """lengths 3, 5 -> 0, 3, 8"""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def bytes_over_cp(cu_seqlens: np.ndarray, sizes: HeadSizes, kernel_size: int, cp_size: int) -> int:
+    """Bytes that all ranks of a CP group together receive from others in one layer, forward; backward as many again.
+
+    kernel_size: taps of the convolution before the delta rule, whose halo is kernel_size - 1 tokens
+    """
+    lengths = np.diff(cu_seqlens.astype(np.int64))
+    is_short = lengths <= sizes.max_short(cp_size)
+    tokens = int(lengths[is_short].sum()) * (cp_size - 1) // cp_size * sizes.token_bytes
+    maps = int((~is_short).sum()) * 2 * (cp_size - 1) * sizes.map_bytes
+    channels = 2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim
+    halo = num_halo_tokens(cu_seqlens, kernel_size, cp_size) * channels * sizes.width
+    return tokens + maps + halo

@@ -1,0 +1,61 @@
+"""Which earlier tokens a causal convolution reads at the first tokens of a chunk, in numpy, without torch.
+
+Output t of a convolution with n taps reads the tokens t, t - 1, ..., t - n + 1 of its document.  Inside a chunk these
+are the rows before row t.  At the first n - 1 rows of a chunk, its edges, they are elsewhere: before the chunk in the
+same document, on this or another rank (the halo of `sft/parallel/halo.py` with window n), or nowhere, if the document
+begins here.
+
+    documents of 4 and 2 tokens, one rank, 3 taps       rows 0 1 2 3 | 4 5        edges 0, 4, 1, 5
+    shift 1   row 1 reads row 0, row 5 reads row 4
+    shift 2   no edge reads anything
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.parallel.context_parallel import Chunk, local_chunks
+from sft.parallel.halo import Halo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taps:
+    """What the convolution of one microbatch reads on one rank.
+
+    edges     int64, the local rows that are among the first n - 1 of their chunk
+    rows      for each shift 1..n-1, int64: the edges whose document has a token `shift` tokens earlier
+    sources   for each shift, int64: these tokens, as indices in concat(local tokens, received tokens)
+    halo      what ranks send each other; None with cp 1
+    """
+
+    edges: np.ndarray
+    rows: tuple[np.ndarray, ...]
+    sources: tuple[np.ndarray, ...]
+    halo: Halo | None
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray, num_taps: int, cp_size: int, cp_rank: int) -> "Taps":
+        """cu_seqlens: padded boundaries of the documents of the whole pack"""
+        halo = Halo.of(cu_seqlens, num_taps, cp_size, cp_rank) if cp_size > 1 else None
+        chunks = tuple(chunk for chunk in local_chunks(cu_seqlens, cp_size, cp_rank) if chunk.length)
+        start, length, position = _columns(chunks)
+        if halo is None:
+            held, first = np.arange(cu_seqlens[-1], dtype=np.int64), start
+        else:
+            held, before = halo.key_order, halo.num_before
+            first = np.cumsum(length + before) - length  # of the chunk's own tokens, in `held`
+        offsets = range(num_taps - 1)
+        rows, sources = [], []
+        for shift in range(1, num_taps):
+            reads = [(length > offset) & (position + offset >= shift) for offset in offsets]
+            rows.append(np.concatenate([start[read] + offset for offset, read in zip(offsets, reads)]))
+            sources.append(np.concatenate([held[first[read] + offset - shift] for offset, read in zip(offsets, reads)]))
+        edges = np.concatenate([start[length > offset] + offset for offset in offsets])
+        return Taps(edges=edges, rows=tuple(rows), sources=tuple(sources), halo=halo)
+
+
+def _columns(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """local_start, length and position of the chunks, each int64 [chunks]."""
+    columns = ([chunk.local_start for chunk in chunks], [c.length for c in chunks], [c.position for c in chunks])
+    start, length, position = (np.array(column, dtype=np.int64) for column in columns)
+    return start, length, position

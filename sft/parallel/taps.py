@@ -44,13 +44,13 @@ class Taps:
         else:
             held, before = halo.key_order, halo.num_before
             first = np.cumsum(length + before) - length  # of the chunk's own tokens, in `held`
-        offsets = range(num_taps - 1)
+        none, offsets = np.empty(0, dtype=np.int64), range(num_taps - 1)
         rows, sources = [], []
         for shift in range(1, num_taps):
             reads = [(length > offset) & (position + offset >= shift) for offset in offsets]
             rows.append(np.concatenate([start[read] + offset for offset, read in zip(offsets, reads)]))
             sources.append(np.concatenate([held[first[read] + offset - shift] for offset, read in zip(offsets, reads)]))
-        edges = np.concatenate([start[length > offset] + offset for offset in offsets])
+        edges = np.concatenate([none, *(start[length > offset] + offset for offset in offsets)])
         return Taps(edges=edges, rows=tuple(rows), sources=tuple(sources), halo=halo)
 
 

@@ -89,7 +89,7 @@ def test_bytes_at_64k() -> None:
     assert bytes_over_cp(np.array([0, 65536]), QWEN36_27B, 4, 4) < 0.015 * gathered
 
 
-@pytest.mark.parametrize("num_taps", [2, 4])
+@pytest.mark.parametrize("num_taps", [1, 2, 4])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_taps_read_the_tokens_before_an_edge(cp_size: int, num_taps: int) -> None:
     for lengths in ([12, 24], [6, 0, 6, 36], [60]):

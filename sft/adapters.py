@@ -15,7 +15,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # The other weights, such as norms and routers, are whole on every tensor-parallel rank.
 _SPLIT = (
     *(EMBEDDING, HEAD, "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"),
-    *("linear_fc1.weight", "linear_fc2.weight"),
+    *("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "softmax_offset"),
 )
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 

@@ -43,6 +43,7 @@ class LayerParameters:
     whole     those that every rank of tp holds
     expert    those of one of num_experts experts
     products  those of split and whole in matrices, with which every token is multiplied
+    expert_products  those of one expert in matrices
     """
 
     split: int
@@ -50,6 +51,7 @@ class LayerParameters:
     expert: int
     num_experts: int
     products: int
+    expert_products: int
 
     @property
     def total(self) -> int:
@@ -65,19 +67,26 @@ class LayerParameters:
         hidden, width, moe = model.hidden_size, model.resolved_head_dim, model.moe
         queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
         matrices, routers, expert = hidden * (2 * queries + 2 * keys), 0, 0
+        split_biases = (queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks
+        whole_biases, expert_biases = hidden * model.attention_output_bias, 0
         if moe.num_experts is None:
             matrices += 3 * hidden * model.ffn_hidden_size
+            split_biases += 2 * model.ffn_hidden_size * model.mlp_bias
+            whole_biases += hidden * model.mlp_bias
         else:
             matrices += 3 * hidden * (moe.shared_ffn_hidden_size or 0)
             routers = hidden * (moe.num_experts + moe.shared_gate)
             expert = 3 * hidden * model.resolved_expert_ffn
+            expert_biases = (2 * model.resolved_expert_ffn + hidden) * model.mlp_bias
+            whole_biases += moe.num_experts * moe.router_bias
         normed = queries + keys if model.qk_norm_across_heads else 2 * width
         return LayerParameters(
-            split=matrices + (queries + 2 * keys) * model.qkv_bias,
-            whole=model.num_layer_norms * hidden + normed * model.qk_norm + routers,
-            expert=expert,
+            split=matrices + split_biases,
+            whole=model.num_layer_norms * hidden + normed * model.qk_norm + routers + whole_biases,
+            expert=expert + expert_biases,
             num_experts=moe.num_experts or 0,
             products=matrices + routers,
+            expert_products=expert,
         )
 
 
@@ -132,7 +141,7 @@ class AttentionCost:
 def _products(model: ModelConfig) -> int:
     """Multiplications of a token with the weights of a layer."""
     layer = LayerParameters.of(model)
-    return layer.products + (model.moe.top_k or 0) * layer.expert
+    return layer.products + (model.moe.top_k or 0) * layer.expert_products
 
 
 @dataclass(frozen=True)

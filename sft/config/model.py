@@ -36,6 +36,8 @@ class RopeConfig(Section):
     """yarn: dimensions with fewer rotations than this over the original context are fully scaled."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
     """yarn: factor on queries and keys (attention temperature); null means 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: the first and last partly scaled dimensions are rounded to whole numbers; false: they are not (gpt-oss)."""
     query_scale_beta: Annotated[float, Field(gt=0.0)] | None = None
     """Factor on queries: 1 + beta * ln(1 + floor(position / original_max_position)) (Ministral 3); null: no factor."""
     window_base: Annotated[float, Field(gt=1.0)] | None = None
@@ -58,6 +60,8 @@ class RopeConfig(Section):
             yield "original_max_position", f"is required with scaling = {self.scaling} (context length before scaling)"
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield "high_freq_factor", f"must be above low_freq_factor = {self.low_freq_factor}"
+        if self.scaling != "yarn" and not self.truncate:
+            yield "truncate", "= false has no effect without scaling = yarn"
         if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
             yield "beta_fast", f"must be above beta_slow = {self.beta_slow}"
         if self.query_scale_beta is not None and self.original_max_position is None:
@@ -83,6 +87,8 @@ class MoeConfig(Section):
     """true: the weights of a token's experts sum to 1 (Mixtral, Qwen3).  false: softmax over all experts."""
     aux_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the load-balancing loss, summed over layers; 1e-3 is usual."""
+    router_bias: bool = False
+    """Bias on the scores of experts (gpt-oss)."""
     z_loss_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the router z-loss (squared log-sum-exp of router scores), summed over layers; 1e-3 is usual."""
     capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
@@ -136,6 +142,12 @@ class ModelConfig(Section):
     """true: one RMSNorm over all query heads of a token, and one over all its key heads (Olmo 2).  Needs qk_norm."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
+    attention_output_bias: bool = False
+    """Bias on the output projection of attention (gpt-oss)."""
+    mlp_bias: bool = False
+    """Biases on the projections of MLPs, or of experts (gpt-oss)."""
+    attention_sinks: bool = False
+    """A learned score for each query head that takes part in the softmax and has no value (gpt-oss)."""
     tie_embeddings: bool = False
     """Share one weight between input embedding and output layer."""
     embedding_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
@@ -184,6 +196,8 @@ class ModelConfig(Section):
             fitting = ", ".join(map(str, divisors(heads)))
             yield "num_query_groups", f"does not divide {heads} heads; use one of {fitting}"
         yield from self._activation_conflicts()
+        if self.mlp_bias and self.moe.shared_ffn_hidden_size is not None:
+            yield "mlp_bias", "is not supported with moe.shared_ffn_hidden_size; use mlp_bias = false"
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads", "has no effect without qk_norm; use qk_norm = true"
         if self.qk_norm_across_heads and self.norm_zero_centered:
@@ -269,6 +283,10 @@ class ModelConfig(Section):
             "model.linear_attention": bool(self.linear_attention.layers),
             "model.attention_softcap": self.attention_softcap is not None,
             f"model.activation = {self.activation}": self.activation != "swiglu",
+            "model.attention_sinks": self.attention_sinks,
+            "model.attention_output_bias": self.attention_output_bias,
+            "model.mlp_bias": self.mlp_bias,
+            "model.moe.router_bias": self.moe.router_bias,
         }
         return ", ".join(key for key, is_used in kinds.items() if is_used) or None
 

@@ -20,6 +20,7 @@ from sft.hf.families.unsupported import unsupported
 from sft.hf.families.windows import LAYER_KINDS
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
+from sft.hf.mxfp4 import Mxfp4
 from sft.hf.nested_config import located, put_back, text_part
 from sft.hf.quantization import Scheme, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
@@ -37,14 +38,14 @@ class Architecture:
     """The model that a config.json describes.
 
     values: by dotted key below `model`; sources: for each value, the key of config.json that gives it
-    scheme: how FP8 weights are dequantised; None: the weights are not quantised
+    scheme: how weights are dequantised; None: the weights are not quantised
     """
 
     family: Family
     model: ModelConfig
     values: dict[str, Any]
     sources: dict[str, str]
-    scheme: Scheme | None
+    scheme: Scheme | Mxfp4 | None
 
     @property
     def vocab_size(self) -> int:

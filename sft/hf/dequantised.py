@@ -23,6 +23,8 @@ FP8 = "F8_E4M3"
 class DequantisedFolder(SafetensorsFolder):
     """The tensors of a folder whose FP8 weights `scheme` describes.  Raises CheckpointError naming unusable scales."""
 
+    number_format = "FP8"
+
     def __init__(self, folder: Path, scheme: Scheme) -> None:
         super().__init__(folder)
         self._dtype = DTYPES[scheme.dtype]
@@ -76,10 +78,11 @@ class DequantisedFolder(SafetensorsFolder):
         scale = scale.reshape([1] * (len(where) - len(sizes)) + list(sizes))
         whole = self.tensors[name].shape
         for axis, wanted in enumerate(where):
-            start, stop = (wanted, wanted + 1) if isinstance(wanted, int) else (wanted.start, wanted.stop)
+            wanted = slice(wanted, wanted + 1) if isinstance(wanted, int) else wanted
+            start, stop, stride = wanted.start, wanted.stop, wanted.step or 1
             if scale.shape[axis] > 1:
                 step = 1 if scale.shape[axis] == whole[axis] else self._block_of(axis, len(where))
-                scale = scale.index_select(axis, torch.arange(start, stop) // step)
+                scale = scale.index_select(axis, torch.arange(start, stop, stride) // step)
         return scale.reshape([size for size, wanted in zip(scale.shape, where) if isinstance(wanted, slice)])
 
     def _block_of(self, axis: int, num_axes: int) -> int:

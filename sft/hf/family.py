@@ -11,6 +11,7 @@ its own tensors, under the names that megatron-core gives them in such models.  
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any, Literal
 
 from sft.config import ModelConfig
@@ -37,6 +38,7 @@ class Rule:
     form: Form = "rows"
     is_head: bool = False  # stored only if the output is not tied to the embedding
     kind: LayerKind | None = None  # of the layers that have the tensor; None: all layers
+    needs: str = ""  # key below `model` that is true in models with this tensor; "": all models have it
 
     @property
     def in_layers(self) -> bool:
@@ -99,7 +101,7 @@ class TensorMapping:
         for group in range(num_groups):
             for source, view in enumerate(self.sources):
                 group_rows = view.num_rows // num_groups
-                step = min(group_rows, view.rows_of_block)  # a span lies in one block of the stored tensor
+                step = min(group_rows, view.rows_of_run)  # rows of a span are at equal distances in the stored tensor
                 for start in range(group * group_rows, (group + 1) * group_rows, step):
                     spans.append(RowSpan(source, start, step, target))
                     target += step
@@ -196,6 +198,7 @@ class Family:
         """Every tensor of the model: first those outside of layers, then layer by layer, expert by expert."""
         sizes = _sizes(model, vocab_size)
         rules = [rule for rule in self.rules if not (rule.is_head and model.tie_embeddings)]
+        rules = [rule for rule in rules if not rule.needs or attrgetter(rule.needs)(model)]
         for layer in (None, *range(model.num_layers)):
             for rule in rules:
                 if rule.in_layers is (layer is not None) and _has(model, layer, rule):
@@ -224,6 +227,7 @@ def _sizes(model: ModelConfig, vocab_size: int) -> dict[str, int]:
         "h": model.hidden_size,
         "f": model.ffn_hidden_size,
         "x": model.moe.num_experts or 0,
+        "X": model.moe.num_experts or 0,
         "e": model.resolved_expert_ffn,
         "q": model.num_attention_heads * model.resolved_head_dim,
         "k": model.resolved_query_groups * model.resolved_head_dim,

@@ -113,6 +113,7 @@ def fill(shards: Sequence[Shard], source: Source, console: Console) -> None:
                     piece.target,
                     index=piece.view.index,
                     transposed=piece.view.transposed,
+                    step=piece.view.step,
                     first_column=piece.first_column,
                 )
             progress.advance(piece.target.nbytes)

@@ -27,6 +27,7 @@ PLAIN: dict[str, Any] = {
         *("norm_placement", "norm_zero_centered", "qk_norm_across_heads"),
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
+        *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
         *(
             "moe.shared_ffn_hidden_size",

@@ -1,21 +1,25 @@
-"""Reads `quantization_config` of a config.json: how the weights of an FP8 model become numbers again.
+"""Reads `quantization_config` of a config.json: how the weights of a quantised model become numbers again.
 
-Supported: `fp8` with one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3), and `compressed-tensors` in FP8
-with one scale per matrix, row or block.  Everything else is refused by name.  `dequantised.py` computes the numbers.
+Supported: `fp8` with one scale per block or per matrix (DeepSeek, Qwen3, Ministral 3), `compressed-tensors` in FP8 with
+one scale per matrix, row or block, and `mxfp4` (gpt-oss).  Everything else is refused by name.  `dequantised.py` and
+`mxfp4.py` compute the numbers.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sft.hf.mxfp4 import Mxfp4
+
 QUANTIZATION = "quantization_config"
-_SUPPORTED = "fp8 (one scale per block or matrix) and compressed-tensors with FP8 weights are supported"
+_SUPPORTED = "fp8 (one scale per block or matrix), compressed-tensors with FP8 weights, and mxfp4 are supported"
 # Keys of `fp8` that say nothing about the stored weights, or whose meaning the files show.
 _FP8_KEYS = {
     *("quant_method", "weight_block_size", "fmt", "activation_scheme", "modules_to_not_convert", "ignored_layers"),
     *("dequantize", "scale_fmt"),
 }
+_MXFP4_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
 _SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
 # Scales of activations, which only FP8 arithmetic needs.
 _ACTIVATION_SCALES = ("activation_scale", "input_scale", "output_scale")
@@ -42,7 +46,7 @@ class Scheme:
         return [f"{name.rpartition('.')[0]}.{scale}" for scale in _ACTIVATION_SCALES]
 
 
-def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | None, list[str]]:
+def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[str]]:
     """The scheme of a config.json, and a list of problems.  No scheme: the weights are not quantised.
 
     {"quant_method": "fp8", "weight_block_size": [128, 128]} -> Scheme(suffix="_scale_inv", block=(128, 128), ...), []
@@ -51,6 +55,10 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | None, list[str]]:
     if config is None:
         return None, []
     method = config.get("quant_method") if isinstance(config, dict) else None
+    dtype = {"float16": "F16", "float32": "F32"}.get(str(content.get("dtype", content.get("torch_dtype"))), "BF16")
+    if method == "mxfp4":
+        problems = _unknown(config, _MXFP4_KEYS)
+        return (None if problems else Mxfp4(dtype=dtype)), problems
     if method == "fp8":
         block, problems = config.get("weight_block_size", [128, 128]), _problems_of_fp8(config)  # transformers' default
     elif method == "compressed-tensors":
@@ -59,21 +67,24 @@ def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | None, list[str]]:
         return None, [f"{QUANTIZATION} has quant_method = {json.dumps(method)}, which is not supported; {_SUPPORTED}"]
     if block is not None and not _is_block(block):
         problems.append(f"{QUANTIZATION} has blocks of {json.dumps(block)}, which are not [rows, columns]")
-    dtype = {"float16": "F16", "float32": "F32"}.get(str(content.get("dtype", content.get("torch_dtype"))), "BF16")
     if problems:
         return None, problems
     return Scheme(suffix=_SUFFIX[method], block=None if block is None else (block[0], block[1]), dtype=dtype), []
 
 
 def _problems_of_fp8(config: Mapping[str, Any]) -> list[str]:
-    problems = [
-        f"{QUANTIZATION}.{key} = {json.dumps(value)} is not supported"
-        for key, value in config.items()
-        if key not in _FP8_KEYS and value is not None
-    ]
+    problems = _unknown(config, _FP8_KEYS)
     if config.get("fmt", "e4m3") not in ("e4m3", None):
         problems.append(f"{QUANTIZATION}.fmt = {json.dumps(config['fmt'])} is not supported, only e4m3")
     return problems
+
+
+def _unknown(config: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [
+        f"{QUANTIZATION}.{key} = {json.dumps(value)} is not supported"
+        for key, value in config.items()
+        if key not in known and value is not None
+    ]
 
 
 def _compressed(config: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -19,7 +19,7 @@ _READ: dict[str, tuple[str, ...]] = {  # by kind of scaling: keys that have the 
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 _REQUIRED = {"none": (), "linear": ("factor",), "llama3": _READ["llama3"], "yarn": ("factor",)}
 # Keys, and the values at which they have no effect.  Our model does not support any other value of these keys.
@@ -71,6 +71,8 @@ def rope_of(
         if outer is not None and inner is not None and outer != inner:  # transformers versions use different ones
             problems.append(f"{_ORIGINAL} is {json.dumps(inner)} in {key}, but {json.dumps(outer)} outside it")
         rope["original_max_position"] = _first(outer, inner, content.get("max_position_embeddings"))
+    if kind == "yarn" and group.get("truncate", True) is None:
+        rope["truncate"] = False  # as transformers reads null
     if kind == "yarn" and "factor" not in rope:
         longest, original = content.get("max_position_embeddings"), rope["original_max_position"]
         if isinstance(longest, int) and isinstance(original, int) and original > 0:
@@ -128,6 +130,8 @@ def written(
     kind = {ours: hf_name for hf_name, ours in _KINDS.items()}[rope.scaling]
     scaling: dict[str, Any] = {"rope_type": kind}
     scaling |= {name: value for name in _READ[rope.scaling] if (value := getattr(rope, name)) is not None}
+    if rope.truncate:
+        scaling.pop("truncate", None)  # the default
     scaling |= {name: getattr(rope, ours) for name, ours in names.items()}
     if rope.scaling in ("llama3", "yarn") or names:
         scaling[_ORIGINAL] = rope.original_max_position

@@ -46,7 +46,10 @@ class SafetensorsFolder:
     """The tensors of a folder by name.  Raises CheckpointError listing all problems of the files.
 
     requested_bytes: stored bytes of all values that were read so far
+    number_format: of the tensors that `num_dequantised` counts
     """
+
+    number_format = ""
 
     def __init__(self, folder: Path) -> None:
         self.tensors: dict[str, StoredTensor] = {}
@@ -84,9 +87,10 @@ class SafetensorsFolder:
         *,
         index: tuple[int, ...] = (),
         transposed: bool = False,
+        step: int = 1,
         first_column: int = 0,
     ) -> None:
-        """Fill `target` with rows from `start` on; of matrices, with columns from `first_column` on.
+        """Fill `target` with rows `start`, `start + step`, ...; of matrices, with columns from `first_column` on.
 
         target: [rows] or [rows, columns], of any type and on any device
         index, transposed: the rows are those of the matrix tensor[index], or of its transpose
@@ -94,14 +98,15 @@ class SafetensorsFolder:
         """
         tensor = self.tensors[name]
         width = tensor.shape[len(index) : len(index) + 1] if transposed else tensor.shape[len(index) + 1 :]
-        row_bytes = math.prod(width) * DTYPES[tensor.dtype].itemsize  # whole rows: pages hold other columns as well
+        # Whole rows, and rows that are skipped: pages hold them as well.
+        row_bytes = step * math.prod(width) * DTYPES[tensor.dtype].itemsize
         columns = [slice(first_column, first_column + size) for size in target.shape[1:]]
-        step = max(1, MAPPED_BYTES // max(1, row_bytes))
-        for first in range(0, target.shape[0], step):
-            block = target[first : first + step]
+        block_rows = max(1, MAPPED_BYTES // max(1, row_bytes))
+        for first in range(0, target.shape[0], block_rows):
+            block = target[first : first + block_rows]
             if not block.numel():
                 continue
-            rows = slice(start + first, start + first + len(block))
+            rows = slice(start + first * step, start + (first + len(block) - 1) * step + 1, step)
             part = self._part(name, (*index, *([*columns, rows] if transposed else [rows, *columns])))
             block.copy_(part.T if transposed else part)
             self._mapped_bytes += len(block) * row_bytes
@@ -137,10 +142,13 @@ class SafetensorsFolder:
 
     def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
         """The numbers tensor[where], in mapped memory.  where: an index or a slice with start and stop for each axis"""
+        contiguous = tuple(
+            slice(wanted.start, wanted.stop) if isinstance(wanted, slice) else wanted for wanted in where
+        )
         with as_checkpoint_error(self._files[name]):
-            part: torch.Tensor = self._map(name).get_slice(name)[where]
+            part: torch.Tensor = self._map(name).get_slice(name)[contiguous]
         self.requested_bytes += part.nbytes
-        return part
+        return part[tuple(slice(None, None, wanted.step) for wanted in where if isinstance(wanted, slice))]
 
     def _map(self, name: str) -> Any:
         file = self._files[name]

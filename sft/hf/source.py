@@ -19,6 +19,8 @@ from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.dequantised import DequantisedFolder
 from sft.hf.family import Family, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG
+from sft.hf.mxfp4 import Mxfp4, Mxfp4Folder
+from sft.hf.quantization import Scheme
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import check_tensors, fold_by_layer
 
@@ -73,9 +75,9 @@ class Source:
         passed_through = len(self.names("passed through"))
         trained = len(self.manifest) - passed_through
         counts = f"{trained:,} tensors trained, {passed_through:,} passed through, 0 refused"
-        count = self.stored.num_dequantised
-        fp8 = f", {count:,} tensors dequantised from FP8" if count else ""
-        return f"{self.name}: {counts}; {size(self.num_bytes)}{fp8}"
+        count, number_format = self.stored.num_dequantised, self.stored.number_format
+        dequantised = f", {count:,} tensors dequantised from {number_format}" if count else ""
+        return f"{self.name}: {counts}; {size(self.num_bytes)}{dequantised}"
 
 
 def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source:
@@ -87,7 +89,7 @@ def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source
     """
     content = read(folder)
     model = architecture(content, str(folder / CONFIG))
-    stored = SafetensorsFolder(folder) if model.scheme is None else DequantisedFolder(folder, model.scheme)
+    stored = _stored(folder, model.scheme)
     shapes = {tensor_name: tensor.shape for tensor_name, tensor in stored.tensors.items()}
     family = model.family.stored_as(shapes, model.model, model.vocab_size)
     mappings = list(family.mappings(model.model, model.vocab_size))
@@ -106,6 +108,12 @@ def open_source(folder: Path, name: str = "", *, compare: bool = True) -> Source
         mappings=mappings,
         manifest=manifest,
     )
+
+
+def _stored(folder: Path, scheme: Scheme | Mxfp4 | None) -> SafetensorsFolder:
+    if scheme is None:
+        return SafetensorsFolder(folder)
+    return Mxfp4Folder(folder, scheme) if isinstance(scheme, Mxfp4) else DequantisedFolder(folder, scheme)
 
 
 def _sort(

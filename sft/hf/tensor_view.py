@@ -5,7 +5,7 @@ the sizes in a shape:
 
     v vocabulary    h hidden size    f MLP width    x experts    e width of an expert's MLP
     q query heads * head width    k key heads * head width    d head width    s width of the shared expert    1 one
-    a query heads
+    a query heads    X experts, as the axis of a tensor that has a matrix or a vector for each expert
 
     of layers with linear attention:
     K key heads * key width    V value heads * value width    n key heads    m value heads    u value width
@@ -37,6 +37,7 @@ class HfView:
 
     first 4, 2 rows, transposed, of a tensor [8, 6] -> the columns 4 and 5 as a matrix [2, 8]
     first 1, 4 rows, 2 blocks, of a tensor [6, 9] -> the rows 1, 2, 4 and 5
+    first 1, 3 rows, 3 blocks, of a vector [6] -> the elements 1, 3 and 5
     """
 
     tensor: HfTensor
@@ -66,24 +67,44 @@ class HfView:
         return self.num_rows // self.num_blocks
 
     def row(self, number: int) -> int:
-        """The row of the matrix that is row `number` of the view.
+        """The row of the matrix, or of its transpose, that is row `number` of the view.
 
         the second example of the class: 0 1 2 3 -> 1 2 4 5
         """
         if self.num_blocks == 1:
             return self.first + number
         block, inside = divmod(number, self.rows_of_block)
-        return block * (self.tensor.shape[len(self.index)] // self.num_blocks) + self.first + inside
+        return block * self._block_size + self.first + inside
+
+    @property
+    def step(self) -> int:
+        """Distance between rows of a run in the matrix or in its transpose."""
+        return self._block_size if self._takes_turns else 1
+
+    @property
+    def rows_of_run(self) -> int:
+        """Rows at equal distances: those of a block, or if the view has one row of each block, all."""
+        return self.num_rows if self._takes_turns else self.rows_of_block
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.rows_of_block == 1 and self.num_blocks > 1
+
+    @property
+    def _block_size(self) -> int:
+        axis = -1 if self.transposed else len(self.index)
+        return self.tensor.shape[axis] // self.num_blocks
 
 
 @dataclass(frozen=True)
 class View:
     """An `HfView` in a rule, with placeholders in the name and letters in the shape.
 
-    shape: of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values; "x h e+e" is one matrix for
+    shape: of the stored tensor.  "q+k+k h" has rows of queries, then keys, then values; "X h e+e" is one matrix for
         each expert, with columns of gate, then up.
     part: number of the summand that the view contains.  ("q+k+k h", part=1) -> the rows of keys
-    blocks: letter of a number of blocks, each of which has rows of all summands; "" is one block
+    blocks: letter of a number of blocks, each of which has rows of all summands; "" is one block.  ("X e+e", part=1,
+        blocks="e") -> the elements 1, 3, 5, ... for each expert
     """
 
     name: str
@@ -94,7 +115,7 @@ class View:
 
     @property
     def stacks_experts(self) -> bool:
-        return len(self.shape.split()) == 3 and self.shape.startswith("x")
+        return self.shape.startswith("X")
 
     def of(self, layer: int | None, expert: int | None, sizes: Mapping[str, int]) -> HfView:
         """The view of this layer and expert.  sizes: by letter"""
@@ -102,7 +123,6 @@ class View:
         index = (expert,) if self.stacks_experts and expert is not None else ()
         parts = axes[-1] if self.transposed else axes[len(index)]
         num_blocks = sizes[self.blocks] if self.blocks else 1
-        assert num_blocks == 1 or not self.transposed
         name = self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
         return HfView(
             tensor=HfTensor(name, tuple(sum(axis) for axis in axes)),

@@ -17,7 +17,7 @@ padding tokens are not sent.  Statistics leave out padding, evaluation, and the 
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -107,8 +107,13 @@ class ExpertLayer(MoELayer):
 class Router(TopKRouter):
     """Computes scores and weights in fp32, selects `moe_router_topk` experts, and adds the balancing losses."""
 
+    has_bias: ClassVar[bool] = False  # a bias on the scores
+
     def __init__(self, config: TransformerConfig, **core: Any) -> None:
         super().__init__(config=config, **core)
+        if self.has_bias:
+            self.bias = torch.nn.Parameter(self.weight.new_zeros(self.num_experts))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.loss_scale, self.max_documents = 1.0, 0  # arguments of `begin` for the current step
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
@@ -117,7 +122,7 @@ class Router(TopKRouter):
 
         Both are [t, experts].  An expert that a token has not chosen has weight 0.
         """
-        logits: Tensor = _Scores.apply(input.view(-1, input.shape[-1]), self.weight)
+        logits: Tensor = _Scores.apply(input.view(-1, input.shape[-1]), self.weight, self.bias)
         weights, chosen = topk_routing_with_score_function(
             logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax
         )
@@ -172,24 +177,31 @@ class Router(TopKRouter):
         self.totals[self.num_experts + where if isinstance(where, int) else where] += value.detach()
 
 
+class BiasedRouter(Router):
+    has_bias = True
+
+
 class _Scores(torch.autograd.Function):
-    """Tokens [t, h] and router's weight [experts, h] -> scores [t, experts], in fp32 or float64.
+    """Tokens [t, h], router's weight [experts, h] and bias [experts] -> scores [t, experts], in fp32 or float64.
 
     Saves tokens and weight in their own dtype.  Autograd would save an fp32 copy of the tokens in every layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(tokens, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        return tokens.to(wide) @ weight.to(wide).T
+        scores = tokens.to(wide) @ weight.to(wide).T
+        return scores if bias is None else scores + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tokens, weight = ctx.saved_tensors
-        is_trained = ctx.needs_input_grad[1]
-        dweight = (grad.T @ tokens.to(grad.dtype)).to(weight.dtype) if is_trained else None
-        return (grad @ weight.to(grad.dtype)).to(tokens.dtype), dweight
+        _, trains_weight, trains_bias = ctx.needs_input_grad
+        dweight = (grad.T @ tokens.to(grad.dtype)).to(weight.dtype) if trains_weight else None
+        dbias = grad.sum(0).to(ctx.bias_dtype) if trains_bias else None
+        return (grad @ weight.to(grad.dtype)).to(tokens.dtype), dweight, dbias
 
 
 class _SumOfRows(torch.autograd.Function):

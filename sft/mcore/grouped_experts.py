@@ -4,7 +4,7 @@ Tokens are rows sorted by expert.  torch's grouped product multiplies all expert
 GPUs of compute capability 9 and 10.  Elsewhere, a loop multiplies the rows of one expert after another.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -100,7 +100,7 @@ class LayerByLayer(torch.nn.Module):
         """tokens [n, h], sorted by expert; counts [experts]; weights of the outputs, [n] -> [n, h], and no bias"""
         rows = counts.tolist()
         gate_up, _ = self.linear_fc1(tokens, rows)
-        output, _ = self.linear_fc2(self._activation(gate_up, weights), rows)
+        output, _ = self.linear_fc2(self._activation(gate_up, weights), rows, weights)
         return output, None
 
     def _activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
@@ -126,6 +126,16 @@ class _EachExpert(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, None]:
-        """x [n, in], sorted by expert -> [n, out], and no bias"""
-        return torch.cat([layer(rows)[0] for layer, rows in zip(self.layers, x.split(counts))]), None
+    def forward(self, x: Tensor, counts: list[int], weights: Tensor | None = None) -> tuple[Tensor, None]:
+        """x [n, in], sorted by expert -> [n, out] with the layers' biases, and no bias
+
+        weights: [n], factors on the biases; None: 1
+        """
+        factors: Sequence[Tensor | None] = [None] * len(counts) if weights is None else weights.split(counts)
+        outputs = []
+        for layer, rows, factor in zip(self.layers, x.split(counts), factors):
+            output, bias = layer(rows)
+            if bias is not None:
+                output = output + (bias if factor is None else bias * factor[:, None]).to(output.dtype)
+            outputs.append(output)
+        return torch.cat(outputs), None

@@ -24,6 +24,7 @@ from sft.mcore.model import sharded_tensors
 # Values per block.  One GPU kernel draws a block.  A data-centre GPU has a thread for each of 131,072 values; with more
 # values, torch's values would depend on the number of threads.
 _BLOCK_SIZE = {"cpu": 1 << 22, "cuda": 1 << 17}
+_DRAWN = ("softmax_offset", "router.bias")  # vectors with random values
 _VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes would give other values
 
 
@@ -32,7 +33,8 @@ def initialise(engine: Engine) -> None:
     """Set random weights.
 
     Matrices are normal with model.init_std.  Matrices that write to the residual stream have init_std / sqrt(2
-    num_layers) (GPT-2).  Biases are 0, and norms multiply by 1.  Each expert has its own random weights.
+    num_layers) (GPT-2).  Biases are 0, and norms multiply by 1.  Each expert has its own random weights.  Sinks and the
+    bias of a router are drawn like matrices (gpt-oss).
     """
     for chunk in engine.chunks:
         for shard in sharded_tensors(chunk.module.sharded_state_dict()):
@@ -42,9 +44,10 @@ def initialise(engine: Engine) -> None:
 
 def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     part, axes = shard.data, shard.prepend_axis_num
-    if "bias" in shard.key:
+    is_drawn = part.dim() > 1 or shard.key.endswith(_DRAWN)
+    if "bias" in shard.key and not is_drawn:
         part.zero_()
-    elif part.dim() == 1:
+    elif not is_drawn:
         part.fill_(0.0 if model.norm_zero_centered else 1.0)
     else:
         writes_residual = "linear_proj" in shard.key or "linear_fc2" in shard.key

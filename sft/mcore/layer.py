@@ -75,7 +75,7 @@ class Layer(TransformerLayer):
 
 @dataclass(frozen=True)
 class _ResidualSum:
-    """Takes the place of core's sum, `bias_dropout_add`: residual + multiplier * norm(output)."""
+    """Takes the place of core's sum, `bias_dropout_add`: residual + multiplier * norm(output + bias)."""
 
     norm: torch.nn.Module | None
     multiplier: float
@@ -83,9 +83,11 @@ class _ResidualSum:
     def __call__(self, training: bool, fused: bool) -> Any:
         return self._add
 
-    def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
         output, bias = output_and_bias
-        assert bias is None and dropout == 0.0
+        assert dropout == 0.0
+        if bias is not None:
+            output = output + bias
         if self.norm is not None:
             output = self.norm(output)
         return torch.add(residual, output, alpha=self.multiplier)

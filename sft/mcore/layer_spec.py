@@ -7,7 +7,8 @@ from megatron.core.transformer import ModuleSpec
 
 from sft.config import Config
 from sft.mcore.attention.backend import AttentionBackend
-from sft.mcore.experts import ExpertLayer, Router
+from sft.mcore.biases import bias_mlp, submodules_of, with_bias
+from sft.mcore.experts import BiasedRouter, ExpertLayer, Router
 from sft.mcore.gated_activation import GatedActivation
 from sft.mcore.layer import Layer
 
@@ -21,24 +22,25 @@ def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
         "residual_multiplier": model.residual_multiplier,
         "output_norm": None if model.norm_placement == "pre" else backend.final_norm,
     }
+    if model.attention_output_bias:
+        attention = spec.submodules.self_attention.submodules
+        attention.linear_proj = with_bias(attention.linear_proj)
+    if model.mlp_bias:
+        bias_mlp(spec.submodules.mlp, has_experts=model.moe.num_experts is not None)
     if model.moe.num_experts:
-        return _with_experts(spec, recompute=is_selective, activation=GatedActivation.fields(model))
+        router = BiasedRouter if model.moe.router_bias else Router
+        return _with_experts(spec, router, recompute=is_selective, activation=GatedActivation.fields(model))
     if GatedActivation.fields(model):
-        _mlp_submodules(spec).activation_func = GatedActivation.spec(model)
+        submodules_of(spec.submodules.mlp).activation_func = GatedActivation.spec(model)
     spec.params |= {"recompute": is_selective or train.mlp_tile is not None, "tile": train.mlp_tile}
     return spec
 
 
-def _mlp_submodules(spec: ModuleSpec) -> Any:
-    mlp = spec.submodules.mlp
-    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # up to core 0.18
-
-
-def _with_experts(spec: ModuleSpec, **of_experts: Any) -> ModuleSpec:
+def _with_experts(spec: ModuleSpec, router: type[Router], **of_experts: Any) -> ModuleSpec:
     mlp, keys = spec.submodules.mlp, spec.submodules.sharded_state_dict_keys_map
     # Core's local spec would rename the checkpoint key of the norm before an MLP, but not of the norm before experts.
     spec.submodules.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if not k.startswith("pre_mlp")}
-    _mlp_submodules(spec).router = Router
+    submodules_of(mlp).router = router
     if isinstance(mlp, ModuleSpec):  # up to core 0.18
         mlp.module, mlp.params = ExpertLayer, of_experts
     else:

@@ -153,9 +153,9 @@ class AdaptedExperts(Adapted):
     The dispatcher of experts sums outputs and input gradients over etp.  So each rank adds its own term of these sums.
     """
 
-    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, counts: list[int], *weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [n, in], sorted by expert; counts: rows of each expert -> [n, out], and no bias"""
-        output, bias = self.base(x, counts)
+        output, bias = self.base(x, counts, *weights)
         return output + self._adapters_output(x, counts), bias
 
     def _adapters_output(self, x: Tensor, counts: list[int]) -> Tensor:

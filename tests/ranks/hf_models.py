@@ -1,5 +1,6 @@
 """Small random models of transformers and the same weights in our engine: token losses and gradients of both."""
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,8 +109,10 @@ def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str
         used.add(name)
         for span in mapping.spans():
             view, rows = mapping.sources[span.source or 0], whole[name][(*expert,)][span.target :][: span.num_rows]
-            gradient = found.setdefault(view.name, torch.full(view.shape, torch.nan))
-            gradient[span.start : span.start + span.num_rows] = torch.from_numpy(rows)
+            gradient = found.setdefault(view.name, torch.full(view.tensor.shape, torch.nan))[view.index]
+            matrix = gradient.T if view.transposed else gradient
+            where = [view.row(number) for number in range(span.start, span.start + span.num_rows)]
+            matrix[where] = torch.from_numpy(rows)
     assert used == whole.keys()
     return found
 
@@ -119,6 +122,7 @@ def stored_gradients(
 ) -> dict[str, torch.Tensor]:
     """The gradients of transformers' model under the names of its files, where each expert has its own matrices.
 
+    Files of gpt-oss hold the tensors of all experts as they are in memory.
     of: the tensor of a parameter; None: the parameter has none
     """
     found = {}
@@ -126,7 +130,7 @@ def stored_gradients(
         tensor = of(param)
         if tensor is None:
             continue
-        block, _, kind = name.rpartition(".experts.")
+        block, _, kind = name.rpartition(".experts.") if model.config.model_type != "gpt_oss" else ("", "", name)
         for number, grad in enumerate(tensor if block else ()):
             parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
             for part, rows in zip(parts, grad.chunk(len(parts))):
@@ -192,6 +196,14 @@ def hf_losses(model: Any, sample: Sample) -> torch.Tensor:
     """-log p of each token but the first, given those before it: [n - 1]; the sample alone, unpadded."""
     tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
     return torch.nn.functional.cross_entropy(model(input_ids=tokens).logits[0, :-1], tokens[0, 1:], reduction="none")
+
+
+def in_float64(model: Any) -> Any:
+    """A copy of transformers' model.  Sums of many gradients that cancel, as of a router's bias, are exact in it."""
+    wide = copy.deepcopy(model).double()
+    if getattr(wide.config, "_experts_implementation", None):
+        wide.set_experts_implementation("eager")  # the grouped product has no float64
+    return wide
 
 
 @dataclass(frozen=True)

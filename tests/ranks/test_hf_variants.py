@@ -25,6 +25,7 @@ from tests.ranks.hf_models import (
     check_losses,
     check_parameters,
     chunked_gradients,
+    in_float64,
     in_stored_names,
     load,
     packed_losses,
@@ -77,6 +78,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone4": dict(family="exaone4"),
     "olmoe": dict(family="olmoe"),
     "granitemoe": dict(family="granitemoe", tied=True),
+    "gpt_oss": dict(family="gpt_oss", num_hidden_layers=4, layer_types=FOUR_KINDS),
+    "llama_biased": dict(family="llama", attention_bias=True, mlp_bias=True),
 }
 
 
@@ -115,7 +118,8 @@ CASES = [
     *[("olmo2", "one"), ("olmo2", "tp"), ("olmo3", "cp")],
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
-    *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep")],
+    *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep"), ("llama_biased", "tp")],
+    *[("gpt_oss", "one"), ("gpt_oss", "ep")],
 ]
 GRID = [
     *[("olmo3", "tp"), ("olmo3", "pp"), ("olmo3", "one")],
@@ -155,7 +159,8 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
 MIXED = [
     *[("granite", "tp_cp"), ("smollm3_yarn", "tp_virtual"), ("olmo2", "tp_cp"), ("ministral3", "tp_cp")],
     *[("qwen3_windows", "tp_cp"), ("exaone4_windows", "tp_virtual"), ("qwen3_moe_windows", "tp_cp_ep")],
-    ("olmo3", "tp_cp"),
+    *[("olmo3", "tp_cp"), ("llama_biased", "tp_whole_cp")],
+    *[("gpt_oss", "tp_cp"), ("gpt_oss", "tp_virtual"), ("gpt_oss", "tp_cp_ep")],
 ]
 
 
@@ -171,12 +176,13 @@ def test_loss_and_every_gradient_are_those_of_transformers(
     ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], name: str, layout: str
 ) -> None:
     model, together, (world_size, overrides) = models(name), packs[:2], LAYOUTS[layout]
-    expected_loss, count = backward(model.model, [sample for pack in together for sample in pack])
+    reference = in_float64(model.model)
+    expected_loss, count = backward(reference, [sample for pack in together for sample in pack])
     results = ranks(world_size).run(chunked_gradients, model.recipe + overrides, model.folder, together)
     for result in results:
         assert result["num_tokens"] == count
         assert result["loss"] == pytest.approx(expected_loss, rel=MEAN_LOSS_TOLERANCE)
-    check_parameters(in_stored_names(model.source, results), stored_gradients(model.model), GRADIENT_TOLERANCE)
+    check_parameters(in_stored_names(model.source, results), stored_gradients(reference), GRADIENT_TOLERANCE)
 
 
 def statistics(overrides: list[str], folder: str, sample: Sample) -> Any:

@@ -10,18 +10,20 @@ from sft.mcore import experts
 
 def scores(precision: torch.dtype) -> Any:
     torch.manual_seed(3)
-    tokens = torch.randn(6, 8, dtype=precision, requires_grad=True)
-    weight = torch.randn(4, 8, dtype=precision, requires_grad=True)
-    return tokens, weight, experts._Scores.apply(tokens, weight)
+    shapes = ((6, 8), (4, 8), (4,))
+    inputs = [torch.randn(shape, dtype=precision, requires_grad=True) for shape in shapes]
+    return *inputs, experts._Scores.apply(*inputs)
 
 
 def test_scores_are_products_whose_gradient_is_right() -> None:
-    tokens, weight, found = scores(torch.float64)
-    assert torch.equal(found, tokens @ weight.T)
-    assert torch.autograd.gradcheck(experts._Scores.apply, (tokens, weight))
-    tokens, weight, found = scores(torch.bfloat16)
+    tokens, weight, bias, found = scores(torch.float64)
+    assert torch.equal(found, tokens @ weight.T + bias)
+    assert torch.equal(experts._Scores.apply(tokens, weight, None), tokens @ weight.T)
+    assert torch.autograd.gradcheck(experts._Scores.apply, (tokens, weight, bias))
+    tokens, weight, bias, found = scores(torch.bfloat16)
     assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.detach(), tokens.detach().float() @ weight.detach().float().T, rtol=1e-6)
+    expected = tokens.detach().float() @ weight.detach().float().T + bias.detach().float()
+    np.testing.assert_allclose(found.detach(), expected, rtol=1e-6)
     kept = {saved.dtype for saved in found.grad_fn.saved_tensors}
     assert kept == {torch.bfloat16}  # no wide copy of the tokens
 

@@ -38,6 +38,7 @@ LIKE_LLAMA = {
     "activation": "swiglu",
     **dict.fromkeys(("activation_limit", "activation_alpha")),
     "rope.fraction": 1.0,
+    **dict.fromkeys(("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"), False),
     "rope.query_scale_beta": None,
     "rope.window_base": None,
 }
@@ -98,6 +99,10 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     assert model.tie_embeddings is theirs.tie_word_embeddings
     if family == "ministral3":
         assert model.rope == MINISTRAL_ROPE
+    elif family == "gpt_oss":
+        yarn_of_file = dict(scaling="yarn", factor=32.0, original_max_position=4096, truncate=False)
+        assert model.rope == RopeConfig(base=150000.0, **yarn_of_file)
+        assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, [1])
     elif family == "olmo3":
         assert {kind: group["rope_theta"] for kind, group in theirs.rope_parameters.items()} == {
             "full_attention": model.rope.base,
@@ -129,7 +134,6 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     "changes,why",
     [
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported, only "silu" or "swish"'),
-        ({"attention_bias": True}, "attention_bias = true is not supported, only false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config has quant_method = null, which is not supported"),
         ({"auto_map": {"AutoModel": "own.Code"}}, "auto_map"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
@@ -146,9 +150,9 @@ def test_what_our_model_cannot_be(changes: dict[str, Any], why: str) -> None:
 
 
 def test_everything_wrong_is_told_at_once() -> None:
-    told = refusal(llama(hidden_act="gelu", attention_bias=True, vocab_size=..., rope_scaling={"type": "dynamic"}))
+    told = refusal(llama(hidden_act="gelu", attention_dropout=0.5, vocab_size=..., rope_scaling={"type": "dynamic"}))
     assert told.startswith("1 of 4: config.json: hidden_act")
-    for name in ("attention_bias = true", "vocab_size is missing", 'rope_type = "dynamic"'):
+    for name in ("attention_dropout = 0.5", "vocab_size is missing", 'rope_type = "dynamic"'):
         assert name in told
 
 
@@ -367,6 +371,8 @@ YARN = RopeConfig(scaling="yarn", factor=4.0, original_max_position=4096)
         ({"rope_scaling": {"type": "linear", "factor": 1.0}}, RopeConfig()),
         ({"rope_scaling": yarn()}, YARN),
         ({"rope_scaling": yarn(attention_factor=None, truncate=True, mscale=None)}, YARN),
+        ({"rope_scaling": yarn(truncate=False)}, YARN.model_copy(update={"truncate": False})),
+        ({"rope_scaling": yarn(truncate=None)}, YARN.model_copy(update={"truncate": False})),
         ({"rope_scaling": yarn(attention_factor=1.3)}, YARN.model_copy(update={"attention_factor": 1.3})),
         ({"rope_scaling": yarn(beta_fast=8, beta_slow=0.5)}, YARN.model_copy(update=dict(beta_fast=8, beta_slow=0.5))),
         # No original length: one outside of the group, or the longest one.
@@ -400,7 +406,6 @@ def test_positions_are_read_as_transformers_reads_them(fields: dict[str, Any], e
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
         ({"rope_scaling": {"rope_type": "yarn", **yarn(mscale=1.0)}}, "mscale = 1.0 is not supported"),
-        ({"rope_scaling": yarn(truncate=False)}, "truncate = false is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention = "),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),

@@ -58,7 +58,7 @@ def test_blocks_are_cut_and_put_together() -> None:
     assert list(split_into_blocks(spans, 5)) == list(split_into_blocks(spans, 100)) == [spans]
 
 
-SIZES = {"q": 6, "k": 2, "h": 8, "x": 4, "e": 3}
+SIZES = {"q": 6, "k": 2, "h": 8, "x": 4, "X": 4, "e": 3}
 
 
 def test_a_view_of_rows_written_out() -> None:
@@ -76,7 +76,7 @@ def test_a_view_of_rows_written_out() -> None:
 
 def test_a_view_of_an_expert_written_out() -> None:
     """All experts in one tensor [experts, h, gate and up]: the up projection of expert 2 is its last three columns."""
-    gate, up = (View("layers.{i}.gate_up", "x h e+e", part, transposed=True).of(0, 2, SIZES) for part in (0, 1))
+    gate, up = (View("layers.{i}.gate_up", "X h e+e", part, transposed=True).of(0, 2, SIZES) for part in (0, 1))
     assert gate == HfView(HfTensor("layers.0.gate_up", (4, 8, 6)), (2,), 0, 3, transposed=True)
     assert up == HfView(HfTensor("layers.0.gate_up", (4, 8, 6)), (2,), 3, 3, transposed=True)
     assert gate.shape == up.shape == (3, 8) and not gate.is_whole
@@ -90,7 +90,7 @@ def test_a_family_has_the_tensors_of_transformers(tmp_path: Path, family: str, t
     fields = dict(hidden_size=8, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=2)
     theirs = load_file(hf.save(tmp_path, family, tied=tied, **fields) / "model.safetensors")
     experts = {"qwen3_moe": MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
-    experts |= dict.fromkeys(("mixtral", "olmoe", "granitemoe"), MoeConfig(num_experts=4, top_k=2))
+    experts |= dict.fromkeys(("mixtral", "olmoe", "granitemoe", "gpt_oss"), MoeConfig(num_experts=4, top_k=2))
     experts["qwen2_moe"] = experts["qwen3_moe"].model_copy(update={"shared_ffn_hidden_size": 40, "shared_gate": True})
     model = MODEL.model_copy(update={"tie_embeddings": tied, "moe": experts.get(family, MoeConfig())})
     views = views_by_tensor(FAMILIES[family].mappings(model, hf.VOCAB))

@@ -137,7 +137,6 @@ def test_an_import_and_an_export_have_no_fp8_left(made: Make, tmp_path: Path) ->
         (dict(quant_method="awq", bits=4), 'quant_method = "awq", which is not supported; fp8 (one scale per block'),
         (dict(quant_method="gptq", bits=4), 'quant_method = "gptq", which is not supported'),
         (dict(quant_method="bitsandbytes", load_in_4bit=True), 'quant_method = "bitsandbytes"'),
-        (dict(quant_method="mxfp4"), 'quant_method = "mxfp4", which is not supported'),
         (dict(quant_method="modelopt", quant_algo="NVFP4"), 'quant_method = "modelopt", which is not supported'),
         ("fp8", "quant_method = null, which is not supported"),
         ({**BLOCKS, "fmt": "e5m2"}, 'quantization_config.fmt = "e5m2" is not supported, only e4m3'),

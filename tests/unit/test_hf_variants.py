@@ -137,7 +137,6 @@ def test_changes_are_written() -> None:
     "family,changes,why",
     [
         ("granite", {"attention_multiplier": None}, "attention_multiplier is missing"),
-        ("granite", {"mlp_bias": True}, "mlp_bias = true is not supported, only false"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling = 0.0 (logits_scaling) input should be greater than 0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is not a list of 36 numbers 0 and 1"),
         ("smollm3", {"no_rope_layers": [2] * 36}, "no_rope_layers is not a list of 36 numbers 0 and 1"),

@@ -121,7 +121,9 @@ def _write_tensor(
                 rows.zero_()
             else:
                 view = mapping.sources[span.source]
-                stored.read_rows(view.name, view.row(span.start), rows, index=view.index, transposed=view.transposed)
+                stored.read_rows(
+                    view.name, view.row(span.start), rows, index=view.index, transposed=view.transposed, step=view.step
+                )
                 progress.advance(rows.nbytes)
         offset = (*mapping.stack_index, first, *[0] * len(mapping.row_shape))
         writer.write_chunk(mapping.key, mapping.shape(num_rows), offset, data[(None,) * len(mapping.stack_index)])

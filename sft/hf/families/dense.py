@@ -1,15 +1,18 @@
 """Families without experts."""
 
 from sft.hf.families.rules import (
+    BIAS_KEYS,
     DEFAULTS,
     KEYS,
     LLAMA_DENSE,
     NO_BIAS,
+    NO_BIAS_DEFAULTS,
     OPTIONS,
     attention,
     joint_attention,
     joint_mlp,
     mlp,
+    optional_biases,
     outer,
     qk_norm,
     qkv_bias,
@@ -21,11 +24,11 @@ DENSE = (
     Family(
         model_type="llama",
         class_name="LlamaForCausalLM",
-        rules=(*outer(), *attention(), *mlp()),
+        rules=(*outer(), *attention(), *mlp(), *optional_biases()),
         implied=LLAMA_DENSE,
-        keys=KEYS,
-        defaults=DEFAULTS,
-        options={**OPTIONS, **NO_BIAS, "mlp_bias": (False,)},
+        keys={**KEYS, **BIAS_KEYS},
+        defaults={**DEFAULTS, **NO_BIAS_DEFAULTS},
+        options=OPTIONS,
         passed_through=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # in files of Llama 2
     ),
     Family(

@@ -58,7 +58,7 @@ def joint_attention(model: str = "model") -> tuple[Rule, ...]:
     return (norm, Rule(f"{_OURS}.self_attention.linear_qkv.weight", qkv, "groups"), output)
 
 
-def qkv_bias(model: str = "model") -> tuple[Rule, ...]:
+def qkv_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
     layer = f"{model}.layers.{LAYER}.self_attn"
     return (
         Rule(
@@ -69,7 +69,30 @@ def qkv_bias(model: str = "model") -> tuple[Rule, ...]:
                 View(f"{layer}.v_proj.bias", "k"),
             ),
             "groups",
+            needs=needs,
         ),
+    )
+
+
+def attention_output_bias(model: str = "model", *, needs: str = "") -> tuple[Rule, ...]:
+    name = f"{model}.layers.{LAYER}.self_attn.o_proj.bias"
+    return (Rule(f"{_OURS}.self_attention.linear_proj.bias", (View(name, "h"),), needs=needs),)
+
+
+def sinks(model: str = "model") -> tuple[Rule, ...]:
+    name = f"{model}.layers.{LAYER}.self_attn.sinks"
+    return (Rule(f"{_OURS}.self_attention.core_attention.softmax_offset", (View(name, "a"),)),)
+
+
+def optional_biases(model: str = "model") -> tuple[Rule, ...]:
+    """Biases that a model has if attention_bias or mlp_bias is true in its config.json (`BIAS_KEYS`)."""
+    layer = f"{model}.layers.{LAYER}.mlp"
+    gate_up = tuple(View(f"{layer}.{name}_proj.bias", "f") for name in ("gate", "up"))
+    return (
+        *qkv_bias(model, needs="qkv_bias"),
+        *attention_output_bias(model, needs="attention_output_bias"),
+        Rule(f"{_OURS}.mlp.linear_fc1.bias", gate_up, needs="mlp_bias"),
+        Rule(f"{_OURS}.mlp.linear_fc2.bias", (View(f"{layer}.down_proj.bias", "h"),), needs="mlp_bias"),
     )
 
 
@@ -145,26 +168,50 @@ def stacked_experts(
     down: str = "experts.down_proj",
     *,
     transposed: bool = False,
+    interleaved: bool = False,
 ) -> tuple[Rule, ...]:
     """The rules of `experts`, for files that store the experts of a layer as two tensors.
 
     block: name of the module that contains router and experts; router, gate_up, down: names of tensors in it
     transposed: the tensors are [experts, h, gate and up] and [experts, e, h]; else [experts, gate and up, h] and
         [experts, h, e]
+    interleaved: gate and up take turns, row by row
     """
     layer = f"{model}.layers.{LAYER}"
-    first, second = ("x h e+e", "x e h") if transposed else ("x e+e h", "x h e")
+    first, second = ("X h e+e", "X e h") if transposed else ("X e+e h", "X h e")
     return (
         Rule(f"{_OURS}.pre_mlp_layernorm.weight", (View(f"{layer}.post_attention_layernorm.weight", "h"),)),
         Rule(f"{_OURS}.mlp.router.weight", (View(f"{layer}.{block}.{router}", "x h"),)),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc1.weight",
-            tuple(View(f"{layer}.{block}.{gate_up}", first, part, transposed) for part in range(2)),
+            tuple(
+                View(f"{layer}.{block}.{gate_up}", first, part, transposed, blocks="e" * interleaved)
+                for part in range(2)
+            ),
         ),
         Rule(
             f"{_OURS}.mlp.experts.experts.linear_fc2.weight",
             (View(f"{layer}.{block}.{down}", second, transposed=transposed),),
         ),
+    )
+
+
+def stacked_expert_biases(
+    model: str = "model",
+    block: str = "mlp",
+    router: str = "router.bias",
+    gate_up: str = "experts.gate_up_proj_bias",
+    down: str = "experts.down_proj_bias",
+    *,
+    interleaved: bool = False,
+) -> tuple[Rule, ...]:
+    """The biases of `stacked_experts`, in tensors [experts, ...]."""
+    layer, ours = f"{model}.layers.{LAYER}.{block}", f"{_OURS}.mlp"
+    parts = tuple(View(f"{layer}.{gate_up}", "X e+e", part, blocks="e" * interleaved) for part in range(2))
+    return (
+        Rule(f"{ours}.router.bias", (View(f"{layer}.{router}", "x"),)),
+        Rule(f"{ours}.experts.experts.linear_fc1.bias", parts),
+        Rule(f"{ours}.experts.experts.linear_fc2.bias", (View(f"{layer}.{down}", "X h"),)),
     )
 
 
@@ -208,6 +255,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
 }
+BIAS_KEYS = {"qkv_bias": "attention_bias", "attention_output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}  # true adds a bias to the output projection, too
 QWEN_OPTIONS: dict[str, tuple[Any, ...]] = {**OPTIONS, "use_sliding_window": (False,)}
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+NO_BIAS_DEFAULTS: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}

@@ -45,10 +45,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     ),
     "gpt2": (f"{_BIASED}, and learned positions", "llama"),
     "gpt_neox": (f"{_BIASED}, and rotary positions on a part of each head", "llama"),
-    "gpt_oss": (
-        f"attention sinks, {_WINDOWS} in every second layer, biases on all projections and experts, and a clamped gate",
-        "mixtral",
-    ),
     "granitemoehybrid": (_MAMBA, "mixtral"),
     "helium": (_INTERLEAVED, "llama"),
     "hunyuan_v1_dense": ("norms on queries and keys after the rotary positions", "qwen3"),

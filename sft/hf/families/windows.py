@@ -24,10 +24,10 @@ def from_a_layer_on(default: int = 28) -> dict[str, Computed]:
     return _computed(has_window, switch=_USES)
 
 
-def all_but_every(interval: int, name: str | None = None) -> dict[str, Computed]:
+def all_but_every(interval: int, name: str | None = None, *, default: int = 4096) -> dict[str, Computed]:
     """Windows in all layers, but full attention in layers interval, 2 * interval, ...
 
-    name: key of config.json with another interval, if it has one
+    name: key of config.json with another interval, if it has one; default: the window, if config.json names none
     """
 
     def has_window(content: Mapping[str, Any], layer: int) -> bool:
@@ -36,17 +36,17 @@ def all_but_every(interval: int, name: str | None = None) -> dict[str, Computed]
             raise ValueError(f"{name} = {count} is not supported without {_TYPES}")
         return (layer + 1) % count != 0
 
-    return _computed(has_window)
+    return _computed(has_window, default=default)
 
 
 def _window_and_layers(
-    content: Mapping[str, Any], has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None
+    content: Mapping[str, Any], has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None, default: int
 ) -> tuple[int | None, list[int] | None]:
     """model.sliding_window and model.sliding_window_layers.
 
     has_window: of a layer, counted from 0, if the file has no layer_types
     """
-    window, count = content.get(_WINDOW, 4096), content.get("num_hidden_layers")
+    window, count = content.get(_WINDOW, default), content.get("num_hidden_layers")
     if window is None or (switch is not None and not content.get(switch, False)) or type(count) is not int:
         return None, None
     kinds = content.get(_TYPES)
@@ -60,7 +60,9 @@ def _window_and_layers(
     return window, None if len(layers) == count else layers
 
 
-def _computed(has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None) -> dict[str, Computed]:
+def _computed(
+    has_window: Callable[[Mapping[str, Any], int], bool], switch: str | None = None, default: int = 4096
+) -> dict[str, Computed]:
     def write_window(window: int | None, count: int) -> dict[str, Any]:
         return {_WINDOW: window} | ({} if switch is None else {switch: window is not None})
 
@@ -68,7 +70,7 @@ def _computed(has_window: Callable[[Mapping[str, Any], int], bool], switch: str 
         return {_TYPES: [SLIDING if layers is None or n + 1 in layers else FULL for n in range(count)]}
 
     def read(content: Mapping[str, Any]) -> tuple[int | None, list[int] | None]:
-        return _window_and_layers(content, has_window, switch)
+        return _window_and_layers(content, has_window, switch, default)
 
     return {
         "sliding_window": Computed(_WINDOW, lambda content: read(content)[0], write_window),

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import ModuleSpec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from sft.config import Config, ModelConfig
@@ -72,6 +74,7 @@ class PortableAttention(torch.nn.Module):
     def __init__(
         self,
         *,
+        config: TransformerConfig,
         layer_number: int,
         pg_collection: Any,
         softmax_scale: float,
@@ -84,7 +87,12 @@ class PortableAttention(torch.nn.Module):
         self.has_own_base = self.window is not None and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
         self.scale = softmax_scale if is_scaled else rope.plain_scale(model)
-        self.cp_group = pg_collection.cp
+        self.cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
+        self.softmax_offset = None  # core's name for the scores of sinks
+        if model.attention_sinks:
+            num_heads = model.num_attention_heads // self._tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -104,5 +112,18 @@ class PortableAttention(torch.nn.Module):
         if self.rotates:
             rotation = documents.window_rotation if self.has_own_base else documents.rotation
             assert rotation is not None
-        out = packed_attention(query, key, value, kernel, self.scale, self.cp_group, rotation)
+        out = packed_attention(query, key, value, kernel, self.scale, self.cp_group, rotation, self.softmax_offset)
         return out.flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

@@ -64,8 +64,10 @@ def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
         ratio = rope.original_max_position / (turns * 2 * math.pi)
         return rotary_dim * math.log(ratio) / (2 * math.log(rope.base))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), rotary_dim - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     scaled = ramp.clamp(0.0, 1.0)
     return plain / rope.factor * scaled + plain * (1 - scaled)

@@ -1,0 +1,107 @@
+"""Reads MXFP4 experts (gpt-oss) as numbers of the model's type.
+
+A block of 32 numbers of a row is stored as 16 bytes, each with two numbers of 4 bits, and one byte, an exponent of 2.
+The files hold rows of outputs; transformers' model, and an export, hold the transposed matrices:
+
+    X_blocks uint8 [experts, rows, columns / 32, 16], X_scales uint8 [experts, rows, columns / 32]
+    -> X [experts, columns, rows]
+
+To its readers, the folder has the tensors of the model before it was quantised.  Source of the format: OCP Microscaling
+Formats (MX) 1.0.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sft.errors import CheckpointError
+from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
+from sft.hf.tensor_check import fold_by_layer
+
+_BLOCKS, _SCALES, _UINT8 = "_blocks", "_scales", "U8"
+_SIZE = 32  # numbers with one scale
+_BIAS = 127  # of the exponent
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lowest three bits; the fourth is the sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4:
+    """dtype: name in safetensors of the type that config.json gives the model"""
+
+    dtype: str
+
+
+class Mxfp4Folder(SafetensorsFolder):
+    """The tensors of a folder with MXFP4 experts.  Raises CheckpointError naming blocks without usable scales."""
+
+    number_format = "MXFP4"
+
+    def __init__(self, folder: Path, scheme: Mxfp4) -> None:
+        super().__init__(folder)
+        self._dtype, stored = DTYPES[scheme.dtype], self.tensors
+        names = [name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)]
+        unusable = [name for name in names if not _fits(stored[name + _BLOCKS], stored.get(name + _SCALES))]
+        if unusable:
+            raise CheckpointError(
+                f"{folder} has MXFP4 blocks without usable scales (uint8 blocks [experts, rows, columns / 32, 16] "
+                f"need uint8 scales [experts, rows, columns / 32]): {', '.join(fold_by_layer(unusable))}."
+            )
+        self._quantised = frozenset(names)
+        used = {name + suffix for name in names for suffix in (_BLOCKS, _SCALES)}
+        self.tensors = {name: tensor for name, tensor in stored.items() if name not in used}
+        self.tensors |= {name: self._after(stored[name + _BLOCKS], scheme) for name in names}
+
+    @property
+    def num_dequantised(self) -> int:
+        return len(self._quantised)
+
+    def raw_blocks(self, name: str, max_bytes: int) -> Iterator[memoryview]:
+        if name not in self._quantised:
+            yield from super().raw_blocks(name, max_bytes)
+        else:
+            for block in self.blocks(name, max_bytes):
+                yield block.view(torch.uint8).reshape(-1).numpy().data
+
+    def _after(self, blocks: StoredTensor, scheme: Mxfp4) -> StoredTensor:
+        experts, rows, groups, _ = blocks.shape
+        shape = (experts, groups * _SIZE, rows)
+        return replace(blocks, dtype=scheme.dtype, shape=shape, num_bytes=math.prod(shape) * self._dtype.itemsize)
+
+    def _part(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        if name not in self._quantised:
+            return super()._part(name, where)
+        expert, columns, rows = where
+        assert isinstance(columns, slice) and columns.step in (None, 1)
+        first, last = columns.start // _SIZE, -(-columns.stop // _SIZE)
+        blocks, scales = (
+            super(Mxfp4Folder, self)._part(name + suffix, (expert, rows, slice(first, last)))
+            for suffix in (_BLOCKS, _SCALES)
+        )
+        numbers = dequantised(blocks, scales).to(self._dtype)
+        return numbers[..., columns.start - first * _SIZE : columns.stop - first * _SIZE].mT
+
+
+def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """blocks uint8 [..., groups, 16], scales uint8 [..., groups] -> fp32 [..., groups * 32]
+
+    The lower four bits of a byte are the first of its two numbers.  Byte 0x72 with scale 128: 2.0 and 12.0
+    """
+    pairs = _pairs().index_select(0, blocks.flatten().to(torch.int32)).view(*blocks.shape[:-1], _SIZE)
+    exponents = (scales.to(torch.int32) - _BIAS)[..., None]
+    return torch.ldexp(pairs, exponents).flatten(-2)
+
+
+def _pairs() -> torch.Tensor:
+    """fp32 [256, 2]: the two numbers of each byte."""
+    numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)])
+    byte = torch.arange(256)
+    return torch.stack((numbers[byte % 16], numbers[byte // 16]), dim=1)
+
+
+def _fits(blocks: StoredTensor, scales: StoredTensor | None) -> bool:
+    if scales is None or (blocks.dtype, scales.dtype) != (_UINT8, _UINT8):
+        return False
+    return len(blocks.shape) == 4 and blocks.shape[-1] == _SIZE // 2 and scales.shape == blocks.shape[:-1]

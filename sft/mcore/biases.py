@@ -1,0 +1,69 @@
+"""Biases on single projections.  megatron-core has one switch for the biases of all layers."""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+
+def with_bias(linear: Any) -> Any:
+    """A subclass of core's projection `linear` that has a bias.  The projection returns it; its caller adds it."""
+
+    class Biased(linear):
+        def __init__(self, *sizes: int, bias: bool, **core: Any) -> None:
+            super().__init__(*sizes, bias=True, **core)
+
+    return Biased
+
+
+class ExpertOutput(RowParallelLinear):
+    """The second projection of an expert, [n, e / etp] -> [n, h], with a bias of which each rank of etp has a part.
+
+    The dispatcher sums the outputs over etp.  A rank returns a bias [h] that is 0 outside of its part, so that the sum
+    has each number once.  Every rank of etp sees the same tokens, so that the gradient of its part is complete.
+    Checkpoints hold the whole bias.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, config: Any, **core: Any) -> None:
+        super().__init__(input_size, output_size, bias=False, config=config, **core)
+        ranks, weight = self.tp_group.size(), self.weight
+        assert output_size % ranks == 0
+        self.bias = torch.nn.Parameter(weight.new_zeros(output_size // ranks))
+        self.bias.allreduce = weight.allreduce  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        """input_ [n, e / etp] -> [n, h] and the bias [h], which the caller weights and adds"""
+        output, _ = super().forward(input_)
+        before = self.tp_group.rank() * len(self.bias)
+        after = self.output_size - before - len(self.bias)
+        return output, torch.nn.functional.pad(self.bias, (before, after))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 1, "bias": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def bias_mlp(mlp: Any, *, has_experts: bool) -> None:
+    """Give the projections of an MLP, or those of its experts, biases.  mlp: core's description of the modules"""
+    parts = submodules_of(submodules_of(mlp).experts if has_experts else mlp)
+    parts.linear_fc1 = with_bias(parts.linear_fc1)
+    parts.linear_fc2 = ExpertOutput if has_experts else with_bias(parts.linear_fc2)
+
+
+def submodules_of(spec: Any) -> Any:
+    """The parts of a module that core's description names."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]  # up to core 0.18

@@ -1,0 +1,118 @@
+"""MXFP4 experts of gpt-oss become numbers: written out, as transformers has them, and in imports and exports."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from sft.console import QUIET
+from sft.errors import CheckpointError
+from sft.hf.convert.export_hf import export_hf
+from sft.hf.convert.import_hf import import_hf
+from sft.hf.mxfp4 import dequantised
+from sft.hf.source import open_source
+from tests.unit.fixtures import hf
+from tests.unit.fixtures.hf import Make, tensors
+
+CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+NUMBERS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def quantise(source: Path) -> dict[str, torch.Tensor]:
+    """Rewrite the experts of a bf16 folder in MXFP4.  Returns what they mean: float64, number by number."""
+    stored, meant = tensors(source), {}
+    random = np.random.default_rng(3)
+    for name in [name for name in stored if name.endswith(NAMES)]:
+        experts, columns, rows = stored.pop(name).shape
+        codes = random.integers(0, 16, (experts, rows, columns), dtype=np.uint8)
+        scales = random.integers(120, 129, (experts, rows, columns // 32), dtype=np.uint8)
+        exact = np.empty((experts, columns, rows))
+        blocks = np.empty((experts, rows, columns // 32, 16), dtype=np.uint8)
+        for place, code in np.ndenumerate(codes):
+            expert, row, column = place
+            group, within = divmod(column, 32)
+            sign, size = (-1.0 if code >= 8 else 1.0), NUMBERS[code % 8]
+            exact[expert, column, row] = sign * size * 2.0 ** (int(scales[expert, row, group]) - 127)
+            if within % 2 == 0:
+                blocks[expert, row, group, within // 2] = code
+            else:
+                blocks[expert, row, group, within // 2] |= code << 4
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = torch.from_numpy(blocks), torch.from_numpy(scales)
+        meant[name] = torch.from_numpy(exact)
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    hf.change(source, quantization_config=CONFIG)
+    return meant
+
+
+@pytest.fixture
+def quantised(made: Make) -> tuple[Path, dict[str, torch.Tensor]]:
+    source = made("gpt_oss", dtype=torch.bfloat16, hidden_size=64, intermediate_size=32)
+    return source, quantise(source)
+
+
+def test_bytes_written_out() -> None:
+    """The lower four bits are the first number; the fourth bit is the sign; a scale of 127 is 1."""
+    blocks = torch.zeros(1, 16, dtype=torch.uint8)
+    blocks[0, 0], blocks[0, 15] = 0x72, 0xFA  # 1.0 and 6.0; -1.0 and -6.0
+    for scale, factor in ((127, 1.0), (128, 2.0), (120, 2.0**-7), (0, 2.0**-127)):
+        found = dequantised(blocks, torch.tensor([scale], dtype=torch.uint8))
+        assert found.tolist() == [1.0 * factor, 6.0 * factor, *[0.0] * 28, -1.0 * factor, -6.0 * factor]
+
+
+def test_every_number_is_the_stored_one_times_its_scale(quantised: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    source, meant = quantised
+    opened = open_source(source)
+    assert opened.describe().endswith("0 refused; 224 KiB, 4 tensors dequantised from MXFP4")
+    assert not any(name.endswith(("_blocks", "_scales")) for name in opened.manifest)
+    for name, numbers in meant.items():
+        expected = numbers.bfloat16()
+        assert torch.equal(expected.double(), numbers)  # two bits and an exponent: bf16 holds them
+        experts, columns, rows = expected.shape
+        assert (opened.manifest[name].shape, opened.manifest[name].dtype) == ((experts, columns, rows), "BF16")
+        assert b"".join(opened.stored.raw_blocks(name, 999)) == expected.view(torch.uint8).numpy().tobytes()
+        part = torch.empty(5, columns - 10)  # every second row of the transposed matrix, columns across blocks
+        opened.stored.read_rows(name, 3, part, index=(2,), transposed=True, step=2, first_column=7)
+        assert torch.equal(part, expected[2].T[3:13:2, 7:-3].float())
+
+
+def test_transformers_reads_the_same_numbers(quantised: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    source, meant = quantised
+    stored = tensors(source)
+    for name, numbers in meant.items():
+        theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert torch.equal(theirs, numbers.bfloat16())
+
+
+def test_an_import_and_an_export_hold_plain_numbers(
+    quantised: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, meant = quantised
+    others = {name: tensor for name, tensor in tensors(source).items() if not name.endswith(("_blocks", "_scales"))}
+    import_hf(source, tmp_path / "there", QUIET)
+    export_hf(tmp_path / "there", tmp_path / "back", QUIET)
+    assert hf.same(tensors(tmp_path / "back"), {name: value.bfloat16() for name, value in meant.items()} | others)
+    assert "quantization_config" not in (tmp_path / "back" / "config.json").read_text()
+    hf.load(tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda blocks, scales: (blocks, scales[:, :-1]), lambda blocks, scales: (blocks.bfloat16(), scales)],
+    ids=["too few", "another type"],
+)
+def test_blocks_without_usable_scales_are_refused(
+    quantised: tuple[Path, dict[str, torch.Tensor]],
+    change: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    source, _ = quantised
+    name = "model/layers/1/mlp/experts/down_proj"
+    stored = tensors(source)
+    blocks, scales = change(*(stored[f"{name.replace('/', '.')}_{kind}"] for kind in ("blocks", "scales")))
+    hf.rewrite(source, **{f"{name}_blocks": blocks, f"{name}_scales": scales.contiguous()})
+    with pytest.raises(CheckpointError, match=r"MXFP4 blocks without usable scales .*down_proj \(layer 1\)"):
+        open_source(source)

@@ -158,6 +158,8 @@ class ModelConfig(Section):
     """Factor on query-key products (Granite); null means 1 / sqrt(head_dim)."""
     logits_scaling: Annotated[float, Field(gt=0.0)] = 1.0
     """Logits are divided by this number (Granite)."""
+    logits_softcap: Annotated[float, Field(gt=0.0)] | None = None
+    """Limit c of the logits, which become c * tanh(logits / c) (Gemma 2); null: no limit."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of random initial weights."""
     sliding_window: Positive | None = None

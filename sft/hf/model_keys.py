@@ -29,6 +29,7 @@ PLAIN: dict[str, Any] = {
         *("activation", "activation_limit", "activation_alpha"),
         *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        "logits_softcap",
         *(
             "moe.shared_ffn_hidden_size",
             "moe.shared_gate",

@@ -274,6 +274,7 @@ class Engine:
             self.vocab_size,
             self.groups.tp,
             sequence_parallel=self.layout.sequence_parallel,
+            softcap=self.config.model.logits_softcap,
         )
 
 

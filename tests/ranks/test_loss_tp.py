@@ -107,6 +107,14 @@ def frozen(tp: int) -> list[Call]:
     return [call for pair in ((call, replace(call, frozen=True)) for call in trained) for call in pair]
 
 
+def capped(tp: int) -> list[Call]:
+    """Scores of standard deviation 3.5, of which most are beyond the limit; with a frozen weight, too."""
+    c, loss = replace(case(70), softcap=1.5), [with_terms(loss, TERMS["all"]) for loss in EACH]
+    upstream = statistics(tp)[0].upstream
+    calls = [Call(case=c, loss=x, frozen=frozen) for x in loss for frozen in (False, True)]
+    return calls + [Call(case=c, loss=with_terms(x, STATISTICS), upstream=upstream) for x in EACH]
+
+
 def nothing(tp: int) -> list[Call]:
     losses = [*EVERY, *(with_terms(loss, TERMS["all"]) for loss in EACH)]
     return [Call(case=c, loss=loss) for c in (case(70, []), case(70, []).broken(torch.nan)) for loss in losses]
@@ -160,6 +168,7 @@ TOPICS: list[Calls] = [
     statistics,
     main_grads,
     frozen,
+    capped,
     nothing,
     huge_padding,
     far_apart,
@@ -193,7 +202,7 @@ def outcome(place: process_groups.ProcessGroups, sequence_parallel: bool, call: 
         weight.requires_grad_(False)
     elif call.into_main_grad:
         weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
-    shard = VocabShard.of(weight, call.vocab, place.tp, sequence_parallel=sequence_parallel)
+    shard = VocabShard.of(weight, call.vocab, place.tp, sequence_parallel=sequence_parallel, softcap=call.case.softcap)
     if isinstance(upstream, list):
         rows = token_statistics(hidden, shard, targets, call.loss)
         products = [(times * column).sum() for times, column in zip(upstream, rows) if times is not None]
@@ -282,7 +291,7 @@ on_layouts = pytest.mark.parametrize("tp, sequence_parallel", [(2, False), (4, T
 @on_layouts
 @pytest.mark.parametrize(
     "topic",
-    [plain, more_terms, statistics, main_grads, frozen, huge_padding, bad_rows],
+    [plain, more_terms, statistics, main_grads, frozen, capped, huge_padding, bad_rows],
     ids=lambda topic: topic.__name__,
 )
 def test_a_split_vocabulary_gives_what_the_definition_says(

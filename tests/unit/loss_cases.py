@@ -70,6 +70,7 @@ class Case:
     weight: Tensor  # [PADDED, h]
     labels: Tensor  # [1, t]
     weights: Tensor  # float32 [1, t], above 0 where supervised
+    softcap: float | None = None  # limit of the scores
 
     @property
     def supervised(self) -> Tensor:
@@ -145,18 +146,18 @@ class Outcome:
     rows: tuple[Tensor | None, ...] = ()  # logprob, lse, entropy, correct of every supervised token
 
 
-def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB) -> VocabShard:
-    return VocabShard.of(weight, vocab, group, sequence_parallel=False)
+def shard_of(weight: Tensor, group: dist.ProcessGroup, vocab: int = VOCAB, softcap: float | None = None) -> VocabShard:
+    return VocabShard.of(weight, vocab, group, sequence_parallel=False, softcap=softcap)
 
 
 def terms_of(c: Case, loss: LossConfig, group: dist.ProcessGroup, vocab: int = VOCAB) -> tuple[Tensor, RowStatistics]:
     """Without a gradient to follow, of inputs that need none."""
-    return lm_loss(c.hidden, shard_of(c.weight, group, vocab), c.targets(), loss)
+    return lm_loss(c.hidden, shard_of(c.weight, group, vocab, c.softcap), c.targets(), loss)
 
 
 def run(c: Case, loss: LossConfig, group: dist.ProcessGroup, upstream: float = 1.0, vocab: int = VOCAB) -> Outcome:
     hidden, weight = inputs_of(c)
-    total, rows = lm_loss(hidden, shard_of(weight, group, vocab), c.targets(), loss)
+    total, rows = lm_loss(hidden, shard_of(weight, group, vocab, c.softcap), c.targets(), loss)
     (total * upstream).backward()
     assert total.dtype == torch.float64
     assert total.shape == ()
@@ -172,7 +173,7 @@ def run_statistics(
 ) -> Outcome:
     """Gradients of the sum of upstream[k] times column k of `token_statistics`; None leaves a column out."""
     hidden, weight = inputs_of(c)
-    rows = token_statistics(hidden, shard_of(weight, group, vocab), c.targets(), loss)
+    rows = token_statistics(hidden, shard_of(weight, group, vocab, c.softcap), c.targets(), loss)
     total = torch.zeros((), dtype=torch.float64)
     for column, times in zip(rows, upstream):
         if times is not None:
@@ -214,6 +215,8 @@ def expected(
     inputs, labels = c.hidden[:, 0][supervised].double().requires_grad_(), c.labels[0][supervised]
     real = c.weight[:vocab].double().requires_grad_()
     scores = inputs @ real.t()
+    if c.softcap is not None:
+        scores = c.softcap * torch.tanh(scores / c.softcap)
     logprobs = torch.log_softmax(scores, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     guessed = (scores.argmax(-1) == labels).double()

@@ -36,7 +36,7 @@ LIKE_LLAMA = {
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "activation": "swiglu",
-    **dict.fromkeys(("activation_limit", "activation_alpha")),
+    **dict.fromkeys(("activation_limit", "activation_alpha", "logits_softcap")),
     "rope.fraction": 1.0,
     **dict.fromkeys(("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"), False),
     "rope.query_scale_beta": None,

@@ -27,6 +27,7 @@ shapes = pytest.mark.parametrize(
     [(5, 300, 300), (5, 300, 256), (5, 300, 257), (4, 300, 7), (3, 300, 0), (1, 1, 1), (0, 300, 7)],
     ids=str,
 )
+caps = pytest.mark.parametrize("softcap", [None, 12.0], ids=["", "softcap"])
 with_entropy = pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 
 
@@ -47,9 +48,12 @@ def case(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @dtypes
 @shapes
 @with_entropy
-def test_sums_of_rows(rows: int, columns: int, real: int, dtype: torch.dtype, entropy: bool) -> None:
+@caps
+def test_sums_of_rows(
+    rows: int, columns: int, real: int, dtype: torch.dtype, entropy: bool, softcap: float | None
+) -> None:
     scores, labels = case(rows, columns, dtype)
-    found, wanted = (passes.row_sums(scores, labels, real, entropy) for passes in (softmax_triton, softmax_torch))
+    found, wanted = (p.row_sums(scores, labels, real, entropy, softcap) for p in (softmax_triton, softmax_torch))
     assert found.dtype == wanted.dtype and found.shape == wanted.shape == (4 if entropy else 3, rows)
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -57,17 +61,20 @@ def test_sums_of_rows(rows: int, columns: int, real: int, dtype: torch.dtype, en
 @dtypes
 @shapes
 @with_entropy
-def test_gradient_of_scores(rows: int, columns: int, real: int, dtype: torch.dtype, entropy: bool) -> None:
+@caps
+def test_gradient_of_scores(
+    rows: int, columns: int, real: int, dtype: torch.dtype, entropy: bool, softcap: float | None
+) -> None:
     scores, labels = case(rows, columns, dtype)
-    largest, total, score, *_ = softmax_torch.row_sums(scores, labels, real, False)
+    largest, total, score, *_ = softmax_torch.row_sums(scores, labels, real, False, softcap)
     lse = largest + total.log() if real else torch.ones_like(largest)
     generator = torch.Generator().manual_seed(8)
     softmax, surprise, label = torch.randn(3, rows, generator=generator).to(lse.dtype).to(DEVICE)
     coefficients = GradientCoefficients(softmax=softmax, entropy=surprise if entropy else None, label=label)
     wanted, found, in_place = torch.full_like(scores, torch.nan), torch.full_like(scores, torch.nan), scores.clone()
-    softmax_torch.score_gradient(scores, labels, real, score - lse, lse, coefficients, wanted)
-    softmax_triton.score_gradient(scores, labels, real, score - lse, lse, coefficients, found)
-    softmax_triton.score_gradient(in_place, labels, real, score - lse, lse, coefficients, in_place)
+    softmax_torch.score_gradient(scores, labels, real, score - lse, lse, coefficients, wanted, softcap)
+    softmax_triton.score_gradient(scores, labels, real, score - lse, lse, coefficients, found, softcap)
+    softmax_triton.score_gradient(in_place, labels, real, score - lse, lse, coefficients, in_place, softcap)
     tolerance = BF16_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=TOLERANCE)
     assert torch.equal(in_place, found)

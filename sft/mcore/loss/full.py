@@ -14,6 +14,8 @@ def token_statistics(hidden: Tensor, shard: VocabShard, targets: Targets, loss: 
     """See `sft.mcore.loss.token_statistics`."""
     logits = shard.logits(hidden, targets.rows)
     logits = logits.to(accumulation_dtype(logits.dtype))
+    if shard.softcap is not None:
+        logits = shard.softcap * torch.tanh(logits / shard.softcap)
     labels = targets.labels.new_zeros(logits.shape[0]).index_copy(0, targets.rows, targets.labels)
     # Copied, because core's function overwrites its input, and the log-sum-exp below reads the logits again.
     real = torch.arange(logits.shape[1], device=logits.device) < shard.num_real

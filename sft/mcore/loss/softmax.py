@@ -3,6 +3,9 @@
 `statistics` and `gradient` cover the whole vocabulary.  Each makes one pass over the scores of this shard, in
 `row_sums` or `score_gradient`.  Both passes exist here in plain torch, and in Triton for CUDA (`softmax_triton.py`).
 The torch passes work on blocks of a few rows, so no temporary is as large as the scores.
+
+With a soft cap c, a score s counts as c * tanh(s / c) (Gemma 2, arXiv:2408.00118), in the precision of the sums.  The
+scores themselves stay as they are, and `gradient` is that of s: the derivative of the cap is 1 - tanh(s / c)^2.
 """
 
 import functools
@@ -26,7 +29,7 @@ def statistics(scores: Tensor, labels: Tensor, shard: VocabShard, *, entropy: bo
     """scores [n, rows of this shard], labels int64 [n] -> statistics over the whole vocabulary.  Collective over tp:
     one all-gather of 3 floats per row, or 4 with entropy."""
     sums_of, _ = _passes(scores.is_cuda)
-    local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy)
+    local_sums: Tensor = sums_of(scores, labels - shard.first, shard.num_real, entropy, shard.softcap)
     if shard.group.size() == 1:
         largest, total, score, *moment = local_sums.unbind(0)
     else:
@@ -61,7 +64,9 @@ def gradient(
     out: the scores themselves, or a buffer of the same shape and dtype; columns that pad the vocabulary get 0
     """
     _, write_gradient = _passes(scores.is_cuda)
-    write_gradient(scores, labels - shard.first, shard.num_real, rows.logprob, rows.lse, coefficients, out)
+    write_gradient(
+        scores, labels - shard.first, shard.num_real, rows.logprob, rows.lse, coefficients, out, shard.softcap
+    )
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def _passes(is_cuda: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return row_sums, score_gradient
 
 
-def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
+def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool, softcap: float | None = None) -> Tensor:
     """[3 or 4, n] over this shard's real columns: largest score m, sum of exp(z - m), the label's score (0 if the label
     is in another shard), and sum of exp(z - m) (z - m).
 
@@ -85,17 +90,20 @@ def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Ten
     if num_real == 0:  # this shard holds only padding of the vocabulary
         sums[0] = -torch.inf
         return sums
-    for block in blocks(scores):
-        _sum_block(scores[block, :num_real], sums[:, block])
     own, column = _own(local, num_real)
-    picked = scores.gather(1, column[:, None]).squeeze(1).to(sums.dtype)
-    sums[2] = torch.where(own, picked, 0.0)
+    for block in blocks(scores):
+        _sum_block(scores[block, :num_real], column[block], sums[:, block], softcap)
+    sums[2].masked_fill_(~own, 0.0)
     return sums
 
 
-def _sum_block(scores: Tensor, sums: Tensor) -> None:
-    """Adds one block to `sums`.  A separate function, so that temporaries are freed before the next block."""
+def _sum_block(scores: Tensor, column: Tensor, sums: Tensor, softcap: float | None) -> None:
+    """Write the sums of one block, and the scores in `column`.  A separate function, so that temporaries are freed
+    before the next block."""
     wider = scores.to(sums.dtype)
+    if softcap is not None:
+        wider = torch.tanh(wider / softcap).mul_(softcap)
+    sums[2] = wider.gather(1, column[:, None]).squeeze(1)
     torch.amax(wider, -1, out=sums[0])
     shifted = wider - sums[0][:, None]
     if sums.shape[0] == 4:
@@ -111,6 +119,7 @@ def score_gradient(
     lse: Tensor,
     coefficients: GradientCoefficients,
     out: Tensor,
+    softcap: float | None = None,
 ) -> None:
     out[:, num_real:] = 0.0
     if num_real == 0:
@@ -118,20 +127,33 @@ def score_gradient(
     own, column = _own(local, num_real)
     for block in blocks(scores):
         _gradient_block(
-            scores[block, :num_real], lse[block, None], coefficients.map(itemgetter(block)), out[block, :num_real]
+            scores[block, :num_real],
+            lse[block, None],
+            coefficients.map(itemgetter(block)),
+            out[block, :num_real],
+            softcap,
         )
     # Recompute the label's column from the statistics, because bf16 would round p before 1 is subtracted.
     slope = coefficients.softmax
     if coefficients.entropy is not None:
         slope = slope + coefficients.entropy * logprob
-    exact = (logprob.exp() * slope + coefficients.label).to(out.dtype)
-    column = column[:, None]
+    exact = logprob.exp() * slope + coefficients.label
+    if softcap is not None:
+        exact = exact * (1.0 - ((logprob + lse) / softcap).square())  # the capped score is logprob + lse
+    exact, column = exact.to(out.dtype), column[:, None]
     out.scatter_(1, column, torch.where(own[:, None], exact[:, None], out.gather(1, column)))
 
 
-def _gradient_block(scores: Tensor, lse: Tensor, coefficients: GradientCoefficients, out: Tensor) -> None:
+def _gradient_block(
+    scores: Tensor, lse: Tensor, coefficients: GradientCoefficients, out: Tensor, softcap: float | None
+) -> None:
     softmax = coefficients.softmax[:, None]
-    if coefficients.entropy is not None:
+    if softcap is not None:
+        share = torch.tanh(scores.to(lse.dtype) / softcap)
+        capped = torch.empty_like(share)  # the gradient of the capped scores
+        _gradient_block(share * softcap, lse, coefficients, capped, None)
+        out.copy_(capped.mul_(1.0 - share.square_()))
+    elif coefficients.entropy is not None:
         logprobs = scores.to(lse.dtype) - lse
         powers = logprobs.exp()
         out.copy_(powers.mul_(logprobs.mul_(coefficients.entropy[:, None]).add_(softmax)))

@@ -1,7 +1,7 @@
 """The two passes of `softmax.py` in Triton for CUDA.  One program per row reads the row once.
 
 `row_sums` keeps a running maximum, and rescales its sums when the maximum grows.  `score_gradient` may overwrite the
-scores, because the same program reads and writes an element.
+scores, because the same program reads and writes an element.  A kernel gets a soft cap of 0 if there is none.
 """
 
 import torch
@@ -16,7 +16,7 @@ _BLOCK = 4096  # columns at a time
 _WARPS = 8
 
 
-def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Tensor:
+def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool, softcap: float | None = None) -> Tensor:
     """See `softmax.row_sums`."""
     sums = scores.new_empty((4 if entropy else 3, scores.shape[0]), dtype=accumulation_dtype(scores.dtype))
     if scores.shape[0]:
@@ -28,6 +28,8 @@ def row_sums(scores: Tensor, local: Tensor, num_real: int, entropy: bool) -> Ten
             num_real,
             sums,
             sums.stride(0),
+            softcap or 0.0,
+            CAPPED=softcap is not None,
             ENTROPY=entropy,
             WIDE=tl.float64 if sums.dtype == torch.float64 else tl.float32,
             BLOCK=block,
@@ -44,6 +46,7 @@ def score_gradient(
     lse: Tensor,
     coefficients: GradientCoefficients,
     out: Tensor,
+    softcap: float | None = None,
 ) -> None:
     """See `softmax.score_gradient`."""
     if scores.shape[0] == 0:
@@ -63,6 +66,8 @@ def score_gradient(
         coefficients.softmax.contiguous(),
         entropy.contiguous(),
         coefficients.label.contiguous(),
+        softcap or 0.0,
+        CAPPED=softcap is not None,
         ENTROPY=coefficients.entropy is not None,
         WIDE=tl.float64 if lse.dtype == torch.float64 else tl.float32,
         BLOCK=min(_BLOCK, triton.next_power_of_2(scores.shape[1])),
@@ -72,7 +77,17 @@ def score_gradient(
 
 @triton.jit
 def _row_sums(  # type: ignore[no-untyped-def]
-    scores, stride, local, num_real, sums, sums_stride, ENTROPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    scores,
+    stride,
+    local,
+    num_real,
+    sums,
+    sums_stride,
+    softcap,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     base = scores + row * stride
@@ -82,6 +97,8 @@ def _row_sums(  # type: ignore[no-untyped-def]
     for start in range(0, num_real, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(base + columns, mask=columns < num_real, other=float("-inf")).to(WIDE)
+        if CAPPED:
+            z = tl.where(columns < num_real, softcap * _tanh(z / softcap), float("-inf"))
         new = tl.maximum(largest, tl.max(z, 0))
         # Earlier sums are relative to `largest`.  It is -inf in the first block, and -inf - new must not be used.
         shift = tl.where(total > 0, largest - new, 0.0)
@@ -95,6 +112,8 @@ def _row_sums(  # type: ignore[no-untyped-def]
     label = tl.load(local + row)
     own = (label >= 0) & (label < num_real)
     picked = tl.load(base + label, mask=own, other=0.0).to(WIDE)
+    if CAPPED:
+        picked = softcap * _tanh(picked / softcap)
     tl.store(sums + row, largest)
     tl.store(sums + sums_stride + row, total)
     tl.store(sums + 2 * sums_stride + row, picked)
@@ -116,6 +135,8 @@ def _score_gradient(  # type: ignore[no-untyped-def]
     softmax,
     entropy,
     label,
+    softcap,
+    CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -130,11 +151,28 @@ def _score_gradient(  # type: ignore[no-untyped-def]
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         real = columns < num_real
-        logprobs = tl.load(base + columns, mask=real, other=0.0).to(WIDE) - norm
+        z = tl.load(base + columns, mask=real, other=0.0).to(WIDE)
+        if CAPPED:
+            share = _tanh(z / softcap)
+            z = softcap * share
+        logprobs = z - norm
         logprobs = tl.where(columns == target, exact, logprobs)
         g = tl.exp(logprobs) * slope
         if ENTROPY:
             g += tl.exp(logprobs) * logprobs * tl.load(entropy + row)
         g += tl.where(columns == target, on_label, 0.0)
+        if CAPPED:
+            g *= 1.0 - share * share
         g = tl.where(real, g, 0.0)
         tl.store(out + row * out_stride + columns, g.to(out.dtype.element_ty), mask=columns < num_columns)
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """Near 0 by its series, because 1 - exp(-2 |x|) would cancel; the next term is 1e-12 of x at 0.1."""
+    size = tl.abs(x)
+    power = tl.exp(-2.0 * size)
+    far = tl.where(x < 0.0, -1.0, 1.0) * (1.0 - power) / (1.0 + power)
+    square = x * x
+    near = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    return tl.where(size < 0.1, near, far)

@@ -17,14 +17,26 @@ class VocabShard:
     num_real: int  # rows that are real tokens (the rest pads the vocabulary)
     group: dist.ProcessGroup
     sequence_parallel: bool
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: they stay
 
     @staticmethod
-    def of(weight: Tensor, vocab_size: int, group: dist.ProcessGroup, *, sequence_parallel: bool) -> "VocabShard":
+    def of(
+        weight: Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        *,
+        sequence_parallel: bool,
+        softcap: float | None = None,
+    ) -> "VocabShard":
         rows = weight.shape[0]
         first = group.rank() * rows
-        num_real = min(max(vocab_size - first, 0), rows)
         return VocabShard(
-            weight=weight, first=first, num_real=num_real, group=group, sequence_parallel=sequence_parallel
+            weight=weight,
+            first=first,
+            num_real=min(max(vocab_size - first, 0), rows),
+            group=group,
+            sequence_parallel=sequence_parallel,
+            softcap=softcap,
         )
 
     @property
@@ -36,7 +48,7 @@ class VocabShard:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Scores [t, rows of this shard] of all t tokens, with autograd, which makes no gradient of a frozen weight.
 
-        Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state may be NaN; the gradient
+        They are not yet capped.  Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state may be NaN; the gradient
         of the weight would multiply it by 0, and NaN * 0 is NaN.
         """
         if self.sequence_parallel:

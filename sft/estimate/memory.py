@@ -12,7 +12,7 @@ or more with many communicators.
 
 from dataclasses import dataclass
 
-from sft.adapters import Trained
+from sft.adapters import EMBEDDING, Trained
 from sft.config import Config
 from sft.console import size
 from sft.estimate.parameters import Numbers, of_stage, trains_layers, vocab_rows
@@ -182,6 +182,14 @@ def _recomputed_attention(everything: LayerBytes, kept: LayerBytes) -> float:
     return sum(value for name, value in everything.attention.items() if name not in kept.attention)
 
 
+def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained) -> float:
+    """Elements of the gradient of tied embeddings that the output made: autograd adds that of the input, which comes
+    last.  0 if they are not tied, or are on two stages of a pipeline, or are frozen."""
+    is_trained = trained.whole is None or any(weight.key == EMBEDDING for weight in trained.whole)
+    is_one = config.model.tie_embeddings and layout.pp == 1
+    return rows * config.model.hidden_size if is_one and is_trained else 0.0
+
+
 def _stage(
     config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
 ) -> Memory:
@@ -197,14 +205,15 @@ def _stage(
     recomputed = _recomputed_attention(everything, kept) * tokens
     matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
     rows = vocab_rows(vocab_size, layout.tp)
+    table = _waiting_table(config, layout, rows, trained) * rank.width
     head = model_bytes.loss_head(config.loss, model, rank, vocab_rows=rows, tokens=tokens)
     return Memory(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers,
         ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # hidden states around the final norm
-        mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix,
-        attention=backend.local(tokens) + recomputed + 2 * hidden + matrix,
+        mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix + table,
+        attention=backend.local(tokens) + recomputed + 2 * hidden + matrix + table,
         gathered=backend.gathered(pack),
         head=head if is_last else 0.0,
         host_layers=host_layers,

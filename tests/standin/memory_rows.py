@@ -2,6 +2,7 @@
 
     python -m tests.standin.memory_rows                                            all rows that are tested
     python -m tests.standin.memory_rows 1.7b:64k:one@te 8b:64k:one:full@cp=2,tp=2  rows: a case of `step`, @, a layout
+    python -m tests.standin.memory_rows 1.7b:64k:one@windows,cp=2                  and kinds of layers (KINDS)
 
 measured: the largest memory that torch allocated on any rank in two steps; device: the estimate for the rank that needs
 most; host_measured and host: the same for page-locked memory.  All sizes are in bytes.
@@ -33,6 +34,11 @@ ROWS = (
     "4b:64k:one:selective@tp=2",
     "4b:64k:one:selective@pp=2",
     "8b:64k:one:selective@cp=2,tp=2",
+    "0.6b:64k:one:full+tile4k+offload@cp=2",  # here and below, most of all in attention
+    "0.6b:64k:one:full+tile4k+offload@windows",
+    "0.6b:64k:one:full+tile4k+offload@windows,cp=2",
+    "0.6b:64k:one:full+tile4k+offload@half,cp=2",
+    "0.6b:128k:one:full+tile4k+offload@windows,cp=4",
 )
 ROWS_TE = (
     "1.7b:64k:one:selective@te",
@@ -47,6 +53,14 @@ ROWS_TE = (
 )
 
 
+_ODD = f"model.sliding_window_layers={list(range(1, 28, 2))}"
+KINDS = {  # of layers, by a word after the @
+    "windows": ["model.sliding_window=1024"],
+    "half": ["model.sliding_window=1024", _ODD],
+    "softcap": ["model.sliding_window=1024", "model.attention_softcap=50"],
+}
+
+
 def read(row: str) -> tuple[StepCase, list[str], int]:
     """The case, overrides for its layout, and the number of processes.  A pipeline gets 2 * pp microbatches."""
     name, _, layout = row.partition("@")
@@ -56,6 +70,7 @@ def read(row: str) -> tuple[StepCase, list[str], int]:
     tp, cp, pp = (int(keys.get(key, 1)) for key in ("tp", "cp", "pp"))
     also = [
         launch.TE if "te" in parts else launch.PORTABLE,
+        *(override for part in parts for override in KINDS.get(part, [])),
         *(f"parallel.{key}={value}" for key, value in keys.items()),
         f"train.global_batch_size={dp * (2 * pp if pp > 1 else 1)}",
     ]

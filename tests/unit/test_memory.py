@@ -248,26 +248,59 @@ def test_offloaded_layers_of_a_pipeline() -> None:
 
 
 def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
-    """cp 8, 8192 tokens: 1024 here.  Of 8192 keys and values, 256 numbers each in a quarter of the heads: two lots in
-    bf16 and one in fp32; laid out, 17 / 16 times as many, three in bf16, and two for each of its 8 heads of 128."""
+    """cp 8, 8192 tokens: 1024 here.  Of 8192 keys and values, 512 numbers each in a quarter of the heads: of the next
+    group in bf16 and of the previous in fp32; laid out, 17 / 16 times as many, and their gradients, also two for each
+    of its 8 heads of 128."""
     alone = estimate(*of(1, LLAMA_8B, train={"recompute": "full"}), 128_256, 1024)
     found = estimate(*of(8, LLAMA_8B, train={"recompute": "full"}, parallel={"cp": 8}), 128_256, 8192)
-    gathered = 8192 * (512 * (2 * 2 + 4) + (512 * 3 * 2 + 2 * 1024 * 2) * 17 / 16)
+    gathered = 8192 * (512 * (2 + 4) + (512 * 2 * 2 + 2 * 1024 * 2) * 17 / 16)
     assert found.layers == alone.layers and found.gathered == gathered
-    # locally 4 x 4096 of gradients for every head and 12 x 1024 less, 3/4 of 6 x 4096 less, 8 x 1024 of fp32 sums more
-    assert alone.attention - found.attention == 1024 * (4 * 4096 + 4 * 1024 + 18 * 1024 - 8 * 1024)
+    # Alone, all heads: fp32 and bf16 of the queries, and the gradients of keys and values.  Here of a quarter: these,
+    # and copies of the output and its gradient; of three quarters the fp32 gradients of local keys and values.
+    of_all, of_quarter = 6 * 4096 + 2 * (2048 + 2 * 4096), (6 + 2 * 2) * 1024 + 4 * 3 * 512
+    assert alone.attention - found.attention == 1024 * (of_all - of_quarter)
     assert found.working == max(found.mlp, found.attention + gathered, found.head)
-    halved = estimate(*of(8, LLAMA_8B, parallel={"cp": 4, "tp": 2}), 128_256, 8192).gathered  # two lots of four
-    assert halved == 8192 * (256 * (2 * 2 + 4) + (256 * 3 * 2 + 2 * 512 * 2) * 9 / 8)
+    halved = estimate(*of(8, LLAMA_8B, parallel={"cp": 4, "tp": 2}), 128_256, 8192).gathered  # four heads
+    assert halved == 8192 * (256 * (2 + 4) + (256 * 2 * 2 + 2 * 512 * 2) * 9 / 8)
     assert estimate(*of(8, LLAMA_8B, parallel={"tp": 8}), 128_256, 8192).gathered == 0
-    # Windows of 512 in all layers: 1024 local keys and two halos, of all heads at once; with one full layer as above.
+    own = of(8, {**LLAMA_8B, "num_query_groups": 32}, parallel={"cp": 8})
+    assert estimate(*own, 128_256, 8192).gathered == 8192 * 2048 * (2 + 4 + 2 * 2 * 17 / 16)
+    one = estimate(*of(8, {**LLAMA_8B, "num_query_groups": 1}, parallel={"cp": 8}), 128_256, 8192)  # nothing in transfer
+    assert one.gathered == 8192 * (256 * 2 * 2 + 2 * 4096 * 2) * 17 / 16
+
+
+def test_windows_need_their_halo_for_all_heads() -> None:
+    """cp 8, 8192 tokens, windows of 512 in all layers: 1024 local keys and two halos, and their gradients."""
     windows = {**LLAMA_8B, "sliding_window": 512}
-    halo = 2048 * (2048 * (2 * 2 + 4) + (2048 * 3 * 2 + 2 * 8192) * 17 / 16)
-    assert estimate(*of(8, windows, parallel={"cp": 8}), 128_256, 8192).gathered == halo
+    found = estimate(*of(8, windows, train={"recompute": "full"}, parallel={"cp": 8}), 128_256, 8192)
+    assert found.gathered == 2048 * (2048 * 2 * 2 + 2 * 4096 * 2)
+    full = of(8, LLAMA_8B, train={"recompute": "full"}, parallel={"cp": 8})
+    quarter = 6 * 4096 - ((6 + 2 * 2) * 1024 + 4 * 3 * 512)
+    assert found.attention - estimate(*full, 128_256, 8192).attention == 1024 * quarter
+    own = of(8, {**windows, "num_query_groups": 32}, parallel={"cp": 8})  # gradients, in bf16 and half of them in fp32,
+    assert estimate(*own, 128_256, 8192).gathered == 2048 * 8192 * (2 + 4 / 2 + 4)  # and their sums in fp32
+    # With one full layer, the estimate is that of the full one.
     mixed = of(8, {**windows, "sliding_window_layers": list(range(2, 33))}, parallel={"cp": 8})
-    assert estimate(*mixed, 128_256, 8192).gathered == gathered
-    own = of(8, {**LLAMA_8B, "num_query_groups": 32}, parallel={"cp": 8})  # summed in fp32 is more than nothing
-    assert estimate(*own, 128_256, 8192).gathered == 8192 * 2048 * (2 * 2 + 4 + (3 * 2 + 4) * 17 / 16)
+    assert estimate(*mixed, 128_256, 8192).gathered == estimate(*full, 128_256, 8192).gathered
+
+
+def test_soft_caps_have_the_plain_kernel() -> None:
+    """The gradients of keys and values are fp32, and no other tensor of the kernel is large."""
+    capped = {**LLAMA_8B, "attention_softcap": 50.0}
+    flash, plain = (estimate(*of(1, model), 128_256, 1024).attention for model in (LLAMA_8B, capped))
+    assert flash - plain == 1024 * (4 * 4096 + 2 * (2048 + 2 * 4096) - 4 * 2048)
+    over_cp = estimate(*of(8, capped, parallel={"cp": 8}), 128_256, 8192).gathered
+    assert over_cp == 8192 * 512 * (2 + 4 + 2 + 4)  # next and previous group; keys and their gradients, each once
+
+
+def test_the_gradient_of_a_tied_output_waits_for_that_of_the_input() -> None:
+    """128 rows of 4 in bf16.  Untied, on two stages of a pipeline, or frozen, nothing waits."""
+    tied, untied = taken(), taken(model={**TINY, "tie_embeddings": False})
+    assert tied.mlp - untied.mlp == tied.attention - untied.attention == 2 * 128 * 4
+    layers = {**TINY, "num_layers": 2}
+    both = [taken(2, model={**layers, "tie_embeddings": tie}, parallel={"pp": 2}).mlp for tie in (True, False)]
+    assert both[0] == both[1]
+    assert estimate(*of(lora={"rank": 2}), 10, 1024, Trained(whole=[])).mlp == untied.mlp - 2 * 4 * 2 * 8  # widest
 
 
 def test_ways_of_transformer_engine_over_cp() -> None:

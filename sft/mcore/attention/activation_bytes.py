@@ -96,33 +96,60 @@ class PortableBytes(AttentionBytes):
         )
 
     def local(self, tokens: float) -> float:
-        if self.cp == 1:
-            return super().local(tokens)
-        of_group = (self.rank.width + FP32) * self.queries / self._num_groups
-        return tokens * (self.rotated + of_group + FP32 * self.pairs)
+        return self._working(tokens * self.cp)[0]
 
     def gathered(self, pack: float) -> float:
-        """Bytes of one head group as gathered, and of the next group, which is in transfer.  Also, in the kernel's
-        order: this group, its gradients, and the gradients of the previous group, whose fp32 sums are in transfer.
-        Finally the gradients per query head, or later their fp32 sums per key head."""
+        return self._working(pack)[1]
+
+    def _working(self, pack: float) -> tuple[float, float]:
+        """`local` and `gathered` in the kind of layer that needs most."""
+        model = self.model
+        full, window = model.num_window_layers < model.num_layers, model.num_window_layers > 0
+        return max([self._full_layer(pack)] * full + [self._window_layer(pack)] * window, key=sum)
+
+    def _full_layer(self, pack: float) -> tuple[float, float]:
+        """Gathered: one head group in the kernel's order and what the kernel makes of it.  Also the next group, and the
+        fp32 sums of the gradients of the previous group, which are in transfer."""
+        tokens, groups = pack / self.cp, num_head_groups(self.model.resolved_query_groups // self.rank.tp)
         if self.cp == 1:
-            return 0.0
-        width, ordered = self.rank.width, 1 + 1 / (2 * self.cp)  # both chunks of a rank need a document's early keys
-        if self._all_windows:
-            pack = min(pack, pack / self.cp + 2 * (self.model.sliding_window or 0))  # with the halo of one document
-        in_order = 3 * width * self.pairs + max(width * self.unsummed, FP32 * self.pairs)
-        return pack * ((2 * width + FP32) * self.pairs + ordered * in_order) / self._num_groups
+            return self._kernel(tokens, tokens, 1), 0.0
+        in_transfer = self.rank.width * (groups > 2) + FP32 * (groups > 1)
+        before = FP32 * self.pairs * (groups - 1) / groups  # local gradients of keys and values of other groups
+        num_keys = pack * (1 + 1 / (2 * self.cp) if self._has_flash else 1)  # both chunks need a document's early keys
+        gathered = self._keys(num_keys, pack * (groups == 1)) + in_transfer * self.pairs * pack
+        return self._kernel(tokens, 0.0, groups) + before * tokens, gathered / groups
+
+    def _window_layer(self, pack: float) -> tuple[float, float]:
+        """The same with the halo of one document instead of gathered keys, for all heads at once."""
+        tokens = pack / self.cp
+        if self.cp == 1:
+            return self._full_layer(pack)
+        num_keys = min(pack, tokens + 2 * (self.model.sliding_window or 0))
+        return self._kernel(tokens, 0.0, 1), self._keys(num_keys, num_keys)
+
+    def _kernel(self, tokens: float, num_keys: float, groups: int) -> float:
+        """Bytes of queries and of their gradients, also those of one group in fp32.  With several groups, the flash
+        kernel copies the group's output and its gradient."""
+        width, copied = self.rank.width, 2 * (groups > 1)
+        of_group = (1 + copied) * width + FP32 if self._has_flash else width
+        return tokens * (self.rotated + of_group * self.queries / groups) + self._gradients(num_keys)
+
+    def _keys(self, num_keys: float, num_sums: float) -> float:
+        """Bytes of keys and values for all heads, with their gradients; or of their gradients, one of them also in
+        fp32, and of the fp32 sums of num_sums tokens."""
+        width = self.rank.width
+        summed = num_keys * (width + FP32 / 2 if self._has_flash else FP32) + num_sums * FP32
+        return max(width * self.pairs * num_keys + self._gradients(num_keys), self.pairs * summed)
+
+    def _gradients(self, num_keys: float) -> float:
+        """Bytes of the gradients of keys and values, as the kernel makes them."""
+        if self._has_flash:
+            return num_keys * self.rank.width * (self.pairs + self.unsummed)
+        return num_keys * FP32 * self.pairs
 
     @property
-    def _all_windows(self) -> bool:
-        """Whether no layer needs the keys of the whole pack."""
-        return self.model.num_window_layers == self.model.num_layers
-
-    @property
-    def _num_groups(self) -> int:
-        if self._all_windows:
-            return 1
-        return num_head_groups(self.model.resolved_query_groups // self.rank.tp)
+    def _has_flash(self) -> bool:
+        return self.model.attention_softcap is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class KeySource(Protocol):
         """key, value [t, key heads, d] of local tokens -> keys and values [k, key heads, d] in the kernel's order."""
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        """dkeys, dvalues [k, key heads, d] in the kernel's order -> [num_tokens, key heads, 2 d] of local tokens."""
+        """dkeys, dvalues [k, key heads, d] in the kernel's order -> both [num_tokens, key heads, d] of local tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LocalKeys:
         return _Arrived((key, value))
 
     def start_return(self, dkeys: Tensor, dvalues: Tensor, num_tokens: int, cp_group: Any) -> Transfer:
-        return _Arrived(torch.cat((dkeys, dvalues), dim=-1))
+        return _Arrived((dkeys, dvalues))
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,12 @@ class _AllGather:
         self._order, self._head_dim = order, key.shape[-1]
         local = torch.cat((key, value), dim=-1)
         self._gathered: Any = local.new_empty((local.shape[0] * cp_group.size(), *local.shape[1:]))
-        self._work = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
+        self._work: Any = dist.all_gather_into_tensor(self._gathered, local, group=cp_group, async_op=True)
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # it keeps the buffer
 
     def result(self) -> tuple[Tensor, Tensor]:
         self.wait()
@@ -142,9 +144,9 @@ class _ReduceScatter:
             self._work.wait()
             self._work = None
 
-    def result(self) -> Tensor:
+    def result(self) -> tuple[Tensor, ...]:
         self.wait()
-        return self._local
+        return self._local.chunk(2, dim=-1)
 
 
 class _HaloTransfer:
@@ -156,12 +158,14 @@ class _HaloTransfer:
         sent = local.index_select(0, keys.send)
         self._received: Any = local.new_empty((sum(keys.num_received), *local.shape[1:]))
         self._local: Any = local
-        self._work = dist.all_to_all_single(
+        self._work: Any = dist.all_to_all_single(
             self._received, sent, keys.num_received, keys.num_sent, group=cp_group, async_op=True
         )
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # it keeps the buffer
 
     def result(self) -> tuple[Tensor, Tensor]:
         self.wait()
@@ -189,14 +193,15 @@ class _HaloReturn:
             self._work = None
             self._local.index_add_(0, self._send, self._returned)
 
-    def result(self) -> Tensor:
+    def result(self) -> tuple[Tensor, ...]:
         self.wait()
-        return self._local
+        return self._local.chunk(2, dim=-1)
 
 
 def _summed(dkeys: Tensor, dvalues: Tensor, order: Tensor, num_tokens: int) -> Tensor:
     """Gradients of keys and values [num_tokens, key heads, 2 d], summed over chunks in fp32 or float64."""
-    both = torch.cat((dkeys, dvalues), dim=-1)
-    wide = torch.promote_types(both.dtype, torch.float32)
-    total = both.new_zeros((num_tokens, *both.shape[1:]), dtype=wide)
-    return total.index_add_(0, order, both.to(wide))
+    wide = torch.promote_types(dkeys.dtype, torch.float32)
+    total = dkeys.new_zeros((num_tokens, dkeys.shape[1], 2 * dkeys.shape[2]), dtype=wide)
+    for half, gradients in zip(total.chunk(2, dim=-1), (dkeys, dvalues)):  # one at a time in fp32
+        half.index_add_(0, order, gradients.to(wide))
+    return total

@@ -26,6 +26,8 @@ from torch import Tensor
 from sft.mcore.attention.key_source import KeySource, Transfer
 from sft.mcore.attention.rope import Rotation
 
+SINK_TOKENS = 4096  # whose outputs and gradients of outputs are in fp32 at a time
+
 
 class Kernel(Protocol):
     """Attention of this rank's queries in one microbatch to the keys that `key_source` gets."""
@@ -103,31 +105,45 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, *sums = ctx.saved_tensors
-        setting, num_groups = ctx.setting, len(sums)
-        kernel, rotation = setting.kernel, setting.rotation
+        query, key, value, sinks, out, *sums = saved = ctx.saved_tensors
+        rotation, num_groups = ctx.setting.rotation, len(sums)
         dquery = torch.empty_like(query)
-        returns: list[Transfer] = []
-        gathered = _gathered(_rotated_keys(key, rotation), value, kernel, setting.cp_group, num_groups)
-        by_group = (x.chunk(num_groups, dim=1) for x in (_rotated_queries(query, rotation), grads[0], out, dquery))
-        dsinks = []
-        for group_query, grad, group_out, group_dquery, lse, group_sinks, (keys, values) in zip(
-            *by_group, sums, _chunks(sinks, num_groups), gathered
-        ):
-            result, dkeys, dvalues = kernel.backward(grad, group_query, keys, values, group_out, lse, setting.scale)
-            group_dquery.copy_(result)
-            if group_sinks is not None:
-                dsinks.append(_gradient_of_sinks(group_sinks, grad, group_out, lse))
-            if returns:  # one transfer at a time, because each holds fp32 sums for every token of the pack
-                returns[-1].wait()
-            returns.append(kernel.key_source.start_return(dkeys, dvalues, len(key), setting.cp_group))
-            del dkeys, dvalues  # these tensors are as long as the pack
-        both = torch.cat([transfer.result() for transfer in returns], dim=1)
-        dkey, dvalue = both.split(key.shape[-1], dim=-1)
+        returns, dsinks = _backward_by_group(saved, grads[0], dquery, ctx.setting)
         if rotation is not None:
-            dquery, dkey = rotation.query_gradient(dquery), rotation.undo(dkey)
-        dsink = torch.cat(dsinks) if dsinks else None
-        return dquery, dkey.to(key.dtype), dvalue.to(value.dtype), dsink, None
+            dquery = rotation.query_gradient(dquery)
+        dkey, dvalue = torch.empty_like(key), torch.empty_like(value)
+        for transfer, group_dkey, group_dvalue in zip(returns, dkey.chunk(num_groups, 1), dvalue.chunk(num_groups, 1)):
+            dkeys, dvalues = transfer.result()
+            group_dkey.copy_(dkeys if rotation is None else rotation.undo(dkeys))
+            group_dvalue.copy_(dvalues)
+        return dquery, dkey, dvalue, torch.cat(dsinks) if dsinks else None, None
+
+
+def _backward_by_group(
+    saved: Sequence[Tensor], grad: Tensor, dquery: Tensor, setting: _Setting
+) -> tuple[list[Transfer], list[Tensor]]:
+    """Computes the gradients of one head group after the other, and writes those of queries into dquery.
+
+    Returns the gradients of keys and values, in transfer, and of sinks.  Gathered keys are freed at the end.
+    """
+    query, key, value, sinks, out, *sums = saved
+    kernel, rotation, num_groups = setting.kernel, setting.rotation, len(sums)
+    returns, dsinks = list[Transfer](), list[Tensor]()
+    gathered = _gathered(_rotated_keys(key, rotation), value, kernel, setting.cp_group, num_groups)
+    by_group = (x.chunk(num_groups, dim=1) for x in (_rotated_queries(query, rotation), grad, out, dquery))
+    for group_query, group_grad, group_out, group_dquery, lse, group_sinks, (keys, values) in zip(
+        *by_group, sums, _chunks(sinks, num_groups), gathered
+    ):
+        result, dkeys, dvalues = kernel.backward(group_grad, group_query, keys, values, group_out, lse, setting.scale)
+        group_dquery.copy_(result)
+        if group_sinks is not None:
+            dsinks.append(_gradient_of_sinks(group_sinks, group_grad, group_out, lse))
+        del result, keys, values
+        if returns:  # one transfer at a time, because each holds fp32 sums for every token of the pack
+            returns[-1].wait()
+        returns.append(kernel.key_source.start_return(dkeys, dvalues, len(key), setting.cp_group))
+        del dkeys, dvalues  # these tensors are as long as the pack
+    return returns, dsinks
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,9 +154,11 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _gradient_of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[heads]; grad, out [t, heads, d] and lse [heads, t], with the sinks"""
+    """[heads]; grad, out [t, heads, d] and lse [heads, t], with the sinks.  Few tokens at a time are in fp32."""
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()).sum(-1).to(sinks.dtype)
+    parts = zip(grad.split(SINK_TOKENS), out.split(SINK_TOKENS))
+    products = torch.cat([(x.to(lse.dtype) * y.to(lse.dtype)).sum(-1) for x, y in parts])  # [t, heads]
+    return -(weights * products.t()).sum(-1).to(sinks.dtype)
 
 
 def _chunks(sinks: Tensor | None, num_groups: int) -> Sequence[Tensor | None]:

@@ -1,0 +1,64 @@
+"""The probes pass on small models of every family, and of every kind of layer: windows, own rotary bases, none.
+
+Packs hold three documents of 64 and 96 tokens.  Windows of 11 are shorter than a document and shorter or longer than a
+chunk; those of 60 are longer than all chunks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.hf.families import FAMILIES
+from tests.ranks.pool import RankPool
+from tests.ranks.probing import prepare, probe
+from tests.unit.fixtures import hf, vision
+
+Ranks = Callable[[int], RankPool]
+RECIPE = """
+run: {{dir: {folder}/run, device: cpu, precision: fp32}}
+model: {{hf: {folder}/source}}
+data: {{train: {folder}/chat.jsonl, tokenizer: byte, seq_length: 256}}
+parallel: {{cp: 2}}
+train: {{num_steps: 2, global_batch_size: 1}}
+optim: {{lr: 1e-3}}
+"""
+LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": dict(sliding_window=11),  # in all layers
+    "qwen2": dict(use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    "qwen3": dict(use_sliding_window=True, sliding_window=60, layer_types=LAYERS, num_hidden_layers=4),
+    "exaone4": dict(sliding_window=11, layer_types=LAYERS, num_hidden_layers=4),  # full attention without rotation
+    "olmo3": dict(num_hidden_layers=4, layer_types=LAYERS),  # windows of 11 with a rotary base of their own
+}
+QUICK = ("exaone4 windows", "olmo3 windows")
+CASES = [*FAMILIES, *(f"{name} windows" for name in WINDOWS)]
+PROBES = {
+    "leak": ["leak", "train.recompute=selective"],
+    "parity": ["parity", "--against", "parallel.cp=1,parallel.tp=2,parallel.sequence_parallel=true"],
+}
+
+
+def save(folder: Path, case: str) -> None:
+    """A model of the family, as transformers saves it."""
+    name, _, windows = case.partition(" ")
+    outer, _, inner = name.partition("/")
+    if name in hf.FAMILIES:
+        hf.save(folder, name, **(WINDOWS[name] if windows else {}))
+    else:
+        vision.save(folder, "ministral3" if inner == "ministral3" else outer)
+
+
+def marked(names: list[str], quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.grid) for name in names]
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK))
+def test_the_probes_pass(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    save(tmp_path / "source", case)
+    recipe = prepare(tmp_path, RECIPE)
+    for words in PROBES.values():
+        code, answer = probe(ranks(2), recipe, words)
+        assert (code, answer["problems"]) == (0, []), answer
+        assert str(tmp_path / "source") in answer["weights"]

@@ -183,7 +183,7 @@ def _recomputed_attention(everything: LayerBytes, kept: LayerBytes) -> float:
 
 
 def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained) -> float:
-    """Elements of the gradient of tied embeddings that the output made: autograd adds that of the input, which comes
+    """Numbers in the gradient of tied embeddings that the output makes: autograd adds that of the input, which comes
     last.  0 if they are not tied, or are on two stages of a pipeline, or are frozen."""
     is_trained = trained.whole is None or any(weight.key == EMBEDDING for weight in trained.whole)
     is_one = config.model.tie_embeddings and layout.pp == 1

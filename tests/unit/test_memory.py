@@ -265,8 +265,8 @@ def test_context_parallelism_divides_tokens_and_gathers_keys() -> None:
     assert estimate(*of(8, LLAMA_8B, parallel={"tp": 8}), 128_256, 8192).gathered == 0
     own = of(8, {**LLAMA_8B, "num_query_groups": 32}, parallel={"cp": 8})
     assert estimate(*own, 128_256, 8192).gathered == 8192 * 2048 * (2 + 4 + 2 * 2 * 17 / 16)
-    one = estimate(*of(8, {**LLAMA_8B, "num_query_groups": 1}, parallel={"cp": 8}), 128_256, 8192)  # nothing in transfer
-    assert one.gathered == 8192 * (256 * 2 * 2 + 2 * 4096 * 2) * 17 / 16
+    one = of(8, {**LLAMA_8B, "num_query_groups": 1}, parallel={"cp": 8})  # nothing is in transfer
+    assert estimate(*one, 128_256, 8192).gathered == 8192 * (256 * 2 * 2 + 2 * 4096 * 2) * 17 / 16
 
 
 def test_windows_need_their_halo_for_all_heads() -> None:

@@ -1,12 +1,14 @@
 """Counts the parameters of a model and its FLOPs per token.  Arithmetic only."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from sft.adapters import EMBEDDING, HEAD, Trained
 from sft.config import ModelConfig
+from sft.config.model import LayerKind
 
 
 def num_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -16,7 +18,7 @@ def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     embedding 40, qkv 48, proj 16, fc1 64, fc2 32, two norms 8, final norm 4 -> 212
     """
     embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    return embeddings + model.num_layers * LayerParameters.of(model).total + model.hidden_size
+    return embeddings + sum(number * layer.total for layer, number in layers_of(model)) + model.hidden_size
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -24,7 +26,7 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Qwen3-30B-A3B: 3,353,032,704 of 30,532,122,624
     """
-    layer = LayerParameters.of(model)
+    layer = LayerParameters.of(model)  # of any kind: experts are alike
     unused = (layer.num_experts - (model.moe.top_k or 0)) * layer.expert
     return num_parameters(model, vocab_size) - model.num_layers * unused
 
@@ -44,6 +46,7 @@ class LayerParameters:
     expert    those of one of num_experts experts
     products  those of split and whole in matrices, with which every token is multiplied
     expert_products  those of one expert in matrices
+    state_products   multiplications of a token with the state of linear attention
     """
 
     split: int
@@ -52,23 +55,23 @@ class LayerParameters:
     num_experts: int
     products: int
     expert_products: int
+    state_products: int = 0
 
     @property
     def total(self) -> int:
         return self.split + self.whole + self.num_experts * self.expert
 
     @staticmethod
-    def of(model: ModelConfig) -> "LayerParameters":
+    def of(model: ModelConfig, kind: LayerKind = "full attention") -> "LayerParameters":
         """The example of `num_parameters`: split 160, whole 8, products 160.
 
         Instead of the MLP, 8 experts of width 2: split 64, whole 8 + 32 of the router, expert 24, products 96.
         With a shared expert of width 6 and its gate: split 136, whole 44, products 172.
         """
-        hidden, width, moe = model.hidden_size, model.resolved_head_dim, model.moe
-        queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
-        matrices, routers, expert = hidden * (2 * queries + 2 * keys), 0, 0
-        split_biases = (queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks
-        whole_biases, expert_biases = hidden * model.attention_output_bias, 0
+        hidden, moe = model.hidden_size, model.moe
+        mixer = _linear_attention(model) if kind == "linear attention" else _attention(model)
+        matrices, split_biases, whole_biases = mixer.matrices, mixer.split, mixer.whole
+        routers, expert, expert_biases = 0, 0, 0
         if moe.num_experts is None:
             matrices += 3 * hidden * model.ffn_hidden_size
             split_biases += 2 * model.ffn_hidden_size * model.mlp_bias
@@ -79,15 +82,56 @@ class LayerParameters:
             expert = 3 * hidden * model.resolved_expert_ffn
             expert_biases = (2 * model.resolved_expert_ffn + hidden) * model.mlp_bias
             whole_biases += moe.num_experts * moe.router_bias
-        normed = queries + keys if model.qk_norm_across_heads else 2 * width
         return LayerParameters(
             split=matrices + split_biases,
-            whole=model.num_layer_norms * hidden + normed * model.qk_norm + routers + whole_biases,
+            whole=model.num_layer_norms * hidden + routers + whole_biases,
             expert=expert + expert_biases,
             num_experts=moe.num_experts or 0,
             products=matrices + routers,
             expert_products=expert,
+            state_products=mixer.state_products,
         )
+
+
+def layers_of(model: ModelConfig) -> list[tuple[LayerParameters, int]]:
+    """Each kind of layer, and the number of such layers."""
+    kinds = Counter(model.kind_of(number + 1) for number in range(model.num_layers))
+    return [(LayerParameters.of(model, kind), number) for kind, number in kinds.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mixer:
+    """Parameters of what mixes tokens in a layer.  split, whole: those that are not in matrices"""
+
+    matrices: int
+    split: int
+    whole: int
+    state_products: int = 0
+
+
+def _attention(model: ModelConfig) -> _Mixer:
+    hidden, width = model.hidden_size, model.resolved_head_dim
+    queries, keys = model.num_attention_heads * width, model.resolved_query_groups * width
+    normed = queries + keys if model.qk_norm_across_heads else 2 * width
+    return _Mixer(
+        matrices=hidden * (2 * queries + 2 * keys + queries * model.attention_output_gate),
+        split=(queries + 2 * keys) * model.qkv_bias + model.num_attention_heads * model.attention_sinks,
+        whole=normed * model.qk_norm + hidden * model.attention_output_bias,
+    )
+
+
+def _linear_attention(model: ModelConfig) -> _Mixer:
+    """Matrices: q, k, v, the output's gate and the output, and a decay and beta of each value head.  Other weights: the
+    convolution, two numbers of each value head, and a norm.  The state S of a head is multiplied three times: S^T k,
+    k (v - S^T k)^T and S^T q.  (Megatron-LM 0.19 counts four, and the convolution.)"""
+    linear = model.linear_attention
+    keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads or 0
+    return _Mixer(
+        matrices=model.hidden_size * (2 * keys + 3 * values + 2 * heads),
+        split=linear.conv_kernel * (2 * keys + values) + 2 * heads,
+        whole=linear.value_head_dim,
+        state_products=3 * values * linear.key_head_dim,
+    )
 
 
 @dataclass(frozen=True)
@@ -108,8 +152,8 @@ class AttentionCost:
     def of(model: ModelConfig) -> "AttentionCost":
         """Llama 8B -> AttentionCost(53,248); with a window of 4,096 in half of the layers 106,496 and 106,496"""
         queries = model.num_attention_heads * model.resolved_head_dim
-        of_layers, num_window = model.num_layers * _products(model), model.num_window_layers
-        num_full = model.num_layers - num_window
+        of_layers, num_window = sum(_products(model)), model.num_window_layers
+        num_full = model.num_layers - num_window - len(model.linear_attention.layers)
         return AttentionCost(
             crossover=of_layers / (num_full * queries) if num_full else math.inf,
             window=model.sliding_window,
@@ -138,10 +182,11 @@ class AttentionCost:
         return high
 
 
-def _products(model: ModelConfig) -> int:
-    """Multiplications of a token with the weights of a layer."""
-    layer = LayerParameters.of(model)
-    return layer.products + (model.moe.top_k or 0) * layer.expert_products
+def _products(model: ModelConfig) -> tuple[int, int]:
+    """Multiplications of a token in all layers: with weights, and with states of linear attention."""
+    layers, top_k = layers_of(model), model.moe.top_k or 0
+    weights = sum(number * (layer.products + top_k * layer.expert_products) for layer, number in layers)
+    return weights, sum(number * layer.state_products for layer, number in layers)
 
 
 @dataclass(frozen=True)
@@ -150,9 +195,10 @@ class TrainFlops:
 
     Counts matrix products only.  Each parameter that a token uses costs 2 FLOPs in forward and 4 in backward, and a
     frozen one 2 in backward, although backward may end above the lowest frozen layers.  Causal attention costs 2 *
-    heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.
+    heads * head_dim FLOPs per layer and squared length in forward, and twice as many in backward.  Linear attention
+    costs the same for every token.
 
-    per_token  per token of a document, without attention
+    per_token  per token of a document, with linear and without other attention
     per_label  per supervised token
     cost       attention's FLOPs of a document, divided by per_token + saved
     saved      per token, because weights are frozen
@@ -168,17 +214,17 @@ class TrainFlops:
         """trained: what of the model; rank: of its adapters
 
         the example of `num_parameters` -> TrainFlops(6 * 160, 6 * 40, AttentionCost(40)): 24 per squared length"""
-        layers, head = model.num_layers * _products(model), vocab_size * model.hidden_size
+        (layers, states), head = _products(model), vocab_size * model.hidden_size
         if trained.whole is None:
-            return TrainFlops(6.0 * layers, 6.0 * head, AttentionCost.of(model))
+            return TrainFlops(6.0 * (layers + states), 6.0 * head, AttentionCost.of(model))
         share = (model.moe.top_k or 0) / (model.moe.num_experts or 1)  # of the experts, which a token uses
         matrices = [weight for weight in trained.whole if weight.layer is not None and len(weight.shape) > 1]
         used = sum(weight.size * (share if weight.is_expert else 1.0) for weight in matrices)
         factors = sum(weight.num_trained(rank) * (share if weight.num_experts else 1.0) for weight in trained.adapted)
         trains_head = any(weight.key == (EMBEDDING if model.tie_embeddings else HEAD) for weight in trained.whole)
-        per_token = 4.0 * layers + 2.0 * used + 6.0 * factors
+        per_token = 4.0 * layers + 6.0 * states + 2.0 * used + 6.0 * factors
         per_label = (6.0 if trains_head else 4.0) * head
-        return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * layers - per_token)
+        return TrainFlops(per_token, per_label, AttentionCost.of(model), saved=6.0 * (layers + states) - per_token)
 
     def attention(self, lengths: np.ndarray) -> float:
         """Attention's FLOPs of documents of these lengths."""

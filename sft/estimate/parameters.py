@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft.adapters import EMBEDDING, HEAD, Trained, Weight
 from sft.config import Config, ModelConfig
-from sft.flops import LayerParameters
+from sft.flops import layers_of
 from sft.parallel.layout import Layout, padded_vocab_size
 
 
@@ -41,17 +41,17 @@ def of_stage(config: Config, layout: Layout, vocab_size: int, stage: int, traine
 
 
 def parameters(model: ModelConfig, layout: Layout, vocab_size: int, stage: int) -> Numbers:
-    """The weights of the model.
+    """The weights of the model; every stage counts with the same layers of each kind.
 
     hidden size 4, MLP width 8, 2 heads of width 2, 1 layer, tied embeddings, 128 tokens, one rank -> 512 + 172, 0
     """
-    hidden, layer = model.hidden_size, LayerParameters.of(model)
-    layers, first, last = model.num_layers / layout.pp, stage == 0, stage == layout.pp - 1
+    hidden, layers, first, last = model.hidden_size, layers_of(model), stage == 0, stage == layout.pp - 1
     tables = first + (last and not (first and model.tie_embeddings))
-    dense = layers * (layer.split / layout.tp + layer.whole)
+    dense = sum(number * (layer.split / layout.tp + layer.whole) for layer, number in layers) / layout.pp
+    experts = sum(number * layer.num_experts * layer.expert for layer, number in layers)
     return Numbers(
         dense=dense + tables * vocab_rows(vocab_size, layout.tp) * hidden + hidden * last,
-        experts=layers * layer.num_experts * layer.expert / (layout.ep * layout.etp),
+        experts=experts / layout.pp / (layout.ep * layout.etp),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sft.adapters import AdaptedWeight, Adapter, Trained, Weight
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
 from tests.builders import layout_config
 
@@ -61,6 +62,31 @@ def test_parameters_counted_by_hand() -> None:
     assert num_parameters(layout_config(model={**model, "num_query_groups": 1}).model, 10) == 212 - 16
     # norms before and after attention and MLP
     assert num_parameters(layout_config(model={**model, "norm_placement": "both"}).model, 10) == 212 + 8
+
+
+def test_linear_attention_counted_by_hand() -> None:
+    """One key head of 3, two value heads of 5, 4 taps; one of two layers.
+
+    Matrices: q and k of 3 rows, v and z of 10, decay and beta of 2, output 10.  Else: taps of 16 channels, a decay and
+    a bias of each value head, a norm of 5.  A state has 3 x 5 numbers and is multiplied three times.
+    """
+    sizes = {"num_layers": 2, "hidden_size": 4, "ffn_hidden_size": 8, "num_attention_heads": 2, "tie_embeddings": True}
+    full = layout_config(model={**sizes, "num_query_groups": None, "head_dim": None}).model
+    linear = LinearAttentionConfig(
+        layers=[1], num_key_heads=1, num_value_heads=2, key_head_dim=3, value_head_dim=5, conv_kernel=4
+    )
+    mixed = full.model_copy(update={"linear_attention": linear})
+    matrices, others, mlp, attention = 4 * (3 + 3 + 10 + 10 + 2 + 2 + 10), 16 * 4 + 2 * 2 + 5, 3 * 4 * 8, 4 * 4 * 4
+    assert num_parameters(full, 10) == 40 + 2 * (attention + mlp + 8) + 4
+    assert num_parameters(mixed, 10) == 40 + (attention + mlp + 8) + (matrices + others + mlp + 8) + 4
+    per_token = attention + matrices + 2 * mlp + 3 * 2 * 3 * 5
+    assert TrainFlops.of(mixed, 10) == TrainFlops(6.0 * per_token, 6.0 * 40, AttentionCost(per_token / 4))
+    frozen = TrainFlops.of(mixed, 10, Trained(whole=(), adapted=()))
+    assert frozen.per_token == 4.0 * (per_token - 90) + 6.0 * 90 and frozen.saved == 2.0 * (per_token - 90)
+    all_linear = full.model_copy(update={"linear_attention": linear.model_copy(update={"layers": [1, 2]})})
+    assert AttentionCost.of(all_linear) == AttentionCost()
+    gated = full.model_copy(update={"attention_output_gate": True})
+    assert num_parameters(gated, 10) == num_parameters(full, 10) + 2 * 4 * 4
 
 
 def test_norms_across_heads_have_a_weight_for_every_head() -> None:

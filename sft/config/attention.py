@@ -1,4 +1,4 @@
-"""The key `attention.backend`, and the traits of each backend that checks of other keys need.
+"""The keys of attention, and the traits of each backend that checks of other keys need.
 
 sft/mcore/attention implements the backends.  A recipe is checked before torch and megatron are imported, so the traits
 are declared here.  No other code compares names of backends.
@@ -31,6 +31,8 @@ BACKENDS: Mapping[str, BackendTraits] = {
 class AttentionConfig(Section):
     backend: Literal["auto", "te", "portable"] = "auto"
     """te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp included."""
+    delta_rule: Literal["auto", "torch", "fla"] = "auto"
+    """Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and runs anywhere."""
 
     @property
     def candidates(self) -> Mapping[str, BackendTraits]:

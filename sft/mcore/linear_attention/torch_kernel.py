@@ -5,7 +5,7 @@ saves nothing but the states at the start of every INTERVAL-th chunk; backward r
 States and all products are float32, or float64 for float64 values.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,10 +17,16 @@ from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.schedule import Block, Group, Schedule
 
 
+@dataclass(frozen=True)
 class TorchKernel:
-    """As `delta_rule.Kernel`."""
+    """As `delta_rule.Kernel`.  reason: why this run uses this kernel, for the log"""
+
+    reason: str = "plain torch"
 
     name = "torch"
+
+    def __str__(self) -> str:
+        return f"torch ({self.reason})"
 
     def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
         """Runs the rule on the values [0, v] from the states [1, 0]: the last states are [A, B]."""

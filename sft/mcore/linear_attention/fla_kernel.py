@@ -1,0 +1,142 @@
+"""A kernel of the gated delta rule: that of flash-linear-attention (the package fla-core), on CUDA in bf16.
+
+FLA computes the rule in Triton, with fp32 states between chunks and bf16 products within them.  This module only calls
+its public function.  FLA has no function for maps or for gradients of states alone, but needs none: the map of a
+fragment is its last state if the values are [0, v] and the first state is [1, 0], and autograd gives the rest.  Nothing
+is saved for backward, which runs FLA's forward and backward.
+
+No GPU has run this kernel yet.  Triton's interpreter has run it on a CPU, with fla-core 0.6.0 and fp32 inputs: maps,
+outputs and gradients were those of plain torch within 2e-6.  Tests pass its inputs to a plain replacement.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sft.config import Config
+from sft.mcore.device import send
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.parallel.context_parallel import runs
+
+MAX_KEY_DIM = 256  # limit of FLA
+INSTALL = 'Install it with: pip install "fla-core[cuda]>=0.6" (docs/install.md)'
+Operator = Callable[..., tuple[Tensor, Tensor | None]]  # fla.ops.gated_delta_rule.chunk_gated_delta_rule
+
+
+@dataclass(frozen=True)
+class FlaKernel:
+    """As `delta_rule.Kernel`.  If fragments are linked, it holds a first state for every fragment of the rank."""
+
+    operator: Operator
+    reason: str = ""
+
+    name = "fla"
+
+    def __str__(self) -> str:
+        return f"fla ({self.reason})"
+
+    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
+        size, device = inputs.k.shape[-1], inputs.v.device
+        starts, lengths = fragments.boundaries[fragments.linked], fragments.lengths[fragments.linked]
+        tokens = send(torch.from_numpy(runs(starts, lengths)), device)
+        k, v, g, beta = (x.index_select(0, tokens) for x in inputs[1:])
+        identity = torch.eye(size, dtype=inputs.state_dtype, device=device)
+        first = pad(identity, (0, v.shape[-1])).repeat(len(lengths), v.shape[1], 1, 1)
+        maps, linked = first, Fragments.of(np.cumsum([0, *lengths]))
+        if len(tokens):
+            _, maps = self._run(Inputs(k, k, pad(v, (size, 0)), g, beta), linked, first, True)
+        return maps[..., :size].contiguous(), maps[..., size:].contiguous()
+
+    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        out = inputs.v
+        if len(out):  # FLA does not take empty inputs
+            out, _ = self._run(inputs, fragments, _of_all(states, inputs, fragments), False)
+        return out, inputs.v.new_empty(0)
+
+    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
+        states = _zeros(inputs, fragments)
+        if not len(grad):
+            return states[torch.from_numpy(fragments.linked)]
+        states.requires_grad_()
+        with torch.enable_grad():
+            out, _ = self._run(inputs, fragments, states, False)
+        (gradients,) = torch.autograd.grad(out, states, grad)
+        return gradients[torch.from_numpy(fragments.linked)]
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: Inputs,
+        fragments: Fragments,
+        states: Tensor | None,
+        saved: Tensor,
+        last_gradients: Tensor | None,
+    ) -> Inputs:
+        if not len(grad):
+            return inputs
+        leaves = Inputs(*(x.detach().requires_grad_() for x in inputs))
+        has_last = last_gradients is not None
+        with torch.enable_grad():
+            out, last = self._run(leaves, fragments, _of_all(states, inputs, fragments), has_last)
+        results, grads = ((out, last), (grad, _of_all(last_gradients, inputs, fragments))) if has_last else (out, grad)
+        return Inputs(*torch.autograd.grad(results, leaves, grads))
+
+    def _run(self, inputs: Inputs, fragments: Fragments, first: Tensor | None, has_last: bool) -> tuple[Tensor, Tensor]:
+        """Outputs [t, value heads, V] and, if wanted, the last states of all fragments."""
+        key, device = ("fla", inputs.v.device), inputs.v.device
+        if key not in fragments.prepared:
+            boundaries = torch.from_numpy(fragments.boundaries)
+            fragments.prepared[key] = boundaries, send(boundaries, device)
+        boundaries, on_device = fragments.prepared[key]
+        out, last = self.operator(
+            *(x[None] for x in inputs),
+            initial_state=first,
+            output_final_state=has_last,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=on_device,
+            cu_seqlens_cpu=boundaries,
+        )
+        return out[0], out.new_empty(0) if last is None else last
+
+
+def _zeros(inputs: Inputs, fragments: Fragments) -> Tensor:
+    shape = (len(fragments.lengths), inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1])
+    return torch.zeros(shape, dtype=inputs.state_dtype, device=inputs.v.device)
+
+
+def _of_all(states: Tensor | None, inputs: Inputs, fragments: Fragments) -> Tensor | None:
+    """States of the linked fragments -> states of all fragments, which are zero for the others."""
+    if states is None:
+        return None
+    result = _zeros(inputs, fragments)
+    result[torch.from_numpy(fragments.linked)] = states
+    return result
+
+
+def why_not(config: Config, device_type: str) -> str | None:
+    """The reason why this run cannot use FLA; None if it can."""
+    if device_type != "cuda":
+        return "FLA needs CUDA, but this run is on the CPU"
+    if config.run.precision != "bf16":
+        return f"FLA computes in bf16, but run.precision is {config.run.precision}"
+    if config.run.deterministic:
+        return "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest"
+    if (size := config.model.linear_attention.key_head_dim) > MAX_KEY_DIM:
+        return f"FLA has keys of at most {MAX_KEY_DIM} numbers, but model.linear_attention.key_head_dim is {size}"
+    try:
+        operator()
+    except ImportError as error:
+        return f"fla cannot be imported ({error}).  {INSTALL}"
+    return None
+
+
+def operator() -> Any:
+    """FLA's function.  Raises ImportError."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule

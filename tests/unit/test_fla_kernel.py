@@ -1,0 +1,127 @@
+"""The kernel of flash-linear-attention, whose function is replaced by the recurrence, and the choice of a kernel."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sft.config import Config
+from sft.errors import ConfigError
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
+from sft.mcore.linear_attention.fla_kernel import FlaKernel
+from sft.mcore.linear_attention.selection import choose
+from sft.mcore.linear_attention.torch_kernel import TorchKernel
+from sft.recipe.load import parse_recipe
+from tests.builders import RECIPE
+from tests.unit.fixtures.recurrence import VALUE_HEADS, K, V, random_inputs, recurrence
+
+BOUNDARIES, LINKED = [0, 5, 5, 12, 13, 30], [0, 1, 4]
+FLOAT64_TOLERANCE = 1e-12
+
+
+def replacement(
+    *tensors: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """With the arguments and results of FLA's function."""
+    assert use_qk_l2norm_in_kernel and torch.equal(cu_seqlens, cu_seqlens_cpu) and cu_seqlens.dtype == torch.int64
+    boundaries = cu_seqlens.tolist()
+    num_fragments = len(boundaries) - 1
+    assert cu_seqlens[-1] > 0, "FLA takes no empty inputs"
+    first: Any = [None] * num_fragments if initial_state is None else initial_state
+    assert len(first) == num_fragments and all(len(x) == 1 for x in tensors)
+    out, last = recurrence(Inputs(*(x[0] for x in tensors)), boundaries, first)
+    return out[None], torch.stack(last) if output_final_state else None
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "boundaries, linked",
+    [(BOUNDARIES, LINKED), (BOUNDARIES, []), ([0, 0, 0], [1])],
+    ids=["linked", "whole", "no tokens"],
+)
+def test_maps_outputs_and_gradients_are_those_of_plain_torch(boundaries: list[int], linked: list[int]) -> None:
+    inputs = Inputs(*(x.detach() for x in random_inputs(boundaries[-1])))
+    fragments = Fragments.of(boundaries, linked)
+    states, dlast = (random(len(linked), VALUE_HEADS, K, V) for _ in "ab") if linked else (None, None)
+    grad = random(*inputs.v.shape)
+    results = []
+    for kernel in (FlaKernel(replacement), TorchKernel()):
+        out, saved = kernel.forward(inputs, fragments, states)
+        gradients = kernel.backward(grad, inputs, fragments, states, saved, dlast)
+        maps = kernel.transitions(inputs, fragments)
+        of_states = (kernel.state_gradients(grad, inputs, fragments),) if linked else ()
+        results.append((out, *gradients, *maps, *of_states))
+    close(*results)
+
+
+def config(*overrides: str) -> Config:
+    return parse_recipe(RECIPE, "a.yaml", list(overrides)).config
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if fla-core were there."""
+    module: Any = types.ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = replacement
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_without_fla() -> None:
+    """Not installed here."""
+    assert str(choose(config(), "cpu")) == "torch (plain torch)"
+    assert str(choose(config("attention.delta_rule=torch"), "cuda")) == "torch (attention.delta_rule = torch)"
+    found = choose(config(), "cuda")
+    assert isinstance(found, TorchKernel)
+    assert str(found).startswith("torch (plain torch, slow on GPUs; not fla: fla cannot be imported (")
+    with pytest.raises(ConfigError) as caught:
+        choose(config("attention.delta_rule=fla"), "cuda")
+    assert str(caught.value).startswith("attention.delta_rule = fla: fla cannot be imported (")
+    assert str(caught.value).endswith(
+        'Install it with: pip install "fla-core[cuda]>=0.6" (docs/install.md).  attention.delta_rule=torch runs '
+        "everywhere."
+    )
+
+
+@pytest.mark.usefixtures("fla")
+def test_with_fla() -> None:
+    found = choose(config(), "cuda")
+    assert isinstance(found, FlaKernel) and found.operator is replacement
+    assert str(found) == "fla (flash-linear-attention)"
+    assert choose(config(), "cpu").name == choose(config("attention.delta_rule=torch"), "cuda").name == "torch"
+
+
+@pytest.mark.usefixtures("fla")
+@pytest.mark.parametrize(
+    "device, override, problem",
+    [
+        ("cpu", "run.seed=1", "FLA needs CUDA, but this run is on the CPU"),
+        ("cuda", "run.precision=fp32", "FLA computes in bf16, but run.precision is fp32"),
+        (
+            "cuda",
+            "run.deterministic=true",
+            "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest",
+        ),
+    ],
+)
+def test_what_fla_cannot_compute_is_refused(device: str, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(config("attention.delta_rule=fla", override), device)
+    assert str(caught.value) == f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere."
+    assert choose(config(override), device).name == "torch"

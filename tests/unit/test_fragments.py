@@ -83,10 +83,17 @@ def test_the_threshold_is_where_maps_are_fewer_bytes() -> None:
     assert [QWEN36_27B.max_short(cp) for cp in (2, 4, 8, 16)] == [1141, 2283, 4567, 9135]
 
 
-def test_bytes_at_64k() -> None:
-    """Of Qwen3.6-27B on cp 4, less than 5% of what an all-gather of q, k and v in bf16 moves."""
-    gathered = 3 * 65536 * 2 * (2 * 16 * 128 + 48 * 128)
-    assert bytes_over_cp(np.array([0, 65536]), QWEN36_27B, 4, 4) < 0.015 * gathered
+def test_bytes_of_the_page() -> None:
+    """The table of docs/context-parallel.md: MiB that a rank receives, and of 64K tokens less than 5% of a gather."""
+    mib = {}
+    for length in (65536, 8192, 1024):
+        cu_seqlens = np.arange(0, 65536 + 1, length)
+        of_group = [bytes_over_cp(cu_seqlens, QWEN36_27B, 4, cp) / cp for cp in (2, 4, 8, 16)]
+        mib[length] = [round(num_bytes / 2**20, 1) for num_bytes in of_group]
+    assert mib[65536] == [9.1, 13.6, 15.9, 17.0]
+    assert mib[8192] == [72.5, 108.7, 126.8, 121.9] and mib[1024] == [520.2, 393.0, 232.5, 128.1]
+    gathered = [(1 - 1 / cp) * 65536 * 2 * (2 * 16 * 128 + 48 * 128) / 2**20 for cp in (2, 4, 8, 16)]
+    assert gathered == [640, 960, 1120, 1200] and 13.6 < 0.015 * 960
 
 
 @pytest.mark.parametrize("num_taps", [1, 2, 4])

@@ -5,8 +5,8 @@ python -m tools.traffic_table --write    write the table into the page
 
 Counted are the messages of layers and of gradients, as a ring sends them: an all-gather or reduce-scatter of N bytes
 over n ranks sends N (n - 1) / n per rank.  A pack is one document, so a sliding window has one halo for each chunk of
-the pack.  The embedding, the loss head and small messages are left out.  The sizes of the models come from the hub, or
-from folders of the same names in the current folder.
+the pack, and linear attention two maps for each rank.  The embedding, the loss head and small messages are left out.
+The sizes of the models come from the hub, or from folders of the same names in the current folder.
 """
 
 import sys
@@ -18,6 +18,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.estimate.parameters import parameters
+from sft.parallel.fragments import HeadSizes, bytes_over_cp
 from sft.parallel.halo import num_halo_tokens
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
@@ -65,6 +66,8 @@ def of(config: Config, layout: Layout) -> Iterator[Traffic]:
         yield Traffic("cp, ring of keys and values", layers * 3 * (ring - 1) * pairs, ring, tp * heads)
     if is_portable and cp > 1:
         yield from _portable_keys(config, layout, pairs)
+    if model.linear_attention.layers and cp > 1:
+        yield _linear_attention(config, layout)
     if layout.ep > 1:
         yield Traffic(
             "ep, tokens to experts and back", layers * experts(config, tokens) * _share(layout.ep), layout.ep, 1
@@ -76,12 +79,20 @@ def _portable_keys(config: Config, layout: Layout, pairs: float) -> Iterator[Tra
     """Keys and values forward and again backward, and their gradients in fp32.  pairs: bytes of local tokens"""
     model, cp = config.model, layout.cp
     sent, length = (2 * BF16 + FP32) / BF16 * pairs / layout.pp, config.data.seq_length
-    if num_full := model.num_layers - model.num_window_layers:
+    if num_full := model.num_layers - model.num_window_layers - len(model.linear_attention.layers):
         yield Traffic("cp, all-gather of keys and values", num_full * (cp - 1) * sent, cp, layout.tp)
     if model.sliding_window is not None:
         halo = num_halo_tokens(np.array([0, length]), model.sliding_window, cp) / cp  # of a rank, on average
         share = halo / (length / cp)
         yield Traffic("cp, halos of windows", model.num_window_layers * share * sent, cp, layout.tp)
+
+
+def _linear_attention(config: Config, layout: Layout) -> Traffic:
+    """Maps and states of one document forward, and as many bytes backward; the mean of the ranks."""
+    linear, document = config.model.linear_attention, np.array([0, config.data.seq_length])
+    sizes = HeadSizes.of(linear, layout.tp, BF16)
+    of_layer = 2 * layout.num_microbatches * bytes_over_cp(document, sizes, linear.conv_kernel, layout.cp) / layout.cp
+    return Traffic("cp, states of linear attention", len(linear.layers) / layout.pp * of_layer, layout.cp, layout.tp)
 
 
 def _share(size: int) -> float:

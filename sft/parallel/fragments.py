@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.parallel.context_parallel import document_chunks, gathered_positions, runs
 from sft.parallel.halo import num_halo_tokens
 
@@ -39,6 +40,18 @@ class HeadSizes:
     key_dim: int
     value_dim: int
     width: int = 2
+
+    @staticmethod
+    def of(linear: LinearAttentionConfig, tp: int, width: int) -> "HeadSizes":
+        """The heads of a rank of tp, which divides the key heads."""
+        assert linear.num_key_heads is not None and linear.num_value_heads is not None
+        return HeadSizes(
+            key_heads=linear.num_key_heads // tp,
+            value_heads=linear.num_value_heads // tp,
+            key_dim=linear.key_head_dim,
+            value_dim=linear.value_head_dim,
+            width=width,
+        )
 
     @property
     def token_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.parallel.layout import Layout
 from sft.recipe.load import load_recipe
 from tools import marked_tables, traffic_table
@@ -57,6 +58,23 @@ def test_windows_send_their_halos() -> None:
     assert found["cp, all-gather of keys and values"].num_bytes == 18 * 4 * 7 * pairs
     assert found["cp, halos of windows"].num_bytes == pytest.approx(18 * 4 * 8 * 14 / 8 * 127 * 2 * 4 * 128 * 2)
     assert found["cp, halos of windows"].link == "InfiniBand"
+
+
+def test_linear_attention_sends_its_states() -> None:
+    """Qwen3-8B at 128K with linear attention in 27 of 36 layers, tp 2 and cp 8: 8 packs of one document.
+
+    Of 16 value heads, a rank sends 7/8 of the maps [128, 128 + 128] of its two chunks and of as many states [128, 128],
+    in fp32, forward and backward.  The halos of 14 of 16 chunks are 3 tokens of 2 x 8 + 16 heads in bf16.
+    """
+    config = load_recipe(str(ROOT / "recipes" / "qwen3_8b_128k.yaml"), RING).config
+    linear = LinearAttentionConfig(
+        layers=[i for i in range(1, 37) if i % 4], num_key_heads=16, num_value_heads=32, key_head_dim=128
+    )
+    config = config.model_copy(update={"model": config.model.model_copy(update={"linear_attention": linear})})
+    found = {one.group: one for one in of(config, Layout.resolve(config, 16))}
+    maps, halos = 7 / 8 * 2 * 16 * 128 * (128 + 2 * 128) * 4, 14 / 8 * 3 * (2 * 8 + 16) * 128 * 2
+    assert found["cp, states of linear attention"].num_bytes == pytest.approx(27 * 8 * 2 * (maps + halos))
+    assert found["cp, all-gather of keys and values"].num_bytes == 9 * 4 * 7 * 131_072 * 2 * 4 * 128 * 2
 
 
 @pytest.mark.parametrize("name", RECIPES)

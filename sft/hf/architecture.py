@@ -281,6 +281,15 @@ def _same_family(family: Family, now: ModelConfig, path: str) -> None:
         for key, value in family.fixed.items()
         if (own := attrgetter(key)(now)) != value
     ]
+    by_key: dict[str, tuple[str, Any]] = {}  # key of config.json -> our first key of this meaning, and its value
+    for key, hf_key in family.keys.items():
+        value = attrgetter(key)(now)
+        first, expected = by_key.setdefault(hf_key, (key, value))
+        if value != expected:
+            wrong.append(
+                f"model.{first} = {json.dumps(expected)} and model.{key} = {json.dumps(value)} differ, but {hf_key} is "
+                f"one key for both in {path}."
+            )
     if "moe.num_experts" in family.keys and now.moe.num_experts is None:
         wrong.append(f"model.moe.num_experts = null, but {family.model_type} models have experts ({path}).")
     if now.rope.scaling not in family.scalings:

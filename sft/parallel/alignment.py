@@ -204,6 +204,12 @@ def _experts(config: Config, world_size: int) -> Iterator[str]:
     if (width := model.resolved_expert_ffn) % etp:
         fitting = _listing(iter(divisors(width)))
         yield f"parallel.etp = {etp} does not divide the expert width {width}.  Sizes that fit: {fitting}."
+    if model.mlp_bias and model.hidden_size % etp:
+        fitting = _listing(iter(divisors(model.hidden_size)))
+        yield (
+            f"parallel.etp = {etp} does not divide model.hidden_size {model.hidden_size}, and model.mlp_bias gives "
+            f"each rank of etp a part of a bias of this size.  Sizes that fit: {fitting}."
+        )
     stage, rest = divmod(world_size, parallel.pp)
     if experts % ep or (not rest and stage % (ep * etp)):
         fitting = _listing(e for e in divisors(experts) if rest or stage % (e * etp) == 0)

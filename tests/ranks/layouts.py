@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "tied", "experts", "windows"],
+    "model": ["dense", "tied", "experts", "windows", "gpt_oss"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -34,7 +34,19 @@ WINDOWS = [
     "model.sliding_window=20",
     "model.sliding_window_layers=[1, 2, 4]",
 ]  # shorter and longer than documents and chunks
-MODELS = {"dense": [], "tied": ["model.tie_embeddings=true"], "experts": [*MOE, *AUX], "windows": WINDOWS}
+GPT_OSS = [
+    *(f"model.{key}=true" for key in ("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias")),
+    *("model.activation=clamped_swiglu", "model.activation_limit=0.8", "model.activation_alpha=1.702"),
+    "model.qk_norm=false",
+]
+MODELS = {
+    "dense": [],
+    "tied": ["model.tie_embeddings=true"],
+    "experts": [*MOE, *AUX],
+    "windows": WINDOWS,
+    "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
+}
+MIXTURES = ("experts", "gpt_oss")  # of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6
@@ -58,9 +70,9 @@ def fits(case: Case) -> bool:
     return (
         world_size(case) <= 4
         and case["sequence_parallel"] <= (tp > 1)
-        and (case["model"] != "experts" or tp == 1 or case["sequence_parallel"])
+        and (case["model"] not in MIXTURES or tp == 1 or case["sequence_parallel"])
         and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
-        and (ep == 1 or (case["model"] == "experts" and tp * case["cp"] * dp % ep == 0))
+        and (ep == 1 or (case["model"] in MIXTURES and tp * case["cp"] * dp % ep == 0))
         and (not case["activation_offload"] or case["recompute"] != "none")
         and (not case["optimizer_offload"] or (case["precision"] == "bf16" and case["distributed_optimizer"]))
     )

@@ -30,7 +30,6 @@ from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
 Ranks = Callable[[int], RankPool]
-FOUR_KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("layout", [pytest.param("dp 2", marks=pytest.mark.grid), "tp 2"])
 def test_experts_with_biases_may_be_split_over_etp(
     ranks: Ranks, source: Path, packs: list[list[Sample]], layout: str
 ) -> None:

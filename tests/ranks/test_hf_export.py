@@ -28,6 +28,7 @@ CASES: list[Any] = [
     ("llama", CP),
     ("phi3", PP),
     ("qwen3_moe", EP),
+    ("gpt_oss", EP),
     ("qwen2_5_vl", TP),
     ("qwen3_vl_moe", EP),
     *(pytest.param(family, layout, marks=pytest.mark.grid) for family in hf.FAMILIES for layout in (CP, SP, PP)),

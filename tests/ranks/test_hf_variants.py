@@ -119,7 +119,7 @@ CASES = [
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
     *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep"), ("llama_biased", "tp")],
-    *[("gpt_oss", "one"), ("gpt_oss", "ep")],
+    ("gpt_oss", "one"),
 ]
 GRID = [
     *[("olmo3", "tp"), ("olmo3", "pp"), ("olmo3", "one")],
@@ -136,6 +136,7 @@ GRID = [
     *[("olmo2", "tp_tiles"), ("ministral3", "tp"), ("ministral3", "pp"), ("qwen2_moe", "cp_ep"), ("qwen2_moe", "pp")],
     *[("exaone4", "cp"), ("exaone4", "pp"), ("olmoe", "cp_ep"), ("olmoe", "pp")],
     *[("granitemoe", "tp_ep"), ("granitemoe", "cp"), ("granitemoe", "pp")],
+    *[("gpt_oss", layout) for layout in ("tp", "cp", "pp", "ep", "tp_ep", "cp_ep")],
 ]
 
 
@@ -160,7 +161,7 @@ MIXED = [
     *[("granite", "tp_cp"), ("smollm3_yarn", "tp_virtual"), ("olmo2", "tp_cp"), ("ministral3", "tp_cp")],
     *[("qwen3_windows", "tp_cp"), ("exaone4_windows", "tp_virtual"), ("qwen3_moe_windows", "tp_cp_ep")],
     *[("olmo3", "tp_cp"), ("llama_biased", "tp_whole_cp")],
-    *[("gpt_oss", "tp_cp"), ("gpt_oss", "tp_virtual"), ("gpt_oss", "tp_cp_ep")],
+    *[("gpt_oss", "tp_virtual"), ("gpt_oss", "tp_cp_ep")],
 ]
 
 
@@ -169,6 +170,7 @@ MIXED = [
     [
         *MIXED,
         ("qwen2_moe", "tp_cp_ep"),
+        *in_grid([("gpt_oss", "tp_cp"), ("gpt_oss", "ep"), ("gpt_oss", "pp"), ("gpt_oss", "cp_ep")]),
         *in_grid([("olmo2", "tp_whole_cp"), ("smollm3", "tp_virtual"), ("qwen2_windows", "tp_whole_cp")]),
     ],
 )

@@ -31,6 +31,7 @@ RELEASED = {  # names on the hub, and files of fixtures/released
     "Qwen/Qwen3-8B": "qwen3_8b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
+    "openai/gpt-oss-20b": "gpt_oss_20b",
 }
 
 

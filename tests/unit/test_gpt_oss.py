@@ -101,6 +101,12 @@ def test_config_json_stays_but_for_what_has_changed() -> None:
     assert model.rope == ROPE and model.moe.num_experts == 128
 
 
+def test_biases_that_config_json_has_as_one_key_are_equal() -> None:
+    with pytest.raises(ConfigError, match="qkv_bias = true and model.attention_output_bias = false differ, but atten"):
+        back(hf.llama(), qkv_bias=True)
+    assert back(hf.llama(), qkv_bias=True, attention_output_bias=True)["attention_bias"] is True
+
+
 @pytest.mark.parametrize(
     "changes,why",
     [

@@ -205,6 +205,8 @@ def test_experts_share_the_ranks_of_a_stage() -> None:
                                       "(tp x cp x dp).  Expert-parallel sizes that fit: 1, 2."),
         (4, {"ep": 2, "etp": 4}, MOE, "parallel.etp = 4 does not divide the expert width 6.  Sizes that fit: "
                                       "1, 2, 3, 6."),
+        (2, {"etp": 2}, {**MOE, "mlp_bias": True, "hidden_size": 4097, "head_dim": 128},
+         "parallel.etp = 2 does not divide model.hidden_size 4097"),
         (4, {"tp": 2, "sequence_parallel": False}, MOE, "A mixture of experts needs sequence_parallel, or tp = 1."),
     ],
 )  # fmt: skip

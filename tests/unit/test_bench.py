@@ -17,8 +17,18 @@ from tools.bench.harness import Option, Subject, one_of
 from tools.bench.results import Bar, Column, Row
 
 NUM_ROWS = {  # of a tiny run
-    **{"loss_head": 27, "logprobs": 9, "attention": 10, "step": 2, "trades": 1, "longest": 1, "peer": 1, "packing": 9},
     **{
+        "loss_head": 27,
+        "logprobs": 9,
+        "attention": 10,
+        "delta_rule": 5,
+        "step": 2,
+        "trades": 1,
+        "longest": 1,
+        "peer": 1,
+    },
+    **{
+        "packing": 9,
         "balance": 1,
         "collate": 1,
         "tokenize": 2,
@@ -62,7 +72,7 @@ def test_every_subject_has_a_tiny_run(names: list[str], tmp_path: Path) -> None:
         assert torch.__version__.startswith(header["header"]["versions"]["torch"])
         assert len(rows) == NUM_ROWS[name]
         absent = [row["status"] for row in rows if row.get("status", "done") != "done"]
-        assert absent == (["does not run here: it needs CUDA"] * 2 if name == "attention" else [])
+        assert absent == ["does not run here: it needs CUDA"] * {"attention": 2, "delta_rule": 1}.get(name, 0)
         for row in rows:
             assert f"| {', '.join(row[key] for key in ('case', 'way') if key in row)} " in printed.stdout
         if name == "step":

@@ -1,11 +1,13 @@
-"""tools/bench, subjects checkpoint, convert and longest: models, rows and bars; no speed is judged."""
+"""tools/bench, subjects checkpoint, convert, longest and delta_rule: models, rows and bars; no speed is judged."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.unit.fixtures.recurrence import random_inputs
 from tools.bench import __main__ as bench
-from tools.bench import checkpoint, convert, fresh_process, load_hf, longest
+from tools.bench import checkpoint, convert, delta_rule, fresh_process, load_hf, longest
 from tools.bench.checkpoint_rank import BESIDE, FIRST, STALL, SYNC, WORK, Took
 from tools.bench.convert import COPY, FULL, IMPORT, SIZE
 from tools.bench.fresh_process import ProcessTook
@@ -191,3 +193,24 @@ def test_a_search_ends_where_nothing_fits_or_nothing_is_known() -> None:
     search = longest.search(100_000, stopped, 1000)
     assert (search.fits, search.fails, search.stopped) == (100_000, None, "not started: 5 minutes have passed")
     assert longest.search(1000, lambda length: True, 1000).stopped == "12 tries"
+
+
+# --- delta_rule --------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_kernel_is_judged_at_8k_on_a_cpu() -> None:
+    measured = {"device": "cpu", "way": "torch", "fwd_ratio": 0.6, "ratio": 0.71, "saved_ratio": 0.012}
+    rows = [{"case": "8k:one", **measured}, {"case": "2k:one", **measured, "ratio": 0.9}]
+    assert [(bar.value, bar.bound, bar.is_missed) for bar in delta_rule.bars(rows)] == [
+        (0.6, 0.7, False),
+        (0.71, 0.7, True),
+        (0.012, 0.1, False),
+    ]
+    assert all(bar.value is None for bar in delta_rule.bars([{**rows[0], "device": "cuda"}]))
+
+
+def test_saved_bytes_are_those_beyond_the_inputs() -> None:
+    """exp saves its result, a product both factors; 3 tokens with 2 key heads and 6 value heads of 8 numbers."""
+    inputs = random_inputs(3, torch.float32)
+    assert delta_rule.saved_bytes(lambda x: x.q * x.k, inputs) == 0
+    assert delta_rule.saved_bytes(lambda x: x.q.exp() * x.k, inputs) == 3 * 2 * 8 * 4

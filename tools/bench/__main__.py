@@ -22,6 +22,7 @@ SUBJECTS = {
     "loss_head": "the loss and its gradients, compared with six other implementations: time, memory, FLOPs",
     "logprobs": "log-probs of given logits up to 128K x 128K, as in the table of SkyRL PR #1610",
     "attention": "attention over packed documents: every kernel, on one device and as the ranks of a cp group",
+    "delta_rule": "the gated delta rule, compared with transformers: time and saved bytes",
     "step": "whole training steps on one GPU: tokens/s, MFU, memory, share of the roofline",
     "trades": "the time that each memory-saving recipe key costs",
     "longest": "the longest context that fits into memory, found by running steps",

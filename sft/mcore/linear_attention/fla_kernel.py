@@ -128,6 +128,11 @@ def why_not(config: Config, device_type: str) -> str | None:
         return "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest"
     if (size := config.model.linear_attention.key_head_dim) > MAX_KEY_DIM:
         return f"FLA has keys of at most {MAX_KEY_DIM} numbers, but model.linear_attention.key_head_dim is {size}"
+    return missing()
+
+
+def missing() -> str | None:
+    """The reason why FLA cannot be imported, with advice; None if it can."""
     try:
         operator()
     except ImportError as error:

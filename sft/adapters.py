@@ -16,7 +16,9 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _SPLIT = (
     *(EMBEDDING, HEAD, "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"),
     *("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "softmax_offset"),
+    *("self_attention.out_proj.weight", "self_attention.A_log", "self_attention.dt_bias"),
 )
+_SPLIT_PARTS = ("self_attention.in_proj.weight.", "self_attention.conv1d.weight.")  # of linear attention
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
@@ -118,7 +120,7 @@ class Weight:
     @property
     def is_split(self) -> bool:
         """Whether each tensor-parallel rank holds a part of the weight."""
-        return self.key.endswith(_SPLIT)
+        return self.key.endswith(_SPLIT) or any(weight in self.key for weight in _SPLIT_PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)

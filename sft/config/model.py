@@ -218,8 +218,6 @@ class ModelConfig(Section):
         if self.rope.skip_layers and self.rope.skip_layers[-1] > self.num_layers:
             yield "rope.skip_layers", f"names layer {self.rope.skip_layers[-1]} of {self.num_layers}"
         linear = self.linear_attention.layers
-        if linear or self.attention_output_gate:
-            yield "linear_attention.layers" if linear else "attention_output_gate", "is not supported yet"
         if linear and linear[-1] > self.num_layers:
             yield "linear_attention.layers", f"names layer {linear[-1]} of {self.num_layers}"
         if linear and self.sliding_window is not None:
@@ -282,6 +280,7 @@ class ModelConfig(Section):
             f"model.norm_placement = {self.norm_placement}": self.norm_placement != "pre",
             "model.qk_norm_across_heads": self.qk_norm_across_heads,
             "model.sliding_window": self.sliding_window is not None,
+            "model.attention_output_gate": self.attention_output_gate,
             "model.linear_attention": bool(self.linear_attention.layers),
             "model.attention_softcap": self.attention_softcap is not None,
             f"model.activation = {self.activation}": self.activation != "swiglu",

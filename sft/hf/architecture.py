@@ -17,7 +17,7 @@ from sft.config import Conflict, ModelConfig, listed
 from sft.errors import ConfigError
 from sft.hf.families import family_of
 from sft.hf.families.unsupported import unsupported
-from sft.hf.families.windows import LAYER_KINDS
+from sft.hf.families.windows import LAYER_KINDS, LINEAR_KINDS
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
 from sft.hf.mxfp4 import Mxfp4
@@ -227,6 +227,7 @@ def _options(content: Mapping[str, Any], family: Family) -> list[str]:
             )
     kinds = content.get("layer_types") or []
     supported = LAYER_KINDS if "sliding_window_layers" in family.computed else LAYER_KINDS[:1]
+    supported = LINEAR_KINDS if "linear_attention.layers" in family.computed else supported
     other = sorted({str(kind) for kind in kinds if kind not in supported}) if isinstance(kinds, list) else [kinds]
     if other:
         problems.append(f"layer_types has {other[0]}; only {' and '.join(supported)} is supported")

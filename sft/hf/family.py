@@ -81,6 +81,12 @@ class TensorMapping:
     num_groups: int
 
     @property
+    def parameter(self) -> str:
+        """The weight of the model that holds our tensor: `in_proj.weight` holds `in_proj.weight.query` and others."""
+        name, is_part, _ = self.key.partition(".weight.")
+        return f"{name}.weight" if is_part else self.key
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row; () if the tensor is a vector."""
         return self.sources[0].shape[1:]

@@ -22,8 +22,17 @@ from sft.hf.peft.targets import lost_by_peft
 
 _WEIGHT = ".weight"
 _LAYERS = "decoder.layers."
+_IN_PROJ, _OUT_PROJ = "self_attention.in_proj.weight", "self_attention.out_proj.weight"  # of linear attention
 _SHARED_GATE = "shared_experts.gate_weight"
-_LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight", _SHARED_GATE)
+_LINEARS = (
+    "linear_qkv.weight",
+    "linear_proj.weight",
+    "linear_fc1.weight",
+    "linear_fc2.weight",
+    _SHARED_GATE,
+    _IN_PROJ,
+    _OUT_PROJ,
+)
 _WILD = set("*?[")
 
 
@@ -69,7 +78,7 @@ def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
 
 
 def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
-    return [mapping for mapping in family.mappings(model, vocab_size) if mapping.key.endswith(_LINEARS)]
+    return [mapping for mapping in family.mappings(model, vocab_size) if mapping.parameter.endswith(_LINEARS)]
 
 
 def _kind(mapping: TensorMapping) -> str:
@@ -79,6 +88,8 @@ def _kind(mapping: TensorMapping) -> str:
     if mapping.expert is not None:
         is_stacked = any(view.index for view in mapping.sources)
         return "the files of this model hold all experts in one tensor" if is_stacked else "expert"
+    if mapping.parameter.endswith(_IN_PROJ) or any(view.num_blocks > 1 for view in mapping.sources):
+        return "adapters of linear attention's projections and of gated queries are not supported yet"
     return "linear"
 
 

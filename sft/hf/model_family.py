@@ -15,6 +15,7 @@ _USUAL = {
     "qk_norm_across_heads": False,
     "moe.shared_ffn_hidden_size": None,
     "moe.shared_gate": False,
+    "attention_output_gate": False,
 }
 
 
@@ -26,9 +27,12 @@ def model_family(model: ModelConfig) -> Family | None:
 
     def has_same_tensors(family: Family) -> bool:
         has_experts = (model.moe.num_experts is not None) == ("moe.num_experts" in family.keys)
+        has_linear = bool(model.linear_attention.layers) == ("linear_attention.layers" in family.computed)
         usual = {key: value for key, value in _USUAL.items() if key not in family.keys}
-        return has_experts and all(
-            attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items()
+        return (
+            has_experts
+            and has_linear
+            and all(attrgetter(key)(model) == value for key, value in (usual | dict(family.implied)).items())
         )
 
     return next(filter(has_same_tensors, FAMILIES.values()), None)

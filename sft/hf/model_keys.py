@@ -36,6 +36,8 @@ PLAIN: dict[str, Any] = {
             "rope.fraction",
             "rope.skip_layers",
             "rope.query_scale_beta",
+            "attention_output_gate",
+            "linear_attention.layers",
             "rope.window_base",
         ),
     )

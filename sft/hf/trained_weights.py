@@ -44,8 +44,11 @@ def unfrozen(patterns: Sequence[str], family: Family, model: ModelConfig, vocab_
     mappings = list(family.mappings(model, vocab_size))
     names = list(dict.fromkeys(name for mapping in mappings for name in _names(mapping)))
     frozen = {name for pattern in patterns for name in _matches(pattern, names, family, model)}
+    names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for mapping in mappings:
-        _check_whole(mapping, frozen)
+        names_of.setdefault((mapping.parameter, mapping.stack_index), []).extend(_names(mapping))
+    for (parameter, _), of_parameter in names_of.items():
+        _check_whole(parameter, list(dict.fromkeys(of_parameter)), frozen)
     weights = [_weight(mapping) for mapping in mappings if frozen.isdisjoint(_names(mapping))]
     if not weights:
         raise ConfigError("train.freeze freezes every weight, so that nothing would be trained.  Name fewer weights.")
@@ -82,15 +85,14 @@ def _matches(pattern: str, names: Sequence[str], family: Family, model: ModelCon
     )
 
 
-def _check_whole(mapping: TensorMapping, frozen: Iterable[str]) -> None:
+def _check_whole(parameter: str, names: Sequence[str], frozen: Iterable[str]) -> None:
     """Raise ConfigError if only some of the tensors of which our weight consists are frozen."""
-    names = _names(mapping)
     inside = [name for name in names if name in frozen]
     if not inside or inside == names:
         return
     outside = [name for name in names if name not in inside]
     raise ConfigError(
         f"train.freeze names {', '.join(inside)}, but not {', '.join(outside)}.  These are rows of one weight here, "
-        f"{mapping.key.removeprefix('decoder.layers.')}, which is frozen or trained as a whole.  Name all of "
+        f"{parameter.removeprefix('decoder.layers.')}, which is frozen or trained as a whole.  Name all of "
         f"{', '.join(_module(name).rpartition('.')[2] for name in names)}, or none of them."
     )

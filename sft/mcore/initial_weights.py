@@ -25,6 +25,10 @@ from sft.mcore.model import sharded_tensors
 # values, torch's values would depend on the number of threads.
 _BLOCK_SIZE = {"cpu": 1 << 22, "cuda": 1 << 17}
 _DRAWN = ("softmax_offset", "router.bias")  # vectors with random values
+_CPU = torch.device("cpu")
+_RESIDUAL = ("linear_proj", "linear_fc2", "self_attention.out_proj")  # matrices that write to the residual stream
+# Linear attention: exp(A_log) is uniform; dt_bias and the gated norm, whose weight is no offset, are 1.
+_DECAY, _DECAY_RANGE, _PLAIN_ONES = ".A_log", (0.01, 16.0), (".dt_bias", ".out_norm.weight")
 _VECTOR = 16  # torch on a CPU draws 16 values at once, so blocks of other sizes would give other values
 
 
@@ -44,15 +48,20 @@ def initialise(engine: Engine) -> None:
 
 def _set_part(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     part, axes = shard.data, shard.prepend_axis_num
+    name = f"{seed}:{shard.key}{shard.global_offset[:axes]}"  # with the indices of layer, expert, gate or up
     is_drawn = part.dim() > 1 or shard.key.endswith(_DRAWN)
-    if "bias" in shard.key and not is_drawn:
+    if shard.key.endswith(_DECAY):
+        whole = torch.empty(shard.global_shape[axes:]).uniform_(*_DECAY_RANGE, generator=_generator(_CPU, name))
+        part.copy_(whole.log_()[shard.global_offset[axes] :][: len(part)])
+    elif shard.key.endswith(_PLAIN_ONES):
+        part.fill_(1.0)
+    elif "bias" in shard.key and not is_drawn:
         part.zero_()
     elif not is_drawn:
         part.fill_(0.0 if model.norm_zero_centered else 1.0)
     else:
-        writes_residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
+        writes_residual = any(projection in shard.key for projection in _RESIDUAL)
         std = model.init_std / math.sqrt(2 * model.num_layers) if writes_residual else model.init_std
-        name = f"{seed}:{shard.key}{shard.global_offset[:axes]}"  # with the indices of layer, expert, gate or up
         draw = draw_in_sequence if part.device.type == "cpu" else draw_by_block
         draw(part, name, std, shape=shard.global_shape[axes:], offset=shard.global_offset[axes:])
 

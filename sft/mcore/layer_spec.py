@@ -11,12 +11,16 @@ from sft.mcore.biases import bias_mlp, submodules_of, with_bias
 from sft.mcore.experts import BiasedRouter, ExpertLayer, Router
 from sft.mcore.gated_activation import GatedActivation
 from sft.mcore.layer import Layer
+from sft.mcore.linear_attention import gated_delta_net
 
 
-def layer_spec(config: Config, backend: AttentionBackend) -> ModuleSpec:
-    """The modules of one transformer layer."""
+def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> ModuleSpec:
+    """The modules of one transformer layer.  layer_number: counted from 1"""
     model, train = config.model, config.train
     spec, is_selective = backend.layer_spec(), train.recompute == "selective"
+    if model.kind_of(layer_number) == "linear attention":
+        assert backend.delta_kernel is not None
+        spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from sft.adapters import Trained
@@ -79,6 +80,8 @@ def transformer_config(
         **_norm_fields(model),
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
+        attention_output_gate=model.attention_output_gate,
+        linear_attention_freq=_linear_layers(model),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -204,6 +207,12 @@ def _norm_fields(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+def _linear_layers(model: ModelConfig) -> list[int] | None:
+    """1 for each layer with linear attention, 0 for others.  Core then gives each layer its own tensors."""
+    numbers = range(1, model.num_layers + 1)
+    return None if model.stacks_layers else [int(model.kind_of(number) == "linear attention") for number in numbers]
+
+
 def _activation_fields(model: ModelConfig) -> dict[str, Any]:
     """Core gives gate and up together only to activations of Transformer Engine, in whose place it builds ours."""
     return dict(bias_activation_fusion=False, use_te_activation_func=True) if GatedActivation.fields(model) else {}
@@ -267,7 +276,8 @@ def _build_chunk(
     model = config.model
     vp_stage = stage if layout.virtual_stages > 1 else None
     num_layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
-    layers = [layer_spec(config, backend)] * num_layers
+    first = get_transformer_layer_offset(core, vp_stage=vp_stage, pp_rank=groups.pp_rank)
+    layers = [layer_spec(config, backend, first + number + 1) for number in range(num_layers)]
     rotary_table = backend.rotary_table(groups.device)
     chunk = HiddenStatesGPT(
         config=core,

@@ -112,6 +112,8 @@ def _heads(model: ModelConfig) -> dict[str, int]:
 
 def _split_by_tp(model: ModelConfig) -> dict[str, int]:
     heads, shared = _heads(model), model.moe.shared_ffn_hidden_size
+    if model.linear_attention.num_key_heads:
+        heads["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
     if model.moe.num_experts:
         return {**heads, "model.moe.shared_ffn_hidden_size": shared} if shared else heads
     return {**heads, "model.ffn_hidden_size": model.ffn_hidden_size}

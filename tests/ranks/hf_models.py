@@ -102,13 +102,15 @@ def in_stored_names(source: Path, results: Sequence[dict[str, Any]]) -> dict[str
     found: dict[str, torch.Tensor] = {}
     used, arch = set(), architecture(read(source), str(source))
     for mapping in arch.family.mappings(arch.model, arch.vocab_size):
-        layer, *expert = mapping.stack_index or (None,)
-        name = mapping.key if layer is None else f"layer {layer + 1} {mapping.key.removeprefix('decoder.layers.')}"
+        name, expert = mapping.key, () if mapping.expert is None else (mapping.expert,)
+        if mapping.layer is not None:
+            inner = name.removeprefix("decoder.layers.").removeprefix(f"{mapping.layer}.")
+            name = f"layer {mapping.layer + 1} {inner}"
         if name not in whole:  # frozen
             continue
         used.add(name)
         for span in mapping.spans():
-            view, rows = mapping.sources[span.source or 0], whole[name][(*expert,)][span.target :][: span.num_rows]
+            view, rows = mapping.sources[span.source or 0], whole[name][expert][span.target :][: span.num_rows]
             gradient = found.setdefault(view.name, torch.full(view.tensor.shape, torch.nan))[view.index]
             matrix = gradient.T if view.transposed else gradient
             where = [view.row(number) for number in range(span.start, span.start + span.num_rows)]
@@ -253,4 +255,5 @@ def check_parameters(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     """All are there, and of each the difference is at most `tolerance` of its norm."""
     assert found.keys() == expected.keys()
     errors = {n: float((found[n] - one).norm() / one.norm()) for n, one in expected.items()}
-    assert not {n: error for n, error in errors.items() if not error <= tolerance}
+    wrong = {n: error for n, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong

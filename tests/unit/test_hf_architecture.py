@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from sft.config import ModelConfig, MoeConfig, RopeConfig
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.errors import ConfigError
 from sft.hf.architecture import architecture, nested, write_back
 from sft.hf.families import FAMILIES
@@ -18,7 +19,7 @@ from tests.unit.fixtures.hf import llama, mixtral, qwen3_moe, refusal
 
 def saved(folder: Path, family: str, **fields: Any) -> dict[str, Any]:
     """What transformers writes for that family."""
-    getattr(transformers, f"{hf.FAMILIES[family]}Config")(**fields).save_pretrained(folder)
+    hf.config_class(family)(**fields).save_pretrained(folder)
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
 
@@ -38,6 +39,8 @@ LIKE_LLAMA = {
     "activation": "swiglu",
     **dict.fromkeys(("activation_limit", "activation_alpha", "logits_softcap")),
     "rope.fraction": 1.0,
+    "attention_output_gate": False,
+    "linear_attention.layers": [],
     **dict.fromkeys(("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"), False),
     "rope.query_scale_beta": None,
     "rope.window_base": None,
@@ -91,7 +94,7 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     silent |= dict(sliding_window=None) if family == "mistral" else {}
     silent |= dict(sliding_window=None, layer_types=["full_attention"] * 2) if family == "exaone4" else {}
     silent |= dict(no_rope_layer_interval=2) if family == "smollm3" else {}
-    theirs = getattr(transformers, f"{hf.FAMILIES[family]}Config")(**silent)
+    theirs = hf.config_class(family)(**silent)
     model = architecture({**silent, "model_type": family}, "config.json").model
     assert model.resolved_query_groups == theirs.num_key_value_heads
     assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
@@ -103,6 +106,9 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
         yarn_of_file = dict(scaling="yarn", factor=32.0, original_max_position=4096, truncate=False)
         assert model.rope == RopeConfig(base=150000.0, **yarn_of_file)
         assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, [1])
+    elif family in hf.LINEAR_FAMILIES:
+        assert model.rope == RopeConfig(base=1e4, fraction=theirs.rope_parameters["partial_rotary_factor"])
+        assert model.linear_attention == LinearAttentionConfig(layers=[1, 2], num_key_heads=16, num_value_heads=32)
     elif family == "olmo3":
         assert {kind: group["rope_theta"] for kind, group in theirs.rope_parameters.items()} == {
             "full_attention": model.rope.base,

@@ -40,6 +40,7 @@ BLOCK_BYTES = 256 << 20  # largest block in memory and largest stored chunk; to 
 # Modules of a layer for which Megatron stores an extra state: FP8 scales, or None.  Norms have one only with
 # Transformer Engine.  Megatron ignores extra states that it does not request.
 _ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
+_LINEAR_ATTENTION = ("self_attention.in_proj", "self_attention.out_norm", "self_attention.out_proj")
 _QK_NORM = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _BEFORE_EXPERTS = ("pre_mlp_layernorm",)
@@ -169,6 +170,8 @@ def _write_common(folder: Path, model: ModelConfig, *, padded_vocab_size: int, p
 
 def _extra_state_keys(model: ModelConfig) -> list[str]:
     """Keys of the objects that Megatron-LM expects in addition to the tensors."""
+    if not model.stacks_layers:
+        return _extra_state_keys_by_layer(model)
     layers, experts = range(model.num_layers), range(model.moe.num_experts or 0)
     modules = (*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_BEFORE_EXPERTS if experts else _MLP))
     modules += _SHARED_EXPERT if model.moe.shared_ffn_hidden_size else ()
@@ -177,3 +180,19 @@ def _extra_state_keys(model: ModelConfig) -> list[str]:
     shards = [*((module, of_layers) for module in modules), *((module, of_experts) for module in _EXPERT)]
     keys = [f"decoder.layers.{module}._extra_state/shard_{shard}" for module, numbers in shards for shard in numbers]
     return ["decoder.final_layernorm._extra_state/shard_0_1", *keys]
+
+
+def _extra_state_keys_by_layer(model: ModelConfig) -> list[str]:
+    """The same for a model whose layers are of several kinds, each with objects of its own."""
+    experts = range(model.moe.num_experts or 0)
+    keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    for layer in range(model.num_layers):
+        is_linear = model.kind_of(layer + 1) == "linear attention"
+        modules: tuple[str, ...] = _LINEAR_ATTENTION if is_linear else _ATTENTION
+        modules += _QK_NORM if model.qk_norm and not is_linear else ()
+        modules += _BEFORE_EXPERTS if experts else _MLP
+        modules += _SHARED_EXPERT if model.moe.shared_ffn_hidden_size else ()
+        keys += [f"decoder.layers.{layer}.{module}._extra_state/shard_0_1" for module in modules]
+        for module in _EXPERT:
+            keys += [f"decoder.layers.{layer}.{module}._extra_state/shard_{e}_{len(experts)}" for e in experts]
+    return keys

@@ -7,6 +7,7 @@ from sft.hf.model_keys import Computed
 
 ALL_LAYERS = {"sliding_window": "sliding_window"}  # of families whose layers are all alike
 LAYER_KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR_KINDS = FULL, LINEAR = "full_attention", "linear_attention"
 _TYPES, _WINDOW, _USES = "layer_types", "sliding_window", "use_sliding_window"
 
 

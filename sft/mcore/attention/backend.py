@@ -22,6 +22,8 @@ from sft.mcore.attention import rope
 from sft.mcore.attention.packed_attention import Kernel
 from sft.mcore.attention.rope import RotaryTable, Rotation
 from sft.mcore.device import send
+from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
+from sft.mcore.linear_attention.documents import LinearDocuments
 
 
 @dataclass
@@ -31,6 +33,7 @@ class PackedDocuments(PackedSeqParams):
     kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
+    linear: LinearDocuments | None = None  # of layers with linear attention
 
 
 class AttentionBackend(ABC):
@@ -39,6 +42,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]  # as attention.backend in the recipe
     final_norm: ClassVar[type[torch.nn.Module]]  # after the last layer
     has_te_kernels: ClassVar[bool]  # uses kernels of Transformer Engine; False: norms mark outputs as recomputable
+    delta_kernel: DeltaKernel | None = None  # of layers with linear attention
     attention_rotates: bool  # attention rotates queries and keys in plain torch; False: core does, in a fused kernel
 
     def __init__(self, config: Config, reason: str) -> None:

@@ -18,25 +18,34 @@ from torch import Tensor
 
 from sft.config import Config, ModelConfig
 from sft.mcore.attention import rope
-from sft.mcore.attention.backend import AttentionBackend, PackedDocuments
+from sft.mcore.attention.backend import AttentionBackend, PackedDocuments, params_dtype
 from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.packed_attention import Kernel, packed_attention
+from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
+from sft.mcore.linear_attention.documents import LinearDocuments
 from sft.mcore.norm import RMSNorm
 from sft.mcore.qk_norm import KeyNorm, QueryNorm
+from sft.parallel.fragments import HeadSizes
 
 MakeKernel = Callable[..., Kernel]  # cu_seqlens of the whole pack, cp size, cp rank, device; window
 
 
 class Portable(AttentionBackend):
-    """make_kernel: makes the kernel of a microbatch, `FlashKernel.of` or `TorchKernel.of`."""
+    """make_kernel: makes the kernel of a microbatch, `FlashKernel.of` or `TorchKernel.of`
+
+    delta_kernel: of layers with linear attention; None: there are none
+    """
 
     name = "portable"
     final_norm = RMSNorm
     has_te_kernels = False
     attention_rotates = True
 
-    def __init__(self, config: Config, reason: str, make_kernel: MakeKernel) -> None:
-        super().__init__(config, reason)
+    def __init__(
+        self, config: Config, reason: str, make_kernel: MakeKernel, delta_kernel: DeltaKernel | None = None
+    ) -> None:
+        super().__init__(config, f"{reason}; linear attention on {delta_kernel}" if delta_kernel else reason)
+        self.delta_kernel = delta_kernel
         self._make_kernel, model = make_kernel, config.model
         self._windows = {model.window_of(number + 1) for number in range(model.num_layers)}
 
@@ -56,6 +65,19 @@ class Portable(AttentionBackend):
             attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
         return spec
 
+    @property
+    def _delta_heads(self) -> HeadSizes:
+        """The heads of linear attention on a rank."""
+        linear, tp = self.config.model.linear_attention, self.config.parallel.tp
+        assert linear.num_key_heads is not None and linear.num_value_heads is not None
+        return HeadSizes(
+            key_heads=linear.num_key_heads // tp,
+            value_heads=linear.num_value_heads // tp,
+            key_dim=linear.key_head_dim,
+            value_dim=linear.value_head_dim,
+            width=params_dtype(self.config).itemsize,
+        )
+
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
@@ -65,6 +87,11 @@ class Portable(AttentionBackend):
             window: self._make_kernel(boundaries, cp_size, cp_rank, positions.device, window=window)
             for window in self._windows
         }
+        if self.config.model.linear_attention.layers:
+            taps, max_short = self.config.model.linear_attention.conv_kernel, self._delta_heads.max_short(cp_size)
+            packed.linear = LinearDocuments.of(
+                boundaries, cp_size, cp_rank, positions.device, num_taps=taps, max_short=max_short
+            )
         return packed
 
 

@@ -12,6 +12,7 @@ from sft.mcore.attention.flash_kernel import FlashKernel
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.torch_kernel import TorchKernel
 from sft.mcore.attention.transformer_engine import TransformerEngine
+from sft.mcore.linear_attention import selection as linear_attention
 
 HOPPER = (9, 0)  # first compute capability with attention kernels that torch's flash kernel does not have
 
@@ -59,7 +60,8 @@ def _portable(config: Config, device_type: str, why_not_te: str) -> Portable:
     flash_problem = flash_kernel.why_not(model.resolved_head_dim, params_dtype(config), device_type)
     if model.attention_softcap is not None:
         flash_problem = "it has no model.attention_softcap"
+    delta_kernel = linear_attention.choose(config, device_type) if model.linear_attention.layers else None
     if flash_problem:
         plain = partial(TorchKernel.of, softcap=model.attention_softcap)
-        return Portable(config, f"plain torch, no flash kernel: {flash_problem}{why_not_te}", plain)
-    return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of)
+        return Portable(config, f"plain torch, no flash kernel: {flash_problem}{why_not_te}", plain, delta_kernel)
+    return Portable(config, f"torch's flash kernel{why_not_te}", FlashKernel.of, delta_kernel)

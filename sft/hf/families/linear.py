@@ -1,0 +1,126 @@
+"""Families in which most layers have linear attention (Gated DeltaNet): Qwen3-Next, Qwen3.5 and its successors.
+
+    weights                        Qwen3-Next                       Qwen3.5
+    projections of linear layers   qkvz and ba, by key head         qkv, z, b and a, each by itself
+    q_proj of attention            query and gate, by head          the same
+
+All norms but the gated norm of linear layers have weights that are offsets from 1.  A multi-token-prediction layer
+(`mtp.*`) and a vision tower are passed through.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sft.config.model import LayerKind
+from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, gated_attention, mlp, outer, qk_norm
+from sft.hf.families.windows import FULL, LINEAR
+from sft.hf.family import Family, Rule
+from sft.hf.model_keys import Computed
+from sft.hf.tensor_view import LAYER, View
+
+_KIND: LayerKind = "linear attention"
+_OURS = "decoder.layers.self_attention"
+_TYPES, _INTERVAL = "layer_types", "full_attention_interval"
+_KEYS = {
+    **KEYS,
+    "linear_attention.num_key_heads": "linear_num_key_heads",
+    "linear_attention.num_value_heads": "linear_num_value_heads",
+    "linear_attention.key_head_dim": "linear_key_head_dim",
+    "linear_attention.value_head_dim": "linear_value_head_dim",
+    "linear_attention.conv_kernel": "linear_conv_kernel_dim",
+}
+
+
+def _linear_layers(content: Mapping[str, Any]) -> list[int]:
+    """{"num_hidden_layers": 8} -> [1, 2, 3, 5, 6, 7]: without layer_types, every fourth layer has full attention."""
+    count, interval, kinds = content.get("num_hidden_layers"), content.get(_INTERVAL, 4), content.get(_TYPES)
+    if type(count) is not int or type(interval) is not int or interval < 1:
+        raise ValueError(f"{_INTERVAL} = {interval} with num_hidden_layers = {count} says nothing about the layers")
+    if kinds is None:
+        kinds = [FULL if number % interval == 0 else LINEAR for number in range(1, count + 1)]
+    if not isinstance(kinds, list) or len(kinds) != count or LINEAR not in kinds:
+        raise ValueError(f"{_TYPES} is not a list of {count} names, one for each layer, with {LINEAR} among them")
+    return [number for number, kind in enumerate(kinds, 1) if kind == LINEAR]
+
+
+def _layer_types(layers: list[int], count: int) -> dict[str, Any]:
+    return {_TYPES: [LINEAR if number in layers else FULL for number in range(1, count + 1)]}
+
+
+_LAYERS = Computed(_TYPES, _linear_layers, _layer_types)
+
+
+def _rule(ours: str, *views: View) -> Rule:
+    return Rule(f"{_OURS}.{ours}", views, kind=_KIND)
+
+
+def _linear_attention(model: str, *projections: Rule) -> tuple[Rule, ...]:
+    """All but the projections of the input."""
+    layer = f"{model}.layers.{LAYER}"
+    block = f"{layer}.linear_attn"
+    channels = [View(f"{block}.conv1d.weight", "K+K+V 1 c", part) for part in range(3)]
+    return (
+        _rule("in_proj.layer_norm_weight", View(f"{layer}.input_layernorm.weight", "h")),
+        *projections,
+        *(_rule(f"conv1d.weight.{name}", view) for name, view in zip(("query", "key", "value"), channels)),
+        _rule("A_log", View(f"{block}.A_log", "m")),
+        _rule("dt_bias", View(f"{block}.dt_bias", "m")),
+        _rule("out_norm.weight", View(f"{block}.norm.weight", "u")),
+        _rule("out_proj.weight", View(f"{block}.out_proj.weight", "h V")),
+    )
+
+
+def _apart(model: str = "model") -> tuple[Rule, ...]:
+    """Linear attention of Qwen3.5."""
+    block = f"{model}.layers.{LAYER}.linear_attn"
+    qkv = [View(f"{block}.in_proj_qkv.weight", "K+K+V h", part) for part in range(3)]
+    return _linear_attention(
+        model,
+        *(_rule(f"in_proj.weight.{name}", view) for name, view in zip(("query", "key", "value"), qkv)),
+        _rule("in_proj.weight.z", View(f"{block}.in_proj_z.weight", "V h")),
+        _rule("in_proj.weight.beta", View(f"{block}.in_proj_b.weight", "m h")),
+        _rule("in_proj.weight.alpha", View(f"{block}.in_proj_a.weight", "m h")),
+    )
+
+
+def _by_key_head(model: str = "model") -> tuple[Rule, ...]:
+    """Linear attention of Qwen3-Next."""
+    block = f"{model}.layers.{LAYER}.linear_attn"
+    qkvz = [View(f"{block}.in_proj_qkvz.weight", "K+K+V+V h", part, blocks="n") for part in range(4)]
+    ba = [View(f"{block}.in_proj_ba.weight", "m+m h", part, blocks="n") for part in range(2)]
+    names = ("query", "key", "value", "z", "beta", "alpha")
+    projections = [_rule(f"in_proj.weight.{name}", view) for name, view in zip(names, [*qkvz, *ba])]
+    return _linear_attention(model, *projections)
+
+
+def _layers(model: str = "model") -> tuple[Rule, ...]:
+    return (*outer(model), *gated_attention(model), *qk_norm(model, kind="full attention"))
+
+
+_QWEN3_5: dict[str, Any] = {
+    "implied": {"qkv_bias": False, "qk_norm": True, "attention_output_gate": True, "norm_zero_centered": True},
+    "computed": {"linear_attention.layers": _LAYERS},
+    "defaults": {
+        **DEFAULTS,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "options": {**OPTIONS, **NO_BIAS},
+    "rope_fraction": 0.25,
+    "passed_through": ("mtp.*",),
+}
+
+LINEAR_FAMILIES = (
+    Family(
+        model_type="qwen3_5_text",
+        class_name="Qwen3_5ForCausalLM",
+        rules=(*_layers(), *_apart(), *mlp()),
+        keys=_KEYS,
+        **{**_QWEN3_5, "implied": {**_QWEN3_5["implied"], "moe.num_experts": None}},
+    ),
+)

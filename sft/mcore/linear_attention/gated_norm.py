@@ -1,0 +1,62 @@
+"""RMSNorm of each value head, times a gate: weight * normed(x) * silu(gate), with a plain weight, not 1 + weight.
+
+Computed in fp32, or in float64.  Backward needs the inputs and one fp32 number per head; autograd would save six fp32
+copies of the input.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from sft.mcore.activations.saved_tensors import SavePolicy
+
+
+class GatedNorm(torch.nn.Module):
+    """All tp ranks hold the weight, [value width], and normalise their own heads; backward sums its gradient."""
+
+    save_policy: SavePolicy | None = None
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, tp_group: Any) -> None:
+        super().__init__()
+        self.eps, self._tp_group = eps, tp_group
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [t, heads, V] -> [t, heads, V]"""
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self._tp_group)
+        out, shrink = _GatedNorm.apply(x, gate, weight, self.eps)
+        if self.save_policy is not None:
+            self.save_policy.mark_recomputable(out, _gated, x, gate, self.weight, shrink)
+        return out
+
+
+class _GatedNorm(torch.autograd.Function):
+    """-> the gated norm, and the factor of each head [t, heads, 1], without gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        shrink = torch.rsqrt(_wide(x).pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, gate, weight, shrink)
+        ctx.mark_non_differentiable(shrink)
+        return _gated(x, gate, weight, shrink), shrink
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight, shrink = ctx.saved_tensors
+        normed, wide_gate, grad = _wide(x) * shrink, _wide(gate), _wide(grad)
+        dnormed_weighted = grad * torch.nn.functional.silu(wide_gate)
+        dweight = (dnormed_weighted * normed).flatten(0, -2).sum(0)
+        dgate = torch.ops.aten.silu_backward(grad * normed * _wide(weight), wide_gate)
+        scaled = dnormed_weighted * _wide(weight)
+        dx = shrink * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        return dx.to(x.dtype), dgate.to(gate.dtype), dweight.to(weight.dtype), None
+
+
+def _gated(x: Tensor, gate: Tensor, weight: Tensor, shrink: Tensor) -> Tensor:
+    return (_wide(x) * shrink * _wide(weight) * torch.nn.functional.silu(_wide(gate))).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

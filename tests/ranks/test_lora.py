@@ -84,6 +84,7 @@ CASES = [
     ("llama", "all-linear", 2, [*DP, TILES]),
     ("phi3", "all-linear", 2, [*SP, TILES]),
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
+    ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # beside biases, and experts that are frozen
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
 ]

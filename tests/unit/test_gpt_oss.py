@@ -16,6 +16,7 @@ from sft.hf.architecture import architecture, nested, write_back
 from sft.hf.family import RowSpan, TensorMapping
 from sft.hf.tensor_view import HfTensor, HfView, View
 from sft.mcore.attention import rope
+from sft.mcore.checkpoint_io.megatron_arguments import model_arguments
 from tests.builders import parsed
 from tests.unit.fixtures import hf
 
@@ -81,6 +82,20 @@ def test_the_positions_are_those_of_transformers() -> None:
     assert rope.softmax_scale(model) == pytest.approx(factor**2 / 8, rel=FREQUENCY_TOLERANCE)
     rounded = rope.frequencies(model.rope.model_copy(update={"truncate": True}), 64)
     assert float((rounded / expected - 1).abs().max()) > 0.01
+
+
+def test_megatron_lm_is_told_the_same() -> None:
+    model = architecture(released(), "config.json").model
+    found = model_arguments(model, padded_vocab_size=201088, positions=131072, bf16=True)
+    expected = {
+        **dict(add_bias_linear=True, add_qkv_bias=True, softmax_type="learnable", swiglu=False, quick_geglu=True),
+        **dict(glu_linear_offset=1.0, activation_func_clamp_value=7.0, window_size=(127, 0), num_experts=32),
+        **dict(window_attn_skip_freq=[1, 0] * 12, moe_router_topk=4, moe_router_pre_softmax=False),
+    }
+    assert {name: found[name] for name in expected} == expected
+    plain = model_arguments(architecture(hf.llama(), "").model, padded_vocab_size=1, positions=1, bf16=True)
+    assert (plain["add_bias_linear"], plain["softmax_type"], plain["swiglu"]) == (False, "vanilla", True)
+    assert "quick_geglu" not in plain
 
 
 def back(content: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -18,13 +18,13 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         kv_channels=model.resolved_head_dim,
         qk_layernorm=model.qk_norm,
         add_qkv_bias=model.qkv_bias,
-        add_bias_linear=False,
+        add_bias_linear=model.attention_output_bias and model.mlp_bias,  # Megatron-LM has one switch for both
+        softmax_type="learnable" if model.attention_sinks else "vanilla",
         add_position_embedding=True,  # Megatron-LM's default, which it keeps with rotary positions
         position_embedding_type="rope",
         rotary_base=model.rope.base,
         rotary_percent=model.rope.fraction,
         norm_epsilon=model.norm_epsilon,
-        swiglu=True,
         normalization="RMSNorm",
         apply_layernorm_1p=model.norm_zero_centered,
         untie_embeddings_and_output_weights=not model.tie_embeddings,
@@ -35,9 +35,22 @@ def model_arguments(model: ModelConfig, *, padded_vocab_size: int, positions: in
         ckpt_format="torch_dist",
         no_rope_freq=[int(i in skipped) for i in range(1, model.num_layers + 1)] if skipped else None,
         attention_output_gate=model.attention_output_gate,
+        **_activation_arguments(model),
         **_window_arguments(model),
         **_linear_attention_arguments(model),
         **_expert_arguments(model),
+    )
+
+
+def _activation_arguments(model: ModelConfig) -> dict[str, Any]:
+    """quick_geglu is gate * sigmoid(1.702 * gate) * (up + glu_linear_offset)."""
+    if model.activation != "clamped_swiglu":
+        return dict(swiglu=model.activation == "swiglu")
+    return dict(
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=model.activation_limit,
     )
 
 

@@ -152,6 +152,8 @@ class ModelConfig(Section):
     """Share one weight between input embedding and output layer."""
     embedding_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
     """Factor on the output of the input embedding (Granite)."""
+    round_embedding_multiplier: bool = False
+    """Round embedding_multiplier to the precision of the weights (Gemma: in bf16 sqrt(5376) = 73.32 is 73.5)."""
     residual_multiplier: Annotated[float, Field(gt=0.0)] = 1.0
     """Factor on the outputs of attention and MLP before they are added to the residual stream (Granite)."""
     attention_multiplier: Annotated[float, Field(gt=0.0)] | None = None

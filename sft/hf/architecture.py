@@ -123,7 +123,7 @@ def _rope(content: Mapping[str, Any], family: Family, problems: list[str]) -> di
     positions = content if has_rope else {**content, "rope_parameters": family.defaults.get("rope_parameters")}
     base = family.defaults.get("rope_theta", 10000.0)
     if family.rope_by_layer_type:
-        positions, window_base, wrong = by_layer_type(positions, base)
+        positions, window_base, wrong = by_layer_type(positions, *(family.window_theta or ("rope_theta", base)))
         problems += wrong
     rope, wrong = rope_of(positions, base, family.rope_keys, family.rope_fraction)
     problems += wrong

@@ -138,6 +138,8 @@ class Family:
     rope_fraction  partial_rotary_factor of a config.json that has none; None: the family rotates whole heads
     rope_by_layer_type  whether rope_parameters has a group for each type of layer, and scaled positions are those of
         layers with full attention
+    window_theta  the base of layers with a sliding window in a config.json without such groups: its key, and its value
+        if the key is absent; None: as in other layers
     text_type    model_type in text_config, for a family whose language model may be of several types
     passed_through  patterns of the names of tensors that are kept unchanged and not trained, such as `visual.*`
     """
@@ -159,6 +161,7 @@ class Family:
     has_mrope: bool = False
     rope_fraction: float | None = None
     rope_by_layer_type: bool = False
+    window_theta: tuple[str, float] | None = None
     passed_through: tuple[str, ...] = ()
 
     @property

@@ -28,6 +28,7 @@ PLAIN: dict[str, Any] = {
         *("sliding_window", "sliding_window_layers", "attention_softcap"),
         *("activation", "activation_limit", "activation_alpha"),
         *("attention_sinks", "attention_output_bias", "mlp_bias", "moe.router_bias"),
+        "round_embedding_multiplier",
         *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
         "logits_softcap",
         *(

@@ -93,21 +93,25 @@ def rope_of(
     return {"base": base, "scaling": kind, **rope, **own}, problems
 
 
-def by_layer_type(content: Mapping[str, Any], default_base: float) -> tuple[dict[str, Any], float, list[str]]:
+def by_layer_type(
+    content: Mapping[str, Any], window_key: str, default_base: float
+) -> tuple[dict[str, Any], float, list[str]]:
     """Takes apart rope_parameters with a group for each type of layer.
 
     Returns the content with the group of full attention as rope_parameters, the base of layers with a sliding window,
-    and a list of problems.  Without groups, both types have the same base, and only full attention is scaled.
+    and a list of problems.  Without groups, only full attention is scaled.
+    window_key: key that gives the base of layers with a sliding window without groups
+    default_base: that base if the key is absent
     """
     groups = content.get("rope_parameters")
     if not isinstance(groups, dict) or not {FULL, SLIDING} & groups.keys():
         group = groups if isinstance(groups, dict) else {}
-        return {**content}, _first(group.get("rope_theta"), content.get("rope_theta"), default_base), []
+        return {**content}, _first(group.get(window_key), content.get(window_key), default_base), []
     full, sliding = (groups.get(kind) or {} for kind in (FULL, SLIDING))
     problems = []
     if sliding.get("rope_type", "default") != "default":
         problems.append(f"rope_type = {json.dumps(sliding['rope_type'])} of {SLIDING} is not supported, only default")
-    base = _first(sliding.get("rope_theta"), content.get("rope_theta"), default_base)
+    base = _first(sliding.get("rope_theta"), content.get(window_key), default_base)
     return {**content, "rope_parameters": {"rope_type": "default", **full}}, base, problems
 
 

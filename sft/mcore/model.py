@@ -290,7 +290,7 @@ def _build_chunk(
         position_embedding_type="none" if rotary_table is None else "rope",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
-        embedding_multiplier=model.embedding_multiplier,
+        embedding_multiplier=_embedding_multiplier(model, core.params_dtype),
         logits_scaling=model.logits_scaling,
     )
     if rotary_table is not None:
@@ -299,6 +299,12 @@ def _build_chunk(
     if layout.tp != layout.etp:
         reduce_apart(chunk)
     return chunk.bfloat16() if core.bf16 else chunk
+
+
+def _embedding_multiplier(model: ModelConfig, dtype: torch.dtype) -> float:
+    """As transformers rounds that of Gemma: to fp32, then to the dtype of the weights."""
+    rounded = torch.tensor(model.embedding_multiplier, dtype=torch.float32).to(dtype)
+    return rounded.item() if model.round_embedding_multiplier else model.embedding_multiplier
 
 
 def sharded_tensors(state: dict[str, Any] | list[Any]) -> Iterator[ShardedTensor]:

@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "tied", "experts", "windows", "gpt_oss"],
+    "model": ["dense", "tied", "experts", "gemma", "gpt_oss"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -39,11 +39,25 @@ GPT_OSS = [
     *("model.activation=clamped_swiglu", "model.activation_limit=0.8", "model.activation_alpha=1.702"),
     "model.qk_norm=false",
 ]
+GEMMA = [
+    *WINDOWS,
+    "model.rope.window_base=3000",
+    "model.rope.base=100000",
+    "model.norm_placement=both",
+    "model.norm_zero_centered=true",
+    "model.activation=geglu",
+    "model.tie_embeddings=true",
+    "model.embedding_multiplier=5.656854249492381",  # the root of 32
+    "model.round_embedding_multiplier=true",
+    "model.attention_multiplier=0.25",
+    "model.attention_softcap=1.5",
+    "model.logits_softcap=2.5",
+]  # Gemma 2 with the positions and norms of Gemma 3
 MODELS = {
     "dense": [],
     "tied": ["model.tie_embeddings=true"],
     "experts": [*MOE, *AUX],
-    "windows": WINDOWS,
+    "gemma": GEMMA,
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
 }
 MIXTURES = ("experts", "gpt_oss")  # of MODELS

@@ -49,6 +49,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep": (2, EP),
     "tp_ep": (2, [*TP, *EP]),
     "cp_ep": (2, [*CP, *EP]),
+    "cp4": (4, ["parallel.cp=4", *SELECTIVE]),
+    "cp_dp": (4, CP),
+    "tp_dp": (4, TP),
+    "pp_dp": (4, PP),
     "tp_cp": (4, [*TP, *CP, *SELECTIVE]),
     "tp_whole_cp": (4, ["parallel.tp=2", *CP, "train.recompute=full"]),
     "tp_virtual": (4, [*TP, *PP, "parallel.virtual_stages=2"]),
@@ -72,6 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone4_windows": dict(family="exaone4", sliding_window=11, layer_types=FOUR_KINDS, num_hidden_layers=4),
     "olmo2": dict(family="olmo2"),
     "olmo3": dict(family="olmo3", num_hidden_layers=4, layer_types=FOUR_KINDS),
+    "gemma2": dict(family="gemma2", tied=True, num_hidden_layers=4),
+    "gemma3": dict(family="gemma3_text", tied=True, num_hidden_layers=4, layer_types=FOUR_KINDS),
     "ministral3": dict(family="ministral3"),
     "qwen2_moe": dict(family="qwen2_moe"),
     "qwen2_moe_normalised": dict(family="qwen2_moe", norm_topk_prob=True, tied=True),
@@ -116,6 +122,7 @@ CASES = [
     *[("smollm3", "pp"), ("smollm3_yarn", "cp")],
     *[("qwen2_windows", "one"), ("qwen3_windows", "cp"), ("qwen3_moe_windows", "cp_ep"), ("exaone4_windows", "tp_cp")],
     *[("olmo2", "one"), ("olmo2", "tp"), ("olmo3", "cp")],
+    *[("gemma2", "one"), ("gemma2", "tp_cp"), ("gemma3", "pp"), ("gemma3", "cp")],
     *[("ministral3", "one"), ("ministral3", "cp")],
     *[("qwen2_moe", "one"), ("qwen2_moe", "tp_ep"), ("qwen2_moe_normalised", "ep")],
     *[("exaone4", "tp"), ("olmoe", "tp_ep"), ("granitemoe", "ep"), ("llama_biased", "tp")],
@@ -162,7 +169,10 @@ MIXED = [
     *[("qwen3_windows", "tp_cp"), ("exaone4_windows", "tp_virtual"), ("qwen3_moe_windows", "tp_cp_ep")],
     *[("olmo3", "tp_cp"), ("llama_biased", "tp_whole_cp")],
     *[("gpt_oss", "tp_virtual"), ("gpt_oss", "tp_cp_ep")],
+    *[("gemma2", "tp_virtual"), ("gemma2", "cp4"), ("gemma3", "tp_cp"), ("gemma3", "pp_dp")],
 ]
+GEMMA = [(name, layout) for name in ("gemma2", "gemma3") for layout in ("one", "tp", "tp_tiles", "cp_dp", "tp_dp")]
+GEMMA += [("gemma2", "pp_dp"), ("gemma2", "tp_whole_cp"), ("gemma3", "cp4"), ("gemma3", "tp_virtual")]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +181,7 @@ MIXED = [
         *MIXED,
         ("qwen2_moe", "tp_cp_ep"),
         *in_grid([("gpt_oss", "tp_cp"), ("gpt_oss", "ep"), ("gpt_oss", "pp"), ("gpt_oss", "cp_ep")]),
+        *in_grid(GEMMA),
         *in_grid([("olmo2", "tp_whole_cp"), ("smollm3", "tp_virtual"), ("qwen2_windows", "tp_whole_cp")]),
     ],
 )

@@ -27,6 +27,7 @@ CASES: list[Any] = [
     ("qwen3_vl_moe", 2, [*CP, *EP]),
     ("mistral3", 2, PP),
     ("ministral3", 2, CP),
+    ("gemma3", 2, PP),
     *(
         pytest.param(name, 2, layout, marks=pytest.mark.grid)
         for name in vision.VISION
@@ -42,7 +43,7 @@ def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks, tmp_path: Path, name: str, world_size: int, overrides: list[str]
 ) -> None:
     """Straight from the files; packed, and a sample alone."""
-    source = vision.made(tmp_path / "source", name, tied=name == "mistral3")
+    source = vision.made(tmp_path / "source", name, tied=name in ("mistral3", "gemma3"))
     corpus = scenarios.SkewedCorpus((200, 37, 64, 5, 90))
     packs: list[list[Sample]] = [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,))]
     results = ranks(world_size).run(packed_losses, recipe_of(source) + overrides, str(source), packs)

@@ -37,6 +37,7 @@ LIKE_LLAMA = {
     "rope.skip_layers": [],
     **dict.fromkeys(("sliding_window", "sliding_window_layers", "attention_softcap")),
     "activation": "swiglu",
+    "round_embedding_multiplier": False,
     **dict.fromkeys(("activation_limit", "activation_alpha", "logits_softcap")),
     "rope.fraction": 1.0,
     "attention_output_gate": False,
@@ -109,7 +110,12 @@ def test_what_a_silent_config_means_is_what_transformers_takes(tmp_path: Path, f
     elif family in hf.LINEAR_FAMILIES:
         assert model.rope == RopeConfig(base=1e4, fraction=theirs.rope_parameters["partial_rotary_factor"])
         assert model.linear_attention == LinearAttentionConfig(layers=[1, 2], num_key_heads=16, num_value_heads=32)
-    elif family == "olmo3":
+    elif family == "gemma2":
+        assert model.rope == RopeConfig(base=theirs.rope_parameters["rope_theta"])
+        assert (model.sliding_window, model.sliding_window_layers) == (theirs.sliding_window, [1])
+        assert (model.attention_softcap, model.logits_softcap) == (50.0, 30.0)
+        assert theirs.attn_logit_softcapping == 50.0 and theirs.final_logit_softcapping == 30.0
+    elif family in ("olmo3", "gemma3_text"):
         assert {kind: group["rope_theta"] for kind, group in theirs.rope_parameters.items()} == {
             "full_attention": model.rope.base,
             "sliding_attention": model.rope.window_base,

@@ -70,6 +70,28 @@ RELEASED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
     "olmo2": {**sizes(32, 4096, 11008, 32, 32, 100352), "rms_norm_eps": 1e-6, "rope_theta": 5e5},  # OLMo-2-1124-7B
+    "gemma2": {  # gemma-2-9b
+        **sizes(42, 3584, 14336, 16, 8, 256000),
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 10000.0,
+    },
+    "gemma3_text": {  # gemma-3-1b-it
+        **sizes(26, 1152, 6912, 4, 1, 262144),
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
     "ministral3": {**sizes(34, 4096, 14336, 32, 8, 131072), "head_dim": 128, "rope_parameters": ROPE},  # 8B
     "qwen2_moe": {  # Qwen1.5-MoE-A2.7B
         **sizes(24, 2048, 5632, 16, 16, 151936),
@@ -90,9 +112,9 @@ def test_parameters_are_as_many_as_in_transformers(family: str) -> None:
     import transformers
 
     found = architecture(config(family), "config.json")
-    name = hf.FAMILIES[family]
     with torch.device("meta"):
-        theirs = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config(family)))
+        model_class = getattr(transformers, f"{hf.FAMILIES[family]}ForCausalLM")
+        theirs = model_class(hf.config_class(family)(**config(family)))
     assert num_parameters(found.model, found.vocab_size) == theirs.num_parameters()
 
 

@@ -13,7 +13,7 @@ from sft.hf.family import Family, TensorMapping, views_by_tensor
 from tests.unit.fixtures import hf, vision
 from tests.unit.fixtures.hf import refusal, released
 
-RELEASED = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b")
+RELEASED = ("qwen2_5_vl_7b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "mistral_small_3_2", "ministral_3_8b", "gemma_3_27b")
 
 
 # --- config.json -------------------------------------------------------------------------------------------
@@ -106,10 +106,15 @@ def test_a_silent_config_means_what_transformers_takes(family: str) -> None:
     assert model.resolved_query_groups == theirs.num_key_value_heads
     assert model.resolved_head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert model.norm_epsilon == theirs.rms_norm_eps
-    assert model.rope.base == theirs.rope_parameters["rope_theta"]
+    assert model.rope.base == full_attention(theirs)["rope_theta"]
     assert model.rope.scaling == ("yarn" if family == "ministral3" else "none")
     experts = [getattr(theirs, key, None) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")]
     assert [model.moe.num_experts, model.moe.top_k, model.moe.ffn_hidden_size] == experts
+
+
+def full_attention(theirs: Any) -> Any:
+    """rope_parameters of layers with full attention."""
+    return theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
 
 
 def back(content: dict[str, Any], *, length: int | None = None, dtype: str = "bfloat16", **changes: Any) -> Any:
@@ -235,8 +240,9 @@ def test_the_config_reads_in_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(back(released(name), **{"rope.base": 2e7})))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
     theirs.standardize_rope_params()
-    kind = "yarn" if name == "ministral_3_8b" else "default"
-    assert theirs.rope_parameters["rope_theta"] == 2e7 and theirs.rope_parameters["rope_type"] == kind
+    kind = {"ministral_3_8b": "yarn", "gemma_3_27b": "linear"}.get(name, "default")
+    group = full_attention(theirs)
+    assert group["rope_theta"] == 2e7 and group["rope_type"] == kind
     if name.startswith("qwen"):
         sections = [16, 24, 24] if name.startswith("qwen2") else [24, 20, 20]
         assert theirs.rope_parameters["mrope_section"] == sections

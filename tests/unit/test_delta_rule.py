@@ -97,7 +97,7 @@ def test_maps_and_gradients_of_states() -> None:
     check(list(found), list(torch.autograd.grad(results, leaves, (dout, *dlast))), FLOAT64_TOLERANCE)
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 300, 2048])
 def test_outputs_and_gradients_are_those_of_transformers(tokens: int) -> None:
     inputs = random_inputs(tokens, torch.float32)
     found = gated_delta_rule(inputs, Fragments.of([0, tokens]), KERNEL)

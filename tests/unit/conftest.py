@@ -32,6 +32,7 @@ RELEASED = {  # names on the hub, and files of fixtures/released
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
     "openai/gpt-oss-20b": "gpt_oss_20b",
+    "google/gemma-3-27b-it": "gemma_3_27b",
 }
 
 

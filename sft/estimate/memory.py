@@ -18,6 +18,7 @@ from sft.console import size
 from sft.estimate.parameters import Numbers, of_stage, trains_layers, vocab_rows
 from sft.mcore import model_bytes
 from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
+from sft.mcore.linear_attention.activation_bytes import LinearAttentionBytes
 from sft.parallel.layout import Layout
 
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
@@ -92,8 +93,7 @@ class LayerBytes:
         if model.norm_placement != "post" and (recompute == "none" or backend.norm_outputs_are_saved):
             attention["normed input"] = hidden
         if recompute == "none" or backend.norm_outputs_are_saved:
-            if model.qk_norm:
-                attention["normed queries and keys"] = rank.width * (backend.queries + backend.pairs / 2)
+            attention |= backend.norm_outputs
         mlp = model_bytes.mlp(model, rank)
         if recompute == "selective":
             kept = model_bytes.kept_by_selective(model, norm_outputs_are_saved=backend.norm_outputs_are_saved)
@@ -107,6 +107,41 @@ class LayerBytes:
     @property
     def total(self) -> float:
         return sum(self.by_name.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """The layers of one kind: how many the model has, and what each saves with the recipe and with recompute none."""
+
+    backend: AttentionBytes
+    number: int
+    kept: LayerBytes
+    everything: LayerBytes
+
+    @staticmethod
+    def of(backend: AttentionBytes, number: int, config: Config) -> "_Kind":
+        kept, everything = (LayerBytes.of(backend, recompute) for recompute in (config.train.recompute, "none"))
+        if config.train.mlp_tile is not None:
+            kept = LayerBytes(attention=kept.attention, mlp={})
+        return _Kind(backend=backend, number=number, kept=kept, everything=everything)
+
+    @property
+    def recomputed_attention(self) -> float:
+        """Bytes per token."""
+        return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
+
+    def attention(self, pack: float, tokens: float) -> tuple[float, float]:
+        """Working memory of local tokens, and of gathered keys and values."""
+        return self.backend.local(tokens) + self.recomputed_attention * tokens, self.backend.gathered(pack)
+
+
+def _kinds(config: Config, layout: Layout, pack: float) -> list[_Kind]:
+    num_linear = len(config.model.linear_attention.layers)
+    num_full = config.model.num_layers - num_linear
+    kinds = [_Kind.of(attention_bytes(config, layout), num_full, config)] if num_full else []
+    if num_linear:
+        kinds.append(_Kind.of(LinearAttentionBytes.of(config, layout, pack), num_linear, config))
+    return kinds
 
 
 # --- a stage -----------------------------------------------------------------------------------------------------
@@ -167,19 +202,15 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     )
 
 
-def _mlp_backward(config: Config, everything: LayerBytes, kept: LayerBytes, tokens: float) -> float:
+def _mlp_backward(config: Config, kind: _Kind, tokens: float) -> float:
     """Bytes while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
 
     train.mlp_tile limits the number of tokens.  With recompute = full, the recomputed attention is also in memory.
     """
-    recomputed = sum(value for name, value in everything.mlp.items() if name not in kept.mlp)
-    inside = recomputed + everything.mlp["gate and up"]
-    waits = _recomputed_attention(everything, kept) if config.train.recompute == "full" else 0.0
+    recomputed = sum(value for name, value in kind.everything.mlp.items() if name not in kind.kept.mlp)
+    inside = recomputed + kind.everything.mlp["gate and up"]
+    waits = kind.recomputed_attention if config.train.recompute == "full" else 0.0
     return inside * min(tokens, config.train.mlp_tile or tokens) + waits * tokens
-
-
-def _recomputed_attention(everything: LayerBytes, kept: LayerBytes) -> float:
-    return sum(value for name, value in everything.attention.items() if name not in kept.attention)
 
 
 def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained) -> float:
@@ -193,16 +224,12 @@ def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained
 def _stage(
     config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
 ) -> Memory:
-    model, train = config.model, config.train
-    backend = attention_bytes(config, layout)
-    rank = backend.rank
-    kept, everything = LayerBytes.of(backend, train.recompute), LayerBytes.of(backend, "none")
-    if train.mlp_tile is not None:
-        kept = LayerBytes(attention=kept.attention, mlp={})
+    model, rank, kinds = config.model, model_bytes.RankShare.of(config, layout), _kinds(config, layout, pack)
     tokens, is_last = pack / layout.cp, stage == layout.pp - 1
     hidden = model_bytes.hidden_state(model, rank) * tokens
-    layers, host_layers = _layers(config, layout, stage, kept.total * tokens)
-    recomputed = _recomputed_attention(everything, kept) * tokens
+    kept = sum(kind.number * kind.kept.total for kind in kinds) / model.num_layers
+    layers, host_layers = _layers(config, layout, stage, kept * tokens)
+    local, gathered = max((kind.attention(pack, tokens) for kind in kinds), key=sum)
     matrix = model_bytes.widest_gradient(model, rank) if trains_layers(trained) else 0.0
     rows = vocab_rows(vocab_size, layout.tp)
     table = _waiting_table(config, layout, rows, trained) * rank.width
@@ -211,10 +238,11 @@ def _stage(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers,
-        ends=(2 * hidden if is_last else 0.0) + backend.rotary(pack),  # hidden states around the final norm
-        mlp=_mlp_backward(config, everything, kept, tokens) + 2 * hidden + matrix + table,
-        attention=backend.local(tokens) + recomputed + 2 * hidden + matrix + table,
-        gathered=backend.gathered(pack),
+        ends=(2 * hidden if is_last else 0.0)
+        + max(kind.backend.rotary(pack) for kind in kinds),  # hidden states around the final norm
+        mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
+        attention=local + 2 * hidden + matrix + table,
+        gathered=gathered,
         head=head if is_last else 0.0,
         host_layers=host_layers,
         host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),

@@ -7,10 +7,12 @@ import pytest
 
 from sft.adapters import AdaptedWeight, Adapter, Trained
 from sft.config import Config, LossConfig
+from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
 from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
 from sft.estimate.parameters import Numbers, parameters
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
+from sft.mcore.linear_attention.activation_bytes import LinearAttentionBytes
 from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
@@ -65,6 +67,38 @@ def test_what_autograd_keeps(recompute: str, norms: bool, expected: int) -> None
     both = model.model_copy(update={"norm_placement": "both"})
     more = {"full": 0, "none": 2 * (128 + 4), "selective": 128 + 4}[recompute]
     assert LayerBytes.of(PortableBytes(model=both), recompute).total == expected + more
+
+
+DELTA = LinearAttentionConfig(layers=[1], num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=32)
+
+
+def test_what_linear_attention_keeps() -> None:
+    """By hand: mixed channels 2 x 32 + 128, z 128, two numbers of 4 heads; states of 4 x 16 x 32 every 512 tokens.
+
+    tests/ranks/test_saved_tensors.py counts these bytes where no state is saved, 16 less.
+    """
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
+    config, layout = of(model={**TINY, **sizes, "num_layers": 2, "qk_norm": True}, train={"recompute": "selective"})
+    model = config.model.model_copy(update={"linear_attention": DELTA})
+    mixed = config.model_copy(update={"model": model})
+    delta = LinearAttentionBytes.of(mixed, layout, 512)
+    kept = {"layer's input": 128, "norms' scales": 4, "MLP's norm input": 128, "projections": 656}
+    kept |= {"queries, keys, values": 384, "decays and beta": 56, "states": 16, "delta rule's output": 256}
+    kept |= {"gated norm's scale": 16}
+    assert LayerBytes.of(delta, "selective").by_name == kept
+    assert LayerBytes.of(delta, "none").by_name == kept | {
+        "normed input": 128, "gated norm's output": 256, "MLP norm's scale": 4, "MLP's normed input": 128,
+        "gate and up": 768, "gated": 384,
+    }  # fmt: skip
+    assert LayerBytes.of(delta, "full").total == 128
+    # Over cp, A and the states before two fragments: 2 x 4 x (16 x 16 + 16 x 32) numbers for 128 tokens.
+    over_cp = LinearAttentionBytes.of(mixed, of(4, model={**TINY, **sizes}, parallel={"cp": 4})[1], 512)
+    assert over_cp.saved["maps"] == 2 * 4 * (16 * 16 + 16 * 32) * 4 / 128
+    full = LayerBytes.of(PortableBytes(model=config.model), "selective").total
+    before, after = (estimate(one, layout, 10, 512).layers for one in (config, mixed))
+    assert before == 2 * 512 * full and after == 512 * (full + 1644)
+    gated = PortableBytes(model=config.model.model_copy(update={"attention_output_gate": True}))
+    assert LayerBytes.of(gated, "selective").total == full + 128 * (4 + 2)
 
 
 def test_what_a_token_leaves_by_name() -> None:

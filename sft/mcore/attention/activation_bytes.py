@@ -45,11 +45,20 @@ class AttentionBytes(ABC):
     def saved(self) -> dict[str, float]:
         """Bytes that a layer saves per token for backward, by name."""
         queries, pairs = (self.rank.width * numbers for numbers in (self.queries, self.pairs))
+        gated = {"gate in fp32, gated output": FP32 * self.queries + queries}
         return {
             "queries, keys, values": queries + pairs,
             "attention's output": queries * self.num_saved_outputs,
             "log-sum-exp": FP32 * self.model.num_attention_heads / self.rank.tp,
+            **(gated if self.model.attention_output_gate else {}),
         }
+
+    @property
+    def norm_outputs(self) -> dict[str, float]:
+        """Bytes per token of the outputs of norms inside attention, if a layer saves them."""
+        if not self.model.qk_norm:
+            return {}
+        return {"normed queries and keys": self.rank.width * (self.queries + self.pairs / 2)}
 
     def local(self, tokens: float) -> float:
         """Bytes of local tokens while backward computes attention for all heads at once: rotated queries and keys, the

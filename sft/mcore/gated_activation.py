@@ -99,9 +99,10 @@ def _backward(
     if weights is not None:
         dweights = (grad * act * factor).sum(-1).to(weights.dtype)
         grad = grad * weights[..., None]
-    both = torch.cat((grad * factor * slope, grad * act * dfactor), -1)
-    dbias = None if bias is None else both.flatten(0, -2).sum(0).to(bias.dtype)
-    return both.to(gate_up.dtype), dbias, dweights
+    halves = grad * factor * slope, grad * act * dfactor
+    dbias = None if bias is None else torch.cat(halves, -1).flatten(0, -2).sum(0).to(bias.dtype)
+    # Rounded before they are joined, because a compiled kernel may write the joined halves to memory unrounded, too.
+    return torch.cat([half.to(gate_up.dtype) for half in halves], -1), dbias, dweights
 
 
 def _halves(gate_up: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -111,10 +112,11 @@ def _halves(gate_up: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu in tanh form, and its derivative."""
-    tanh = torch.tanh(_SLOPE * (x + _CUBIC * x * x * x))
-    inner_slope = _SLOPE * (1.0 + 3.0 * _CUBIC * x * x)
-    return 0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
+    """gelu in tanh form, and its derivative.  (1 + tanh z) / 2 is sigmoid(2 z)."""
+    square = _CUBIC * x * x
+    share = torch.sigmoid(2.0 * _SLOPE * x * (1.0 + square))
+    output = x * share
+    return output, share + output * (1.0 - share) * (2.0 * _SLOPE + 6.0 * _SLOPE * square)
 
 
 def _swish(x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,10 @@ ROWS = (
     "0.6b:64k:one:full+tile4k+offload@windows,cp=2",
     "0.6b:64k:one:full+tile4k+offload@half,cp=2",
     "0.6b:128k:one:full+tile4k+offload@windows,cp=4",
+    "0.6b:16k:one:full+tile4k@gemma2",
+    "0.6b:64k:one:selective@gemma3,cp=2",
+    "8b:64k:one:selective@gpt_oss",
+    "8b:64k:one:full+tile4k@gpt_oss,cp=2",
 )
 ROWS_TE = (
     "1.7b:64k:one:selective@te",
@@ -53,11 +57,27 @@ ROWS_TE = (
 )
 
 
-_ODD = f"model.sliding_window_layers={list(range(1, 28, 2))}"
-KINDS = {  # of layers, by a word after the @
-    "windows": ["model.sliding_window=1024"],
-    "half": ["model.sliding_window=1024", _ODD],
-    "softcap": ["model.sliding_window=1024", "model.attention_softcap=50"],
+def _keys(**keys: object) -> list[str]:
+    return [f"model.{key}={str(value).lower()}" for key, value in keys.items()]
+
+
+_HALF = _keys(sliding_window=1024, sliding_window_layers=list(range(1, 28, 2)))
+_GEMMA = _keys(norm_placement="both", norm_zero_centered=True, activation="geglu", embedding_multiplier=48)
+_GEMMA_2 = _keys(num_layers=4, hidden_size=2304, ffn_hidden_size=9216, num_attention_heads=8, num_query_groups=4)
+_GEMMA_2 += _keys(head_dim=256, qk_norm=False, attention_softcap=50, logits_softcap=30)
+_GEMMA_3 = _keys(num_layers=12, hidden_size=2560, ffn_hidden_size=10_240, num_attention_heads=8, num_query_groups=4)
+_GEMMA_3 += ["model.head_dim=256", "model.rope.window_base=1e4"]
+# The experts of a token as one MLP, because the sizes of experts are the result of a kernel.
+_GPT_OSS = _keys(num_layers=12, hidden_size=2880, ffn_hidden_size=4 * 2880, num_attention_heads=64, num_query_groups=8)
+_GPT_OSS += _keys(head_dim=64, qk_norm=False, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
+_GPT_OSS += _keys(attention_sinks=True, activation="clamped_swiglu", activation_limit=7, activation_alpha=1.702)
+KINDS = {  # of layers, by a word after the @; the models have their own sizes, too
+    "windows": _keys(sliding_window=1024),
+    "half": _HALF,
+    "softcap": _keys(sliding_window=1024, attention_softcap=50),
+    "gemma2": [*_GEMMA, *_GEMMA_2, *_keys(sliding_window=4096, sliding_window_layers=[1, 3])],
+    "gemma3": [*_GEMMA, *_GEMMA_3, *_keys(sliding_window=1024, sliding_window_layers=[1, 2, 3, 4, 5, 7, 8, 9, 10, 11])],
+    "gpt_oss": [*_GPT_OSS, *_keys(sliding_window=128, sliding_window_layers=[1, 3, 5, 7, 9, 11])],
 }
 
 

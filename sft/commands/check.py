@@ -104,6 +104,7 @@ def _print_warnings(recipe: "Recipe", **length: int | None) -> None:
 
 def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None) -> None:
     """Print the number of parameters and the estimated memory, which both need the size of the vocabulary."""
+    from sft.estimate import layer_kinds
     from sft.estimate.memory import describe
     from sft.flops import describe_parameters, num_parameters
     from sft.hf.trained_weights import trained_weights
@@ -118,6 +119,8 @@ def _print_model(recipe: "Recipe", layout: "Layout", tokenizer_size: int | None)
     rows = vocab_rows(model, tokenizer_size or 0)
     trained = trained_weights(recipe.config, rows)
     lines = [f"parameters {describe_parameters(model, rows)} with a vocabulary of {rows:,}"]
+    if (kinds := layer_kinds.describe(model)) is not None:
+        lines.append(kinds)
     if trained.whole is not None:
         lines.append(trained.describe(recipe.config.lora.rank, num_parameters(model, rows)))
     print_group("model", lines)

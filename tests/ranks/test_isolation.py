@@ -15,6 +15,14 @@ from tests.ranks.pool import RankPool
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
 LOSS_TOLERANCE = 1e-6
 
+# Layers 1, 2 and 4 have windows and a rotary base of their own; layer 3 has no rotary positions.
+KINDS = [
+    "model.rope={window_base: 1e3, skip_layers: [3]}",
+    "model.attention_sinks=true",
+    "model.attention_softcap=5",
+    "model.logits_softcap=10",
+    "model.init_std=0.3",  # sinks are drawn with it
+]
 LAYOUTS = [
     (1, []),
     (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
@@ -24,6 +32,7 @@ LAYOUTS = [
     (4, ["parallel.cp=4", *WINDOWS]),  # whose halos begin where the document begins
     (4, ["parallel.cp=2", "parallel.pp=2", *WINDOWS, "train.recompute=selective"]),
     (4, ["parallel.cp=2", "parallel.tp=2", *GEMMA, "train.recompute=selective"]),
+    (4, ["parallel.cp=4", *WINDOWS, *KINDS]),
 ]
 Ranks = Callable[[int], RankPool]
 

@@ -13,6 +13,19 @@ from tests.ranks.probing import probe
 Ranks = Callable[[int], RankPool]
 CP_AGAINST_TP = ["parity", "--against", "parallel.cp=1,parallel.tp=2,parallel.sequence_parallel=true"]
 CP, PP = "parallel.cp=2", ["parallel.cp=1", "parallel.pp=2"]
+KINDS = [
+    "model.num_layers=4",
+    "model.sliding_window=11",
+    "model.sliding_window_layers=[1, 3]",
+    "model.rope={window_base: 1e3, skip_layers: [2]}",
+    "model.attention_sinks=true",
+    "model.attention_softcap=5",
+    "model.logits_softcap=10",
+    "model.norm_placement=both",
+    "model.norm_zero_centered=true",
+    "model.activation=geglu",
+    "model.init_std=0.3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["leak", CP, "train.recompute=selective"],
         ["leak", *PP, "train.recompute=full"],
         CP_AGAINST_TP,
+        ["leak", CP, *KINDS],  # bitwise forward, and no gradient backward
     ],
     ids=" ".join,
 )

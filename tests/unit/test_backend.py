@@ -44,6 +44,34 @@ def test_a_soft_cap_takes_the_plain_kernel() -> None:
     assert isinstance(kernel, TorchKernel) and kernel.softcap == 50.0
 
 
+# Kinds of layers that Transformer Engine does not have, or not as the model means them.
+ONLY_PORTABLE = {
+    "model.norm_placement = post": ["model.norm_placement=post"],
+    "model.norm_placement = both": ["model.norm_placement=both"],
+    "model.qk_norm_across_heads": ["model.qk_norm=true", "model.qk_norm_across_heads=true"],
+    "model.sliding_window": ["model.sliding_window=128"],
+    "model.attention_softcap": ["model.attention_softcap=50"],
+    "model.attention_sinks": ["model.attention_sinks=true"],
+    "model.attention_output_bias": ["model.attention_output_bias=true"],
+    "model.mlp_bias": ["model.mlp_bias=true"],
+    "model.activation = geglu": ["model.activation=geglu"],
+    "model.activation = clamped_swiglu": [
+        "model.activation=clamped_swiglu", "model.activation_limit=7", "model.activation_alpha=1.7",
+    ],
+    "model.moe.router_bias": ["model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.router_bias=true"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ONLY_PORTABLE)
+def test_kinds_of_layers_that_only_portable_has(te: None, kind: str) -> None:
+    """auto takes portable and says why; te and FP8, which needs te, are refused by the name of the kind."""
+    found = choose(config(*ONLY_PORTABLE[kind]), "cuda")
+    assert found.name == "portable" and f"; not te: only the portable backend has {kind})" in str(found)
+    for refused in ("attention.backend=te", "run.fp8=delayed"):
+        with pytest.raises(ConfigError, match=f"does not have {kind}"):
+            config(*ONLY_PORTABLE[kind], refused)
+
+
 def test_without_transformer_engine() -> None:
     """Not installed here."""
     found = choose(config(), "cuda")

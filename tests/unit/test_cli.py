@@ -86,10 +86,10 @@ layout  world_size 8 = tp 2 x cp 2 x pp 1 x dp 2
         between layers, sequence parallel: 512 / tp 2 = 256
         documents padded to a multiple of 32, packs to a multiple of 32
 model   parameters 115,392 with a vocabulary of 259
-memory  per rank, estimated and not measured: 2.6 MiB, of which
+memory  per rank, estimated and not measured: 2.2 MiB, of which
         weights 129 KiB, gradients 257 KiB, optimizer 193 KiB, kept by layers 908 KiB, final norm and rotary 96 KiB, \
-working set 1.0 MiB
-        longest context in 75 GiB (an 80-GB card), by the same estimate: 39,447,424 tokens
+working set 640 KiB
+        longest context in 75 GiB (an 80-GB card), by the same estimate: 49,139,648 tokens
 weights random (seed 1234)
 data    a.jsonl: 300 samples
         19 packs of at most 1,024 tokens, 98.7% full, of which 46.9% is padding inside documents
@@ -100,6 +100,23 @@ documents of 34
         assumed: 35% of 989 TFLOP/s (H100 SXM; log.peak_tflops sets the peak)
 """
     assert Path("runs/a/cache").is_dir()
+
+
+def test_check_names_the_kinds_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe has two layers."""
+    command = ["check", "a.yaml", "--no-data"]
+    windows = ["model.sliding_window=128", "model.sliding_window_layers=[1]", "model.attention_sinks=true"]
+    assert main([*command, *windows, "model.rope.skip_layers=[2]"]) == 0
+    line = (
+        "        layers 1 with windows of 128 tokens, 1 with full attention without rotary positions; attention sinks\n"
+    )
+    assert line in capsys.readouterr().out
+    caps = ["model.attention_softcap=50", "model.logits_softcap=30"]
+    assert main([*command, "model.sliding_window=8", "model.rope.window_base=1e5", *caps]) == 0
+    line = (
+        "layers 2 with windows of 8 tokens and rope.base 100000; attention scores capped at 50.0; logits capped at 30.0"
+    )
+    assert f"        {line}\n" in capsys.readouterr().out
 
 
 def test_check_of_held_out_data_and_of_a_cache_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,9 @@ import pytest
 from sft.adapters import AdaptedWeight, Adapter, Trained, Weight
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.flops import AttentionCost, TrainFlops, active_parameters, describe_parameters, num_parameters
+from sft.hf.architecture import architecture
 from tests.builders import layout_config
+from tests.unit.fixtures.hf import released
 
 
 def test_the_crossover_of_llama_8b() -> None:
@@ -29,6 +31,27 @@ def test_the_crossover_of_llama_8b() -> None:
     everywhere = AttentionCost.of(layout_config(model={**llama, "sliding_window": 4096}).model)
     assert everywhere == AttentionCost(math.inf, 4096, 53_248)
     assert everywhere.equal_length() == math.inf  # 4096 keys cost 2 * 4096 / 53,248 of a token at most
+
+
+def test_attention_of_gpt_oss_20b() -> None:
+    """64 query heads of 64 are 4096 numbers; 12 layers with windows of 128, and 12 with full attention.
+
+    A query of a full layer sees (length + 1) / 2 keys, about length / 2, and one of a window 128 but for the first 128
+    queries.  Each pair costs 2 x 2 x 4096 FLOPs forward, and three times as much with backward.
+    """
+    model = architecture(released("gpt_oss_20b"), "config.json").model
+    of_pair = 3 * 2 * 2 * 4096
+    for length, full, window in ((8192, 33_554_432, 1_040_384), (131_072, 8_589_934_592, 16_769_024)):
+        assert (full, window) == (length * length // 2, 128 * (2 * length - 128) // 2)
+        found = TrainFlops.of(model, 201_088).attention(np.array([length]))
+        assert found == pytest.approx(12 * (full + window) * of_pair)
+    # Per token and layer: q, k, v and output 2880 x (2 x 4096 + 2 x 512), the router 2880 x 32, four experts of
+    # 3 x 2880 x 2880: 126,167,040 products.  In 24 layers 6 FLOPs each.
+    assert TrainFlops.of(model, 201_088).per_token == 6 * 24 * 126_167_040
+    # Attention takes as many FLOPs as all else at 61 thousand tokens.  If all layers were full ones, at half of that.
+    cost = AttentionCost.of(model)
+    assert cost == AttentionCost(24 * 126_167_040 / (12 * 4096), 128, 24 * 126_167_040 / (12 * 4096))
+    assert cost.equal_length() == pytest.approx(61_349, abs=1)
 
 
 def test_cost_of_attention() -> None:

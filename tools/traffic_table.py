@@ -27,7 +27,12 @@ from tools import marked_tables
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- python -m tools.traffic_table --write -->\n", "<!-- end of traffic -->\n"
 GPUS_PER_MACHINE = 8
-RECIPES = {"qwen3_8b_128k": 16, "llama31_8b_128k": 16, "qwen3_30b_a3b_64k": 16}  # and number of GPUs
+RECIPES = {  # and number of GPUs
+    "qwen3_8b_128k": 16,
+    "llama31_8b_128k": 16,
+    "qwen3_30b_a3b_64k": 16,
+    "gpt_oss_20b_128k": 16,
+}
 RING = ["parallel.cp_comm=p2p", "parallel.cp_a2a=null"]
 BF16, FP32 = 2, 4
 
@@ -144,7 +149,7 @@ def _rows() -> Iterator[str]:
             for traffic in of(config, Layout.resolve(config, gpus)):
                 cells = [
                     name,
-                    config.parallel.cp_comm,
+                    "portable" if config.model.portable_only else config.parallel.cp_comm,
                     traffic.group,
                     str(traffic.size),
                     f"{traffic.num_bytes / 1e9:.1f}",

@@ -44,9 +44,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "cp4": (4, ["parallel.cp=4", *SELECTIVE]),
     # tp x cp = 4 is more than the two key heads.
     "tp_cp": (4, [*TP, *CP]),
+    "tp_cp_ep": (4, [*TP, *CP, "parallel.ep=2", *SELECTIVE]),
     "tp_virtual": (4, [*TP, *PP, "parallel.virtual_stages=2", *SELECTIVE]),
 }
-MODELS: dict[str, dict[str, Any]] = {"qwen3_5_text": dict(family="qwen3_5_text")}
+MODELS: dict[str, dict[str, Any]] = {name: dict(family=name) for name in hf.LINEAR_FAMILIES}
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,17 @@ def packs() -> list[list[Sample]]:
     return [[corpus.sample(i) for i in pack] for pack in (*PACKS, (0,), (3,), (4,))]
 
 
-CASES = [("qwen3_5_text", "one"), ("qwen3_5_text", "tp_cp")]
+CASES = [("qwen3_5_text", "one"), ("qwen3_5_text", "tp_cp"), ("qwen3_next", "one")]
 MIXED = [("qwen3_5_text", "tp_whole"), ("qwen3_5_text", "cp4"), ("qwen3_5_text", "tp_virtual")]
-GRID = [(name, layout) for name in MODELS for layout in LAYOUTS]
+MIXED += [("qwen3_next", "tp_cp_ep"), ("qwen3_5_moe_text", "pp")]
+DENSE = ("tp_whole", "tp_cp", "tp_virtual")  # experts need sequence parallelism, and here ep
+MIXTURES = ("tp_cp_ep",)
+GRID = [
+    (name, layout)
+    for name in MODELS
+    for layout in LAYOUTS
+    if layout not in (DENSE if name != "qwen3_5_text" else MIXTURES)
+]
 
 
 def in_grid(cases: list[tuple[str, str]]) -> list[Any]:

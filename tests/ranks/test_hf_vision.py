@@ -28,6 +28,8 @@ CASES: list[Any] = [
     ("mistral3", 2, PP),
     ("ministral3", 2, CP),
     ("gemma3", 2, PP),
+    ("qwen3_5", 2, CP),
+    pytest.param("qwen3_5_moe", 2, EP, marks=pytest.mark.grid),
     *(
         pytest.param(name, 2, layout, marks=pytest.mark.grid)
         for name in vision.VISION

@@ -191,7 +191,7 @@ def test_every_tensor_is_trained_or_passed_through(tmp_path: Path, family: str, 
         for mapping, number in parts:
             view = mapping.sources[number]
             matrix = covered[view.index].T if view.transposed else covered[view.index]
-            matrix[view.first : view.first + view.num_rows] += 1
+            matrix[[view.row(number) for number in range(view.num_rows)]] += 1
         assert (covered == 1).all(), f"{tensor.name}: the views do not contain every number once"
 
 

@@ -5,14 +5,27 @@
     q_proj of attention            query and gate, by head          the same
 
 All norms but the gated norm of linear layers have weights that are offsets from 1.  A multi-token-prediction layer
-(`mtp.*`) and a vision tower are passed through.
+(`mtp.*`) and a vision tower are passed through.  Qwen3.6 and 3.8 have the model_type of Qwen3.5.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from sft.config.model import LayerKind
-from sft.hf.families.rules import DEFAULTS, KEYS, NO_BIAS, OPTIONS, gated_attention, mlp, outer, qk_norm
+from sft.hf.families.rules import (
+    DEFAULTS,
+    EXPERT_KEYS,
+    KEYS,
+    NO_BIAS,
+    OPTIONS,
+    experts,
+    gated_attention,
+    mlp,
+    outer,
+    qk_norm,
+    shared_expert,
+    stacked_experts,
+)
 from sft.hf.families.windows import FULL, LINEAR
 from sft.hf.family import Family, Rule
 from sft.hf.model_keys import Computed
@@ -93,34 +106,114 @@ def _by_key_head(model: str = "model") -> tuple[Rule, ...]:
     return _linear_attention(model, *projections)
 
 
-def _layers(model: str = "model") -> tuple[Rule, ...]:
-    return (*outer(model), *gated_attention(model), *qk_norm(model, kind="full attention"))
+def _qwen3_5(model: str, mlp_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    return (*outer(model), *gated_attention(model), *qk_norm(model, kind="full attention"), *_apart(model), *mlp_rules)
 
 
-_QWEN3_5: dict[str, Any] = {
-    "implied": {"qkv_bias": False, "qk_norm": True, "attention_output_gate": True, "norm_zero_centered": True},
+def _mixture(model: str, *, stacked: bool = False) -> tuple[Rule, ...]:
+    """stacked: the files store the experts of a layer as two tensors"""
+    own = stacked_experts(model) if stacked else experts("mlp", "gate_proj", "up_proj", "down_proj", model)
+    return (*own, *shared_expert(model=model))
+
+
+_IMPLIED = {"qkv_bias": False, "qk_norm": True, "attention_output_gate": True, "norm_zero_centered": True}
+_SIZES = {
+    **DEFAULTS,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_MIXTURE_SIZES = {
+    **_SIZES,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_MIXTURE_KEYS = {**_KEYS, **EXPERT_KEYS, "moe.shared_ffn_hidden_size": "shared_expert_intermediate_size"}
+_COMMON: dict[str, Any] = {
     "computed": {"linear_attention.layers": _LAYERS},
-    "defaults": {
-        **DEFAULTS,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+    "options": {
+        **OPTIONS,
+        **NO_BIAS,
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish", "silu"),
+        "mlp_only_layers": ([], None),
     },
-    "options": {**OPTIONS, **NO_BIAS},
     "rope_fraction": 0.25,
     "passed_through": ("mtp.*",),
+}
+_DENSE: dict[str, Any] = {
+    **_COMMON,
+    "implied": {**_IMPLIED, "moe.num_experts": None},
+    "keys": _KEYS,
+    "defaults": {**_SIZES, "num_key_value_heads": 4},
+}
+# config.json has neither a width of dense MLPs nor norm_topk_prob.
+_QWEN3_5_MOE: dict[str, Any] = {
+    **_COMMON,
+    "implied": {**_IMPLIED, "moe.shared_gate": True, "moe.normalize_top_k": True},
+    "keys": {
+        **{key: name for key, name in _MIXTURE_KEYS.items() if key != "moe.normalize_top_k"},
+        "ffn_hidden_size": "moe_intermediate_size",
+    },
+    "defaults": {**_MIXTURE_SIZES, "num_experts": 256, "num_experts_per_tok": 8},
+    "aliases": {"num_experts": "num_local_experts"},
+}
+_INNER = "model.language_model"
+_WITH_TOWER: dict[str, Any] = {
+    "text_config": "required",
+    "has_mrope": True,
+    "passed_through": ("mtp.*", "model.visual.*"),
 }
 
 LINEAR_FAMILIES = (
     Family(
-        model_type="qwen3_5_text",
-        class_name="Qwen3_5ForCausalLM",
-        rules=(*_layers(), *_apart(), *mlp()),
-        keys=_KEYS,
-        **{**_QWEN3_5, "implied": {**_QWEN3_5["implied"], "moe.num_experts": None}},
+        model_type="qwen3_next",
+        class_name="Qwen3NextForCausalLM",
+        rules=(
+            *outer(),
+            *gated_attention(),
+            *qk_norm(kind="full attention"),
+            *_by_key_head(),
+            *_mixture("model"),
+        ),
+        **{
+            **_COMMON,
+            "implied": {**_IMPLIED, "moe.shared_gate": True},
+            "keys": _MIXTURE_KEYS,
+            "defaults": {
+                **_MIXTURE_SIZES,
+                "intermediate_size": 5632,
+                "num_experts": 512,
+                "num_experts_per_tok": 10,
+                "norm_topk_prob": True,
+            },
+            "options": {**_COMMON["options"], "decoder_sparse_step": (1,)},
+            "aliases": {"num_experts": "num_local_experts"},
+        },
+    ),
+    Family(model_type="qwen3_5_text", class_name="Qwen3_5ForCausalLM", rules=_qwen3_5("model", mlp()), **_DENSE),
+    Family(
+        model_type="qwen3_5_moe_text",
+        class_name="Qwen3_5MoeForCausalLM",
+        rules=_qwen3_5("model", _mixture("model")),
+        other_rules=(_qwen3_5("model", _mixture("model", stacked=True)),),
+        **_QWEN3_5_MOE,
+    ),
+    Family(
+        model_type="qwen3_5",
+        class_name="Qwen3_5ForConditionalGeneration",
+        rules=_qwen3_5(_INNER, mlp(_INNER)),
+        **{**_DENSE, **_WITH_TOWER},
+    ),
+    Family(
+        model_type="qwen3_5_moe",
+        class_name="Qwen3_5MoeForConditionalGeneration",
+        rules=_qwen3_5(_INNER, _mixture(_INNER)),
+        other_rules=(_qwen3_5(_INNER, _mixture(_INNER, stacked=True)),),
+        **{**_QWEN3_5_MOE, **_WITH_TOWER},
     ),
 )

@@ -8,7 +8,6 @@ from sft.hf.families import FAMILIES
 
 _BIASED = "LayerNorm with biases, and an MLP without a gate"
 _MAMBA = "Mamba layers"
-_DELTA = "Gated DeltaNet layers, gated attention, and rotary positions on a part of each head"
 _LATENT = "latent attention (MLA), and a router with sigmoid scores and expert groups"
 _GEMMA = "GeGLU, norm weights that are offsets from 1, and scaled embeddings"
 _INTERLEAVED = "rotary positions on neighbouring numbers of a head"
@@ -69,9 +68,6 @@ _MISSING: dict[str, tuple[str, str]] = {
     "opt": (f"{_BIASED}, and learned positions", "llama"),
     "phi": (f"{_BIASED}, and attention and MLP side by side", "phi3"),
     "phimoe": ("LayerNorm with biases, and a router of its own kind (sparsemixer)", "mixtral"),
-    "qwen3_5": (_DELTA, "qwen3"),
-    "qwen3_5_moe": (_DELTA, "qwen2_moe"),
-    "qwen3_next": (_DELTA, "qwen2_moe"),
     "solar_open": ("a router with sigmoid scores", "qwen3_moe"),
     "stablelm": ("LayerNorm, and rotary positions on a part of each head", "llama"),
     "starcoder2": (f"{_BIASED}, and {_WINDOWS}", "llama"),

@@ -85,6 +85,7 @@ CASES = [
     ("phi3", "all-linear", 2, [*SP, TILES]),
     ("phi3", ["qkv_proj", "down_proj"], 1, [SELECTIVE]),
     ("gpt_oss", ATTENTION, 2, [*SP, SELECTIVE]),  # beside biases, and experts that are frozen
+    ("gemma2", "all-linear", 2, [*SP, TILES]),  # between norms, and with a frozen head whose logits are capped
     ("qwen3", ["k_proj", "up_proj"], 4, [*TP, *PP, SELECTIVE]),
     ("phi3", "all-linear", 4, [*CP, *SP, FULL]),
 ]

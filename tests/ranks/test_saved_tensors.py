@@ -12,7 +12,7 @@ import torch
 from sft.mcore.activations import offload, saved_tensors
 from tests.ranks import scenarios
 from tests.ranks.alive import Alive
-from tests.ranks.layouts import GRADIENT_TOLERANCE
+from tests.ranks.layouts import GEMMA, GRADIENT_TOLERANCE
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -134,6 +134,7 @@ SMALL = ["model.num_layers=2", "train.global_batch_size=2", "model.init_std=0.2"
         (with_host, ["model.qk_norm=false", "model.num_query_groups=1"], ["train.recompute=selective"]),
         (with_host, [*MOE, "model.moe.shared_ffn_hidden_size=48"], ["train.recompute=selective"]),
         (with_host, ["model.norm_placement=post", "model.qk_norm_across_heads=true"], ["train.recompute=selective"]),
+        (with_host, [*GEMMA, "model.sliding_window_layers=[1]"], ["train.recompute=selective"]),
     ],
 )
 def test_gradients_are_the_same_bit_for_bit(ranks: Ranks, way: Any, model: list[str], saving: list[str]) -> None:

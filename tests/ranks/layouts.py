@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "tied", "experts", "gemma", "gpt_oss"],
+    "model": ["dense", "tied", "experts", "gemma", "gpt_oss", "linear"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -53,11 +53,18 @@ GEMMA = [
     "model.attention_softcap=1.5",
     "model.logits_softcap=2.5",
 ]  # Gemma 2 with the positions and norms of Gemma 3
+LINEAR = [
+    *("model.linear_attention.layers=[1, 2, 4]", "model.attention_output_gate=true"),
+    *("model.linear_attention.num_key_heads=4", "model.linear_attention.num_value_heads=8"),
+    *("model.linear_attention.key_head_dim=6", "model.linear_attention.value_head_dim=10"),
+    *("model.norm_zero_centered=true", "model.rope.fraction=0.5", "model.qkv_bias=false"),
+]  # as Qwen3.5
 MODELS = {
     "dense": [],
     "tied": ["model.tie_embeddings=true"],
     "experts": [*MOE, *AUX],
     "gemma": GEMMA,
+    "linear": LINEAR,
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
 }
 MIXTURES = ("experts", "gpt_oss")  # of MODELS

@@ -9,7 +9,7 @@ import pytest
 from sft.batch import Sample
 from tests.builders import answer
 from tests.ranks import scenarios
-from tests.ranks.layouts import GEMMA, WINDOWS
+from tests.ranks.layouts import GEMMA, LINEAR, WINDOWS
 from tests.ranks.pool import RankPool
 
 # A document alone is padded and tiled like in a pack, but matrices have other heights: fp32 rounding only.
@@ -33,6 +33,8 @@ LAYOUTS = [
     (4, ["parallel.cp=2", "parallel.pp=2", *WINDOWS, "train.recompute=selective"]),
     (4, ["parallel.cp=2", "parallel.tp=2", *GEMMA, "train.recompute=selective"]),
     (4, ["parallel.cp=4", *WINDOWS, *KINDS]),
+    (4, ["parallel.cp=4", *LINEAR]),
+    (4, ["parallel.cp=2", "parallel.pp=2", *LINEAR, "train.recompute=selective"]),
 ]
 Ranks = Callable[[int], RankPool]
 

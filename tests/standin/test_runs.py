@@ -29,6 +29,10 @@ DEMO = (
 SHARDED = "parallel.distributed_optimizer=true"
 CP, TP = ["parallel.cp=2"], ["parallel.cp=1", "parallel.tp=2", "parallel.sequence_parallel=true", SHARDED]
 PP = ["parallel.cp=1", "parallel.pp=2", "parallel.virtual_stages=2", "train.global_batch_size=4"]
+WINDOWS = ["model.sliding_window=128", "model.sliding_window_layers=[1, 3]", "train.recompute=selective"]
+GATED = ["model.activation=clamped_swiglu", "model.activation_limit=7", "model.activation_alpha=1.7"]
+# What Gemma and others have and every backend computes.
+SHARED = ["model.norm_zero_centered=true", "model.logits_softcap=30", "model.rope.fraction=0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,8 @@ RUNS = {
     "deterministic, cp": (2, [*CP, "run.deterministic=true", "train.recompute=selective"]),
     "deterministic, tp": (2, [*TP, "run.deterministic=true", "train.recompute=full"]),
     "adapters": (2, [*PP, "lora.rank=8", "train.recompute=full"]),
+    "windows, sinks": (2, [*CP, *WINDOWS, "model.attention_sinks=true", "model.mlp_bias=true", *GATED]),
+    "windows, caps": (2, [*TP, *WINDOWS, "model.attention_softcap=50", "model.norm_placement=both", *SHARED]),
     "offloaded optimizer": (1, ["parallel.cp=1", SHARDED, "optim.offload_fraction=0.5"]),
 }
 RUNS_OF_TE = {
@@ -79,6 +85,7 @@ RUNS_OF_TE = {
     "te, all at once": (2, [*TP, "train.recompute=selective", "train.offload_fraction=0.5", "train.mlp_tile=500"]),
     "te, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "train.recompute=full"]),
     "te, blockwise": (1, ["parallel.cp=1", "run.fp8=blockwise"]),
+    "te, caps, delayed": (2, ["parallel.cp=2", *SHARED, "model.rope.skip_layers=[2]", "run.fp8=delayed"]),
     "te, adapters": (2, [*TP, "lora.rank=8", "train.recompute=full"]),
     "te, adapters, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "lora.rank=8", "train.recompute=selective"]),
 }

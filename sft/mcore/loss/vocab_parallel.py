@@ -48,8 +48,8 @@ class VocabShard:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Scores [t, rows of this shard] of all t tokens, with autograd, which makes no gradient of a frozen weight.
 
-        They are not yet capped.  Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state may be NaN; the gradient
-        of the weight would multiply it by 0, and NaN * 0 is NaN.
+        They are not yet capped.  Zeros replace the hidden states of tokens that are not in `rows`.  Such a hidden state
+        may be NaN; the gradient of the weight would multiply it by 0, and NaN * 0 is NaN.
         """
         if self.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=self.group)

@@ -97,7 +97,8 @@ def test_a_run_comes_to_its_end(tmp_path: Path, data: list[str], name: str) -> N
     ranks, overrides = (RUNS_OF_TE if is_te else RUNS)[name]
     said = runs(tmp_path, *data, *overrides, launch.TE if is_te else launch.PORTABLE, ranks=ranks)
     assert f"attention {'te' if is_te else 'portable'}" in said
-    assert ("\nWARNING: attention runs on portable" in said) is not is_te  # the stand-in is of compute capability 9.0
+    te_is_faster = not is_te and "windows" not in name  # the stand-in is of compute capability 9.0
+    assert ("\nWARNING: attention runs on portable" in said) is te_is_faster
 
 
 def test_a_run_sets_the_allocator_where_the_user_does_not(tmp_path: Path, data: list[str]) -> None:

@@ -28,6 +28,7 @@ from tests.ranks.hf_models import (
 )
 from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
+from tests.unit.fixtures.mxfp4 import quantise
 
 Ranks = Callable[[int], RankPool]
 
@@ -98,3 +99,17 @@ def test_new_weights(ranks: Ranks, source: Path) -> None:
     split = ranks(2).run(new_weights, [*recipe, "parallel.tp=2", "parallel.sequence_parallel=true"])
     parts = [found[f"{attention}.core_attention.softmax_offset"].view(2, 32) for found in split]
     assert torch.equal(torch.cat(parts, 1).flatten(), sinks)
+
+
+def test_mxfp4_files_are_trained_as_the_numbers_that_they_mean(
+    ranks: Ranks, packs: list[list[Sample]], tmp_path: Path
+) -> None:
+    """Straight from the files, each rank its part: the losses are those of a plain folder of these numbers."""
+    sizes = dict(hidden_size=64, intermediate_size=32, dtype=torch.bfloat16)  # blocks have 32 numbers
+    quantised = hf.save(tmp_path / "quantised", "gpt_oss", **sizes)
+    meant = quantise(quantised)
+    plain = hf.save(tmp_path / "plain", "gpt_oss", **sizes)
+    hf.rewrite(plain, **{name.replace(".", "/"): numbers.bfloat16() for name, numbers in meant.items()})
+    layout = ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2"]
+    results = ranks(2).run(packed_losses, [*recipe_of(quantised), *layout], str(quantised), packs)
+    check_losses(results, Reference(str(plain), hf.load(plain)), packs)

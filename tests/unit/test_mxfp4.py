@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft.console import QUIET
@@ -17,36 +15,7 @@ from sft.hf.mxfp4 import dequantised
 from sft.hf.source import open_source
 from tests.unit.fixtures import hf
 from tests.unit.fixtures.hf import Make, tensors
-
-CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-NUMBERS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-NAMES = ("gate_up_proj", "down_proj")
-
-
-def quantise(source: Path) -> dict[str, torch.Tensor]:
-    """Rewrite the experts of a bf16 folder in MXFP4.  Returns what they mean: float64, number by number."""
-    stored, meant = tensors(source), {}
-    random = np.random.default_rng(3)
-    for name in [name for name in stored if name.endswith(NAMES)]:
-        experts, columns, rows = stored.pop(name).shape
-        codes = random.integers(0, 16, (experts, rows, columns), dtype=np.uint8)
-        scales = random.integers(120, 129, (experts, rows, columns // 32), dtype=np.uint8)
-        exact = np.empty((experts, columns, rows))
-        blocks = np.empty((experts, rows, columns // 32, 16), dtype=np.uint8)
-        for place, code in np.ndenumerate(codes):
-            expert, row, column = place
-            group, within = divmod(column, 32)
-            sign, size = (-1.0 if code >= 8 else 1.0), NUMBERS[code % 8]
-            exact[expert, column, row] = sign * size * 2.0 ** (int(scales[expert, row, group]) - 127)
-            if within % 2 == 0:
-                blocks[expert, row, group, within // 2] = code
-            else:
-                blocks[expert, row, group, within // 2] |= code << 4
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = torch.from_numpy(blocks), torch.from_numpy(scales)
-        meant[name] = torch.from_numpy(exact)
-    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
-    hf.change(source, quantization_config=CONFIG)
-    return meant
+from tests.unit.fixtures.mxfp4 import quantise
 
 
 @pytest.fixture

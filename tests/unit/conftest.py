@@ -33,6 +33,8 @@ RELEASED = {  # names on the hub, and files of fixtures/released
     "meta-llama/Llama-3.1-8B-Instruct": "llama_3_1_8b",
     "openai/gpt-oss-20b": "gpt_oss_20b",
     "google/gemma-3-27b-it": "gemma_3_27b",
+    "Qwen/Qwen3.6-27B": "qwen3_6_27b",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3_6_35b_a3b",
 }
 
 

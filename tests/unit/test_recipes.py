@@ -69,6 +69,8 @@ def test_no_recipe_repeats_what_comes_with_the_model(name: str) -> None:
         ("qwen3_30b_a3b_64k.yaml", 16, 2, 8192),
         ("gpt_oss_20b_128k.yaml", 16, 2, 16384),
         ("gemma3_27b_128k.yaml", 16, 1, 65536),
+        ("qwen36_27b_128k.yaml", 16, 1, 32768),
+        ("qwen36_35b_a3b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 16, 1, 16384),
         ("llama31_8b_128k.yaml", 32, 2, 16384),
     ],
@@ -82,7 +84,7 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
 
 
 @pytest.mark.parametrize(
-    "name, parameters, rope",  # as published with the weights
+    "name, parameters, rope",  # as published with the weights; of Qwen3.6 counted by hand (its language model)
     [
         ("qwen3_0p6b_32k.yaml", 596_049_920, (1e6, "none", 1.0, None)),
         ("qwen3_8b_64k.yaml", 8_190_735_360, (1e6, "yarn", 2.0, 32768)),
@@ -90,6 +92,8 @@ def test_what_a_rank_holds(name: str, world_size: int, dp: int, tokens_per_rank:
         ("qwen3_30b_a3b_64k.yaml", 30_532_122_624, (1e6, "yarn", 2.0, 32768)),
         ("gpt_oss_20b_128k.yaml", 20_914_757_184, (1.5e5, "yarn", 32.0, 4096)),
         ("gemma3_27b_128k.yaml", 27_009_346_304, (1e6, "linear", 8.0, None)),
+        ("qwen36_27b_128k.yaml", 26_895_998_464, (1e7, "none", 1.0, None)),
+        ("qwen36_35b_a3b_128k.yaml", 34_660_610_688, (1e7, "none", 1.0, None)),
         ("llama31_8b_128k.yaml", 8_030_261_248, (5e5, "llama3", 8.0, 8192)),
     ],
 )

@@ -156,6 +156,21 @@ def test_a_document_changes_no_other_one(value: float | None) -> None:
         assert torch.equal(x[~inside], y[~inside]) and not torch.equal(x[inside], y[inside])
 
 
+def test_padding_after_a_document_changes_nothing() -> None:
+    """Bitwise: 28 more tokens, whose outputs get no gradient, and which end in the same chunk."""
+    inputs = random_inputs(100 + 28 + 70, torch.float32)
+    tokens = torch.tensor([*range(100), *range(128, 198)])
+    without = Inputs(*(x[tokens].detach().requires_grad_() for x in inputs))
+    grad = random((170, VALUE_HEADS, V), torch.float32)
+    out = gated_delta_rule(without, Fragments.of([0, 100, 170]), KERNEL)
+    expected = [out, *torch.autograd.grad(out, without, grad)]
+    padded = gated_delta_rule(inputs, Fragments.of([0, 128, 198]), KERNEL)
+    dpadded = torch.zeros_like(padded).index_copy(0, tokens, grad)
+    found = [padded, *torch.autograd.grad(padded, inputs, dpadded)]
+    assert all(torch.equal(x[tokens], y) for x, y in zip(found, expected))
+    assert all((x[100:128] == 0).all() for x in found[1:])
+
+
 def test_backward_saves_the_inputs_and_few_states() -> None:
     """Fragments of 1, 8, 9 and 20 chunks: one state more for every 8 chunks after the first."""
     boundaries = boundaries_of([3, 512, 513, 1280])

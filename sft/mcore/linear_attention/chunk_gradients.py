@@ -11,7 +11,7 @@ sum of ds from the token to the end of its chunk.
 
 from torch import Tensor
 
-from sft.mcore.linear_attention.chunks import Chunks
+from sft.mcore.linear_attention.chunks import Chunks, sums_to_end
 from sft.mcore.linear_attention.delta_rule import Inputs
 
 
@@ -48,4 +48,4 @@ def gradients(chunks: Chunks, state: Tensor, grad: Tensor, dstate: Tensor) -> In
     dk = chunks.per_key_head(of_keys.add_(of_updates)) + dweights.mT @ chunks.q + (dpairs + dpairs.mT) @ chunks.k
     dq = chunks.q_scale * (dq - chunks.q * (chunks.q * dq).sum(-1, keepdim=True) * chunks.q.shape[-1])
     dk = chunks.k_scale * (dk - chunks.k * (chunks.k * dk).sum(-1, keepdim=True))
-    return Inputs(dq, dk, dv, ds.flip(-1).cumsum(-1).flip(-1), dbeta)
+    return Inputs(dq, dk, dv, sums_to_end(ds), dbeta)

@@ -46,7 +46,7 @@ class Chunks:
         q, k, v = (gathered(x, block).to(dtype) for x in inputs[:3])
         g, beta = (without_padding(gathered(x[..., None], block), block) for x in inputs[3:])
         q_scale, k_scale = _inverse_norm(q) * q.shape[-1] ** -0.5, _inverse_norm(k)
-        sums = g[..., 0].double().cumsum(-1)
+        sums = running_sums(g[..., 0].double())
         return Chunks(block, q * q_scale, k * k_scale, q_scale, k_scale, v, beta.to(dtype), sums)
 
     @property
@@ -154,6 +154,16 @@ class Chunks:
 
 def _inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """Sums of x [..., c] from the start of the chunk to each token.  torch's cumsum is not deterministic on GPUs."""
+    return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).triu()
+
+
+def sums_to_end(x: Tensor) -> Tensor:
+    """Sums of x [..., c] from each token to the end of the chunk."""
+    return x @ torch.ones(CHUNK, CHUNK, dtype=x.dtype, device=x.device).tril()
 
 
 def gathered(x: Tensor, block: Block) -> Tensor:

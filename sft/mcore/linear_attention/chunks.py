@@ -124,12 +124,12 @@ class Chunks:
             predicted = self.keys[step] @ active
             torch.addcmul(self.v[step], self.from_start[step], predicted, value=-1, out=errors[step])
             torch.matmul(self.solution[step], self.beta[step] * errors[step], out=values[step])
-            active.mul_(ends[step]).add_(self.keys[step].mT @ (self.to_end[step] * values[step]))
+            add_product(active.mul_(ends[step]), self.keys[step].mT, self.to_end[step] * values[step])
         return states, errors, values
 
     def outputs(self, states: Tensor, values: Tensor) -> Tensor:
         """O, [n, heads, c, V]"""
-        return (self.queries @ states).mul_(self.from_start).add_(self.weights @ values)
+        return add_product((self.queries @ states).mul_(self.from_start), self.weights, values)
 
     def reverse_scan(self, grad: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the chunks backward from the gradients [fragments, heads, K, V] of the states after the block, which
@@ -142,18 +142,25 @@ class Chunks:
         dvalues = self.weights.mT @ grad
         of_queries = self.queries.mT @ (self.from_start * grad)
         dupdates = torch.empty_like(self.v)
-        ends, factor = self.from_start[:, :, -1:], self.beta * self.from_start
+        ends, factor = self.from_start[:, :, -1:], -self.beta * self.from_start
         for step in reversed(self.block.steps):
             active = dstate[: step.stop - step.start]
             dstates[step] = active
             dvalue = torch.addcmul(dvalues[step], self.to_end[step], self.keys[step] @ active)
             torch.matmul(self.solution[step].mT, dvalue, out=dupdates[step])
-            active.mul_(ends[step]).add_(of_queries[step]).sub_(self.keys[step].mT @ (factor[step] * dupdates[step]))
+            active.mul_(ends[step]).add_(of_queries[step])
+            add_product(active, self.keys[step].mT, factor[step] * dupdates[step])
         return dstates, dupdates
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total [n, heads, ...] plus a @ b, in place and without another tensor."""
+    total.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+    return total
 
 
 def running_sums(x: Tensor) -> Tensor:

@@ -140,8 +140,8 @@ def test_without_gradients_the_loss_is_the_same(loss: LossConfig, group: dist.Pr
 def test_a_vocabulary_of_gemma_makes_no_logits(group: dist.ProcessGroup) -> None:
     """64 tokens over 262,208 entries of width 8, in chunks of 4: what exists beside the inputs at a time.
 
-    Scores of 4 tokens and the gradient of the weight, 8 wide, are 12 x 262,208 numbers.  A pass takes blocks of 1/2 MiB,
-    here one row, and makes up to 5 tensors of its size.  Logits of all tokens would be 64 x 262,208 numbers.
+    Scores of 4 tokens and the gradient of the weight, 8 wide, are 12 x 262,208 numbers.  A pass takes blocks of
+    1/2 MiB, here one row, and makes up to 5 tensors of its size.  Logits of all tokens would be 64 x 262,208 numbers.
     """
     vocab, width, tokens, chunk = 262_208, 8, 64, 4
     generator = torch.Generator().manual_seed(3)

@@ -194,7 +194,7 @@ class ModelConfig(Section):
             yield "num_attention_heads", f"does not divide hidden_size {self.hidden_size}; set head_dim"
         if width % 2 == 1 and not uneven:
             yield "head_dim", f"makes heads of width {width}, but rotary positions need an even width"
-        if self.rotary_dim % 2 == 1 or self.rotary_dim == 0:
+        elif not uneven and (self.rotary_dim % 2 == 1 or self.rotary_dim == 0):
             yield "rope.fraction", f"rotates {self.rotary_dim} of {width} numbers of a head; the number must be even"
         if heads % groups != 0:
             fitting = ", ".join(map(str, divisors(heads)))

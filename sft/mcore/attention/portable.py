@@ -65,19 +65,6 @@ class Portable(AttentionBackend):
             attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
         return spec
 
-    @property
-    def _delta_heads(self) -> HeadSizes:
-        """The heads of linear attention on a rank."""
-        linear, tp = self.config.model.linear_attention, self.config.parallel.tp
-        assert linear.num_key_heads is not None and linear.num_value_heads is not None
-        return HeadSizes(
-            key_heads=linear.num_key_heads // tp,
-            value_heads=linear.num_value_heads // tp,
-            key_dim=linear.key_head_dim,
-            value_dim=linear.value_head_dim,
-            width=params_dtype(self.config).itemsize,
-        )
-
     def documents(
         self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
     ) -> PackedDocuments:
@@ -87,8 +74,10 @@ class Portable(AttentionBackend):
             window: self._make_kernel(boundaries, cp_size, cp_rank, positions.device, window=window)
             for window in self._windows
         }
-        if self.config.model.linear_attention.layers:
-            taps, max_short = self.config.model.linear_attention.conv_kernel, self._delta_heads.max_short(cp_size)
+        linear = self.config.model.linear_attention
+        if linear.layers:
+            sizes = HeadSizes.of(linear, self.config.parallel.tp, params_dtype(self.config).itemsize)
+            taps, max_short = linear.conv_kernel, sizes.max_short(cp_size)
             packed.linear = LinearDocuments.of(
                 boundaries, cp_size, cp_rank, positions.device, num_taps=taps, max_short=max_short
             )

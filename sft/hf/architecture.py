@@ -20,9 +20,8 @@ from sft.hf.families.unsupported import unsupported
 from sft.hf.families.windows import LAYER_KINDS, LINEAR_KINDS
 from sft.hf.family import Family
 from sft.hf.hub import CONFIG, is_hub_name, local_folder
-from sft.hf.mxfp4 import Mxfp4
 from sft.hf.nested_config import located, put_back, text_part
-from sft.hf.quantization import Scheme, scheme_of
+from sft.hf.quantization import Mxfp4, Scheme, scheme_of
 from sft.hf.rotary import by_layer_type, rope_of, written
 
 _LONGEST = "max_position_embeddings"

@@ -12,12 +12,13 @@ Formats (MX) 1.0.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from sft.errors import CheckpointError
+from sft.hf.quantization import Mxfp4
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import fold_by_layer
 
@@ -25,13 +26,6 @@ _BLOCKS, _SCALES, _UINT8 = "_blocks", "_scales", "U8"
 _SIZE = 32  # numbers with one scale
 _BIAS = 127  # of the exponent
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lowest three bits; the fourth is the sign
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mxfp4:
-    """dtype: name in safetensors of the type that config.json gives the model"""
-
-    dtype: str
 
 
 class Mxfp4Folder(SafetensorsFolder):

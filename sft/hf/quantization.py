@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sft.hf.mxfp4 import Mxfp4
-
 QUANTIZATION = "quantization_config"
 _SUPPORTED = "fp8 (one scale per block or matrix), compressed-tensors with FP8 weights, and mxfp4 are supported"
 # Keys of `fp8` that say nothing about the stored weights, or whose meaning the files show.
@@ -44,6 +42,13 @@ class Scheme:
     def activation_scales_of(self, name: str) -> list[str]:
         """q_proj.weight -> q_proj.activation_scale, ..."""
         return [f"{name.rpartition('.')[0]}.{scale}" for scale in _ACTIVATION_SCALES]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4:
+    """Experts in MXFP4.  dtype: name in safetensors of the type that config.json gives the model"""
+
+    dtype: str
 
 
 def scheme_of(content: Mapping[str, Any]) -> tuple[Scheme | Mxfp4 | None, list[str]]:

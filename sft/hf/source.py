@@ -19,8 +19,8 @@ from sft.hf.architecture import Architecture, architecture, read
 from sft.hf.dequantised import DequantisedFolder
 from sft.hf.family import Family, TensorMapping, views_by_tensor
 from sft.hf.hub import CONFIG
-from sft.hf.mxfp4 import Mxfp4, Mxfp4Folder
-from sft.hf.quantization import Scheme
+from sft.hf.mxfp4 import Mxfp4Folder
+from sft.hf.quantization import Mxfp4, Scheme
 from sft.hf.safetensors_files import DTYPES, SafetensorsFolder, StoredTensor
 from sft.hf.tensor_check import check_tensors, fold_by_layer
 

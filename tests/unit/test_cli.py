@@ -164,7 +164,11 @@ def test_check_lays_out_the_smallest_world_or_the_launched_one(
             'attention.backend = "auto"\n    from     default\n    type     one of auto, te, portable; '
             'default "auto"\n'
             "    meaning  te is Transformer Engine (CUDA); portable is plain torch and runs anywhere, cp "
-            "included.\n",
+            "included.\n"
+            'attention.delta_rule = "auto"\n    from     default\n    type     one of auto, torch, fla; '
+            'default "auto"\n'
+            "    meaning  Kernel of linear attention: fla is flash-linear-attention (CUDA, bf16); torch is plain and "
+            "runs anywhere.\n",
         ),
     ],
 )

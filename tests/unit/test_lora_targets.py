@@ -84,6 +84,7 @@ def test_parts_of_a_weight(tmp_path: Path) -> None:
             ["experts.2.up_proj"],
             "lora.targets and lora.exclude give model.layers.0.mlp.expe",
         ),
+        ("gpt_oss", ["experts.*"], [], "LoRA cannot adapt model.layers.0.mlp.experts.gate_up_proj: the files of this"),
         ("granitemoe", ["input_linear"], [], "LoRA cannot adapt model.layers.0.block_sparse_moe.input_linear: the fil"),
     ],
 )

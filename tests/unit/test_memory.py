@@ -12,7 +12,8 @@ from sft.estimate import memory
 from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
 from sft.estimate.parameters import Numbers, parameters
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
-from sft.mcore.linear_attention.activation_bytes import LinearAttentionBytes
+from sft.mcore.linear_attention import schedule
+from sft.mcore.linear_attention.activation_bytes import STATE_INTERVAL, LinearAttentionBytes
 from sft.mcore.model_bytes import RankShare
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config
@@ -77,6 +78,7 @@ def test_what_linear_attention_keeps() -> None:
 
     tests/ranks/test_saved_tensors.py counts these bytes where no state is saved, 16 less.
     """
+    assert STATE_INTERVAL == schedule.CHUNK * schedule.INTERVAL
     sizes = {"hidden_size": 64, "ffn_hidden_size": 192, "num_attention_heads": 8, "num_query_groups": 2, "head_dim": 16}
     config, layout = of(model={**TINY, **sizes, "num_layers": 2, "qk_norm": True}, train={"recompute": "selective"})
     model = config.model.model_copy(update={"linear_attention": DELTA})

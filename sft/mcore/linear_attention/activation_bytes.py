@@ -9,7 +9,7 @@ from sft.parallel.fragments import HeadSizes
 from sft.parallel.layout import Layout
 
 STATE_INTERVAL = 512  # tokens, for which torch_kernel.py saves one state: schedule.CHUNK * schedule.INTERVAL
-BLOCK_BYTES = 6 * 2**26  # fp32 blocks of short_convolution.py on CUDA
+BLOCK_BYTES = 6 * 2**26  # fp32 blocks of short_convolution.py on CUDA; blocks of the delta rule are no larger
 
 
 @dataclass(frozen=True, kw_only=True)

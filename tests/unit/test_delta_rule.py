@@ -109,18 +109,21 @@ def test_outputs_and_gradients_are_those_of_transformers(tokens: int) -> None:
 @torch.no_grad()
 def test_states_stay_exact_over_16k_tokens() -> None:
     """For random keys and, in key head 1, keys that are almost alike; each with decays of about e^-0.001, e^-0.1 and
-    e^-10 a token.  fp32 sums of strong decays over a chunk would have too few digits."""
+    e^-10 a token.  fp32 sums of strong decays over a chunk would have too few digits.  In one fragment, and composed of
+    the maps of eight, as with cp 4."""
     inputs, other = (random_inputs(16_384, torch.float32, correlated=correlated) for correlated in (False, True))
     inputs.k[:, 1] = other.k[:, 1]
     inputs.g[:, 1::4] *= 100
     exact = Inputs(*(x.double() for x in inputs))
     expected, (state,) = recurrence(exact, [0, 16_384], [None])
-    fragments = Fragments.of([0, 16_384], linked=[0])
-    _, b = KERNEL.transitions(inputs, fragments)
-    out, _ = KERNEL.forward(inputs, fragments, None)
-    for x, reference in ((b[0], state), (out.transpose(0, 1), expected.transpose(0, 1))):
-        distance = (x - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
-        assert distance.max() < STATE_TOLERANCE, distance
+    for count in (1, 8):
+        fragments = Fragments.of(range(0, 16_385, 16_384 // count), linked=range(count))
+        a, b = KERNEL.transitions(inputs, fragments)
+        states = OneProcess([range(count)]).initial_states(a, b)
+        out, _ = KERNEL.forward(inputs, fragments, states)
+        for x, reference in ((a[-1] @ states[-1] + b[-1], state), (out.transpose(0, 1), expected.transpose(0, 1))):
+            distance = (x - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
+            assert distance.max() < STATE_TOLERANCE, (count, distance)
 
 
 def test_bf16_is_rounded_at_the_end_alone() -> None:

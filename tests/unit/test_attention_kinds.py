@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from sft.mcore.attention import packed_attention as packed_attention_module
 from sft.mcore.attention import torch_kernel
 from sft.mcore.attention.flash_kernel import FlashKernel, Operators
 from sft.mcore.attention.packed_attention import packed_attention
@@ -28,6 +29,7 @@ SINKS = torch.tensor([6.0, -2.0, 0.5, 3.0], dtype=torch.float64)  # large ones: 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_kernel, "QUERY_TILE", 9)
     monkeypatch.setattr(torch_kernel, "KEY_TILE", 13)
+    monkeypatch.setattr(packed_attention_module, "SINK_TOKENS", 50)
 
 
 def inputs() -> list[Tensor]:

@@ -7,6 +7,7 @@ import torch
 
 from tests.ranks import scenarios
 from tests.ranks.hf_models import load, recipe_of
+from tests.ranks.layouts import GEMMA
 from tests.ranks.pool import RankPool
 from tests.unit.fixtures import hf
 
@@ -34,3 +35,14 @@ def test_the_scaled_embedding_has_the_bits_of_transformers_in_bf16(ranks: Ranks,
     (found,) = ranks(1).run(embedded, [*recipe_of(source), *BF16], str(source), tokens)
     assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
     assert (found != unrounded).float().mean() > 0.2
+
+
+def norms(overrides: list[str]) -> list[torch.Tensor]:
+    with scenarios.running(overrides) as engine:
+        return [param.detach().clone() for name, param in engine.chunks[0].named_parameters() if "norm" in name]
+
+
+def test_new_norms_multiply_by_1(ranks: Ranks) -> None:
+    """Their weights are offsets from 1: four of each of two layers, those of queries and keys, and the last one."""
+    (found,) = ranks(1).run(norms, [*GEMMA, "model.num_layers=2", "model.sliding_window_layers=[1]"])
+    assert len(found) == 2 * 6 + 1 and not any(weight.any() for weight in found)

@@ -104,3 +104,20 @@ def test_windows_under_the_names_of_megatron_lm() -> None:
         layout_config(model=sizes).model, padded_vocab_size=256, positions=9, bf16=True
     )
     assert "window_size" not in plain
+
+
+def test_parts_of_heads_and_offsets_of_norms_under_the_names_of_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As --rotary-percent and --apply-layernorm-1p; core gets the latter as a field, with Transformer Engine, too."""
+    sizes = {**LLAMA_8B, "norm_zero_centered": True, "rope": {"fraction": 0.25}}
+    own = layout_config(model=sizes).model
+    found = megatron_arguments.model_arguments(own, padded_vocab_size=256, positions=512, bf16=True)
+    assert (found["rotary_percent"], found["apply_layernorm_1p"]) == (0.25, True)
+    for device_type in ("cpu", "cuda"):
+        assert fields(monkeypatch, device_type, "model.norm_zero_centered=true")["layernorm_zero_centered_gamma"]
+
+
+def test_other_gated_activations_take_the_place_of_transformer_engine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    portable = "attention.backend=portable"
+    for overrides, is_own in (([], False), (["model.activation=geglu"], True)):
+        found = fields(monkeypatch, "cuda", portable, *overrides)
+        assert (found.get("use_te_activation_func", False), found["bias_activation_fusion"]) == (is_own, not is_own)

@@ -19,7 +19,7 @@ _SPLIT = (
     *("self_attention.out_proj.weight", "self_attention.A_log", "self_attention.dt_bias"),
 )
 _SPLIT_PARTS = ("self_attention.in_proj.weight.", "self_attention.conv1d.weight.")  # of linear attention
-_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "in_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,12 @@ class Adapter:
     name: of the Linear, "model.layers.3.self_attn.q_proj"; of experts with * in place of the expert's number,
         "model.layers.3.mlp.experts.*.gate_proj"
     parts: the parts of our weight that are its rows, in the order of its rows
+    num_blocks: its rows consist of so many equal blocks, each of which has rows of all parts
     """
 
     name: str
     parts: tuple[int, ...]
+    num_blocks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

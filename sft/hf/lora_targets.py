@@ -9,7 +9,7 @@ Every Linear has an adapter of its own, also where several of them are one weigh
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from sft.adapters import AdaptedWeight, Adapter, names_of
@@ -19,6 +19,7 @@ from sft.errors import ConfigError
 from sft.hf.family import Family, TensorMapping
 from sft.hf.model_family import model_family
 from sft.hf.peft.targets import lost_by_peft
+from sft.hf.tensor_view import HfView
 
 _WEIGHT = ".weight"
 _LAYERS = "decoder.layers."
@@ -67,14 +68,17 @@ def select(lora: LoraConfig, family: Family, model: ModelConfig, vocab_size: int
         raise ConfigError(
             f"LoRA cannot adapt {refused[0]}: {kinds[refused[0]]}.  lora.exclude can name it, to train without it."
         )
-    of_all_experts = (mapping for mapping in mappings if not mapping.expert)
-    weights = (_adapted(mapping, model, chosen) for mapping in of_all_experts)
+    by_parameter: dict[tuple[str, int | None], list[TensorMapping]] = {}
+    for mapping in mappings:
+        if not mapping.expert:  # one expert stands for all
+            by_parameter.setdefault((mapping.parameter, mapping.layer), []).append(mapping)
+    weights = (_adapted(of_parameter, model, chosen) for of_parameter in by_parameter.values())
     return [weight for weight in weights if weight.adapters]
 
 
 def kinds_of(family: Family, model: ModelConfig) -> dict[str, str]:
     """Every Linear by name: `linear`, `expert`, or the reason why it cannot have an adapter."""
-    return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping)}
+    return {name: _kind(mapping) for mapping in _of_linears(family, model) for name in _linears(mapping.sources)}
 
 
 def _of_linears(family: Family, model: ModelConfig, vocab_size: int = 0) -> list[TensorMapping]:
@@ -88,15 +92,13 @@ def _kind(mapping: TensorMapping) -> str:
     if mapping.expert is not None:
         is_stacked = any(view.index for view in mapping.sources)
         return "the files of this model hold all experts in one tensor" if is_stacked else "expert"
-    if mapping.parameter.endswith(_IN_PROJ) or any(view.num_blocks > 1 for view in mapping.sources):
-        return "adapters of linear attention's projections and of gated queries are not supported yet"
     return "linear"
 
 
-def _linears(mapping: TensorMapping) -> dict[str, tuple[int, ...]]:
-    """The Linears whose rows the weight consists of, each with the parts of the weight that are its rows."""
+def _linears(sources: Iterable[HfView]) -> dict[str, tuple[int, ...]]:
+    """The Linears whose rows a weight consists of, each with the parts of the weight that are its rows."""
     parts: dict[str, tuple[int, ...]] = {}
-    for part, view in enumerate(mapping.sources):
+    for part, view in enumerate(sources):
         name = view.name.removesuffix(_WEIGHT)
         parts[name] = (*parts.get(name, ()), part)
     return parts
@@ -138,16 +140,20 @@ def is_match(target: str, name: str) -> bool:
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 
-def _adapted(mapping: TensorMapping, model: ModelConfig, chosen: Collection[str]) -> AdaptedWeight:
-    """mapping: of a weight outside of experts, or of the first expert of a layer"""
+def _adapted(mappings: Sequence[TensorMapping], model: ModelConfig, chosen: Collection[str]) -> AdaptedWeight:
+    """mappings: those of a weight outside of experts, or of the first expert of a layer, in the order of its rows"""
+    mapping, sources = mappings[0], [view for mapping in mappings for view in mapping.sources]
     num_experts = 0 if mapping.expert is None else model.moe.num_experts or 0
     assert mapping.layer is not None
-    adapters = (Adapter(name=_of_all(name), parts=parts) for name, parts in _linears(mapping).items())
+    adapters = (
+        Adapter(name=_of_all(name), parts=parts, num_blocks=sources[parts[0]].num_blocks)
+        for name, parts in _linears(sources).items()
+    )
     return AdaptedWeight(
-        module=mapping.key.removeprefix(_LAYERS).removeprefix(f"{mapping.layer}.").removesuffix(_WEIGHT),
+        module=mapping.parameter.removeprefix(_LAYERS).removeprefix(f"{mapping.layer}.").removesuffix(_WEIGHT),
         layer=mapping.layer,
         num_experts=num_experts,
-        part_rows=tuple(view.num_rows for view in mapping.sources),
+        part_rows=tuple(view.num_rows for view in sources),
         num_columns=mapping.row_shape[0],
         num_groups=mapping.num_groups if mapping.form == "groups" else 1,
         adapters=tuple(adapter for adapter in adapters if _is_chosen(adapter.name, num_experts, chosen)),

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -69,7 +69,7 @@ class Factors(torch.nn.Module):
         if is_counted:
             set_tensor_model_parallel_attributes(factor, True, axis, 1)
 
-    def shards(self) -> Iterator[ShardedTensor]:
+    def leaves(self) -> Iterator[ShardedTensor | ShardedTensorFactory]:
         """The factors as parts of PEFT's tensors, or of stacks of these."""
         rank = self.split.group.rank()
         a_shape, b_shape = (self.rank, self.weight.num_columns), (self.weight.rows_of(self.adapter), self.rank)
@@ -77,9 +77,25 @@ class Factors(torch.nn.Module):
         yield self._shard("lora_A", self.a, a_shape, (0, column), is_split=self.split.by_columns)
         first = 0
         for part, factor in zip(self.adapter.parts, self.b):
-            row = first if self.split.by_columns else first + rank * factor.shape[-2]
-            yield self._shard("lora_B", factor, b_shape, (row, 0), is_split=not self.split.by_columns)
+            if self.adapter.num_blocks > 1:
+                yield self._by_block(factor, b_shape, first // self.adapter.num_blocks)
+            else:
+                row = first if self.split.by_columns else first + rank * factor.shape[-2]
+                yield self._shard("lora_B", factor, b_shape, (row, 0), is_split=not self.split.by_columns)
             first += self.weight.part_rows[part]
+
+    def _by_block(self, factor: Tensor, shape: tuple[int, ...], first: int) -> ShardedTensorFactory:
+        """A part of B whose rows lie apart in PEFT's tensor.  first: row of the part in each block"""
+        count = self.adapter.num_blocks // self.split.size  # blocks of this rank
+        of_block, own = shape[0] // self.adapter.num_blocks, self.split.group.rank() * count
+
+        def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
+            parts = enumerate(data.detach().chunk(count))
+            rows = ((part, ((own + block) * of_block + first, 0)) for block, part in parts)
+            return [self._shard("lora_B", part, shape, offset, is_split=True) for part, offset in rows]
+
+        whole = self._shard("lora_B", factor, shape, (first, 0), is_split=True)
+        return ShardedTensorFactory(whole.key, factor, build, torch.cat, whole.replica_id)
 
     def _shard(
         self, name: str, factor: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], *, is_split: bool
@@ -214,8 +230,17 @@ def sharded_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor
 
     The factors of the experts of a layer are one tensor [experts, ...], whose name has * for the expert's number.
     """
+    for leaf in leaves(chunks):
+        if isinstance(leaf, ShardedTensorFactory):
+            yield from leaf.build()
+        else:
+            yield leaf
+
+
+def leaves(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    """The same; a factor whose rows lie apart in PEFT's tensor is one entry, which makes several parts."""
     for factors in factors_of(chunks):
-        yield from factors.shards()
+        yield from factors.leaves()
 
 
 def linear_tensors(chunks: Iterable[torch.nn.Module]) -> Iterator[ShardedTensor]:

@@ -140,7 +140,7 @@ def trained_state(engine: Engine) -> dict[str, Any]:
     has_scales = engine.config.run.fp8 == "delayed"
     model = model_state(engine) if engine.trained.whole or has_scales else {}
     return {
-        "adapters": list(lora.sharded_tensors(engine.chunks)),
+        "adapters": list(lora.leaves(engine.chunks)),
         "whole": list(freeze.whole_leaves(model, engine.trained)),
         "scales": [entry for entry in nested_values(model) if isinstance(entry, ShardedObject) and has_scales],
     }

@@ -38,6 +38,14 @@ def test_names_ends_and_patterns(tmp_path: Path) -> None:
     ]
 
 
+def test_linear_attention_is_frozen_as_a_whole(tmp_path: Path) -> None:
+    weights = left(hf.save(tmp_path / "model", "qwen3_5_text"), "layers.0.*", "linear_attn.*", "mlp.*", "self_attn.*")
+    kept = [weight.key for weight in weights if weight.layer is not None]
+    norms = ("self_attention.in_proj.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+    assert kept[:2] == [f"decoder.layers.1.{norm}" for norm in norms] and len(kept) == 6
+    assert [weight.layer for weight in weights] == [None, None, None, 1, 1, 2, 2, 3, 3]
+
+
 def test_experts_are_frozen_one_by_one_or_as_the_tensor_that_holds_all(tmp_path: Path) -> None:
     single = left(hf.save(tmp_path / "single", "qwen3_moe"), "layers.1.mlp.experts.[012].*")
     assert [weight.index for weight in single if weight.is_expert and weight.index[0] == 1] == [(1, 3), (1, 3)]
@@ -73,6 +81,12 @@ def test_experts_are_frozen_one_by_one_or_as_the_tensor_that_holds_all(tmp_path:
             False,
             ["layers.1.*.up_proj"],
             "names model.layers.1.mlp.up_proj.weight, but not model.layers.1.mlp.g",
+        ),
+        (  # projections of linear attention are several tensors of a checkpoint, but one weight in memory
+            "qwen3_5_text",
+            False,
+            ["in_proj_z"],
+            "names model.layers.0.linear_attn.in_proj_z.weight, but not model.layers.0.linear_attn.in_proj_qkv.weight",
         ),
     ],
 )

@@ -7,7 +7,7 @@ test-all` runs besides: every way to divide the work of a dense model and of exp
 from tests.covering import Case, all_cases, covering_set
 
 DIMENSIONS = {
-    "model": ["dense", "tied", "experts", "gemma", "gpt_oss", "linear"],
+    "model": ["dense", "experts", "gemma", "gpt_oss", "linear", "linear_experts"],
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
@@ -59,15 +59,18 @@ LINEAR = [
     *("model.linear_attention.key_head_dim=6", "model.linear_attention.value_head_dim=10"),
     *("model.norm_zero_centered=true", "model.rope.fraction=0.5", "model.qkv_bias=false"),
 ]  # as Qwen3.5
+QWEN_MOE = [  # a step of Adam from weights of 0.2 turns the last bits of its gradients into 5e-5 of the next norm
+    *("model.moe.shared_ffn_hidden_size=16", "model.moe.shared_gate=true", "model.init_std=0.05"),
+]
 MODELS = {
     "dense": [],
-    "tied": ["model.tie_embeddings=true"],
     "experts": [*MOE, *AUX],
     "gemma": GEMMA,
     "linear": LINEAR,
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
+    "linear_experts": [*MOE, *AUX, *LINEAR, *QWEN_MOE],
 }
-MIXTURES = ("experts", "gpt_oss")  # of MODELS
+MIXTURES = ("experts", "gpt_oss", "linear_experts")  # of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
 LOSS_TOLERANCE = 1e-6

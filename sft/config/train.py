@@ -16,7 +16,7 @@ class TrainConfig(Section):
     global_batch_size: Positive
     """Packs per optimizer step, over all data-parallel ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in backward: none; norms and the MLP or experts (selective); whole layers (full)."""
+    """Recomputed in backward: none; norms, MLP or experts, linear attention (selective); whole layers (full)."""
     mlp_tile: Positive | None = None
     """Tokens per tile.  The MLP is computed and recomputed tile by tile; null means all tokens at once."""
     offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -86,7 +86,8 @@ class LayerBytes:
         attention = {"layer's input": hidden}
         if recompute == "full":
             return LayerBytes(attention=attention, mlp={})
-        attention |= backend.saved
+        if recompute == "none" or not backend.is_recomputed:
+            attention |= backend.saved
         attention |= {"norms' scales": model_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
         if model.norm_placement != "pre":
             attention["attention's projected output"] = hidden  # the input of the norm

@@ -20,7 +20,7 @@ def layer_spec(config: Config, backend: AttentionBackend, layer_number: int) -> 
     spec, is_selective = backend.layer_spec(), train.recompute == "selective"
     if model.kind_of(layer_number) == "linear attention":
         assert backend.delta_kernel is not None
-        spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel)
+        spec = gated_delta_net.with_linear_attention(spec, model, backend.delta_kernel, recompute=is_selective)
     spec.module = Layer
     spec.params = {
         "residual_multiplier": model.residual_multiplier,

@@ -27,6 +27,7 @@ class AttentionBytes(ABC):
     rank: RankShare = RankShare()
     cp: int = 1
     norm_outputs_are_saved: ClassVar[bool]  # even if train.recompute is selective
+    is_recomputed: ClassVar[bool] = False  # by selective
 
     @abstractmethod
     def rotary(self, pack: float) -> float:

@@ -22,6 +22,7 @@ class LinearAttentionBytes(AttentionBytes):
     """
 
     norm_outputs_are_saved = False
+    is_recomputed = True
     heads: HeadSizes
     tokens: float
 

@@ -26,21 +26,24 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from sft.config import ModelConfig
+from sft.mcore.activations.recompute import recomputed
 from sft.mcore.attention.backend import PackedDocuments
 from sft.mcore.linear_attention.delta_rule import Inputs, Kernel
-from sft.mcore.linear_attention.documents import linear_attention
+from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.gated_norm import GatedNorm
 from sft.mcore.linear_attention.short_convolution import short_convolution
 
 _PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")  # as Megatron-LM names them
 
 
-def with_linear_attention(spec: ModuleSpec, model: ModelConfig, kernel: Kernel) -> ModuleSpec:
+def with_linear_attention(spec: ModuleSpec, model: ModelConfig, kernel: Kernel, *, recompute: bool) -> ModuleSpec:
     """The layer `spec` with a `GatedDeltaNet`, which has linear modules of the same classes as its attention."""
     layer = spec.submodules
     attention = layer.self_attention.submodules
     linears = {"in_proj": attention.linear_qkv, "out_proj": attention.linear_proj}
-    layer.self_attention = ModuleSpec(GatedDeltaNet, params={"model": model, "kernel": kernel, **linears})
+    layer.self_attention = ModuleSpec(
+        GatedDeltaNet, params={"model": model, "kernel": kernel, "recompute": recompute, **linears}
+    )
     layer.sharded_state_dict_keys_map = {
         name: stored.replace("linear_qkv", "in_proj") for name, stored in layer.sharded_state_dict_keys_map.items()
     }
@@ -48,7 +51,11 @@ def with_linear_attention(spec: ModuleSpec, model: ModelConfig, kernel: Kernel) 
 
 
 class GatedDeltaNet(MegatronModule):
-    """in_proj, out_proj: classes of the column-parallel and the row-parallel projection"""
+    """in_proj, out_proj: classes of the column-parallel and the row-parallel projection
+
+    recompute: the module saves only its input, and backward computes it again.  Its time is linear in the length, so
+        this costs little at any length, unlike a second pass of attention.
+    """
 
     def __init__(
         self,
@@ -56,12 +63,14 @@ class GatedDeltaNet(MegatronModule):
         *,
         model: ModelConfig,
         kernel: Kernel,
+        recompute: bool,
         in_proj: Any,
         out_proj: Any,
         pg_collection: Any,
         **unused: Any,
     ) -> None:
         super().__init__(config)
+        self._recompute = recompute
         linear, self._tp, self._cp, self._kernel = model.linear_attention, pg_collection.tp, pg_collection.cp, kernel
         assert linear.num_key_heads is not None and linear.num_value_heads is not None
         self._key_dim, self._value_dim = linear.key_head_dim, linear.value_head_dim
@@ -105,6 +114,11 @@ class GatedDeltaNet(MegatronModule):
         """[t, 1, h] -> [t, 1, h] and no bias; under sequence parallelism a rank has a part of the tokens."""
         documents = packed_seq_params.linear
         assert attention_mask is None and documents is not None
+        if self._recompute and self.training:
+            return recomputed(partial(self._compute, documents), hidden_states, self.parameters()), None
+        return self._compute(documents, hidden_states), None
+
+    def _compute(self, documents: LinearDocuments, hidden_states: Tensor) -> Tensor:
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         z, b, a = projected.split([sum(self._widths[:3]), *self._widths[3:]], -1)[1:]
         channels, weight = projected[:, : sum(self._widths[:3])], self.conv1d["weight"].squeeze(1)
@@ -119,9 +133,10 @@ class GatedDeltaNet(MegatronModule):
         )
         out = linear_attention(inputs, documents, self._kernel, self._cp)
         normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)))
+        output: Tensor
         output, bias = self.out_proj(normed.flatten(1).unsqueeze(1))
         assert bias is None
-        return output, None
+        return output
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None

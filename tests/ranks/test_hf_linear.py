@@ -95,7 +95,8 @@ def in_grid(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.grid) for case in GRID if case not in cases]
 
 
-@pytest.mark.parametrize("name,layout", CASES + in_grid(CASES))
+# A forward pass of one pack cannot fill two virtual stages.
+@pytest.mark.parametrize("name,layout", CASES + in_grid([*CASES, ("qwen3_5_text", "tp_virtual")]))
 def test_every_token_has_the_loss_that_transformers_gives_it(
     ranks: Ranks, models: Callable[[str], Model], packs: list[list[Sample]], name: str, layout: str
 ) -> None:

@@ -42,6 +42,11 @@ class Inputs(NamedTuple):
         """Of states, maps and decays: float64 for float64 values, otherwise float32."""
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32
 
+    def zero_states(self, count: int) -> Tensor:
+        """[count, value heads, K, V]"""
+        shape = (count, self.v.shape[1], self.k.shape[-1], self.v.shape[-1])
+        return torch.zeros(shape, dtype=self.state_dtype, device=self.v.device)
+
 
 @dataclass(frozen=True, eq=False)
 class Fragments:

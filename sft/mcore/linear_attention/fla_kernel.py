@@ -59,7 +59,7 @@ class FlaKernel:
         return out, inputs.v.new_empty(0)
 
     def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
-        states = _zeros(inputs, fragments)
+        states = inputs.zero_states(len(fragments.lengths))
         if not len(grad):
             return states[torch.from_numpy(fragments.linked)]
         states.requires_grad_()
@@ -104,16 +104,11 @@ class FlaKernel:
         return out[0], out.new_empty(0) if last is None else last
 
 
-def _zeros(inputs: Inputs, fragments: Fragments) -> Tensor:
-    shape = (len(fragments.lengths), inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1])
-    return torch.zeros(shape, dtype=inputs.state_dtype, device=inputs.v.device)
-
-
 def _of_all(states: Tensor | None, inputs: Inputs, fragments: Fragments) -> Tensor | None:
     """States of the linked fragments -> states of all fragments, which are zero for the others."""
     if states is None:
         return None
-    result = _zeros(inputs, fragments)
+    result = inputs.zero_states(len(fragments.lengths))
     result[torch.from_numpy(fragments.linked)] = states
     return result
 

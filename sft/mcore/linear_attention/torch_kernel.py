@@ -44,7 +44,7 @@ class TorchKernel:
 
     def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
         schedule, out = _schedule(inputs, fragments), torch.empty_like(inputs.v)
-        saved = _zeros(inputs, schedule.num_saved)
+        saved = inputs.zero_states(schedule.num_saved)
         for group in schedule.groups:
             state = _of_group(states, group, inputs)
             for block in group.blocks:
@@ -56,7 +56,7 @@ class TorchKernel:
         return out, saved
 
     def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
-        dstates = _zeros(inputs, len(fragments.linked))
+        dstates = inputs.zero_states(len(fragments.linked))
         for group in _schedule(inputs, fragments).groups:
             if group.linked is not None:
                 dstate = dstates[group.linked]
@@ -91,15 +91,10 @@ def _schedule(inputs: Inputs, fragments: Fragments) -> Schedule:
     return Schedule.of(fragments, inputs.v.shape[1], inputs.v.device)
 
 
-def _zeros(inputs: Inputs, count: int) -> Tensor:
-    shape = (count, inputs.v.shape[1], inputs.k.shape[-1], inputs.v.shape[-1])
-    return torch.zeros(shape, dtype=inputs.state_dtype, device=inputs.v.device)
-
-
 def _of_group(states: Tensor | None, group: Group, inputs: Inputs) -> Tensor:
     """A copy of the states of the group's fragments, or zeros."""
     if states is None or group.linked is None:
-        return _zeros(inputs, group.num_fragments)
+        return inputs.zero_states(group.num_fragments)
     return states[group.linked]
 
 

@@ -83,6 +83,12 @@ class Config(Section):
             )
         if no_cuda and self.attention.needs_cuda:
             yield "attention.backend", "needs CUDA, and run.device is cpu; use portable or auto"
+        if self.attention.delta_rule == "fla" and no_cuda:
+            yield "attention.delta_rule", "= fla needs CUDA, and run.device is cpu; use torch or auto"
+        if self.attention.delta_rule == "fla" and self.run.precision == "fp32":
+            yield "attention.delta_rule", "= fla computes in bf16, and run.precision is fp32; use torch or auto"
+        if self.attention.delta_rule == "fla" and self.run.deterministic:
+            yield "attention.delta_rule", "= fla is not bitwise repeatable; use torch or auto"
         if no_cuda and self.parallel.ep_comm == "deepep":
             yield "parallel.ep_comm", "needs CUDA, and run.device is cpu; use alltoall"
         if self.run.deterministic and self.parallel.ep_comm == "deepep":

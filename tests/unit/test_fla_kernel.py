@@ -108,20 +108,26 @@ def test_with_fla() -> None:
 
 
 @pytest.mark.usefixtures("fla")
+def test_a_run_on_the_cpu_refuses_fla() -> None:
+    """run.device is auto, so that only the start knows."""
+    with pytest.raises(ConfigError) as caught:
+        choose(config("attention.delta_rule=fla"), "cpu")
+    problem = "FLA needs CUDA, but this run is on the CPU"
+    assert str(caught.value) == f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere."
+
+
+@pytest.mark.usefixtures("fla")
 @pytest.mark.parametrize(
-    "device, override, problem",
+    "override, problem",
     [
-        ("cpu", "run.seed=1", "FLA needs CUDA, but this run is on the CPU"),
-        ("cuda", "run.precision=fp32", "FLA computes in bf16, but run.precision is fp32"),
-        (
-            "cuda",
-            "run.deterministic=true",
-            "run.deterministic is true, and FLA measures at run time which of its kernels' variants are fastest",
-        ),
+        ("run.device=cpu", "needs CUDA, and run.device is cpu"),
+        ("run.precision=fp32", "computes in bf16, and run.precision is fp32"),
+        ("run.deterministic=true", "is not bitwise repeatable"),
     ],
 )
-def test_what_fla_cannot_compute_is_refused(device: str, override: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        choose(config("attention.delta_rule=fla", override), device)
-    assert str(caught.value) == f"attention.delta_rule = fla: {problem}.  attention.delta_rule=torch runs everywhere."
+def test_what_fla_cannot_compute(override: str, problem: str) -> None:
+    """A recipe that names fla is refused before the start; auto takes torch."""
+    with pytest.raises(ConfigError, match=f"= fla {problem}; use torch or auto"):
+        config("attention.delta_rule=fla", override)
+    device = "cpu" if override == "run.device=cpu" else "cuda"
     assert choose(config(override), device).name == "torch"

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sft.mcore.linear_attention.delta_rule import Inputs
+from sft.mcore.linear_attention.delta_rule import Fragments, Inputs
 from sft.mcore.linear_attention.documents import LinearDocuments, linear_attention
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
@@ -114,18 +114,19 @@ def attend(*case: Any) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-class Sent:
-    """Counts bytes that leave this rank, and forbids every other collective."""
+class Sent(TorchDispatchMode):
+    """Counts bytes that leave this rank by all-to-all, and refuses every other collective."""
 
     def __init__(self) -> None:
-        self.num_bytes, self._all_to_all = 0, dist.all_to_all_single
+        super().__init__()
+        self.num_bytes = 0
 
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, num_received: list[int], num_sent: list[int], group: Any
-    ) -> None:
-        own = num_sent[group.rank()]
-        self.num_bytes += sent.nbytes // max(len(sent), 1) * (len(sent) - own)
-        self._all_to_all(received, sent, num_received, num_sent, group=group)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            assert func is torch.ops.c10d.alltoall_base_.default, func
+            message, num_sent = args[1], args[4]
+            self.num_bytes += message.nbytes // max(len(message), 1) * (len(message) - num_sent[dist.get_rank()])
+        return func(*args, **(kwargs or {}))
 
 
 def attend_jointly(
@@ -144,8 +145,7 @@ def attend_jointly(
     local_rows = torch.from_numpy(local_indices(cu_seqlens, size, rank))
     leaves = [y.requires_grad_() for y in (x[local_rows], weight, g[local_rows], beta[local_rows])]
     documents = LinearDocuments.of(cu_seqlens, size, rank, torch.device("cpu"), num_taps=TAPS, max_short=max_short)
-    sent = Sent()
-    with mock.patch.object(dist, "all_to_all_single", sent.all_to_all):
+    with Sent() as sent:
         mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
         inputs = Inputs(*divided(mixed, sizes), *leaves[2:])
         out = linear_attention(inputs, documents, TorchKernel(), dist.group.WORLD)
@@ -236,3 +236,72 @@ def test_bytes_over_cp(ranks: Ranks, cp_size: int) -> None:
         assert sum(result["forward"] for result in results) == num_bytes
         assert sum(result["backward"] for result in results) == num_bytes
         assert (num_bytes == 0) == (cp_size == 1)
+
+
+# --- Qwen3.6-27B at 64K tokens --------------------------------------------------------------------------------------
+
+QWEN = HeadSizes(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+LENGTH, CHANNELS, BF16 = 65_536, (2 * 16 + 48) * 128, 2
+MOST_OF_GATHERED = 0.05  # of the bytes of an all-gather of q, k and v
+
+
+class PassingOnly:
+    """In place of a kernel: maps, states and gradients have the shapes and types of a kernel's, and are zeros."""
+
+    name = "none"
+
+    def transitions(self, inputs: Inputs, fragments: Fragments) -> tuple[Tensor, Tensor]:
+        a = inputs.k.new_zeros((len(fragments.linked), *inputs.v.shape[1:2], *[inputs.k.shape[2]] * 2))
+        return a.to(inputs.state_dtype), inputs.zero_states(len(fragments.linked))
+
+    def forward(self, inputs: Inputs, fragments: Fragments, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(inputs.v), inputs.zero_states(0)
+
+    def state_gradients(self, grad: Tensor, inputs: Inputs, fragments: Fragments) -> Tensor:
+        return inputs.zero_states(len(fragments.linked))
+
+    def backward(self, grad: Tensor, inputs: Inputs, *others: Any) -> Inputs:
+        return Inputs(*map(torch.zeros_like, inputs))
+
+
+def bytes_of_a_layer(lengths: Sequence[int]) -> tuple[int, int]:
+    """Bytes that this rank sends forward and backward, in bf16.  Its tokens are random, and no other's are in memory."""
+    join()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    cu_seqlens, generator = boundaries(np.array(lengths)), torch.device("cpu"), torch.Generator().manual_seed(rank)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
+
+    num_tokens = sum(lengths) // size
+    x, weight, beta = drawn(num_tokens, CHANNELS), drawn(CHANNELS, TAPS), drawn(num_tokens, QWEN.value_heads)
+    g = drawn(num_tokens, QWEN.value_heads, dtype=torch.float32)
+    documents = LinearDocuments.of(
+        cu_seqlens, size, rank, torch.device("cpu"), num_taps=TAPS, max_short=QWEN.max_short(size)
+    )
+    try:
+        with Sent() as sent:
+            mixed = short_convolution(x, weight, documents.convolution, dist.group.WORLD)
+            inputs = Inputs(*divided(mixed, QWEN), -torch.nn.functional.softplus(g - 2), beta.sigmoid())
+            out = linear_attention(inputs, documents, PassingOnly(), dist.group.WORLD)
+            forward = sent.num_bytes
+            out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+    finally:
+        dist.destroy_process_group()
+    assert all(y.grad is not None and y.grad.isfinite().all() for y in (x, weight, g, beta))
+    return forward, sent.num_bytes - forward
+
+
+@pytest.mark.grid
+def test_the_bytes_of_qwen_at_64k(ranks: Ranks) -> None:
+    """Of one document: maps and states of 8 fragments go to 3 of 4 ranks, a halo of 3 tokens to 6 fragments.
+
+    Then of documents that are long, and of documents that travel as tokens.  `TorchKernel` sends as many bytes.
+    """
+    maps, halo = 8 * 48 * 128 * (128 + 128 + 128) * 4 * 3 // 4, 6 * 3 * CHANNELS * BF16
+    for lengths in ([LENGTH], [8192] * 8, [1024] * 64):
+        forward, backward = (sum(sent) for sent in zip(*ranks(4).run(bytes_of_a_layer, lengths)))
+        assert forward == backward == bytes_over_cp(boundaries(np.array(lengths)), QWEN, TAPS, 4)
+        if lengths == [LENGTH]:
+            assert forward == maps + halo == 56_991_744
+            assert forward < MOST_OF_GATHERED * 3 * LENGTH * CHANNELS * BF16  # each token goes to three other ranks

@@ -265,10 +265,10 @@ class PassingOnly:
 
 
 def bytes_of_a_layer(lengths: Sequence[int]) -> tuple[int, int]:
-    """Bytes that this rank sends forward and backward, in bf16.  Its tokens are random, and no other's are in memory."""
+    """Bytes that this rank sends forward and backward, in bf16.  Only its own tokens, random, are in memory."""
     join()
     size, rank = dist.get_world_size(), dist.get_rank()
-    cu_seqlens, generator = boundaries(np.array(lengths)), torch.device("cpu"), torch.Generator().manual_seed(rank)
+    cu_seqlens, generator = boundaries(np.array(lengths)), torch.Generator().manual_seed(rank)
 
     def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()

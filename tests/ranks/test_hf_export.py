@@ -14,7 +14,16 @@ from sft.hf import kept
 from sft.hf.convert.export_hf import export_hf
 from sft.hf.source import open_source
 from tests.ranks import scenarios
-from tests.ranks.hf_models import PACKS, VISIBLE, Reference, check_losses, load, losses_of, recipe_of
+from tests.ranks.hf_models import (
+    PACKS,
+    TOKEN_LOSS_TOLERANCE,
+    VISIBLE,
+    Reference,
+    check_losses,
+    load,
+    losses_of,
+    recipe_of,
+)
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Run
 from tests.unit.fixtures import hf, vision
@@ -23,6 +32,9 @@ Ranks = Callable[[int], RankPool]
 CP, EP, TP, PP = ["parallel.cp=2"], ["parallel.ep=2"], ["parallel.tp=2"], ["parallel.pp=2"]
 SP = [*TP, "parallel.sequence_parallel=true"]
 STEPS = (1, 2)
+# Two large steps make tiny models with linear attention sensitive: single tokens are up to 2.4e-5 from float64 here, up
+# to 1.6e-5 in transformers' own fp32.  Root mean squares are equal, 1e-6 to 3e-6.
+TRAINED_LINEAR_TOLERANCE = 4e-5
 CASES: list[Any] = [
     ("qwen3", TP),
     ("llama", CP),
@@ -61,7 +73,8 @@ def test_a_trained_model_in_transformers(ranks: Ranks, tmp_path: Path, family: s
     assert told_by_headers(tmp_path / "exported") == told_by_headers(source)
 
     trained, original = models.load(tmp_path / "exported"), models.load(source)
-    check_losses([result["after"] for result in results], Reference("", trained), packs)
+    tolerance = TRAINED_LINEAR_TOLERANCE if "qwen3_5" in family or family == "qwen3_next" else TOKEN_LOSS_TOLERANCE
+    check_losses([result["after"] for result in results], Reference("", trained), packs, tolerance)
     check_losses([result["before"] for result in results], Reference("", original), packs)
     before, after = hf.tensors(source), hf.tensors(tmp_path / "exported")
     unchanged = {name for name in before if hf.same({name: before[name]}, {name: after[name]})}

@@ -83,11 +83,12 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """The tokens of one pack that one context-parallel rank holds, in zigzag order; t = pack length / cp.
+    """The tokens of one pack that one context-parallel rank holds, in zigzag order; t = pack length / cp_size.
 
     Fields without shape [1, t] describe the whole pack, and are the same on every context-parallel rank.
     """
 
+    cp_size: int  # number of ranks that share the pack
     tokens: "torch.Tensor"  # int64 [1, t]
     labels: "torch.Tensor"  # int64 [1, t]
     position_ids: "torch.Tensor"  # int64 [1, t]

@@ -1,9 +1,13 @@
 """Keys of the layout: the size of each kind of parallelism."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from sft.config.section import Positive, Section, divisors
+
+PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class ParallelConfig(Section):
@@ -30,12 +34,25 @@ class ParallelConfig(Section):
     cp_a2a: Positive | None = None
     """With a2a+p2p: number of neighbouring cp ranks that exchange heads (a2a).  A ring (p2p) connects the groups."""
 
+    dynamic_cp: bool = False
+    """Give each pack a CP size of its own: a power of two that divides cp, or cp.  Short documents then need no CP."""
+    gpus_per_node: Positive = 8
+    """GPUs of a node.  Dynamic CP weighs messages between nodes with inter_node_gb_s."""
+    intra_node_gb_s: PositiveFloat = 300.0
+    """Bytes per second that a GPU receives from GPUs of its node, in GB.  Assumed; dynamic CP weighs groups with it."""
+    inter_node_gb_s: PositiveFloat = 40.0
+    """Bytes per second that a GPU receives from other nodes, in GB.  Assumed; dynamic CP weighs groups with it."""
+
     ep_comm: Literal["alltoall", "deepep"] = "alltoall"
     """How tokens travel to experts: NCCL's all-to-all, or the kernels of the package deep_ep (not yet run on GPUs)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.ep_comm == "deepep" and self.ep * self.etp == 1:
             yield "ep_comm", "sends tokens to other ranks, which needs ep > 1; raise ep, or use alltoall"
+        if self.dynamic_cp and self.cp == 1:
+            yield "dynamic_cp", "chooses a CP size up to cp for each pack, but cp = 1.  Raise cp, or use false"
+        if self.dynamic_cp and self.cp_comm == "a2a+p2p":
+            yield "dynamic_cp", "cannot divide the two levels of groups of cp_comm = a2a+p2p.  Use p2p"
         if self.virtual_stages > 1 and self.pp == 1:
             yield "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"
         size, fitting = self.cp_a2a, [size for size in divisors(self.cp) if 1 < size < self.cp]

@@ -1,46 +1,55 @@
 """Loads the microbatches that a data-parallel rank computes in a step.
 
 The samples of a global batch are assigned anew to the data-parallel ranks, to give all ranks equal amounts of work
-(`packing/balance.py`).  No sample is dropped or repeated.  Every rank has the same number of microbatches; a microbatch
-without samples holds filler documents.
+(`packing/balance.py`).  With dynamic CP, they are assigned to the ranks of the dp x cp grid, and each pack gets a CP
+size of its own (`packing/dynamic_cp.py`).  No sample is dropped or repeated.  Every rank has the same number of
+microbatches; a microbatch without samples holds filler documents.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from sft.batch import Microbatch, Sample
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
+from sft.data.packing import dynamic_cp
 from sft.data.packing.balance import Slots, assign
+from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.dynamic_cp import Grid, Slot
 from sft.data.packing.mixture import Mixture
-from sft.data.packing.pack import Collator, LocalIndices
+from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans, Plan
 from sft.data.packing.plan_files import replayed_plans
 from sft.flops import AttentionCost
+from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
 
 
 class Loader:
-    """The microbatches of one data-parallel rank, by step.
+    """The microbatches of one rank of the dp x cp grid, by step.
 
+    collators  by the CP size of a pack
     attention  cost of attention by the length of a document; by default none, so that a cost is a token count
+    cp_cost    time of a pack by its CP size; None: each pack is on all ranks of CP
     """
 
     def __init__(
         self,
         corpus: Corpus,
         plans: EpochPlans,
-        collator: Collator,
+        collators: Mapping[int, Collator],
         layout: Layout,
         *,
         seq_length: int,
         dp_rank: int,
         attention: AttentionCost = AttentionCost(),
+        cp_cost: CpCost | None = None,
     ) -> None:
         assert 0 <= dp_rank < layout.dp
         assert plans.global_batch_size == layout.global_batch_size == layout.dp * layout.num_microbatches
         self.plans = plans
-        self._corpus, self._collator, self._dp, self._dp_rank = corpus, collator, layout.dp, dp_rank
-        self._seq_length, self._attention = seq_length, attention
+        self._corpus, self._collators, self._layout = corpus, collators, layout
+        self._seq_length, self._attention, self._cp_cost = seq_length, attention, cp_cost
+        self._grid_rank = dp_rank * layout.cp + collators[layout.cp].cp_rank
         self._eval_plan: Plan | None = None
 
     @property
@@ -48,46 +57,67 @@ class Loader:
         """Names of the sources; `Sample.source` is an index into them."""
         return self._corpus.sources
 
+    def grid(self, step: int) -> Grid:
+        """The packs of a step and their CP sizes, by rank of the dp x cp grid and microbatch."""
+        return self._grid(*self._located(step))
+
     def slots(self, step: int) -> Slots:
-        """Sample ids of every microbatch of a step, by data-parallel rank; empty tuples are packs of filler."""
-        epoch, batch = self.plans.locate(step)
-        return self._slots(self.plans.plan(epoch), batch)
+        """Sample ids of every microbatch of a step with fixed CP, by data-parallel rank; empty tuples are filler."""
+        return self._slots(*self._located(step))
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """This rank's `num_microbatches` microbatches of a step, counted from 0."""
-        epoch, batch = self.plans.locate(step)
-        return self._microbatches(self.plans.plan(epoch), batch)
+        """This rank's microbatches of a step, counted from 0."""
+        return self._microbatches(*self._located(step))
 
     def samples(self, step: int) -> list[list[Sample]]:
         """The samples of each of this rank's microbatches of a step."""
-        epoch, batch = self.plans.locate(step)
-        return self._samples(self.plans.plan(epoch), batch)
+        return [self._samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
 
-    def microbatch(self, samples: Sequence[Sample]) -> Microbatch:
-        """This rank's part of the pack of these samples."""
-        return self._collator.microbatch(samples)
+    def microbatch(self, samples: Sequence[Sample], cp_size: int | None = None) -> Microbatch:
+        """This rank's part of the pack of these samples.  cp_size: number of ranks that share it; None: all of CP"""
+        return self._collators[cp_size or self._layout.cp].microbatch(samples)
 
     def eval_batches(self) -> Iterator[list[Microbatch]]:
-        """All packs once, unshuffled, `num_microbatches` per rank at a time; packs of filler complete the last one."""
+        """All packs once, unshuffled, a global batch at a time; packs of filler complete the last one."""
         if self._eval_plan is None:
             self._eval_plan = self.plans.unshuffled()
         for batch in range(self._eval_plan.num_batches(self.plans.global_batch_size)):
             yield self._microbatches(self._eval_plan, batch)
 
-    def _microbatches(self, plan: Plan, batch: int) -> list[Microbatch]:
-        return [self.microbatch(samples) for samples in self._samples(plan, batch)]
+    def _located(self, step: int) -> tuple[Plan, int]:
+        epoch, batch = self.plans.locate(step)
+        return self.plans.plan(epoch), batch
 
-    def _samples(self, plan: Plan, batch: int) -> list[list[Sample]]:
-        slots = self._slots(plan, batch)[self._dp_rank]
-        return [[self._corpus.sample(i) for i in sample_ids] for sample_ids in slots]
+    def _microbatches(self, plan: Plan, batch: int) -> list[Microbatch]:
+        slots = self._grid(plan, batch)[self._grid_rank]
+        return [self.microbatch(self._samples_of(slot), slot.cp_size) for slot in slots]
+
+    def _samples_of(self, slot: Slot) -> list[Sample]:
+        return [self._corpus.sample(i) for i in slot.samples]
+
+    def _grid(self, plan: Plan, batch: int) -> Grid:
+        layout = self._layout
+        if self._cp_cost is None:
+            by_dp_rank = [[Slot(layout.cp, ids) for ids in slots] for slots in self._slots(plan, batch)]
+            return [slots for slots in by_dp_rank for _ in range(layout.cp)]
+        return dynamic_cp.assign(
+            [i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids],
+            self._corpus.lengths,
+            dp=layout.dp,
+            cp=layout.cp,
+            rank_tokens=self._seq_length // layout.cp,
+            doc_multiple=layout.doc_multiple,
+            cost=self._cp_cost,
+            microbatch_multiple=layout.pp if layout.virtual_stages > 1 else 1,
+        )
 
     def _slots(self, plan: Plan, batch: int) -> Slots:
         return assign(
             plan.batch(batch, self.plans.global_batch_size),
             self._corpus.lengths,
-            dp=self._dp,
+            dp=self._layout.dp,
             seq_length=self._seq_length,
-            doc_multiple=self._collator.doc_multiple,
+            doc_multiple=self._layout.doc_multiple,
             attention=self._attention,
         )
 
@@ -98,23 +128,28 @@ def make_loader(
     corpus: Corpus,
     *,
     pad_id: int,
-    local_indices: LocalIndices,
     dp_rank: int = 0,
+    cp_rank: int = 0,
     is_held_out: bool = False,
 ) -> Loader:
-    """The loader of a recipe.  `pad_id` and `local_indices` as in `Collator`.
+    """The loader of a recipe for one rank of the dp x cp grid.
 
     The mixture and data.plan apply to data.train only; a held-out set contains every sample once.
     """
     data = config.data
-    collator = Collator(
-        doc_multiple=data.doc_multiple,
-        pack_multiple=layout.pack_multiple,
-        pad_id=pad_id,
-        pad_to_length=data.seq_length if data.pad_to_seq_length else None,
-        reduction=config.loss.reduction,
-        local_indices=local_indices,
-    )
+    rank_tokens = data.seq_length // layout.cp
+    collators = {
+        cp_size: Collator(
+            doc_multiple=data.doc_multiple,
+            pack_multiple=pack_multiple(config, cp_size),
+            pad_id=pad_id,
+            pad_to_length=cp_size * rank_tokens if data.pad_to_seq_length else None,
+            reduction=config.loss.reduction,
+            cp_size=cp_size,
+            cp_rank=cp_rank % cp_size,
+        )
+        for cp_size in layout.cp_sizes or (layout.cp,)
+    }
     plans = EpochPlans(
         corpus.lengths,
         data,
@@ -123,5 +158,13 @@ def make_loader(
         mixture=None if is_held_out else Mixture.of(data.sources, corpus.source_ids, corpus.lengths),
         replayed=None if is_held_out else replayed_plans(config, corpus),
     )
-    attention = AttentionCost.of(config.model)
-    return Loader(corpus, plans, collator, layout, seq_length=data.seq_length, dp_rank=dp_rank, attention=attention)
+    return Loader(
+        corpus,
+        plans,
+        collators,
+        layout,
+        seq_length=data.seq_length,
+        dp_rank=dp_rank,
+        attention=AttentionCost.of(config.model),
+        cp_cost=CpCost.of(config) if layout.cp_sizes else None,
+    )

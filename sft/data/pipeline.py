@@ -1,7 +1,6 @@
 """Provides the data of a run on this rank: prepared samples, their order, and this rank's microbatches."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.plan_files import follows_from
-from sft.parallel import context_parallel
 from sft.parallel.collectives import broadcast_from_rank0
 from sft.parallel.layout import Layout, vocab_rows
 from sft.parallel.position import Position
@@ -59,14 +57,13 @@ class HeldOutData:
         return corpus
 
     def _loader(self, corpus: Corpus, tokenizer: ChatTokenizer, *, is_held_out: bool = False) -> Loader:
-        cp_size, cp_rank = self._layout.cp, self._position.cp_rank
         return make_loader(
             self._config,
             self._layout,
             corpus,
             pad_id=tokenizer.pad_id,
-            local_indices=partial(context_parallel.local_indices, cp_size=cp_size, cp_rank=cp_rank),
             dp_rank=self._position.dp_rank,
+            cp_rank=self._position.cp_rank,
             is_held_out=is_held_out,
         )
 

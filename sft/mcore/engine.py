@@ -167,7 +167,8 @@ class Engine:
         Routers add means over real tokens to the objective, so they scale the means by denominator / real tokens.
         """
         self._progress("sum of the loss weights over ranks")
-        real = sum(mb.num_real_tokens for mb in microbatches) if self.groups.cp_rank == 0 else 0  # of whole packs
+        # Of whole packs, each counted by the first rank of its group.
+        real = sum(mb.num_real_tokens for mb in microbatches if self.groups.cp_group(mb.cp_size).rank == 0)
         total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
         self._denominator, num_real_tokens = total.tolist()
@@ -185,14 +186,12 @@ class Engine:
         return experts.load(self.chunks, self.config.model.num_layers, count, self.groups.device)
 
     def _accumulator(self, sources: Sequence[str]) -> Accumulator:
-        reports = self.groups.reports
         return Accumulator(
             position_edges=self.config.log.position_edges,
             sources=sources,
             flops=TrainFlops.of(self.config.model, self.vocab_size),
-            counts_tokens=reports,
-            counts_packs=reports and self.groups.cp_rank == 0,
-            cp=self.groups.cp,
+            reports=self.groups.reports,
+            cp_group=self.groups.cp_group,
             device=self.groups.device,
         )
 
@@ -217,7 +216,8 @@ class Engine:
         name, mb = next(microbatches)
         self._passes.begin(f"forward of {name}")
         tokens, positions = (device.send(x, self.groups.device) for x in (mb.tokens, mb.position_ids))
-        documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, self.layout.cp, self.groups.cp_rank)
+        cp = self.groups.cp_group(mb.cp_size)
+        documents = self.backend.documents(mb.cu_seqlens, mb.max_seqlen, positions, cp)
         document_of_token = self._document_of_token(mb, chunk) if self.config.model.moe.num_experts else None
         with self._save_policy.forward_pass(len(chunk.module.decoder.layers)):
             hidden = chunk(tokens, positions, None, packed_seq_params=documents, padding_mask=document_of_token)

@@ -115,6 +115,7 @@ class Router(TopKRouter):
             self.bias = torch.nn.Parameter(self.weight.new_zeros(self.num_experts))
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.loss_scale, self.max_documents = 1.0, 0  # arguments of `begin` for the current step
+        self.cp_members: dist.ProcessGroup | None = None  # that share the pack of the current pass; set by the layer
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,9 @@ class Router(TopKRouter):
         rows = documents + 1  # row of each token in the table; row 0 collects padding and is ignored
         table = probabilities.new_zeros(self.max_documents + 1, self.num_experts)
         choices = table.index_add(0, rows, chosen.to(table.dtype))  # exact up to 2^24 tokens of a document
-        dist.all_reduce(choices, group=self.tp_cp_group)  # cp and sequence parallelism split documents over ranks
+        for group in (self.tp_group, self.cp_members):  # sequence parallelism and cp split documents over ranks
+            if group is not None and group.size() > 1:
+                dist.all_reduce(choices, group=group)
         share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)
         probability: Tensor = _SumOfRows.apply(probabilities, rows, len(table))
         return self.num_experts * (share * probability)[1:].sum()

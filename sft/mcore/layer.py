@@ -20,6 +20,8 @@ from torch import Tensor
 
 from sft.mcore.activations.recompute import recomputed
 from sft.mcore.activations.saved_tensors import SavePolicy
+from sft.mcore.attention.backend import PackedDocuments
+from sft.mcore.experts import ExpertLayer
 
 
 class Layer(TransformerLayer):
@@ -51,10 +53,13 @@ class Layer(TransformerLayer):
             self.self_attn_bda = _ResidualSum(self.post_self_attn_layernorm, residual_multiplier)
             self.mlp_bda = _ResidualSum(self.post_mlp_layernorm, residual_multiplier)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, packed_seq_params: PackedDocuments, **kwargs: Any) -> Any:
         if self.save_policy is not None:
             self.save_policy.start_layer()
-        return super().forward(*args, **kwargs)
+        if isinstance(self.mlp, ExpertLayer):  # core passes packed_seq_params to attention only
+            assert packed_seq_params.cp is not None
+            self.mlp.router.cp_members = packed_seq_params.cp.members
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         core_forward_mlp = super()._forward_mlp

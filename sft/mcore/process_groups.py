@@ -7,7 +7,8 @@ so they are initialised from the same Layout.
 import datetime
 import importlib.util
 import resource
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from sft.errors import ConfigError
 from sft.parallel import rendezvous
 from sft.parallel.alignment import ETP_NEEDS_NCCL
+from sft.parallel.cp_group import CpGroup
 from sft.parallel.layout import Layout
 from sft.parallel.position import Position
 
@@ -27,9 +29,14 @@ from sft.parallel.position import Position
 class ProcessGroups(Position):
     collection: ProcessGroupCollection  # passed to megatron-core's constructors
 
-    @property
-    def cp(self) -> dist.ProcessGroup:
-        return self.collection.cp
+    smaller_cp: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)  # this rank's of dynamic CP, by size
+
+    def cp_group(self, cp_size: int) -> CpGroup:
+        """The ranks that share a pack of this CP size with this rank."""
+        cp, rank = self.collection.cp, self.cp_rank % cp_size
+        if cp_size == 1:
+            return CpGroup(1, rank, None)
+        return CpGroup(cp_size, rank, cp if cp_size == cp.size() else self.smaller_cp[cp_size])
 
     @property
     def tp(self) -> dist.ProcessGroup:
@@ -78,6 +85,7 @@ def start(
     model_parallel_cuda_manual_seed(seed)
     return ProcessGroups(
         collection=ProcessGroupCollection.use_mpu_process_groups(),
+        smaller_cp=_smaller_cp(layout, timeout_s),
         device=device,
         rank=dist.get_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -88,6 +96,24 @@ def start(
         control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
         saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
     )
+
+
+def _smaller_cp(layout: Layout, timeout_s: int) -> dict[int, dist.ProcessGroup]:
+    """This rank's groups of dynamic CP with more than one rank and fewer than cp, by size.  Collective.
+
+    Only the ranks of a group take part in its creation, from the smallest group to the largest.
+    """
+    ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
+    rank, groups = parallel_state.get_context_parallel_rank(), dict[int, dist.ProcessGroup]()
+    for size in layout.cp_sizes[1:-1]:
+        first = rank // size * size
+        groups[size] = dist.new_group(
+            ranks[first : first + size],
+            timeout=datetime.timedelta(seconds=timeout_s),
+            use_local_synchronization=True,
+            group_desc=f"dynamic CP of {size}",
+        )
+    return groups
 
 
 def _two_levels(layout: Layout) -> dict[str, Any]:

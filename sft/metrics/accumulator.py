@@ -1,6 +1,6 @@
 """Combines the measurements of a step over all ranks, with one all-gather.  `totals.py` declares the quantities."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sft.batch import Microbatch
 from sft.flops import TrainFlops
 from sft.metrics.totals import Totals, quantities
+from sft.parallel.cp_group import CpGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +38,15 @@ class Accumulator:
     """Adds up the measurements of all ranks.  Counts each token and each pack once.
 
     position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document
-    counts_tokens   True on tp rank 0 of the last pipeline stage, that is, on one rank of each (dp, cp) position
-    counts_packs    True on tp rank 0 and cp rank 0 of the last pipeline stage, that is, on one rank of each dp position
+    reports         True on tp rank 0 of the last pipeline stage, that is, on one rank of each (dp, cp) position
+    cp_group        the ranks that share a pack of this CP size with this rank; the first of them counts the pack
     """
 
     position_edges: Sequence[int]
     sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
     flops: TrainFlops
-    counts_tokens: bool
-    counts_packs: bool
-    cp: dist.ProcessGroup  # the ranks that hold the other parts of the same packs
+    reports: bool
+    cp_group: Callable[[int], CpGroup]
     device: torch.device
 
     def names(self, by: str) -> Sequence[str]:
@@ -73,53 +73,66 @@ class Accumulator:
         tokens: Sequence[SupervisedTokens],
         peaks: Mapping[str, float] | None = None,
     ) -> Totals:
-        """The totals over all ranks.  Collective: one all-gather of about a hundred numbers per rank.  With cp above 1,
-        also one all-reduce over cp of one number per document.
+        """The totals over all ranks.  Collective: one all-gather of about a hundred numbers per rank.  For each
+        CP size above 1 of a pack, also one all-reduce over its group of one number per document.
 
         tokens  supervised tokens of each microbatch; empty on all pipeline stages except the last
         peaks   measurements of kind Max, by name
         """
         declared = quantities(Totals)
         names = {name: self.names(quantity.by) for name, quantity in declared.items()}
+        counted = [microbatch for microbatch in microbatches if self._counts(microbatch)]
         parts: dict[str, Sequence[Any]] = {
             "Sum": tokens,
-            "Replicated": microbatches,
+            "Replicated": counted,
             "PerSequence": [self._sequences(microbatches, tokens)],
             "Max": [peaks or {}],
         }
         numbers = [quantity.local(parts[quantity.kind], names[name]) for name, quantity in declared.items()]
-        attention = sum(self.flops.attention(microbatch.lengths) for microbatch in microbatches)
-        own = np.array([self.counts_tokens, self.counts_packs, attention], dtype=np.float64)
+        attention = sum(self.flops.attention(microbatch.lengths) for microbatch in counted)
+        own = np.array([self.reports, attention, sum(map(self._work, microbatches))], dtype=np.float64)
         gathered = self._all_gather(np.concatenate([own, *numbers]))
 
-        of_tokens, of_packs = gathered[:, :2].T > 0
-        attention_flops = gathered[of_packs, 2]
-        ranks = {"Sum": of_tokens, "Replicated": of_packs, "PerSequence": of_packs, "Max": of_tokens | True}
+        reports = gathered[:, 0] > 0
+        attention_flops, work = gathered[reports, 1:3].T
         split = np.split(gathered[:, 3:], np.cumsum([len(part) for part in numbers])[:-1], axis=1)
-        columns = {name: column[ranks[declared[name].kind]] for name, column in zip(declared, split, strict=True)}
+        columns = {
+            name: column if declared[name].kind == "Max" else column[reports]
+            for name, column in zip(declared, split, strict=True)
+        }
         values = {
             name: quantity.over_ranks(columns[name], names[name])
             for name, quantity in declared.items()
             if quantity.measure is not None
         }
-        work = self.flops.per_token * columns["num_padded_tokens"][:, 0] + attention_flops
         return Totals(
             **values,
             attention_flops=float(attention_flops.sum()),
             work_imbalance=float(work.max() / work.mean()) if work.any() else 1.0,
         )
 
+    def _counts(self, microbatch: Microbatch) -> bool:
+        return self.cp_group(microbatch.cp_size).rank == 0
+
+    def _work(self, microbatch: Microbatch) -> float:
+        """FLOPs of this rank's part of a microbatch."""
+        of_pack = self.flops.per_token * float(microbatch.cu_seqlens[-1]) + self.flops.attention(microbatch.lengths)
+        return of_pack / microbatch.cp_size
+
     def _sequences(self, microbatches: Sequence[Microbatch], tokens: Sequence[SupervisedTokens]) -> SequenceLosses:
-        """Losses of the sequences in this rank's packs, added over cp ranks."""
+        """Losses of the sequences in the packs that this rank counts, added over the ranks that share a pack."""
         sums = [np.zeros(len(microbatch.supervised)) for microbatch in microbatches]
         for total, part in zip(sums, tokens):
             total += np.bincount(part.buckets["document"], weights=part.nll, minlength=len(total))
-        nll = np.concatenate(sums)
-        if self.cp.size() > 1:
-            whole = torch.from_numpy(nll).to(self.device)
-            dist.all_reduce(whole, group=self.cp)
-            nll = whole.cpu().numpy()
-        count = np.concatenate([microbatch.supervised for microbatch in microbatches])
+        for cp_size in sorted({microbatch.cp_size for microbatch in microbatches} - {1}):
+            of_size = [total for total, microbatch in zip(sums, microbatches) if microbatch.cp_size == cp_size]
+            whole = torch.from_numpy(np.concatenate(of_size)).to(self.device)
+            dist.all_reduce(whole, group=self.cp_group(cp_size).members)
+            for total, added in zip(of_size, whole.cpu().split([len(total) for total in of_size])):
+                total[:] = added.numpy()
+        counted = [i for i, microbatch in enumerate(microbatches) if self._counts(microbatch)]
+        nll = np.concatenate([np.zeros(0), *(sums[i] for i in counted)])
+        count = np.concatenate([np.zeros(0, dtype=np.int32), *(microbatches[i].supervised for i in counted)])
         mean_nll = nll[count > 0] / count[count > 0]
         with np.errstate(over="ignore"):
             return SequenceLosses(mean_nll, np.exp(mean_nll))

@@ -3,8 +3,9 @@
 The kind of a quantity says what a rank measures it on, and over which ranks it is combined:
 
     Sum          measured on the supervised tokens that a rank holds; combined over dp x cp
-    Replicated   measured on whole packs, with the same result on all cp ranks; combined over dp only
-    PerSequence  measured on whole sequences, whose losses are first added over cp; combined over dp
+    Replicated   measured on whole packs by the first of the ranks that share a pack; combined over dp x cp
+    PerSequence  measured on whole sequences, whose losses are first added over the ranks that share a pack, by the
+                 first of these ranks; combined over dp x cp
     Max          measured by the engine on every rank; combined to the maximum, with the first rank that has it
 
 `rows.py` computes the logged numbers from these quantities.  Ranks send all numbers as float64, which represents every
@@ -114,7 +115,7 @@ class Totals:
     num_padded_tokens: int = quantity("Replicated", lambda pack: pack.cu_seqlens[-1])
     num_documents: int = quantity("Replicated", lambda pack: pack.num_documents)
     attention_flops: float = quantity("Replicated", None, float)  # forward and backward, by the lengths of documents
-    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp ranks: largest / mean
+    work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp x cp ranks: largest / mean
     # Only sequences with a supervised token are measured.  Without such a sequence, min is inf and max is -inf.
     num_sequences: int = quantity("PerSequence", lambda losses: len(losses.mean_nll))
     sequence_nll: float = quantity("PerSequence", lambda losses: losses.mean_nll.sum(), float)

@@ -38,13 +38,15 @@ def aligned(length: Lengths, doc_multiple: int) -> Lengths:
     return -(-length // doc_multiple) * doc_multiple
 
 
-def pack_multiple(config: Config) -> int:
+def pack_multiple(config: Config, cp_size: int | None = None) -> int:
     """The length of every pack is a multiple of this number, because of doc_multiple, cp, sequence parallel and FP8.
+
+    cp_size: number of ranks that share the pack; None: parallel.cp
 
     doc_multiple 32, cp 2, tp 4 with sequence parallel -> 32, and with mxfp8 -> 2 * 4 * 32 = 256
     """
-    parallel = config.parallel
-    return lcm(config.data.doc_multiple, 2 * parallel.cp, parallel.cp * _split(config) * FP8_TOKENS[config.run.fp8])
+    cp = cp_size or config.parallel.cp
+    return lcm(config.data.doc_multiple, 2 * cp, cp * _split(config) * FP8_TOKENS[config.run.fp8])
 
 
 def _split(config: Config) -> int:
@@ -247,6 +249,8 @@ def _tokens(config: Config) -> Iterator[str]:
     # A cp or tp that is refused already must not appear in the message about seq_length.
     fits = _cp_fits(config, cp) and _tp_fits(config, config.parallel.tp)
     pack = pack_multiple(config) if fits else multiple
+    if config.parallel.dynamic_cp:  # a rank alone holds seq_length / cp tokens of whole documents
+        pack = lcm(pack, multiple * cp)
     if seq_length % pack:
         why = _explain_multiple(config) if fits else "doc_multiple"
         nearest = _nearest_multiples(seq_length, pack)
@@ -257,6 +261,8 @@ def _explain_multiple(config: Config) -> str:
     """The settings that give the multiple: "doc_multiple 32, cp 2, tp 4 with sequence parallel, ..."."""
     parallel, fp8 = config.parallel, config.run.fp8
     reasons = [f"doc_multiple {config.data.doc_multiple}", f"cp {parallel.cp}"]
+    if parallel.dynamic_cp:
+        reasons = [f"doc_multiple {config.data.doc_multiple} x cp {parallel.cp}, because of dynamic_cp"]
     if _split(config) > 1:
         reasons.append(f"tp {parallel.tp} with sequence parallel")
     if fp8:

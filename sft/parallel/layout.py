@@ -12,6 +12,7 @@ from math import lcm
 from sft.config import Config, ModelConfig, listed
 from sft.errors import ConfigError
 from sft.parallel.alignment import FP8_TOKENS, misfits, pack_multiple, smallest_world
+from sft.parallel.cp_group import cp_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Layout:
     num_microbatches: int  # packs per optimizer step on one data-parallel rank
     doc_multiple: int  # documents are padded to a multiple of this
     pack_multiple: int  # packs are padded to a multiple of this with filler documents
+    cp_sizes: tuple[int, ...] = ()  # sizes that a pack may have with parallel.dynamic_cp; empty: cp
     cp_a2a: int | None = None  # cp ranks in each all-to-all group of a2a+p2p; the ring connects the groups
     fp8: str | None = None  # the value of run.fp8; may increase pack_multiple
 
@@ -66,6 +68,7 @@ class Layout:
             num_microbatches=config.train.global_batch_size // dp,
             doc_multiple=config.data.doc_multiple,
             pack_multiple=pack_multiple(config),
+            cp_sizes=cp_sizes(parallel.cp) if parallel.dynamic_cp else (),
             cp_a2a=parallel.cp_a2a if config.attention.may_read_cp_comm(config.run.device) else None,
             fp8=config.run.fp8,
         )
@@ -88,6 +91,11 @@ class Layout:
             f"tokens per step <= {packs} packs x {seq_length:,} = {packs * seq_length:,}",
             f"tokens per rank and microbatch <= {seq_length:,} / cp {cp} = {local:,}",
         ]
+        if self.cp_sizes:
+            *smaller, largest = map(str, self.cp_sizes)
+            lines.append(
+                f"dynamic CP: each pack is on {', '.join(smaller)} or {largest} ranks; microbatches by the plan"
+            )
         if virtual > 1:
             lines.append(f"pipeline stages: pp {self.pp} x virtual_stages {virtual} = {self.pp * virtual}")
         if self.ep * self.etp > 1:

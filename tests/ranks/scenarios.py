@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from sft.batch import Microbatch, Sample
 from sft.data.loader import Loader
+from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans
 from sft.flops import AttentionCost
@@ -31,6 +31,7 @@ from sft.mcore.engine import Engine, release
 from sft.mcore.initial_weights import initialise
 from sft.mcore.optimizer import offload
 from sft.parallel import context_parallel
+from sft.parallel.alignment import pack_multiple
 from sft.parallel.layout import Layout
 from sft.recipe.load import parse_recipe
 from tests.ranks.pool import RankPool, join
@@ -122,29 +123,34 @@ def loader_of(engine: Engine, corpus: Any) -> Loader:
     return Loader(
         corpus,
         plans,
-        collator_of(engine),
+        {cp_size: collator_of(engine, cp_size) for cp_size in layout.cp_sizes or (layout.cp,)},
         layout,
         seq_length=config.data.seq_length,
         dp_rank=engine.groups.dp_rank,
         attention=AttentionCost.of(config.model),
+        cp_cost=CpCost.of(config) if layout.cp_sizes else None,
     )
 
 
-def collator_of(engine: Engine) -> Collator:
+def collator_of(engine: Engine, cp_size: int | None = None) -> Collator:
     data, layout = engine.config.data, engine.layout
+    size = cp_size or layout.cp
     return Collator(
         doc_multiple=data.doc_multiple,
-        pack_multiple=layout.pack_multiple,
+        pack_multiple=pack_multiple(engine.config, size),
         pad_id=0,
-        pad_to_length=data.seq_length if data.pad_to_seq_length else None,
+        pad_to_length=data.seq_length * size // layout.cp if data.pad_to_seq_length else None,
         reduction=engine.config.loss.reduction,
-        local_indices=partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=engine.groups.cp_rank),
+        cp_size=size,
+        cp_rank=engine.groups.cp_rank % size,
     )
 
 
-def microbatch_of(engine: Engine, samples: Sequence[Sample], doc_multiple: int | None = None) -> Microbatch:
+def microbatch_of(
+    engine: Engine, samples: Sequence[Sample], doc_multiple: int | None = None, cp_size: int | None = None
+) -> Microbatch:
     """The samples as one pack, and this rank's part of it; no samples: filler only."""
-    collator = replace(collator_of(engine), pad_to_length=None)
+    collator = replace(collator_of(engine, cp_size), pad_to_length=None)
     if doc_multiple:
         collator = replace(collator, doc_multiple=doc_multiple, pack_multiple=1)
     return collator.microbatch(samples)

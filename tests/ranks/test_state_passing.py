@@ -20,6 +20,7 @@ from sft.mcore.linear_attention.documents import LinearDocuments, linear_attenti
 from sft.mcore.linear_attention.short_convolution import short_convolution
 from sft.mcore.linear_attention.torch_kernel import TorchKernel
 from sft.parallel.context_parallel import local_indices
+from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import HeadSizes, boundaries, bytes_over_cp
 from tests.ranks.pool import RankPool, join
 
@@ -144,11 +145,13 @@ def attend_jointly(
         x[rows], g[rows], beta[rows], grad[rows] = 7.0, -0.5, 0.25, 3.0
     local_rows = torch.from_numpy(local_indices(cu_seqlens, size, rank))
     leaves = [y.requires_grad_() for y in (x[local_rows], weight, g[local_rows], beta[local_rows])]
-    documents = LinearDocuments.of(cu_seqlens, size, rank, torch.device("cpu"), num_taps=TAPS, max_short=max_short)
+    documents = LinearDocuments.of(
+        cu_seqlens, CpGroup(size, rank, dist.group.WORLD), torch.device("cpu"), num_taps=TAPS, max_short=max_short
+    )
     with Sent() as sent:
         mixed = short_convolution(*leaves[:2], documents.convolution, dist.group.WORLD)
         inputs = Inputs(*divided(mixed, sizes), *leaves[2:])
-        out = linear_attention(inputs, documents, TorchKernel(), dist.group.WORLD)
+        out = linear_attention(inputs, documents, TorchKernel())
         forward = sent.num_bytes
         gradients = torch.autograd.grad(out, leaves, grad[local_rows])
     backward = sent.num_bytes - forward
@@ -277,13 +280,17 @@ def bytes_of_a_layer(lengths: Sequence[int]) -> tuple[int, int]:
     x, weight, beta = drawn(num_tokens, CHANNELS), drawn(CHANNELS, TAPS), drawn(num_tokens, QWEN.value_heads)
     g = drawn(num_tokens, QWEN.value_heads, dtype=torch.float32)
     documents = LinearDocuments.of(
-        cu_seqlens, size, rank, torch.device("cpu"), num_taps=TAPS, max_short=QWEN.max_short(size)
+        cu_seqlens,
+        CpGroup(size, rank, dist.group.WORLD),
+        torch.device("cpu"),
+        num_taps=TAPS,
+        max_short=QWEN.max_short(size),
     )
     try:
         with Sent() as sent:
             mixed = short_convolution(x, weight, documents.convolution, dist.group.WORLD)
             inputs = Inputs(*divided(mixed, QWEN), -torch.nn.functional.softplus(g - 2), beta.sigmoid())
-            out = linear_attention(inputs, documents, PassingOnly(), dist.group.WORLD)
+            out = linear_attention(inputs, documents, PassingOnly())
             forward = sent.num_bytes
             out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
     finally:

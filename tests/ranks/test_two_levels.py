@@ -51,7 +51,7 @@ def groups(overrides: list[str], with_einops: bool = True) -> tuple[list[int], l
         two = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
         assert engine.groups.collection.hcp == two  # of which core's layer takes what parallel_state says
         return (
-            dist.get_process_group_ranks(engine.groups.cp),
+            dist.get_process_group_ranks(engine.groups.collection.cp),
             None if two is None else [dist.get_process_group_ranks(group) for group in two],
         )
 

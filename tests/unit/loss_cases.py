@@ -91,6 +91,7 @@ def microbatch(labels: Tensor, weights: Tensor) -> Microbatch:
     """What the loss reads of one: labels and weights."""
     nothing, size = torch.zeros_like(labels), labels.numel()
     return Microbatch(
+        cp_size=1,
         tokens=nothing,
         labels=labels,
         position_ids=nothing,

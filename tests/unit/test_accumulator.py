@@ -13,6 +13,7 @@ from sft.data.packing.pack import local_part, make_pack
 from sft.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import Peak, Totals, quantity
+from sft.parallel.cp_group import CpGroup
 from tests.builders import answer
 
 
@@ -23,7 +24,7 @@ def accumulator() -> Iterator[Accumulator]:
     assert group is not None
     yield Accumulator(
         position_edges=(2, 4), sources=("a", "b"), flops=TrainFlops(1.0, 0.0, AttentionCost(1.0)),
-        counts_tokens=True, counts_packs=True, cp=group, device=torch.device("cpu"),
+        reports=True, cp_group=lambda size: CpGroup(size, 0, group), device=torch.device("cpu"),
     )  # fmt: skip
     dist.destroy_process_group()
 
@@ -33,7 +34,7 @@ def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[floa
     microbatches, tokens = [], []
     for samples, nll in packs:
         pack = make_pack(samples, doc_multiple=8, pad_id=0, pack_multiple=32)
-        microbatches.append(local_part(pack, np.arange(len(pack.tokens)), doc_multiple=8))
+        microbatches.append(local_part(pack, np.arange(len(pack.tokens)), cp_size=1, doc_multiple=8))
         tokens.append(
             SupervisedTokens(
                 objective=sum(nll),

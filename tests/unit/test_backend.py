@@ -14,6 +14,7 @@ from sft.mcore import fp8
 from sft.mcore.attention.portable import Portable
 from sft.mcore.attention.selection import choose, slower_than_possible
 from sft.mcore.attention.torch_kernel import TorchKernel
+from sft.parallel.cp_group import CpGroup
 from sft.recipe.load import parse_recipe
 from tests.builders import RECIPE
 
@@ -40,7 +41,7 @@ def test_a_soft_cap_takes_the_plain_kernel() -> None:
     found = choose(config("model.attention_softcap=50", "attention.backend=portable"), "cuda")
     assert str(found) == "portable (plain torch, no flash kernel: it has no model.attention_softcap)"
     positions = torch.arange(8)[None]
-    kernel = found.documents(torch.tensor([0, 8], dtype=torch.int32), 8, positions, 1, 0).kernels[None]
+    kernel = found.documents(torch.tensor([0, 8], dtype=torch.int32), 8, positions, CpGroup(1, 0, None)).kernels[None]
     assert isinstance(kernel, TorchKernel) and kernel.softcap == 50.0
 
 
@@ -258,7 +259,9 @@ def test_weights_and_attention_stay_as_without_fp8(name: str) -> None:
 def test_positions_begin_anew_with_every_document() -> None:
     """Of two of 2 tokens each: the angles of 0, 1, 0, 1."""
     boundaries, positions = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([[0, 1, 0, 1]])
-    rotation = choose(config("run.precision=fp32"), "cpu").documents(boundaries, 2, positions, 1, 0).rotation
+    rotation = (
+        choose(config("run.precision=fp32"), "cpu").documents(boundaries, 2, positions, CpGroup(1, 0, None)).rotation
+    )
     assert rotation is not None
     assert rotation.cos[:, 0, 0].tolist() == pytest.approx([1.0, 0.5403023, 1.0, 0.5403023], rel=1e-6)
 

@@ -12,6 +12,7 @@ from sft.cli import main
 from sft.mcore.attention import fused_rotary, transformer_engine
 from sft.mcore.attention.rope import Rotation
 from sft.mcore.attention.selection import choose
+from sft.parallel.cp_group import CpGroup
 from tests.builders import RECIPE, parsed
 
 QWEN = ["model.num_attention_heads=16", "model.num_query_groups=8", "model.head_dim=128", "model.qk_norm=true"]
@@ -59,7 +60,7 @@ def test_who_rotates(te: None, seq_length: int, rotates: bool) -> None:
     """Core with a table of angles, or attention with the positions of this rank's tokens; the log says which."""
     backend = choose(parsed(*QWEN, f"data.seq_length={seq_length}").config, "cuda")
     positions, boundaries = torch.tensor([[0, 1, 0, 1]]), torch.tensor([0, 2, 4], dtype=torch.int32)
-    documents = backend.documents(boundaries, 2, positions, 1, 0)
+    documents = backend.documents(boundaries, 2, positions, CpGroup(1, 0, None))
     assert (backend.rotary_table(torch.device("cpu")) is None) == rotates
     assert (documents.rotation is not None) == rotates
     assert backend.transformer_fields["apply_rope_fusion"] != rotates

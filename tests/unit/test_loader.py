@@ -1,7 +1,6 @@
 """Packs and microbatches: labels never cross a document, every sample once per epoch, the same on every layout."""
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from sft.data.loader import Loader, make_loader
 from sft.data.packing.pack import Collator, local_part, make_pack
 from sft.data.packing.plan import EpochPlans
 from sft.flops import AttentionCost
-from sft.parallel.context_parallel import local_indices
 from sft.parallel.layout import Layout
 from tests.builders import LLAMA_8B, layout_config, sample
 from tests.unit.fixtures.folder import config
@@ -52,11 +50,18 @@ def loader(corpus: Corpus, sizes: Layout, *, dp_rank: int = 0, cp_rank: int = 0,
         pack_multiple=sizes.pack_multiple,
         pad_id=PAD,
         pad_to_length=data.seq_length if data.pad_to_seq_length else None,
-        local_indices=partial(local_indices, cp_size=sizes.cp, cp_rank=cp_rank),
+        cp_size=sizes.cp,
+        cp_rank=cp_rank,
     )
     plans = EpochPlans(corpus.lengths, data, seed=5, global_batch_size=sizes.global_batch_size)
     return Loader(
-        corpus, plans, collator, sizes, seq_length=data.seq_length, dp_rank=dp_rank, attention=AttentionCost(16.0)
+        corpus,
+        plans,
+        {sizes.cp: collator},
+        sizes,
+        seq_length=data.seq_length,
+        dp_rank=dp_rank,
+        attention=AttentionCost(16.0),
     )
 
 
@@ -203,7 +208,7 @@ def test_what_is_padding() -> None:
     assert pack.sample_ids == (4, 2) and pack.max_seqlen == 4 and pack.loss_mask.dtype == np.bool_
     for array in (pack.tokens, pack.labels, pack.position_ids, pack.cu_seqlens, pack.lengths):
         assert array.dtype == np.int32
-    part = local_part(pack, np.arange(12), doc_multiple=4)
+    part = local_part(pack, np.arange(12), cp_size=1, doc_multiple=4)
     assert part.is_padding.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1, 1]]
     assert part.sources.tolist() == [2, 1, 0]
 
@@ -256,7 +261,7 @@ def test_fillers_are_few(real: int, doc_multiple: int, pack_multiple: int, pad_t
     settings = {"doc_multiple": doc_multiple, "pack_multiple": pack_multiple, "pad_to_length": pad_to}
     pack = make_pack(samples, pad_id=0, **settings)
     assert np.diff(pack.cu_seqlens)[len(samples) :].tolist() == fillers
-    part = local_part(pack, np.arange(len(pack.tokens)), doc_multiple=doc_multiple)
+    part = local_part(pack, np.arange(len(pack.tokens)), cp_size=1, doc_multiple=doc_multiple)
     aligned_real = -(-real // doc_multiple) * doc_multiple
     assert (part.num_documents, part.num_real_tokens, part.num_aligned_tokens) == (len(samples), real, aligned_real)
     assert not pack.loss_mask[aligned_real:].any() and len(pack.tokens) == aligned_real + sum(fillers)
@@ -276,7 +281,6 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
             layout(global_batch_size=4),
             corpus_of([2048, 1024]),
             pad_id=PAD,
-            local_indices=partial(local_indices, cp_size=1, cp_rank=0),
         )._attention(np.array([1024, 2048]))
         for window in ({}, {"sliding_window": 1024})
     )

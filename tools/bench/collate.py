@@ -33,11 +33,6 @@ LAYOUT = Layout(
 )  # fmt: skip
 
 
-def whole(cu_seqlens: np.ndarray) -> np.ndarray:
-    """All positions of the pack: the indices of a rank with cp 1."""
-    return np.arange(cu_seqlens[-1])
-
-
 def corpus_of(folder: Path, lengths: np.ndarray) -> Corpus:
     """A store of samples of these lengths; all their tokens are 1."""
     rows, palette = np.ones(len(lengths), dtype=LINE), np.array([0, 1], dtype=np.float32)
@@ -55,10 +50,8 @@ def measure(mix: str, options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         corpus = corpus_of(Path(folder), lengths)
         plans = EpochPlans(corpus.lengths, data, seed=0, global_batch_size=LAYOUT.global_batch_size)
-        collator = Collator(
-            doc_multiple=data.doc_multiple, pack_multiple=LAYOUT.pack_multiple, pad_id=0, local_indices=whole
-        )
-        loader = Loader(corpus, plans, collator, LAYOUT, seq_length=data.seq_length, dp_rank=0)
+        collator = Collator(doc_multiple=data.doc_multiple, pack_multiple=LAYOUT.pack_multiple, pad_id=0)
+        loader = Loader(corpus, plans, {1: collator}, LAYOUT, seq_length=data.seq_length, dp_rank=0)
         num_steps = plans.steps_per_epoch(0)  # makes the plan before the clock starts
         counts: list[int] = []
         seconds = cpu_time(

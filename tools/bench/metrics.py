@@ -44,7 +44,7 @@ def microbatch(config: Config, num_documents: int) -> Microbatch:
         for i in range(num_documents)
     ]
     pack = make_pack(samples, doc_multiple=multiple, pad_id=0)
-    return local_part(pack, np.arange(len(pack.tokens)), doc_multiple=multiple)
+    return local_part(pack, np.arange(len(pack.tokens)), cp_size=1, doc_multiple=multiple)
 
 
 def accumulate(accumulator: Accumulator, mb: Microbatch) -> None:

@@ -45,8 +45,8 @@ class Bounds:
 
 
 def loader_of(config: Config, layout: Layout, corpus: Corpus) -> Loader:
-    """The loader of rank 0 in `sft train`, without context parallelism: it plans only, and makes no microbatches."""
-    return make_loader(config, layout, corpus, pad_id=0, local_indices=lambda cu_seqlens: np.arange(cu_seqlens[-1]))
+    """The loader of rank 0 in `sft train`."""
+    return make_loader(config, layout, corpus, pad_id=0)
 
 
 def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[str]]:

@@ -2,20 +2,19 @@
 
 Decides labels and padding.  Labels are shifted here, per document and before sharding, so no rank needs a token of
 another rank.
-`plan.py` and `balance.py` decide which samples share a pack.  A function of `parallel/context_parallel.py` decides
+`plan.py`, `balance.py` and `dynamic_cp.py` decide which samples share a pack.  `parallel/context_parallel.py` decides
 which tokens of a pack a rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
 
 from sft.batch import Microbatch, Pack, Sample
+from sft.parallel import context_parallel
 from sft.parallel.alignment import aligned
-
-LocalIndices = Callable[[np.ndarray], np.ndarray]
 
 # Longest filler document.  Kernels take time for each document, and attention takes time with the square of a length:
 # at 4,096 tokens it is a small part of the work on a token.
@@ -24,15 +23,16 @@ FILLER_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
-    """Makes a rank's microbatches.
+    """Makes a rank's microbatches of packs with one context-parallel size.
 
-    local_indices  cu_seqlens of a pack (int32 numpy) -> the positions in the pack that this rank holds
+    cp_rank  rank of this process among the cp_size ranks that share a pack
     """
 
     doc_multiple: int  # every document is padded to a multiple of doc_multiple tokens
     pack_multiple: int  # filler documents pad every pack to a multiple of pack_multiple tokens
     pad_id: int
-    local_indices: LocalIndices
+    cp_size: int = 1
+    cp_rank: int = 0
     pad_to_length: int | None = None  # packs are padded to at least this length; None: only to pack_multiple
     reduction: str = "token"  # loss.reduction: decides the weight of each supervised token
 
@@ -46,7 +46,8 @@ class Collator:
             pack_multiple=self.pack_multiple,
             pad_to_length=self.pad_to_length or 0,
         )
-        return local_part(pack, self.local_indices(pack.cu_seqlens), doc_multiple=self.doc_multiple)
+        indices = context_parallel.local_indices(pack.cu_seqlens, self.cp_size, self.cp_rank)
+        return local_part(pack, indices, cp_size=self.cp_size, doc_multiple=self.doc_multiple)
 
 
 def make_pack(
@@ -108,7 +109,7 @@ def token_weight(num_supervised: int, reduction: str) -> np.float32:
     return np.float32(max(num_supervised, 1) ** exponent)
 
 
-def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microbatch:
+def local_part(pack: Pack, indices: np.ndarray, *, cp_size: int, doc_multiple: int) -> Microbatch:
     """The microbatch of the rank that holds positions `indices` of a pack; its counts are those of the whole pack."""
     import torch  # takes a second, which errors about data need not wait for
 
@@ -116,6 +117,7 @@ def local_part(pack: Pack, indices: np.ndarray, *, doc_multiple: int) -> Microba
         return torch.from_numpy(array[indices]).to(dtype).unsqueeze(0)  # [1, t]
 
     return Microbatch(
+        cp_size=cp_size,
         tokens=at_indices(pack.tokens, torch.int64),
         labels=at_indices(pack.labels, torch.int64),
         position_ids=at_indices(pack.position_ids, torch.int64),

@@ -24,12 +24,14 @@ from sft.mcore.attention.rope import RotaryTable, Rotation
 from sft.mcore.device import send
 from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
 from sft.mcore.linear_attention.documents import LinearDocuments
+from sft.parallel.cp_group import CpGroup
 
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
     """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
+    cp: CpGroup | None = None  # the ranks that share the pack
     kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
@@ -71,19 +73,19 @@ class AttentionBackend(ABC):
         """Angles with which megatron-core rotates queries and keys; None: attention itself rotates them."""
         return None if self.attention_rotates else RotaryTable(self.frequencies(device))
 
-    def documents(
-        self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
-    ) -> PackedDocuments:
+    def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
         """The inputs of attention that describe a microbatch on this rank.
 
         cu_seqlens  int32 [documents + 1], padded boundaries of the documents of the whole pack
         max_seqlen  tokens of the longest document of the pack, padded
         positions   int64 [1, t] of this rank's tokens within their documents, on the device
+        cp          the ranks that share the pack
 
         Padded and unpadded boundaries are the same tensor, because causal attention cannot see padding at the end of a
         document.  Some Transformer Engine releases drop keys if the two boundaries differ.
         """
         boundaries = send(cu_seqlens, positions.device)
+        is_dynamic = self.config.parallel.dynamic_cp
         return PackedDocuments(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -92,6 +94,9 @@ class AttentionBackend(ABC):
             cu_seqlens_kv_padded=boundaries,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
+            cp_group=cp.members if is_dynamic else None,  # core: size 1 without a group turns CP off
+            local_cp_size=cp.size if is_dynamic else None,  # core: None keeps the group of the run
+            cp=cp,
             rotation=self._rotation("all", positions),
             window_rotation=self._rotation("windows", positions),
         )

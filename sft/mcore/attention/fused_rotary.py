@@ -33,6 +33,8 @@ def why_not(config: Config) -> str | None:
     }
     for key in (name for name, is_used in unknown.items() if is_used):
         return f"rotary embedding in plain torch: Transformer Engine's fused kernel does not know model.rope.{key}"
+    if config.parallel.dynamic_cp:
+        return "rotary embedding in plain torch: core's fused kernel uses the cp group of the run, not that of a pack"
     tokens, stride = config.data.seq_length // config.parallel.cp, token_stride(config)
     if tokens * stride <= _INT32_OFFSETS:
         return None

@@ -25,6 +25,7 @@ from sft.mcore.linear_attention.delta_rule import Kernel as DeltaKernel
 from sft.mcore.linear_attention.documents import LinearDocuments
 from sft.mcore.norm import RMSNorm
 from sft.mcore.qk_norm import KeyNorm, QueryNorm
+from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import HeadSizes
 
 MakeKernel = Callable[..., Kernel]  # cu_seqlens of the whole pack, cp size, cp rank, device; window
@@ -65,22 +66,18 @@ class Portable(AttentionBackend):
             attention.q_layernorm, attention.k_layernorm = (QueryNorm, KeyNorm) if across else (RMSNorm, RMSNorm)
         return spec
 
-    def documents(
-        self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_size: int, cp_rank: int
-    ) -> PackedDocuments:
-        packed = super().documents(cu_seqlens, max_seqlen, positions, cp_size, cp_rank)
+    def documents(self, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp: CpGroup) -> PackedDocuments:
+        packed = super().documents(cu_seqlens, max_seqlen, positions, cp)
         boundaries = cu_seqlens.cpu().numpy()
         packed.kernels = {
-            window: self._make_kernel(boundaries, cp_size, cp_rank, positions.device, window=window)
+            window: self._make_kernel(boundaries, cp.size, cp.rank, positions.device, window=window)
             for window in self._windows
         }
         linear = self.config.model.linear_attention
         if linear.layers:
             sizes = HeadSizes.of(linear, self.config.parallel.tp, params_dtype(self.config).itemsize)
-            taps, max_short = linear.conv_kernel, sizes.max_short(cp_size)
-            packed.linear = LinearDocuments.of(
-                boundaries, cp_size, cp_rank, positions.device, num_taps=taps, max_short=max_short
-            )
+            taps, max_short = linear.conv_kernel, sizes.max_short(cp.size)
+            packed.linear = LinearDocuments.of(boundaries, cp, positions.device, num_taps=taps, max_short=max_short)
         return packed
 
 
@@ -103,7 +100,7 @@ class PortableAttention(torch.nn.Module):
         self.has_own_base = self.window is not None and model.rope.window_base is not None
         is_scaled = self.rotates and not self.has_own_base
         self.scale = softmax_scale if is_scaled else rope.plain_scale(model)
-        self.cp_group, self._tp_group = pg_collection.cp, pg_collection.tp
+        self._tp_group = pg_collection.tp
         self.softmax_offset = None  # core's name for the scores of sinks
         if model.attention_sinks:
             num_heads = model.num_attention_heads // self._tp_group.size()
@@ -123,12 +120,13 @@ class PortableAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         documents = packed_seq_params
-        assert documents is not None and attention_mask is None and attention_bias is None
+        assert documents is not None and documents.cp is not None and attention_mask is None and attention_bias is None
         rotation, kernel = None, documents.kernels[self.window]
         if self.rotates:
             rotation = documents.window_rotation if self.has_own_base else documents.rotation
             assert rotation is not None
-        out = packed_attention(query, key, value, kernel, self.scale, self.cp_group, rotation, self.softmax_offset)
+        cp_group = documents.cp.members
+        out = packed_attention(query, key, value, kernel, self.scale, cp_group, rotation, self.softmax_offset)
         return out.flatten(1)
 
     def sharded_state_dict(

@@ -9,7 +9,6 @@ With cp 1, a document is one fragment, nothing travels and nothing is copied.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from sft.mcore.linear_attention.gated_delta import gated_delta_rule
 from sft.mcore.linear_attention.relayout import TokenRelayout, to_computed, to_local
 from sft.mcore.linear_attention.short_convolution import ConvolutionPlan
 from sft.mcore.linear_attention.state_passing import HeadwisePassing
+from sft.parallel.cp_group import CpGroup
 from sft.parallel.fragments import FragmentPlan
 from sft.parallel.taps import Taps
 
@@ -28,31 +28,28 @@ from sft.parallel.taps import Taps
 class LinearDocuments:
     """What layers of linear attention need to know about a microbatch.  Made once; the same in every layer."""
 
+    cp: CpGroup  # the ranks that share the pack
     fragments: Fragments
     convolution: ConvolutionPlan
     relayout: TokenRelayout | None = None
 
     @staticmethod
     def of(
-        cu_seqlens: np.ndarray,
-        cp_size: int,
-        cp_rank: int,
-        device: torch.device,
-        *,
-        num_taps: int,
-        max_short: int,
+        cu_seqlens: np.ndarray, cp: CpGroup, device: torch.device, *, num_taps: int, max_short: int
     ) -> "LinearDocuments":
         """cu_seqlens: padded boundaries of the whole pack; num_taps: of the convolution; max_short: of `HeadSizes`"""
-        plan = FragmentPlan.of(cu_seqlens, max_short, cp_size, cp_rank)
+        plan = FragmentPlan.of(cu_seqlens, max_short, cp.size, cp.rank)
         return LinearDocuments(
+            cp=cp,
             fragments=Fragments.of(plan.boundaries, linked=np.arange(plan.num_linked)),
-            convolution=ConvolutionPlan.of(Taps.of(cu_seqlens, num_taps, cp_size, cp_rank), device),
+            convolution=ConvolutionPlan.of(Taps.of(cu_seqlens, num_taps, cp.size, cp.rank), device),
             relayout=None if plan.relayout is None else TokenRelayout.of(plan.relayout, device),
         )
 
 
-def linear_attention(inputs: Inputs, documents: LinearDocuments, kernel: Kernel, cp_group: Any) -> Tensor:
+def linear_attention(inputs: Inputs, documents: LinearDocuments, kernel: Kernel) -> Tensor:
     """Outputs [t, value heads, V] of this rank's tokens."""
+    cp_group = documents.cp.members
     passing = HeadwisePassing(cp_group) if len(documents.fragments.linked) else None
     if documents.relayout is None:
         return gated_delta_rule(inputs, documents.fragments, kernel, passing)

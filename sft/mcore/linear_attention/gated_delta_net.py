@@ -71,7 +71,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config)
         self._recompute = recompute
-        linear, self._tp, self._cp, self._kernel = model.linear_attention, pg_collection.tp, pg_collection.cp, kernel
+        linear, self._tp, self._kernel = model.linear_attention, pg_collection.tp, kernel
         assert linear.num_key_heads is not None and linear.num_value_heads is not None
         self._key_dim, self._value_dim = linear.key_head_dim, linear.value_head_dim
         keys, values, heads = linear.key_width, linear.value_width, linear.num_value_heads
@@ -122,7 +122,7 @@ class GatedDeltaNet(MegatronModule):
         projected = self.in_proj(hidden_states)[0].squeeze(1)
         z, b, a = projected.split([sum(self._widths[:3]), *self._widths[3:]], -1)[1:]
         channels, weight = projected[:, : sum(self._widths[:3])], self.conv1d["weight"].squeeze(1)
-        mixed = short_convolution(channels, weight, documents.convolution, self._cp)
+        mixed = short_convolution(channels, weight, documents.convolution, documents.cp.members)
         q, k, v = mixed.split(self._widths[:3], -1)
         inputs = Inputs(
             q=q.unflatten(-1, (-1, self._key_dim)),
@@ -131,7 +131,7 @@ class GatedDeltaNet(MegatronModule):
             g=log_decay(a, self.A_log, self.dt_bias),
             beta=b.sigmoid(),
         )
-        out = linear_attention(inputs, documents, self._kernel, self._cp)
+        out = linear_attention(inputs, documents, self._kernel)
         normed = self.out_norm(out, z.unflatten(-1, (-1, self._value_dim)))
         output: Tensor
         output, bias = self.out_proj(normed.flatten(1).unsqueeze(1))

@@ -4,7 +4,6 @@ The second half of every sample is supervised.
 """
 
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from sft.mcore import engine as engine_module
 from sft.mcore import lora, process_groups
 from sft.mcore.initial_weights import initialise
 from sft.mcore.optimizer import build
-from sft.parallel import context_parallel
 from sft.parallel.layout import Layout
 from tools.bench.mixes import lengths_to
 from tools.bench.steps.adapters import against_full
@@ -94,8 +92,7 @@ def engine_and_loader(
     engine = engine_of(case, config, layout, groups)
     lengths = documents_of(case, num_steps * config.train.global_batch_size + 2)[2]
     corpus: Any = RandomCorpus(lengths, case.vocab)
-    indices = partial(context_parallel.local_indices, cp_size=layout.cp, cp_rank=groups.cp_rank)
-    loader = make_loader(config, layout, corpus, pad_id=0, local_indices=indices, dp_rank=groups.dp_rank)
+    loader = make_loader(config, layout, corpus, pad_id=0, dp_rank=groups.dp_rank, cp_rank=groups.cp_rank)
     loader.plans.plan(0)  # makes the plan before a clock starts
     return engine, loader
 

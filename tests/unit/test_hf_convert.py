@@ -20,6 +20,7 @@ from sft.hf.architecture import architecture, read
 from sft.hf.convert.export_hf import _model, export_hf
 from sft.hf.convert.import_hf import import_hf
 from sft.hf.convert.torch_dist import TorchDistReader, TorchDistWriter
+from sft.hf.source import open_source
 from sft.mcore.checkpoint_io import safe_reader
 from tests.covering import covering_set
 from tests.unit.fixtures import hf
@@ -59,6 +60,18 @@ def test_what_no_model_reads_comes_back_too(made: Make, tmp_path: Path, extra: s
     else:
         hf.rewrite(source, **{f"model/layers/{i}/self_attn/rotary_emb/inv_freq": torch.ones(4) + i for i in (0, 1)})
     assert same(tensors(source), there_and_back(source, tmp_path))
+
+
+@pytest.mark.parametrize("family", hf.LINEAR_FAMILIES)
+def test_mtp_comes_back_as_it_was(made: Make, tmp_path: Path, family: str) -> None:
+    """Tensors of a layer that no model trains, one of them of another type, are counted and unchanged."""
+    mtp = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.randn(4, 32).bfloat16()}
+    source = hf.rewrite(made(family), **{name.replace(".", "/"): tensor for name, tensor in mtp.items()})
+    before = tensors(source)
+    assert open_source(source).names("passed through") == sorted(mtp)
+    assert len(open_source(source).names("trained")) == len(before) - len(mtp)
+    after = there_and_back(source, tmp_path)
+    assert same(before, after) and same(mtp, {name: after[name] for name in mtp})
 
 
 def test_padding_of_the_vocabulary_is_zeros_and_stays_behind(made: Make, tmp_path: Path) -> None:

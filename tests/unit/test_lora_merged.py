@@ -75,12 +75,14 @@ def test_adapted_weights_are_rounded_once_and_others_not_at_all(
     check_merged(wide | untrained, check, factors, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_peft_merges_to_the_same_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "family,dtype", [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("qwen3_5_text", torch.float32)], ids=str
+)
+def test_peft_merges_to_the_same_weights(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """peft rounds the product of B and A before it adds it, and we do not."""
     import transformers
 
-    source = hf.save(tmp_path / "source", "qwen3", dtype=dtype)
+    source = hf.save(tmp_path / "source", family, dtype=dtype)
     trained(tmp_path / "run", source)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--no-merged"]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0

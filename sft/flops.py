@@ -10,6 +10,11 @@ from sft.adapters import EMBEDDING, HEAD, Trained
 from sft.config import ModelConfig
 from sft.config.model import LayerKind
 
+ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
+# Share of the peak that a run achieves.  Flash attention 2 has 0.31 to 0.37 of the peak of an H100; matrix products and
+# newer attention kernels have more.  So the estimate is rather too long than too short.
+ASSUMED_SHARE = 0.35
+
 
 def num_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of the whole model, with `vocab_size` rows in the embedding (no padding rows).

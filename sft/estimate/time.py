@@ -15,13 +15,8 @@ import numpy as np
 
 from sft.adapters import Trained
 from sft.config import Config
-from sft.flops import TrainFlops
+from sft.flops import ASSUMED_SHARE, ASSUMED_TFLOPS, TrainFlops
 from sft.parallel.layout import Layout
-
-ASSUMED_TFLOPS = 989.0  # dense bf16 peak of an H100 SXM, if log.peak_tflops is null
-# Share of the peak that a run achieves.  Flash attention 2 has 0.31 to 0.37 of the peak of an H100; matrix products and
-# newer attention kernels have more.  So the estimate is rather too long than too short.
-ASSUMED_SHARE = 0.35
 
 
 @dataclass(frozen=True, kw_only=True)

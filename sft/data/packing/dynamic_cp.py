@@ -1,7 +1,19 @@
-"""Assigns the samples of a global batch to the ranks of the dp x cp grid, with a CP size for each pack.
+"""Gives each pack of a global batch a context-parallel size of its own, and groups of ranks that compute it.
 
-A pack of size s is on a group of s consecutive ranks (`sft/parallel/cp_group.py`) and holds at most s * rank_tokens
-padded tokens.  All ranks have the same number of microbatches.
+Decides which samples share a pack, how many ranks compute the pack, which ranks, and in which microbatch.  `plan.py`
+decides which samples a global batch has; neither samples nor batches depend on this module.
+
+The dp x cp grid has dp rows of cp ranks.  A group of s ranks is s consecutive ranks of a row, and begins at a multiple
+of s.  So groups nest: the ranks of a small group lie in the same large group.
+
+    cp 4, dp 1    microbatch 0   a a a a      a: a document that needs four ranks
+                  microbatch 1   b b c d      b: a document that needs two ranks; c, d: packs of short documents
+                  microbatch 2   e f g -      -: a pack of filler
+
+Every rank runs its large groups first.  Then all ranks of a group have run the same packs before, so none waits for
+another, and the step takes as long as the rank with the most work (`cp_ranks.py`).
+
+All arithmetic that decides is on integers and position breaks ties, so every process computes the same grid.
 """
 
 from collections.abc import Sequence
@@ -10,18 +22,20 @@ from typing import NamedTuple
 import numpy as np
 
 from sft.data.packing.cp_cost import CpCost
-from sft.parallel.alignment import aligned
+from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_ranks import packs_of_groups
 from sft.parallel.cp_group import cp_sizes
 
 
 class Slot(NamedTuple):
-    """A pack on each rank of its group.  samples: ids in the order of the pack; (): the pack is filler"""
+    """One pack: the size of its group, and its samples in order; () is a pack of filler."""
 
     cp_size: int
     samples: tuple[int, ...]
 
 
-Grid = list[list[Slot]]  # by rank of the dp x cp grid (dp_rank * cp + cp_rank) and microbatch
+Grid = list[list[Slot]]  # by rank of the dp x cp grid (dp_rank * cp + cp_rank), then microbatch
+FILLER = Slot(1, ())
 
 
 def assign(
@@ -35,37 +49,24 @@ def assign(
     cost: CpCost,
     microbatch_multiple: int = 1,
 ) -> Grid:
-    """First fit by falling length: each sample goes to the smallest group that holds it.
+    """Assigns all samples of a global batch to packs, groups of ranks and microbatches.
 
-    lengths: int64 of all samples of the data; rank_tokens: capacity of a rank in a microbatch
-    microbatch_multiple: the number of microbatches is a multiple of this
+    lengths 9 4 2 2, dp 1, cp 2, rank_tokens 5, doc_multiple 1, a token 1 ns
+    -> [[Slot(2, (0,)), Slot(1, (1,))], [Slot(2, (0,)), Slot(1, (2, 3))]]
+
+    rank_tokens          padded tokens that a rank holds at most: a group of s ranks takes packs of s * rank_tokens
+    microbatch_multiple  divides the number of microbatches, which is the same for all ranks
     """
-    packs: list[tuple[int, list[int]]] = []  # CP size, samples
-    free: list[int] = []
-    for i in sorted(samples, key=lambda i: (-int(lengths[i]), i)):
-        tokens = int(aligned(int(lengths[i]), doc_multiple))
-        size = next(size for size in cp_sizes(cp) if tokens <= size * rank_tokens)
-        fitting = (k for k, (cp_size, _) in enumerate(packs) if cp_size == size and tokens <= free[k])
-        k = next(fitting, len(packs))
-        if k == len(packs):
-            packs.append((size, []))
-            free.append(size * rank_tokens)
-        packs[k][1].append(i)
-        free[k] -= tokens
-    microbatches: list[list[Slot | None]] = []
-    for size, ids in packs:
-        first, slots = _free_group(microbatches, size, dp * cp)
-        slots[first : first + size] = [Slot(size, tuple(ids))] * size
-    while not microbatches or len(microbatches) % microbatch_multiple:
-        microbatches.append([None] * (dp * cp))
-    return [[slots[rank] or Slot(1, ()) for slots in microbatches] for rank in range(dp * cp)]
-
-
-def _free_group(microbatches: list[list[Slot | None]], size: int, ranks: int) -> tuple[int, list[Slot | None]]:
-    """The first free group of this size, in a new microbatch if none is free."""
-    for slots in microbatches:
-        for first in range(0, ranks, size):
-            if not any(slots[first : first + size]):
-                return first, slots
-    microbatches.append([None] * ranks)
-    return 0, microbatches[-1]
+    assert rank_tokens % doc_multiple == 0, f"rank_tokens {rank_tokens} is not a multiple of {doc_multiple}"
+    documents = Documents.of(
+        samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, doc_multiple=doc_multiple, cost=cost
+    )
+    grid: Grid = [[] for _ in range(dp * cp)]
+    for cp_size, blocks in packs_of_groups(documents, dp * cp, cost.microbatch_ns, microbatch_multiple):
+        for block, packs in enumerate(blocks):
+            slots = [Slot(cp_size, tuple(documents.ids[pack].tolist())) for pack in packs]
+            for rank in range(block * cp_size, (block + 1) * cp_size):
+                grid[rank] += slots
+    num_microbatches = max(1, *map(len, grid))
+    num_microbatches += -num_microbatches % microbatch_multiple
+    return [slots + [FILLER] * (num_microbatches - len(slots)) for slots in grid]

@@ -1,0 +1,175 @@
+"""A cp size for each pack: every sample once, within memory, groups that nest, and time and bytes by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft.data.packing import balance
+from sft.data.packing.cp_cost import CpCost, halo_tokens
+from sft.data.packing.cp_prediction import bound, fixed, predict
+from sft.data.packing.dynamic_cp import Grid, Slot, assign
+from sft.flops import AttentionCost
+from sft.parallel.alignment import aligned
+from sft.parallel.cp_group import cp_sizes
+from sft.parallel.halo import num_halo_tokens
+from tests.builders import LLAMA_8B, layout_config
+
+TOKEN = CpCost(token_ns=1.0)  # 1 ns a token, nothing else
+
+
+def made(lengths: list[int], cost: CpCost = TOKEN, **sizes: Any) -> Grid:
+    """All of `lengths` on one row of two ranks, of 5 tokens each, unless `sizes` says otherwise."""
+    sizes = {"dp": 1, "cp": 2, "rank_tokens": 5, "doc_multiple": 1, **sizes}
+    return assign(range(len(lengths)), np.array(lengths), cost=cost, **sizes)
+
+
+def test_a_long_document_takes_both_ranks_and_short_documents_one() -> None:
+    grid = made([9, 4, 2, 2])
+    assert grid == [[Slot(2, (0,)), Slot(1, (1,))], [Slot(2, (0,)), Slot(1, (2, 3))]]
+    assert grid[0][0] is grid[1][0]
+
+
+def test_ranks_of_a_group_share_its_work() -> None:
+    """The example of `cp_ranks`: 8 on all ranks, 8 and 6 on two each, and documents of 4 2 2 2 on one."""
+    grid = made([32, 16, 12, 4, 2, 2, 2], cp=4, rank_tokens=8)
+    assert grid == [
+        [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (5,))],
+        [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (6,))],
+        [Slot(4, (0,)), Slot(2, (2,)), Slot(1, (3,))],
+        [Slot(4, (0,)), Slot(2, (2,)), Slot(1, (4,))],
+    ]
+
+
+def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:
+    assert made([]) == [[Slot(1, ())]] * 2
+    assert made([], microbatch_multiple=3) == [[Slot(1, ())] * 3] * 2
+
+
+def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> None:
+    """100 and 3 x 1 tokens of which a rank holds 100: on one rank, the long one would take twice the mean."""
+    grid = made([100, 1, 1, 1], rank_tokens=100)
+    assert (
+        grid[0][0] == Slot(2, (0,))
+        and predict(grid, np.array([100, 1, 1, 1]), doc_multiple=1, cost=TOKEN).makespan_ns == 52
+    )
+
+
+def check(grid: Grid, samples: list[int], lengths: np.ndarray, dp: int, cp: int, capacity: int, multiple: int) -> None:
+    """Every sample once; aligned groups inside a row whose ranks share a slot; nothing over capacity."""
+    assert len(grid) == dp * cp and len({len(slots) for slots in grid}) == 1
+    counted: list[int] = []
+    for row in zip(*grid, strict=True):
+        for rank, slot in enumerate(row):
+            assert slot.cp_size in cp_sizes(cp) and (slot.samples or slot.cp_size == 1)
+            first = rank - rank % cp + rank % cp // slot.cp_size * slot.cp_size
+            assert all(other is slot for other in row[first : first + slot.cp_size]) or not slot.samples
+            if rank == first:
+                counted += slot.samples
+                assert aligned(lengths[list(slot.samples)], multiple).sum() <= slot.cp_size * capacity
+    assert sorted(counted) == sorted(samples)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_batch(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    cp, dp = int(random.choice([1, 2, 4, 6, 8, 12])), int(random.choice([1, 2, 3, 8]))
+    multiple = int(random.choice([1, 8])) * 2 * cp
+    capacity = multiple * int(random.integers(1, 40))
+    num = int(random.integers(0, 200))
+    lengths = np.clip(random.lognormal(math.log(capacity), 1.0, num), 1, cp * capacity).astype(np.int64)
+    samples = random.permutation(num).tolist()
+    cost = CpCost(
+        attention=AttentionCost(float(random.choice([10.0, 1e3, 1e9]))),
+        token_ns=100.0, microbatch_ns=float(random.choice([0, 1e4])), kv_bytes=float(random.choice([0, 1e3])),
+    )  # fmt: skip
+    arguments: Any = {"rank_tokens": capacity, "doc_multiple": multiple, "cost": cost}
+    number = int(random.choice([1, 1, 4]))
+    grid = assign(samples, lengths, dp=dp, cp=cp, microbatch_multiple=number, **arguments)
+    check(grid, samples, lengths, dp, cp, capacity, multiple)
+    assert len(grid[0]) % number == 0
+    assert grid == assign(samples, lengths, dp=dp, cp=cp, microbatch_multiple=number, **arguments)
+    prediction = predict(grid, lengths, doc_multiple=multiple, cost=cost)
+    assert prediction.makespan_ns >= bound(samples, lengths, num_ranks=dp * cp, cp=cp, **arguments)
+
+
+def test_no_rank_waits_for_its_group() -> None:
+    """Large groups first: the step takes as long as the rank with the most work."""
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(math.log(900), 1.2, 400), 1, 16_384).astype(np.int64)
+    cost = CpCost(attention=AttentionCost(4000.0), token_ns=10.0, kv_bytes=10.0, microbatch_ns=1e4)
+    grid = assign(range(400), lengths, dp=4, cp=8, rank_tokens=2048, doc_multiple=32, cost=cost)
+    busy = [sum(int(cost.times(lengths[list(samples)], 32, size).sum()) + 10_000 for size, samples in r) for r in grid]
+    assert predict(grid, lengths, doc_multiple=32, cost=cost).makespan_ns == max(busy)
+    assert max(busy) <= 1.02 * sum(busy) / len(busy)
+
+
+def test_time_of_a_document_by_hand() -> None:
+    """1000 and 4000 tokens with squares of 1000 and 16,000 tokens, 10 ns a token.  Of 40 bytes a token, each of two
+    ranks receives half: at 2 bytes a ns, 10 and 40 us in all, of which attention hides 10 and 160 us."""
+    lengths = np.array([1000, 4000])
+    cost = CpCost(
+        attention=AttentionCost(1000.0), token_ns=10.0, kv_bytes=40.0, node_ranks=2, intra_gb_s=2.0, inter_gb_s=1.0
+    )
+    assert cost.times(lengths, 8, 1).tolist() == [20_000, 200_000]
+    assert cost.times(lengths, 8, 2).tolist() == [(20_000 + 20_000 - 10_000) // 2, 100_000]
+    assert cost.times(lengths, 8, 4).tolist() == [(20_000 + 120_000 - 10_000) // 4, (200_000 + 480_000 - 160_000) // 4]
+    assert cost.num_bytes(lengths, 8, 4).tolist() == [120_000, 480_000]
+    assert cost.num_bytes(lengths, 8, 1).tolist() == [0, 0]
+    assert cost.times(np.array([1001]), 8, 1).tolist() == [round((1008 + 1001 * 1.001) * 10)]
+
+
+def test_costs_of_a_recipe() -> None:
+    """Llama 8B on tp 2 and cp 8, two nodes: 4 key heads of 128 numbers a rank, twice in bf16 and once in fp32."""
+    cost = CpCost.of(layout_config(model=LLAMA_8B, parallel={"tp": 2, "cp": 8}))
+    assert cost.attention == AttentionCost.of(layout_config(model=LLAMA_8B).model) and cost.wait_ranks == 1
+    assert cost.kv_bytes == 32 * 2 * 4 * 128 * (2 * 2 + 4) and cost.halo_bytes == 0 and cost.linear is None
+    assert cost.token_ns == pytest.approx(6 * 6_979_321_856 * 1e9 / (2 * 989e12 * 0.35))
+    assert [cost.gb_s(size) for size in (2, 4, 8)] == [300.0, 300.0, 40.0]
+    full = {"train": {"num_steps": 1, "global_batch_size": 16, "recompute": "full"}}
+    again = CpCost.of(layout_config(model=LLAMA_8B, parallel={"cp": 8, "pp": 2}, **full))
+    assert again.kv_bytes == 16 * 2 * 8 * 128 * (3 * 2 + 4) and again.wait_ranks == 8
+    assert again.token_ns == pytest.approx(6 * 6_979_321_856 * (4 / 3) * 1e9 / (2 * 989e12 * 0.35))
+    assert again.microbatch_ns == cost.microbatch_ns / 2
+    windows = CpCost.of(layout_config(model={**LLAMA_8B, "sliding_window": 64, "sliding_window_layers": [1, 2, 3]}))
+    assert windows.halo_bytes == 3 * windows.kv_bytes / 29 and windows.kv_bytes == 29 * 2 * 8 * 128 * 8
+
+
+def test_halos_are_those_of_the_messages() -> None:
+    for cp_size in (2, 3, 8):
+        for window in (1, 2, 7, 64, 1000):
+            lengths = [2 * cp_size * k for k in (1, 2, 5, 40)]
+            expected = [num_halo_tokens(np.array([0, length]), window, cp_size) for length in lengths]
+            assert halo_tokens(np.array(lengths), window, cp_size).tolist() == expected
+
+
+def test_prediction_by_hand() -> None:
+    """Ranks 0 and 1 share 8 tokens in 4 ns; before, rank 1 computes 3 tokens alone, and rank 0 waits 2 ns for it."""
+    a, b, c = Slot(1, (0,)), Slot(1, (1,)), Slot(2, (2,))
+    prediction = predict([[a, c], [b, c]], np.array([1, 3, 8]), doc_multiple=1, cost=TOKEN)
+    assert (prediction.makespan_ns, prediction.num_microbatches, prediction.num_bytes) == (7, 2, 0)
+    assert prediction.per_step == prediction.per_microbatch == 6 / 7
+    assert prediction.share_of_packs == {1: 2 / 3, 2: 1 / 3} and prediction.share_of_tokens == {1: 4 / 12, 2: 8 / 12}
+    rows: Grid = [[Slot(1, (0,)), Slot(1, (1,))], [Slot(1, (1,)), Slot(1, (0,))]]
+    of_rows = [predict(rows, np.array([1, 3]), doc_multiple=1, cost=CpCost(token_ns=1.0, wait_ranks=n)) for n in (1, 2)]
+    assert [row.makespan_ns for row in of_rows] == [4, 6] and of_rows[0].per_microbatch == 4 / 6
+
+
+def test_fixed_cp_is_the_assignment_of_ranks() -> None:
+    slots = balance.assign(
+        [(0,), (1, 2)], np.array([8, 4, 4]), dp=2, seq_length=8, doc_multiple=1, attention=AttentionCost()
+    )
+    assert fixed(slots, 2) == [[Slot(2, (0,))], [Slot(2, (0,))], [Slot(2, (1, 2))], [Slot(2, (1, 2))]]
+
+
+def test_the_bound() -> None:
+    """10 + 2 + 2 and 9 + 8 + 9 tokens on two ranks; the latter in two microbatches of 3 ns each."""
+    arguments: Any = {"num_ranks": 2, "cp": 2, "doc_multiple": 1}
+    assert bound([0, 1, 2], np.array([10, 2, 2]), rank_tokens=10, cost=TOKEN, **arguments) == 7
+    assert bound([0, 1, 2], np.array([9, 8, 9]), rank_tokens=10, cost=TOKEN, **arguments) == 13
+    slow = CpCost(token_ns=1.0, microbatch_ns=3.0)
+    assert bound([0, 1, 2], np.array([9, 8, 9]), rank_tokens=10, cost=slow, **arguments) == 13 + 6
+    square = CpCost(attention=AttentionCost(1.0), token_ns=1.0)
+    assert bound([0, 1], np.array([20, 1]), num_ranks=8, cp=2, rank_tokens=10, doc_multiple=1, cost=square) == 420 // 2
+    assert bound([], np.array([9]), rank_tokens=10, cost=slow, **arguments) == 3

@@ -67,7 +67,11 @@ class Loader:
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of a step, counted from 0."""
-        return self._microbatches(*self._located(step))
+        return self.microbatches_of(self.grid(step))
+
+    def microbatches_of(self, grid: Grid) -> list[Microbatch]:
+        """This rank's microbatches of the packs of a step."""
+        return [self.microbatch(self._samples_of(slot), slot.cp_size) for slot in grid[self._grid_rank]]
 
     def samples(self, step: int) -> list[list[Sample]]:
         """The samples of each of this rank's microbatches of a step."""
@@ -82,15 +86,11 @@ class Loader:
         if self._eval_plan is None:
             self._eval_plan = self.plans.unshuffled()
         for batch in range(self._eval_plan.num_batches(self.plans.global_batch_size)):
-            yield self._microbatches(self._eval_plan, batch)
+            yield self.microbatches_of(self._grid(self._eval_plan, batch))
 
     def _located(self, step: int) -> tuple[Plan, int]:
         epoch, batch = self.plans.locate(step)
         return self.plans.plan(epoch), batch
-
-    def _microbatches(self, plan: Plan, batch: int) -> list[Microbatch]:
-        slots = self._grid(plan, batch)[self._grid_rank]
-        return [self.microbatch(self._samples_of(slot), slot.cp_size) for slot in slots]
 
     def _samples_of(self, slot: Slot) -> list[Sample]:
         return [self._corpus.sample(i) for i in slot.samples]

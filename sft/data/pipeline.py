@@ -1,8 +1,11 @@
 """Provides the data of a run on this rank: prepared samples, their order, and this rank's microbatches."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from sft.batch import Microbatch
 from sft.config import Config, Input
@@ -10,8 +13,10 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
+from sft.data.packing.dynamic_cp import Grid
 from sft.data.packing.plan_files import follows_from
-from sft.parallel.collectives import broadcast_from_rank0
+from sft.errors import DataError
+from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0
 from sft.parallel.layout import Layout, vocab_rows
 from sft.parallel.position import Position
 
@@ -23,6 +28,26 @@ class GlobalBatch:
     position: tuple[int, int]  # the epoch and the global batch in that epoch, both counted from 0
     samples: list[int]  # numbers of all samples of the step, over all ranks
     microbatches: list[Microbatch]  # microbatches of this rank
+
+
+def check_agreement(grid: Grid, step: int, group: dist.ProcessGroup) -> None:
+    """Raise DataError on every rank if the ranks planned different packs for a step.  Collective over all ranks.
+
+    Ranks with different CP sizes would wait for each other without end.  Costs one all-reduce of two numbers.
+    """
+    packs = [[slot for slot in slots if rank % slot.cp_size == 0] for rank, slots in enumerate(grid)]
+    digest = int.from_bytes(blake2b(repr(packs).encode(), digest_size=7).digest(), "big")
+    largest, smallest = all_reduce_max([digest, -digest], group)
+    if largest == -smallest:
+        return
+    digests = all_gather_objects(lambda: digest, group)
+    other = [rank for rank in range(len(digests)) if digests[rank] != digests[0]]
+    raise DataError(
+        f"rank {other[0]} has planned other packs or CP sizes for step {step + 1} than rank 0, as have "
+        f"{len(other)} of {len(digests)} ranks.  The plan follows from the lengths of the samples and the recipe alone, "
+        "so these processes run other code or read other data.  Install the same versions of sft, numpy and Python on "
+        "each node, and give each node the same data and cache_dir."
+    )
 
 
 class HeldOutData:
@@ -101,11 +126,14 @@ class DataPipeline(HeldOutData):
             self.train.plans.locate(self.num_steps - 1)  # refuses a plan that ends too early
 
     def batch(self, step: int) -> GlobalBatch:
-        """The data of step `step`, counted from 0."""
+        """The data of step `step`, counted from 0.  With dynamic CP: collective, see `check_agreement`."""
+        grid = self.train.grid(step)
+        if self._layout.cp_sizes:
+            check_agreement(grid, step, self._position.control)
         return GlobalBatch(
             position=self.train.plans.locate(step),
             samples=[sample for pack in self.train.plans.global_batch(step) for sample in pack],
-            microbatches=self.train.microbatches(step),
+            microbatches=self.train.microbatches_of(grid),
         )
 
     def new_epoch(self, step: int) -> str | None:

@@ -172,11 +172,7 @@ class Engine:
         total = torch.tensor([denominator, real], dtype=torch.float64, device=self.groups.device)
         dist.all_reduce(total, group=self.groups.collection.dp_cp)
         self._denominator, num_real_tokens = total.tolist()
-        experts.begin(
-            self.chunks,
-            loss_scale=self._denominator / max(1.0, num_real_tokens),
-            max_documents=max(len(mb.lengths) for mb in microbatches),
-        )
+        experts.begin(self.chunks, loss_scale=self._denominator / max(1.0, num_real_tokens))
 
     def _expert_load(self) -> ExpertLoad | None:
         """Statistics of experts; None for a dense model.  Collective."""

@@ -114,8 +114,8 @@ class Router(TopKRouter):
         if self.has_bias:
             self.bias = torch.nn.Parameter(self.weight.new_zeros(self.num_experts))
             self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.loss_scale, self.max_documents = 1.0, 0  # arguments of `begin` for the current step
-        self.cp_members: dist.ProcessGroup | None = None  # that share the pack of the current pass; set by the layer
+        self.loss_scale = 1.0  # argument of `begin` for the current step
+        self.pack: tuple[int, dist.ProcessGroup | None] = (0, None)  # set by the layer, see `Layer.forward`
         self.totals: Tensor | None = None  # float64 [experts + 4], of this rank and step
 
     def forward(self, input: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,10 +164,11 @@ class Router(TopKRouter):
         return weights
 
     def _aux(self, probabilities: Tensor, chosen: Tensor, documents: Tensor) -> Tensor:
+        num_documents, cp_members = self.pack
         rows = documents + 1  # row of each token in the table; row 0 collects padding and is ignored
-        table = probabilities.new_zeros(self.max_documents + 1, self.num_experts)
+        table = probabilities.new_zeros(num_documents + 1, self.num_experts)
         choices = table.index_add(0, rows, chosen.to(table.dtype))  # exact up to 2^24 tokens of a document
-        for group in (self.tp_group, self.cp_members):  # sequence parallelism and cp split documents over ranks
+        for group in (self.tp_group, cp_members):  # sequence parallelism and cp split documents over ranks
             if group is not None and group.size() > 1:
                 dist.all_reduce(choices, group=group)
         share = choices / choices.sum(1, keepdim=True).clamp(min=1.0)
@@ -253,14 +254,13 @@ def reduce_apart(chunk: torch.nn.Module) -> None:
             param.allreduce = False  # type: ignore[attr-defined]
 
 
-def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float, max_documents: int) -> None:
+def begin(chunks: Iterable[torch.nn.Module], *, loss_scale: float) -> None:
     """Prepare the routers for a step.
 
     loss_scale: weight of a sum over real tokens in the objective, before the engine divides the gradients
-    max_documents: largest number of documents in a pack; equal on all ranks that share a pack
     """
     for router in _routers(chunks):
-        router.loss_scale, router.max_documents, router.totals = loss_scale, max_documents, None
+        router.loss_scale, router.totals = loss_scale, None
 
 
 def load(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int, device: torch.device) -> ExpertLoad:

@@ -58,7 +58,7 @@ class Layer(TransformerLayer):
             self.save_policy.start_layer()
         if isinstance(self.mlp, ExpertLayer):  # core passes packed_seq_params to attention only
             assert packed_seq_params.cp is not None
-            self.mlp.router.cp_members = packed_seq_params.cp.members
+            self.mlp.router.pack = (packed_seq_params.num_documents, packed_seq_params.cp.members)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ so they are initialised from the same Layout.
 import datetime
 import importlib.util
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from sft.errors import ConfigError
 from sft.parallel import rendezvous
 from sft.parallel.alignment import ETP_NEEDS_NCCL
+from sft.parallel.collectives import all_gather_objects
 from sft.parallel.cp_group import CpGroup
 from sft.parallel.layout import Layout
 from sft.parallel.position import Position
@@ -83,9 +84,10 @@ def start(
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed)
+    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
     return ProcessGroups(
         collection=ProcessGroupCollection.use_mpu_process_groups(),
-        smaller_cp=_smaller_cp(layout, timeout_s),
+        smaller_cp=_smaller_cp(layout, timeout_s, control) if layout.cp_sizes else {},
         device=device,
         rank=dist.get_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
@@ -93,27 +95,37 @@ def start(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        control=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
+        control=control,
         saving=dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)),
     )
 
 
-def _smaller_cp(layout: Layout, timeout_s: int) -> dict[int, dist.ProcessGroup]:
+def _smaller_cp(layout: Layout, timeout_s: int, control: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
     """This rank's groups of dynamic CP with more than one rank and fewer than cp, by size.  Collective.
 
     Only the ranks of a group take part in its creation, from the smallest group to the largest.
     """
     ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
-    rank, groups = parallel_state.get_context_parallel_rank(), dict[int, dist.ProcessGroup]()
-    for size in layout.cp_sizes[1:-1]:
-        first = rank // size * size
-        groups[size] = dist.new_group(
-            ranks[first : first + size],
-            timeout=datetime.timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-            group_desc=f"dynamic CP of {size}",
-        )
-    return groups
+    rank = parallel_state.get_context_parallel_rank()
+    members = {size: ranks[rank // size * size :][:size] for size in layout.cp_sizes[1:-1]}
+    check_order(all_gather_objects(lambda: list(members.values()), control))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return {
+        size: dist.new_group(of_size, timeout=timeout, use_local_synchronization=True, group_desc=f"dynamic CP {size}")
+        for size, of_size in members.items()
+    }
+
+
+def check_order(groups: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise RuntimeError if two ranks would make the groups that both are in in different orders, and so wait forever.
+
+    groups: by rank, the members of each group that the rank makes, in its order
+    """
+    for rank, made in enumerate(groups):
+        for other in {member for members in made for member in members}:
+            orders = [[g for g in groups[r] if {rank, other} <= {*g}] for r in (rank, other)]
+            if orders[0] != orders[1]:
+                raise RuntimeError(f"ranks {rank} and {other} make groups in different orders: {orders}")
 
 
 def _two_levels(layout: Layout) -> dict[str, Any]:

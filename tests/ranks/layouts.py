@@ -11,6 +11,7 @@ DIMENSIONS = {
     "tp": [1, 2, 4],
     "sequence_parallel": [False, True],
     "cp": [1, 2, 4],
+    "dynamic_cp": [False, True],
     "pp": [1, 2, 4],
     "virtual_stages": [1, 2],
     "dp": [1, 2, 4],
@@ -70,6 +71,7 @@ MODELS = {
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
     "linear_experts": [*MOE, *AUX, *LINEAR, *QWEN_MOE],
 }
+SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # of `parallel`
 MIXTURES = ("experts", "gpt_oss", "linear_experts")  # of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
 # fp32 sums taken in another order: measured 1e-8 (loss) and 4e-8 (norm) over five steps.
@@ -86,14 +88,15 @@ def fits(case: Case) -> bool:
     """What the product documents as possible, written down once more: a wrong refusal is then a failing test.
 
     At most four ranks.  Sequence parallel is of no effect without tp, and experts with tp need it.  Virtual stages need
-    a pipeline, whole layers, and microbatches that are a multiple of pp.  ep needs experts, and divides tp x cp x dp.
-    Activations are moved only where most of them are recomputed.  Core's optimizer on the host needs bf16 and the
-    distributed optimizer.
+    a pipeline, whole layers, and microbatches that are a multiple of pp.  Dynamic CP needs cp.  ep needs experts, and
+    divides tp x cp x dp.  Activations are moved only where most of them are recomputed.  Core's optimizer on the host
+    needs bf16 and the distributed optimizer.
     """
     tp, pp, virtual, dp, ep = (case[key] for key in ("tp", "pp", "virtual_stages", "dp", "ep"))
     return (
         world_size(case) <= 4
         and case["sequence_parallel"] <= (tp > 1)
+        and case["dynamic_cp"] <= (case["cp"] > 1)
         and (case["model"] not in MIXTURES or tp == 1 or case["sequence_parallel"])
         and (virtual == 1 or (pp > 1 and NUM_LAYERS % (pp * virtual) == 0 and GLOBAL_BATCH_SIZE // dp % pp == 0))
         and (ep == 1 or (case["model"] in MIXTURES and tp * case["cp"] * dp % ep == 0))
@@ -106,7 +109,7 @@ def overrides(case: Case) -> list[str]:
     return [
         *MODELS[case["model"]],
         *(f"parallel.{key}={case[key]}" for key in ("tp", "cp", "pp", "virtual_stages", "ep")),
-        *(f"parallel.{key}={str(case[key]).lower()}" for key in ("sequence_parallel", "distributed_optimizer")),
+        *(f"parallel.{key}={str(case[key]).lower()}" for key in SWITCHES),
         f"train.recompute={case['recompute']}",
         f"train.offload_fraction={case['activation_offload']}",
         f"optim.offload_fraction={case['optimizer_offload']}",
@@ -125,5 +128,5 @@ def name(case: Case) -> str:
 
 COVERING = covering_set(DIMENSIONS, fits)
 PLAIN = {key: values[:1] for key, values in DIMENSIONS.items()}
-DIVIDED = ("tp", "sequence_parallel", "cp", "pp", "virtual_stages", "dp", "ep")
+DIVIDED = ("tp", "sequence_parallel", "cp", "dynamic_cp", "pp", "virtual_stages", "dp", "ep")
 GRID = all_cases({**PLAIN, "model": ["dense", "experts"], **{key: DIMENSIONS[key] for key in DIVIDED}}, fits)

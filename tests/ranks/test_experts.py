@@ -227,7 +227,7 @@ def test_new_experts_differ_and_are_the_same_on_every_layout(ranks: Ranks) -> No
 def evaluated(overrides: Sequence[str]) -> list[float]:
     with scenarios.running(overrides) as engine:
         loader = scenarios.loader_of(engine, scenarios.SkewedCorpus(scenarios.LENGTHS))
-        experts.begin(engine.chunks, loss_scale=1.0, max_documents=99)
+        experts.begin(engine.chunks, loss_scale=1.0)
         engine.evaluate(loader.microbatches(0))
         seen = engine._expert_load()
         assert seen is not None

@@ -286,3 +286,23 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
     )
     assert full.tolist() == pytest.approx([1024**2 / 53_248, 2048**2 / 53_248])
     assert windows.tolist() == pytest.approx([1024**2 / 53_248, 1024 * (2 * 2048 - 1024) / 53_248])
+
+
+def test_a_pack_is_padded_by_its_cp_size() -> None:
+    """doc_multiple 32, tp 2 with sequence parallelism, and 16 tokens of a rank for FP8: a pack is a multiple of 32 x cp.
+
+    Samples of 400 and 20 tokens at 256 tokens a rank: the long one is on two ranks, and the short one on one of two.
+    """
+    config = layout_config(
+        model=LLAMA_8B,
+        data={"seq_length": 1024},
+        train={"global_batch_size": 1},
+        parallel={"tp": 2, "cp": 4, "dynamic_cp": True},
+        run={"fp8": "delayed", "device": "cuda"},
+    )
+    sizes = Layout.resolve(config, 8)
+    found = [
+        [(mb.cp_size, int(mb.cu_seqlens[-1]), mb.num_documents) for mb in made.microbatches(0)]
+        for made in (make_loader(config, sizes, corpus_of([400, 20]), pad_id=PAD, cp_rank=rank) for rank in range(4))
+    ]
+    assert found == [[(2, 448, 1)], [(2, 448, 1)], [(1, 32, 1)], [(1, 32, 0)]]

@@ -32,6 +32,7 @@ class PackedDocuments(PackedSeqParams):
     """The inputs of attention that describe a microbatch.  The engine makes them on every pipeline stage."""
 
     cp: CpGroup | None = None  # the ranks that share the pack
+    num_documents: int = 0  # of the whole pack, filler documents included
     kernels: Mapping[int | None, Kernel] = field(default_factory=dict)  # by sliding window; only with portable
     rotation: Rotation | None = None  # of this rank's tokens, if attention itself rotates queries and keys
     window_rotation: Rotation | None = None  # the same for layers with model.rope.window_base
@@ -97,6 +98,7 @@ class AttentionBackend(ABC):
             cp_group=cp.members if is_dynamic else None,  # core: size 1 without a group turns CP off
             local_cp_size=cp.size if is_dynamic else None,  # core: None keeps the group of the run
             cp=cp,
+            num_documents=len(cu_seqlens) - 1,
             rotation=self._rotation("all", positions),
             window_rotation=self._rotation("windows", positions),
         )

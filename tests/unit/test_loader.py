@@ -291,7 +291,7 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
 def test_a_pack_is_padded_by_its_cp_size() -> None:
     """doc_multiple 32, tp 2 with sequence parallelism, and 16 tokens of a rank for FP8: a pack is a multiple of 32 x cp.
 
-    Samples of 400 and 20 tokens at 256 tokens a rank: the long one is on two ranks, and the short one on one of two.
+    Samples of 400 and 20 tokens: the long one is on four ranks, and the short one on the first.
     """
     config = layout_config(
         model=LLAMA_8B,
@@ -305,4 +305,4 @@ def test_a_pack_is_padded_by_its_cp_size() -> None:
         [(mb.cp_size, int(mb.cu_seqlens[-1]), mb.num_documents) for mb in made.microbatches(0)]
         for made in (make_loader(config, sizes, corpus_of([400, 20]), pad_id=PAD, cp_rank=rank) for rank in range(4))
     ]
-    assert found == [[(2, 448, 1)], [(2, 448, 1)], [(1, 32, 1)], [(1, 32, 0)]]
+    assert found == [[(4, 512, 1), (1, 32, 1)], *3 * [[(4, 512, 1), (1, 32, 0)]]]

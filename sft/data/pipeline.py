@@ -43,10 +43,10 @@ def check_agreement(grid: Grid, step: int, group: dist.ProcessGroup) -> None:
     digests = all_gather_objects(lambda: digest, group)
     other = [rank for rank in range(len(digests)) if digests[rank] != digests[0]]
     raise DataError(
-        f"rank {other[0]} has planned other packs or CP sizes for step {step + 1} than rank 0, as have "
-        f"{len(other)} of {len(digests)} ranks.  The plan follows from the lengths of the samples and the recipe alone, "
-        "so these processes run other code or read other data.  Install the same versions of sft, numpy and Python on "
-        "each node, and give each node the same data and cache_dir."
+        f"rank {other[0]} has planned other packs or CP sizes for step {step + 1} than rank 0, as have {len(other)} of "
+        f"{len(digests)} ranks.  The plan follows from the lengths of the samples and the recipe alone, so these "
+        "processes run other code or read other data.  Install the same versions of sft, numpy and Python on each "
+        "node, and give each node the same data and cache_dir."
     )
 
 

@@ -289,7 +289,7 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
 
 
 def test_a_pack_is_padded_by_its_cp_size() -> None:
-    """doc_multiple 32, tp 2 with sequence parallelism, and 16 tokens of a rank for FP8: a pack is a multiple of 32 x cp.
+    """doc_multiple 32, tp 2 with sequence parallelism, 16 tokens of a rank for FP8: packs are multiples of 32 x cp.
 
     Samples of 400 and 20 tokens: the long one is on four ranks, and the short one on the first.
     """

@@ -185,6 +185,7 @@ class Engine:
         return Accumulator(
             position_edges=self.config.log.position_edges,
             sources=sources,
+            cp_sizes=self.layout.cp_sizes,
             flops=TrainFlops.of(self.config.model, self.vocab_size),
             reports=self.groups.reports,
             cp_group=self.groups.cp_group,

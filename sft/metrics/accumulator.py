@@ -44,13 +44,16 @@ class Accumulator:
 
     position_edges: Sequence[int]
     sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
+    cp_sizes: Sequence[int]  # of packs; empty without dynamic CP: nothing is broken down by CP size
     flops: TrainFlops
     reports: bool
     cp_group: Callable[[int], CpGroup]
     device: torch.device
 
     def names(self, by: str) -> Sequence[str]:
-        """Names of the buckets of the breakdown "position" or "source"; empty for ""."""
+        """Names of the buckets of the breakdown "position", "source" or "cp_size"; empty for ""."""
+        if by == "cp_size":
+            return tuple(map(str, self.cp_sizes))
         if by != "position":
             return self.sources if by else ()
         edges = [0, *self.position_edges]

@@ -14,7 +14,7 @@ from sft.flops import TrainFlops, num_parameters
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 from sft.parallel.layout import Layout
 
-SCHEMA = 5  # version of the schema of metrics.jsonl
+SCHEMA = 6  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,18 @@ class RunFacts:
             flops=TrainFlops.of(config.model, vocab_size, trained, config.lora.rank or 0),
         )
 
-    @property
-    def capacity(self) -> int:
-        """The largest possible number of tokens in the packs of a global batch."""
-        return self.config.data.seq_length * self.layout.global_batch_size
+    def capacity(self, totals: Totals) -> int:
+        """The largest possible number of tokens in the packs of a step, with the CP sizes that they have."""
+        return self.config.data.seq_length // self.layout.cp * totals.num_slots
+
+    def num_microbatches(self, totals: Totals) -> int:
+        """Packs of a step on each rank; all ranks have the same number."""
+        return totals.num_slots // (self.layout.dp * self.layout.cp)
+
+    def cp_size(self, totals: Totals) -> float:
+        """The mean CP size of an aligned token."""
+        by_size = totals.num_aligned_by_cp_size
+        return sum(int(size) * tokens for size, tokens in by_size.items()) / max(1, totals.num_aligned_tokens)
 
     def tflops_per_rank(self, totals: Totals) -> float:
         flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label
@@ -146,6 +154,10 @@ def _objective_differs(totals: Totals, run: RunFacts) -> bool:
     return loss.reduction != "token" or bool(loss.z_loss_coef or loss.entropy_coef)
 
 
+def _is_dynamic(step: StepResult, run: RunFacts) -> bool:
+    return bool(run.layout.cp_sizes)
+
+
 def _experts(make: Callable[[ExpertLoad], float]) -> Source:
     return Source("Sum", lambda step, run: make(step.experts))
 
@@ -238,18 +250,18 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "real tokens, padded per document to `data.doc_multiple`"),
         Row("tokens/padded", BOTH, "tokens", PACKS, "num_padded_tokens", COUNT,
             "computed tokens: aligned tokens and filler documents"),
-        Row("tokens/capacity", TRAIN, "tokens", SAME, _fact(lambda run: run.capacity), SIZE,
-            "`data.seq_length` x `train.global_batch_size`"),
+        Row("tokens/capacity", TRAIN, "tokens", PACKS, Source("Replicated", lambda step, run: run.capacity(step)), SIZE,
+            "largest number of tokens that the packs can hold"),
         Row("padding/alignment", TRAIN, "tokens", SAME,
             Source("", lambda step, run: step.num_aligned_tokens - step.num_real_tokens), COUNT, "aligned - real"),
         Row("padding/filler", TRAIN, "tokens", PACKS,
             Source("", lambda step, run: step.num_padded_tokens - step.num_aligned_tokens), COUNT, "padded - aligned"),
         Row("padding/tail", TRAIN, "tokens", PACKS,
-            Source("", lambda step, run: run.capacity - step.num_padded_tokens), COUNT, "capacity - padded"),
+            Source("", lambda step, run: run.capacity(step) - step.num_padded_tokens), COUNT, "capacity - padded"),
     ),
     "Speed": (
         Row("work-imbalance", TRAIN, "", PACKS, "work_imbalance", ABOVE_0,
-            "largest FLOPs of a dp rank, divided by the mean of dp ranks"),
+            "largest FLOPs of a dp x cp rank, divided by their mean"),
         Row("tokens-per-second", TRAIN, "tokens / s", MACHINE, _per_second("num_real_tokens"), AMOUNT,
             "real tokens of all ranks"),
         Row("tokens-per-second-per-rank", TRAIN, "tokens / s", MACHINE,
@@ -268,6 +280,16 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "`tflops-per-rank` / `log.peak_tflops`, if it is set", only_if=lambda step, run: run.mfu(step) is not None),
         Row("eval-time-s", EVAL, "s", MACHINE, _fact(lambda run: run.seconds), AMOUNT,
             "duration of the held-out pass by rank 0's clock"), ),
+    "Dynamic CP": (
+        Row("microbatches", TRAIN, "packs", PACKS, Source("Replicated", lambda step, run: run.num_microbatches(step)),
+            SIZE, "number of packs on each rank, filler included", only_if=_is_dynamic),
+        Row("cp-size", TRAIN, "ranks", PACKS, Source("Ratio", lambda step, run: run.cp_size(step)), AMOUNT,
+            "mean over aligned tokens of the CP size of their packs", only_if=_is_dynamic),
+        Row("by cp size/NAME/packs", TRAIN, "packs", PACKS, "num_packs_by_cp_size", COUNT, "packs on NAME ranks",
+            only_if=_is_dynamic, nested=True),
+        Row("by cp size/NAME/tokens", TRAIN, "tokens", PACKS, "num_aligned_by_cp_size", COUNT,
+            "aligned tokens of these packs", only_if=_is_dynamic, nested=True),
+    ),
     "Experts": (
         Row("experts/imbalance", TRAIN, "", ROUNDING, _experts(lambda load: float(load.imbalance.mean())), AMOUNT,
             "largest number of real tokens of an expert, divided by the mean", only_if=_has_experts),

@@ -36,8 +36,8 @@ class Quantity:
              or the engine's measurements by name (Max); None if the accumulator computes the quantity
     number   type of the value
     combine  combines the numbers of ranks, and of two batches
-    by       name of a breakdown with one value per bucket; `measure` then returns a number for each token, [n], or
-             None to count tokens
+    by       name of a breakdown with one value per bucket; of kind Sum, `measure` then returns a number for each token,
+             [n], or None to count tokens
     """
 
     kind: Literal["Sum", "Replicated", "PerSequence", "Max"]
@@ -53,7 +53,12 @@ class Quantity:
         sums = np.zeros(len(names) if self.by else 1)
         for part in parts if len(sums) else ():  # if no source has a name, nothing is counted by source
             value = self.measure(part)
-            sums += np.bincount(part.buckets[self.by], weights=value, minlength=len(sums)) if self.by else float(value)
+            if self.by == "cp_size":
+                sums[names.index(str(part.cp_size))] += float(value)
+            elif self.by:
+                sums += np.bincount(part.buckets[self.by], weights=value, minlength=len(sums))
+            else:
+                sums += float(value)
         return sums
 
     def over_ranks(self, numbers: np.ndarray, names: Sequence[str]) -> Any:
@@ -114,6 +119,10 @@ class Totals:
     num_aligned_tokens: int = quantity("Replicated", lambda pack: pack.num_aligned_tokens)
     num_padded_tokens: int = quantity("Replicated", lambda pack: pack.cu_seqlens[-1])
     num_documents: int = quantity("Replicated", lambda pack: pack.num_documents)
+    # By the CP size of a pack, with dynamic CP; filler documents, and packs of nothing else, do not count.
+    num_packs_by_cp_size: dict[str, int] = quantity("Replicated", lambda pack: pack.num_documents > 0, by="cp_size")
+    num_aligned_by_cp_size: dict[str, int] = quantity("Replicated", lambda pack: pack.num_aligned_tokens, by="cp_size")
+    num_slots: int = quantity("Replicated", lambda pack: pack.cp_size)  # microbatches of all ranks of dp x cp
     attention_flops: float = quantity("Replicated", None, float)  # forward and backward, by the lengths of documents
     work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp x cp ranks: largest / mean
     # Only sequences with a supervised token are measured.  Without such a sequence, min is inf and max is -inf.

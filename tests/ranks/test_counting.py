@@ -204,6 +204,7 @@ SHORT_LAST = [200, 37, 64, 5, 111, 90, 2, 256, 60, 60, 60, 60]
 RECORD_TOLERANCE = 1e-5
 FILLER = {"tokens/padded", "padding/filler", "padding/tail"}
 BALANCED = FILLER | {"work-imbalance"}
+DYNAMIC = {"microbatches", "cp-size", "by cp size/NAME/packs", "by cp size/NAME/tokens"}
 FILLED = ["data.pad_to_seq_length=true"]
 NARROW = ["data.doc_multiple=2"]  # of a pack's length; tp 4 with sequence parallelism needs a multiple of 4
 
@@ -251,7 +252,8 @@ def test_the_layout_changes_what_the_page_says(
 ) -> None:
     """docs/metrics.md, column layout: `same` is equal, `rounding` is close, and of the others only `packs` differs."""
     page = by_layout()
-    assert page["packs"] == BALANCED | {"experts/dropped-share"}  # the latter of experts only: these are dense
+    others = {"experts/dropped-share", *DYNAMIC}  # of experts, which are not here, and of dynamic CP
+    assert page["packs"] == BALANCED | {"tokens/capacity"} | others
     (one,), several = ranks(1).run(records, shared), ranks(world_size).run(records, [*shared, *overrides])
     assert [differing(one, found, page) for found in several] == [expected] * world_size
 

@@ -23,18 +23,18 @@ def accumulator() -> Iterator[Accumulator]:
     group = dist.group.WORLD
     assert group is not None
     yield Accumulator(
-        position_edges=(2, 4), sources=("a", "b"), flops=TrainFlops(1.0, 0.0, AttentionCost(1.0)),
+        position_edges=(2, 4), sources=("a", "b"), cp_sizes=(1, 2), flops=TrainFlops(1.0, 0.0, AttentionCost(1.0)),
         reports=True, cp_group=lambda size: CpGroup(size, 0, group), device=torch.device("cpu"),
     )  # fmt: skip
     dist.destroy_process_group()
 
 
-def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[float]]]) -> Totals:
+def measured(accumulator: Accumulator, packs: list[tuple[list[Sample], list[float]]], cp_size: int = 1) -> Totals:
     """Packs of samples, and -log p of their supervised tokens."""
     microbatches, tokens = [], []
     for samples, nll in packs:
         pack = make_pack(samples, doc_multiple=8, pad_id=0, pack_multiple=32)
-        microbatches.append(local_part(pack, np.arange(len(pack.tokens)), cp_size=1, doc_multiple=8))
+        microbatches.append(local_part(pack, np.arange(len(pack.tokens)), cp_size=cp_size, doc_multiple=8))
         tokens.append(
             SupervisedTokens(
                 objective=sum(nll),
@@ -68,6 +68,16 @@ def test_written_out(accumulator: Accumulator) -> None:
     assert (found.perplexity_min, found.perplexity_max) == pytest.approx((1.648721, 7.389056))
     assert found.data_wait_s == Peak(value=0.5, rank=0)
     assert found.work_imbalance == 1.0
+    assert (found.num_slots, found.num_packs_by_cp_size) == (2, {"1": 2, "2": 0})
+    assert found.num_aligned_by_cp_size == {"1": 24, "2": 0}
+
+
+def test_packs_are_counted_by_cp_size(accumulator: Accumulator) -> None:
+    """A pack of two documents on two ranks, and a pack of filler on two ranks: four slots."""
+    found = measured(accumulator, [([answer(5, 3), answer(9, 1)], [1.0, 2.0, 3.0, 0.5]), ([], [])], cp_size=2)
+    assert (found.num_slots, found.num_packs_by_cp_size) == (4, {"1": 0, "2": 1})
+    assert found.num_aligned_by_cp_size == {"1": 0, "2": 8 + 16}
+    assert (found + found).num_aligned_by_cp_size == {"1": 0, "2": 48}
 
 
 def test_a_document_without_supervision_is_counted_but_has_no_perplexity(accumulator: Accumulator) -> None:

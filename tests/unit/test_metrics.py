@@ -24,6 +24,13 @@ def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
     return train_record(3, result(ExpertLoad(**{**load, **changes})), run_of(recipe), seconds=2.0)
 
 
+def dynamic(**changes: Any) -> dict[str, Any]:
+    """A step with dynamic CP."""
+    packs = dict(num_slots=8, num_packs_by_cp_size={"1": 3, "2": 2}, num_aligned_by_cp_size={"1": 32, "2": 96})
+    return train("parallel.cp=2", "parallel.dynamic_cp=true", **{**packs, **changes})
+
+
+DYNAMIC, DYNAMIC_NAMES = dynamic(), ("microbatches", "cp-size", "by cp size")
 EVERYTHING = ["loss.entropy=true", "loss.z_loss_coef=1e-4", "log.peak_tflops=989"]
 EXPERTS = mixture("model.moe.aux_loss_coef=0.01", *EVERYTHING)
 
@@ -48,6 +55,20 @@ def test_written_out() -> None:
     assert (found["memory/reserved-gib"], found["memory/reserved-rank"]) == (4.0, 2)
     told = dict(flat(evaluation()))
     assert (told["sample loss"], told["token accuracy"], told["set"]) == (1.5, 0.25, "eval")
+
+
+def test_dynamic_cp_written_out() -> None:
+    """dp 1 x cp 2, C = 64 tokens: three packs on one rank, one of them filler, and two on both ranks."""
+    assert {name: DYNAMIC[name] for name in (*DYNAMIC_NAMES, "tokens/capacity", "padding/tail")} == {
+        "microbatches": 4,  # 8 slots, a pack on both ranks has two; one slot is of filler
+        "cp-size": 1.75,  # (32 x 1 + 96 x 2) / 128
+        "by cp size": {"1": {"packs": 3, "tokens": 32}, "2": {"packs": 2, "tokens": 96}},
+        "tokens/capacity": 8 * 64,
+        "padding/tail": 8 * 64 - 160,
+    }
+    assert not set(DYNAMIC_NAMES) & train("parallel.cp=2").keys()  # the log of a run with fixed CP has none
+    empty = dynamic(num_aligned_tokens=0, num_real_tokens=0, num_aligned_by_cp_size={"1": 0, "2": 0})
+    assert empty["cp-size"] == 0.0
 
 
 def test_the_loss_is_over_its_denominator() -> None:
@@ -98,9 +119,10 @@ def test_nothing_supervised_is_null_and_not_a_number_too_large() -> None:
 
 RECORDS = {
     "start": START,
-    "train": EXPERTS,
+    "train": EXPERTS | {name: DYNAMIC[name] for name in DYNAMIC_NAMES},
     "eval": evaluation(*EVERYTHING),
     "train of little": train(),
+    "train with dynamic CP": DYNAMIC,
     "train without experts": train(*EVERYTHING),
     "eval of nothing": evaluation(num_tokens=0, denominator=0.0, num_sequences=0, sequence_nll=0.0),
 }
@@ -122,7 +144,8 @@ def test_records_with_a_name_more_or_less_are_not(kind: str) -> None:
 
 
 OPTIONAL = ("nll", "entropy", "mfu", "memory/allocated-gib", "memory/allocated-rank", "memory/reserved-gib",
-            "memory/reserved-rank", *(name for name in EXPERTS if name.startswith("experts/")))  # fmt: skip
+            "memory/reserved-rank", *DYNAMIC_NAMES,
+            *(name for name in EXPERTS if name.startswith("experts/")))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -168,5 +191,5 @@ def in_schema(part: dict[str, Any], whole: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["start", "train", "eval"])
 def test_the_page_the_schema_and_the_records_have_the_same_names(kind: str) -> None:
-    written = {re.sub(r"^(loss by \w+)/[^/]+/", r"\1/NAME/", name) for name, _ in flat(RECORDS[kind])}
+    written = {re.sub(r"^(loss by \w+|by cp size)/[^/]+/", r"\1/NAME/", name) for name, _ in flat(RECORDS[kind])}
     assert written == documented(kind) == in_schema({"$ref": f"#/$defs/{kind}"}, validator().schema)

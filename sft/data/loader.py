@@ -71,11 +71,11 @@ class Loader:
 
     def microbatches_of(self, grid: Grid) -> list[Microbatch]:
         """This rank's microbatches of the packs of a step."""
-        return [self.microbatch(self._samples_of(slot), slot.cp_size) for slot in grid[self._grid_rank]]
+        return [self.microbatch(self.samples_of(slot), slot.cp_size) for slot in grid[self._grid_rank]]
 
     def samples(self, step: int) -> list[list[Sample]]:
         """The samples of each of this rank's microbatches of a step."""
-        return [self._samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
+        return [self.samples_of(slot) for slot in self.grid(step)[self._grid_rank]]
 
     def microbatch(self, samples: Sequence[Sample], cp_size: int | None = None) -> Microbatch:
         """This rank's part of the pack of these samples.  cp_size: number of ranks that share it; None: all of CP"""
@@ -92,7 +92,8 @@ class Loader:
         epoch, batch = self.plans.locate(step)
         return self.plans.plan(epoch), batch
 
-    def _samples_of(self, slot: Slot) -> list[Sample]:
+    def samples_of(self, slot: Slot) -> list[Sample]:
+        """The samples of a pack, in order."""
         return [self._corpus.sample(i) for i in slot.samples]
 
     def _grid(self, plan: Plan, batch: int) -> Grid:

@@ -46,9 +46,11 @@ def run(recipe: Recipe, layout: Layout, *, step: int, full: bool) -> Report:
 
 def _missing(s: Session, expected: list[int], microbatches: list[Microbatch]) -> list[str]:
     """Samples of the global batch that are in no pack, or in several.  Collective."""
-    own = [sample for mb in microbatches for sample in mb.sample_ids]
-    by_dp_rank = dict(all_gather_objects(lambda: (s.groups.dp_rank, own), s.groups.control))
-    packed = sorted(sample for samples in by_dp_rank.values() for sample in samples)
+    is_first = [s.groups.cp_group(mb.cp_size).rank == 0 for mb in microbatches]  # of the ranks that share the pack
+    own = [sample for mb, counts in zip(microbatches, is_first) if counts for sample in mb.sample_ids]
+    position = s.groups.dp_rank, s.groups.cp_rank
+    by_position = dict(all_gather_objects(lambda: (position, own), s.groups.control))
+    packed = sorted(sample for samples in by_position.values() for sample in samples)
     if packed == sorted(expected):
         return []
     return [f"the packs of all ranks hold {len(packed)} samples, and not the {len(expected)} samples of the step"]
@@ -79,6 +81,7 @@ def _described(s: Session, tokenizer: ChatTokenizer, index: int, mb: Microbatch)
         "dp_rank": s.groups.dp_rank,
         "cp_rank": s.groups.cp_rank,
         "microbatch": index + 1,
+        "cp_size": mb.cp_size,
         "cu_seqlens": mb.cu_seqlens.tolist(),
         "lengths": mb.lengths.tolist(),
         "runs": described,
@@ -93,7 +96,7 @@ def _label_text(tokenizer: ChatTokenizer, labels: np.ndarray, mask: np.ndarray) 
 
 
 def _lines(part: dict[str, Any], *, full: bool) -> Iterator[str]:
-    """dp rank 0, cp rank 1, microbatch 1: 32 of 64 tokens, 1 documents
+    """dp rank 0, cp rank 1, microbatch 1: CP size 2, 32 of 64 tokens, 1 documents
     document 0 (chat.jsonl:3, 61 tokens, padded to 64), positions 16 to 47
       tokens  ser⏎2 + 2?<|im_end|>
       labels  (20 not supervised) [[4<|im_end|>]]
@@ -101,7 +104,8 @@ def _lines(part: dict[str, Any], *, full: bool) -> Iterator[str]:
     bounds, runs = part["cu_seqlens"], part["runs"]
     yield (
         f"dp rank {part['dp_rank']}, cp rank {part['cp_rank']}, microbatch {part['microbatch']}: "
-        f"{sum(len(run['tokens']) for run in runs):,} of {bounds[-1]:,} tokens, {len(bounds) - 1} documents"
+        f"CP size {part['cp_size']}, {sum(len(run['tokens']) for run in runs):,} of {bounds[-1]:,} tokens, "
+        f"{len(bounds) - 1} documents"
     )
     hidden = [] if full else runs[_RUNS:-_RUNS]
     for run in runs if not hidden else [*runs[:_RUNS], None, *runs[-_RUNS:]]:

@@ -22,6 +22,7 @@ class _Part:
     """One microbatch on one rank, as its description for the other ranks."""
 
     position: tuple[int, int, int]  # dp rank, microbatch, cp rank
+    cp_size: int  # number of ranks that share the pack
     digest: str  # of every tensor
     runs: list[tuple[int, int, int]]  # document, first position and end of each run of consecutive positions
     sizes: list[int]  # padded tokens of each document of the pack
@@ -40,6 +41,7 @@ def problems_of(
         return [
             _Part(
                 position=(position.dp_rank, index, position.cp_rank),
+                cp_size=mb.cp_size,
                 digest=_digest(mb),
                 runs=runs(mb),
                 sizes=np.diff(mb.cu_seqlens.numpy()).tolist(),
@@ -99,14 +101,17 @@ def _local_problems(mb: Microbatch, samples: Sequence[Sample], name_of: NameOf) 
 
 def _disagreements(parts: Sequence[_Part]) -> Iterator[str]:
     """Faults that only show when all ranks are compared: a pack must exist exactly once over its cp ranks."""
-    by_pack: dict[tuple[int, int], dict[int, _Part]] = {}
+    by_pack: dict[tuple[int, int, range], dict[int, _Part]] = {}
     for part in parts:
         dp_rank, index, cp_rank = part.position
-        holders = by_pack.setdefault((dp_rank, index), {})
+        first = cp_rank // part.cp_size * part.cp_size
+        holders = by_pack.setdefault((dp_rank, index, range(first, first + part.cp_size)), {})
         if holders.setdefault(cp_rank, part).digest != part.digest:
             yield f"dp rank {dp_rank}, microbatch {index + 1}: two ranks with cp rank {cp_rank} hold different tensors"
-    for (dp_rank, index), holders in sorted(by_pack.items()):
+    for (dp_rank, index, cp_ranks), holders in sorted(by_pack.items(), key=lambda pack: (*pack[0][:2], pack[0][2][0])):
         where = f"dp rank {dp_rank}, microbatch {index + 1}"
+        if len(by_pack) > len({key[:2] for key in by_pack}):  # dynamic CP
+            where += f", cp ranks {cp_ranks[0]} to {cp_ranks[-1]}"
         sizes = {tuple(part.sizes) for part in holders.values()}
         if len(sizes) > 1:
             yield f"{where}: the cp ranks have different cu_seqlens"

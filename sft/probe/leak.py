@@ -134,15 +134,18 @@ def _without_balancing_losses(recipe: Recipe) -> Recipe:
 
 
 def _choose(s: Session, step: int, document: int | None) -> Subject:
-    """Of this rank's packs the one with most documents; its given document, or the one in the middle.  Collective."""
-    samples = max(s.data.train.samples(step - 1), key=len)
+    """The pack with most documents of this rank's row of cp ranks, at its CP size; its given document, or the one in
+    the middle.  With dynamic CP, all groups of this size in the row compute the pack.  Collective."""
+    row = s.data.train.grid(step - 1)[s.groups.dp_rank * s.layout.cp :][: s.layout.cp]
+    slot = max((slot for slots in row for slot in slots), key=lambda slot: len(slot.samples))
+    samples = s.data.train.samples_of(slot)
     fewest = min(all_gather_objects(lambda: len(samples), s.groups.control))
     if fewest == 0:
         raise ConfigError(f"--step {step}: a data-parallel rank has no samples in this step.  Give another --step.")
     if document is not None and document >= fewest:
         raise ConfigError(f"--document {document} is not in the pack.  Give --document 0 to {fewest - 1}.")
     chosen = len(samples) // 2 if document is None else document
-    return Subject(samples=samples, document=chosen, microbatch=s.data.train.microbatch(samples))
+    return Subject(samples=samples, document=chosen, microbatch=s.data.train.microbatch(samples, slot.cp_size))
 
 
 def _describe(s: Session, subject: Subject) -> str:
@@ -165,7 +168,7 @@ def _examine(s: Session, engine: Engine, subject: Subject) -> tuple[list[Leak], 
         progress.advance(1)
         for name, first in (("end", length - max(1, length // 4)), ("whole", 0)):
             samples = subject.replaced(first, engine.vocab_size)
-            changed = _observe(engine, s.data.train.microbatch(samples))
+            changed = _observe(engine, s.data.train.microbatch(samples, subject.microbatch.cp_size))
             progress.advance(1)
             leaks += _forward_leaks(s, subject, name, first, base, changed)
             leaks += _gradient_leaks(s, engine, subject, name, first, reached)

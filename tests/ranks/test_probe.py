@@ -12,6 +12,7 @@ from tests.ranks.probing import probe
 
 Ranks = Callable[[int], RankPool]
 CP_AGAINST_TP = ["parity", "--against", "parallel.cp=1,parallel.tp=2,parallel.sequence_parallel=true"]
+DYNAMIC = "parallel.dynamic_cp=true"
 CP, PP = "parallel.cp=2", ["parallel.cp=1", "parallel.pp=2"]
 KINDS = [
     "model.num_layers=4",
@@ -38,6 +39,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ["data", CP],
         ["leak", CP, "train.recompute=selective"],
+        ["data", CP, DYNAMIC],
+        ["leak", CP, DYNAMIC],
+        ["parity", CP, DYNAMIC, "--against", "parallel.dynamic_cp=false"],
         ["leak", *PP, "train.recompute=full"],
         CP_AGAINST_TP,
         ["leak", CP, *KINDS],  # bitwise forward, and no gradient backward
@@ -153,7 +157,7 @@ def test_what_data_shows(ranks: Ranks, recipe: Path) -> None:
     (code, text), _ = ranks(2).run(probing.alone, command)
     assert code == 0
     lines = text.splitlines()
-    assert lines[0] == "dp rank 0, cp rank 0, microbatch 1: 224 of 224 tokens, 3 documents"
+    assert lines[0] == "dp rank 0, cp rank 0, microbatch 1: CP size 1, 224 of 224 tokens, 3 documents"
     assert lines[1].startswith(f"  document 0 ({recipe.parent}/chat.jsonl:")
     assert lines[1].endswith(" tokens, padded to 96), positions 0 to 95")
     assert lines[2].startswith("    tokens  <|im_start|>user⏎") and "<|im_start|>assistant⏎abab" in lines[2]

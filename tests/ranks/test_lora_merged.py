@@ -74,7 +74,12 @@ def resume(overrides: list[str], run: str) -> str:
 
 @pytest.mark.parametrize(
     "family,keys,layout",
-    [("qwen3_moe", EXPERTS, EP), ("phi3", WHOLE, SP), ("qwen2_5_vl", "targets: [all-linear]", PP)],
+    [
+        ("qwen3_moe", EXPERTS, EP),
+        ("phi3", WHOLE, SP),
+        ("qwen2_5_vl", "targets: [all-linear]", PP),
+        ("qwen3_5_text", "targets: [all-linear]", SP),
+    ],
     ids=str,
 )
 def test_merged_weights_have_the_losses_of_the_run(
@@ -91,9 +96,13 @@ def test_merged_weights_have_the_losses_of_the_run(
     before, after = hf.tensors(source), hf.tensors(tmp_path / "merged")
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    ends = ("_proj.weight", *(("embed_tokens.weight", "lm_head.weight") if keys == WHOLE else ()))
+    ends = (
+        "_proj.weight",
+        *(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        *(("embed_tokens.weight", "lm_head.weight") if keys == WHOLE else ()),
+    )
     assert moved == {name for name in before if name.endswith(ends) and "visual" not in name}
-    name = next(name for name in moved if name.endswith("1.self_attn.o_proj.weight"))
+    name = next(name for name in moved if name.endswith("self_attn.o_proj.weight"))
     assert float((before[name] - after[name]).abs().max()) > VISIBLE
 
     merged = [*recipe, f"model.hf={tmp_path / 'merged'}"]

@@ -76,8 +76,9 @@ def resume(overrides: list[str], folder: str, checkpoint: Path) -> dict[str, Any
     with scenarios.running(overrides) as engine:
         load(engine, folder)
         engine_state.load(engine, checkpoint)
+        loaded = trained(engine)
         step(engine)
-        return {"later": trained(engine)}
+        return {"loaded": loaded, "later": trained(engine)}
 
 
 def collected(results: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
@@ -155,3 +156,24 @@ def export(checkpoint: Path, target: Path, source: Path) -> None:
     common = {"iteration": STEPS}
     finish: Any = lambda folder, entries: None  # noqa: E731
     export_adapter(checkpoint, target, QUIET, common, recipe, like=source, dtype=None, finish=finish)
+
+
+@pytest.mark.parametrize(
+    "family,targets",
+    [("qwen3_5_text", "[all-linear]"), ("qwen3_next", "[in_proj_qkvz, in_proj_ba, out_proj]")],
+    ids=str,
+)
+def test_adapters_of_linear_attention_resume_bitwise(ranks: Ranks, tmp_path: Path, family: str, targets: str) -> None:
+    """On another layout the weights are the same bits; on the same one so are those after another step."""
+    source = hf.save(tmp_path / "source", family)
+    _, values = peft_model(source, "all-linear" if family == "qwen3_5_text" else targets.strip("[]").split(", "))
+    lora = f"lora={{rank: {RANK}, alpha: {ALPHA}, targets: {targets}}}"
+    recipe, checkpoint = [*recipe_of(source), f"model.hf={source}", lora, *OPTIMIZER], tmp_path / "iter_0000010"
+    results = ranks(2).run(train, [*recipe, *SP], str(source), values, checkpoint)
+    after = whole(results, "after")
+    assert after.keys() == values.keys() and not any(torch.equal(after[name], values[name]) for name in values)
+    on_another = ranks(2).run(resume, [*recipe, *CP, *DP], str(source), checkpoint)
+    assert hf.same(after, whole(on_another, "loaded"))
+    on_the_same = ranks(2).run(resume, [*recipe, *SP], str(source), checkpoint)
+    assert hf.same(whole(results, "later"), whole(on_the_same, "later"))
+    assert not hf.same(after, whole(results, "later"))

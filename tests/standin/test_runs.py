@@ -72,6 +72,7 @@ def saved(folder: Path) -> int:
 RUNS = {
     "dp": (2, ["parallel.cp=1", "train.global_batch_size=2", SHARDED]),
     "pp": (2, [*PP, "train.recompute=selective", "train.offload_fraction=0.5"]),
+    "dynamic cp": (2, [*CP, "parallel.dynamic_cp=true"]),
     # torch raises an error where an operator has no deterministic algorithm.
     "deterministic, cp": (2, [*CP, "run.deterministic=true", "train.recompute=selective"]),
     "deterministic, tp": (2, [*TP, "run.deterministic=true", "train.recompute=full"]),
@@ -82,6 +83,7 @@ RUNS = {
 }
 RUNS_OF_TE = {
     "te, heads in two levels": (4, ["parallel.cp=4", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2"]),
+    "te, dynamic cp": (4, ["parallel.cp=4", "parallel.dynamic_cp=true", "train.global_batch_size=2"]),
     "te, all at once": (2, [*TP, "train.recompute=selective", "train.offload_fraction=0.5", "train.mlp_tile=500"]),
     "te, delayed": (2, ["parallel.cp=2", "run.fp8=delayed", "train.recompute=full"]),
     "te, blockwise": (1, ["parallel.cp=1", "run.fp8=blockwise"]),

@@ -68,6 +68,22 @@ def test_who_rotates(te: None, seq_length: int, rotates: bool) -> None:
     assert ("1,048,608 tokens of a rank" in str(backend)) == rotates
 
 
+def test_with_dynamic_cp_core_gets_the_group_of_each_pack(te: None) -> None:
+    """Core keeps the group of the pack before if it gets neither a group nor a size.  Its fused rotary kernel would
+    use the cp group of the run, so attention rotates."""
+    backend = choose(parsed(*QWEN, "parallel.cp=2", "parallel.dynamic_cp=true").config, "cuda")
+    assert backend.attention_rotates and "uses the cp group of the run" in str(backend)
+    positions, boundaries, members = torch.tensor([[0, 1]]), torch.tensor([0, 4], dtype=torch.int32), object()
+    found = []
+    for cp in (CpGroup(1, 0, None), CpGroup(2, 1, members), CpGroup(1, 0, None)):
+        documents = backend.documents(boundaries, 4, positions, cp)
+        found.append((documents.cp_group, documents.local_cp_size))
+    assert found == [(None, 1), (members, 2), (None, 1)]
+    fixed = choose(parsed(*QWEN, "parallel.cp=2").config, "cuda")
+    documents = fixed.documents(boundaries, 4, positions, CpGroup(2, 1, members))
+    assert (documents.cp_group, documents.local_cp_size) == (None, None)
+
+
 class Recorder:
     """Stands for Transformer Engine's attention: returns what it is given."""
 

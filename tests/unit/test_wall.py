@@ -93,7 +93,8 @@ NAMES: dict[str, str] = {
     "optimizer_param_scheduler.OptimizerParamScheduler.step": "self increment",
     "optimizer_param_scheduler.OptimizerParamScheduler.state_dict": "self",
     "packed_seq_params.PackedSeqParams": (
-        "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q " "max_seqlen_kv"
+        "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+        "max_seqlen_kv cp_group local_cp_size"
     ),
     "parallel_state.initialize_model_parallel": (
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "

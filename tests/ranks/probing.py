@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sft.cli import main
-from sft.data.packing import pack
+from sft.data.packing import dynamic_cp, pack
 from sft.mcore import process_groups
 from sft.mcore.attention.portable import Portable
 from sft.mcore.checkpoint_io import engine_state
@@ -145,7 +145,22 @@ def scaled_gradient() -> Any:
     return mock.patch.object(Engine, "_finalize", faulty)
 
 
+def other_plan() -> Any:
+    """One rank puts all documents on all ranks of CP."""
+    assign = dynamic_cp.assign
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        grid = assign(*args, **options)
+        if os.environ["RANK"] == "1":
+            samples = tuple(sorted({i for slots in grid for slot in slots for i in slot.samples}))
+            grid = [[dynamic_cp.Slot(options["cp"], samples)] for _ in grid]
+        return grid
+
+    return mock.patch.object(dynamic_cp, "assign", faulty)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
+    "other plan on a rank": other_plan,
     "cu_seqlens ignored on one stage": ignored_boundaries,
     "labels shifted after the split": late_shift,
     "positions not reset": running_positions,

@@ -139,6 +139,11 @@ def test_a_planted_fault_is_found(
         ]
 
 
+def test_ranks_with_different_plans_end_before_they_wait_for_each_other(ranks: Ranks, recipe: Path) -> None:
+    """A stage of a pipeline, or any rank, whose CP sizes are others.  Training reads its batches in the same way."""
+    assert probe(ranks(2), recipe, ["data", CP, DYNAMIC], "other plan on a rank") == (2, {})
+
+
 def test_what_parity_compares(ranks: Ranks, recipe: Path) -> None:
     _, answer = probe(ranks(2), recipe, CP_AGAINST_TP)
     assert [layout["cp"] for layout in answer["layouts"]] == [2, 1]

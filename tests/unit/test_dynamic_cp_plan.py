@@ -1,6 +1,7 @@
 """A cp size for each pack: every sample once, within memory, groups that nest, and time and bytes by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost, halo_tokens
 from sft.data.packing.cp_prediction import bound, fixed, predict
+from sft.data.packing.cp_rows import _even
 from sft.data.packing.dynamic_cp import Grid, Slot, assign
 from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
@@ -32,8 +34,8 @@ def test_a_long_document_takes_both_ranks_and_short_documents_one() -> None:
 
 
 def test_ranks_of_a_group_share_its_work() -> None:
-    """The example of `cp_ranks`: 8 on all ranks, 8 and 6 on two each, and documents of 4 2 2 2 on one."""
-    grid = made([32, 16, 12, 4, 2, 2, 2], cp=4, rank_tokens=8)
+    """The example of `cp_ranks`: 8 on all ranks, 8 and 6 on two each, and documents of 3 3 1 1 on one."""
+    grid = made([32, 16, 12, 3, 3, 1, 1], cp=4, rank_tokens=8)
     assert grid == [
         [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (5,))],
         [Slot(4, (0,)), Slot(2, (1,)), Slot(1, (6,))],
@@ -49,11 +51,10 @@ def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:
 
 def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> None:
     """100 and 3 x 1 tokens of which a rank holds 100: on one rank, the long one would take twice the mean."""
-    grid = made([100, 1, 1, 1], rank_tokens=100)
-    assert (
-        grid[0][0] == Slot(2, (0,))
-        and predict(grid, np.array([100, 1, 1, 1]), doc_multiple=1, cost=TOKEN).makespan_ns == 52
-    )
+    slow = CpCost(token_ns=1000.0)
+    grid = made([100, 1, 1, 1], slow, rank_tokens=100)
+    assert grid[0][0] == Slot(2, (0,))
+    assert predict(grid, np.array([100, 1, 1, 1]), doc_multiple=1, cost=slow).makespan_ns == 52_000
 
 
 def check(grid: Grid, samples: list[int], lengths: np.ndarray, dp: int, cp: int, capacity: int, multiple: int) -> None:
@@ -86,6 +87,8 @@ def test_any_batch(seed: int) -> None:
     )  # fmt: skip
     arguments: Any = {"rank_tokens": capacity, "doc_multiple": multiple, "cost": cost}
     number = int(random.choice([1, 1, 4]))
+    cost = replace(cost, wait_ranks=int(random.choice([1, cp, dp * cp])))
+    arguments["cost"] = cost
     grid = assign(samples, lengths, dp=dp, cp=cp, microbatch_multiple=number, **arguments)
     check(grid, samples, lengths, dp, cp, capacity, multiple)
     assert len(grid[0]) % number == 0
@@ -103,6 +106,28 @@ def test_no_rank_waits_for_its_group() -> None:
     busy = [sum(int(cost.times(lengths[list(samples)], 32, size).sum()) + 10_000 for size, samples in r) for r in grid]
     assert predict(grid, lengths, doc_multiple=32, cost=cost).makespan_ns == max(busy)
     assert max(busy) <= 1.02 * sum(busy) / len(busy)
+
+
+def test_ranks_that_wait_for_each_other_have_even_microbatches() -> None:
+    """The example of `cp_rows`, and chats on 4 x 8 ranks that all wait."""
+    cost = CpCost(token_ns=1000.0, wait_ranks=4)
+    grid = made([18, 14, 10, 8, 8], cost, cp=4, rank_tokens=10)
+    assert predict(grid, np.array([18, 14, 10, 8, 8]), doc_multiple=1, cost=cost).makespan_ns == 16_000
+    lengths = np.clip(np.random.default_rng(0).lognormal(math.log(600), 1.1, 1500), 1, 16_384).astype(np.int64)
+    arguments: Any = {"attention": AttentionCost(57_000.0), "token_ns": 100.0, "kv_bytes": 1000.0}
+    measured = {}
+    for wait_ranks in (1, 32):
+        cost = CpCost(**arguments, wait_ranks=wait_ranks)
+        grid = assign(range(1500), lengths, dp=4, cp=8, rank_tokens=4096, doc_multiple=32, cost=cost)
+        measured[wait_ranks] = predict(grid, lengths, doc_multiple=32, cost=cost)
+    assert measured[1].per_step > 0.98 > measured[1].per_microbatch + 0.05
+    assert measured[32].per_step == pytest.approx(measured[32].per_microbatch)
+    assert measured[32].per_step > measured[1].per_microbatch
+
+
+def test_even_times_beside_long_packs() -> None:
+    longest = np.array([[9, 0, 1], [0, 0, 0], [4, 8, 2]])
+    assert _even(longest, 15.0).tolist() == [[9, 3, 3], [5, 5, 5], [4, 8, 3]]
 
 
 def test_time_of_a_document_by_hand() -> None:

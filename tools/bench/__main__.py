@@ -29,6 +29,7 @@ SUBJECTS = {
     "peer": "the longest document that plain transformers can train on",
     "packing": "fill of packs and time of an epoch's plan, compared with simpler packing methods",
     "balance": "balance of work over ranks and microbatches, compared with packs in order",
+    "dynamic_cp": "a CP size for each pack, compared with a fixed size and with megatron-core's scheduler",
     "collate": "tokens per second from mapped files to microbatches",
     "tokenize": "chats to tokens and masks, compared with datasets.map",
     "cp_index": "index arithmetic of context parallelism for a pack of 1M tokens",

@@ -4,6 +4,9 @@ one      a single document
 chat     log-normal with median 600
 longmix  98% as chat, and 2% log-uniform from 8K to 128K
 agent    log-normal with median 16K
+
+coderforge, math  published quantiles of CoderForge traces and of Nemotron-Cascade-2 math
+lognormal         Megatron-LM's test distribution: log-normal with mean 1,024 and sigma 1.5, from 128 to 8,192
 """
 
 import math
@@ -12,12 +15,28 @@ import numpy as np
 
 SEQ_LENGTHS = {"chat": 32_768, "longmix": 131_072, "agent": 131_072}  # maximum length of a document
 MIXES = ("one", *SEQ_LENGTHS)
+TRACES = {"coderforge": 131_072, "math": 131_072, "lognormal": 131_072}  # further mixes, with their seq_length
+# (share of documents, tokens); in between, the logarithm of the length is linear.  The first is assumed.
+QUANTILES = {
+    "coderforge": [
+        (0.0, 2000), (0.3, 32_768), (0.5, 38_000), (0.767, 49_152), (0.925, 65_536), (0.95, 71_000), (0.993, 98_304),
+        (0.999, 131_072), (1.0, 184_000),
+    ],
+    "math": [(0.0, 600), (0.5, 12_432), (0.9, 43_089), (0.99, 84_679), (1.0, 140_459)],
+}  # fmt: skip
 NUM_LENGTHS = 20_000  # number of lengths from which packs are filled
 
 
 def lengths_of(mix: str, num_lengths: int) -> np.ndarray:
-    """Random lengths of chat, longmix or agent, with a fixed seed.  int64 [num_lengths]"""
+    """Random lengths of a mix of SEQ_LENGTHS or TRACES, with a fixed seed.  int64 [num_lengths]"""
     rng = np.random.default_rng(0)
+    if mix == "lognormal":
+        lengths = rng.lognormal(math.log(1024) - 1.5**2 / 2, 1.5, num_lengths)
+        return np.clip(lengths, 128, 8192).astype(np.int64)
+    if mix in QUANTILES:
+        shares, tokens = zip(*QUANTILES[mix])
+        lengths = np.exp(np.interp(rng.random(num_lengths), shares, np.log(tokens)))
+        return np.minimum(lengths, TRACES[mix]).astype(np.int64)
     chat = rng.lognormal(math.log(600), 1.1, num_lengths)
     lengths = {
         "chat": chat,

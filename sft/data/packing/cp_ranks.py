@@ -4,9 +4,9 @@ Large groups are placed first.  Each document goes to the group whose ranks have
 with the most work first; then every group splits into the groups of the next smaller size, which inherit its work.  At
 the end, documents of one rank even out what is left.
 
-    32 tokens on four ranks, 16 and 12 on two each, and 4 2 2 2 on one; cp 4, 8 tokens a rank
+    32 tokens on four ranks, 16 and 12 on two each, and 3 3 1 1 on one; cp 4, 8 tokens a rank
 
-    rank 0  8 + 8 + 2        rank 1  8 + 8 + 2        rank 2  8 + 6 + 4        rank 3  8 + 6 + 2
+    rank 0  8 + 8 + 1        rank 1  8 + 8 + 1        rank 2  8 + 6 + 3        rank 3  8 + 6 + 3
 
 A document takes the smallest group that holds it, which sends the fewest bytes, unless it would take longer there than
 the whole step should take.
@@ -25,48 +25,58 @@ import numpy as np
 from sft.data.packing.cp_documents import Documents
 
 Packs = list[list[int]]  # numbers of documents, by pack
-# A document may take these shares of the mean work of a rank on the smallest group that holds it.  Smaller shares give
-# groups that are easier to balance, but send more bytes; they are chosen if the step becomes shorter by BETTER.
-SHARES, BETTER = (1.0, 0.5, 0.25), 0.005
+# Choices of the size of groups.  A document may take a share of the mean work of a rank on the smallest group that
+# holds it.  If a size has fewer documents than `few` for each group, they cannot be balanced and go to the next larger
+# size.  The first choice sends the fewest bytes; another is taken if the step becomes shorter by BETTER.
+CHOICES, BETTER = ((1.0, 0), (1.0, 2), (0.5, 2), (0.25, 2), (0.25, 4)), 0.01
+MANY = 2500  # documents, for which choices are compared by the fluid, and not by the assignment itself
 FILL = 0.97  # share of a rank's tokens that short documents are expected to fill
 MAX_MICROBATCHES = 8  # numbers of microbatches that are tried
-LEVEL = 0.002  # groups are not balanced further if the largest work of a rank is within this share of the mean
-MAX_SWAPS, NUM_PARTNERS = 200, 8  # swaps of a batch, and groups that the costliest group tries to swap with
+LEVEL, MAX_SWAPS = 0.002, 100  # swaps end if the largest work is within this share of the mean
 
 
 def packs_of_groups(
     documents: Documents, num_ranks: int, microbatch_ns: float, multiple: int
 ) -> Iterator[tuple[int, list[Packs]]]:
     """The packs of every group: (size, packs of each group in order), sizes falling."""
-    grouped: _Ranks | None = None
-    for share in SHARES:
-        ranks = _Ranks(documents, num_ranks)
-        ranks.add_groups(_sizes(documents, num_ranks, share))
+    best: Ranks | None = None
+    is_many = len(documents.ids) > MANY
+    for share, few in CHOICES:
+        ranks = Ranks(documents, num_ranks)
+        ranks.add_groups(sizes_of(documents, num_ranks, share, few))
+        ranks.swap(1)
         ranks.choose_microbatches(microbatch_ns, multiple)
-        if grouped is None or ranks.predicted < grouped.predicted * (1 - BETTER):
-            grouped = ranks
-    assert grouped is not None
-    grouped.add_singles()
-    for index in reversed(range(len(documents.sizes))):
-        yield documents.sizes[index], [grouped.packed(index, block) for block in range(len(grouped.blocks[index]))]
+        if not is_many:
+            ranks.finish(microbatch_ns)
+        if best is None or ranks.predicted < best.predicted * (1 - BETTER):
+            best = ranks
+    assert best is not None
+    if is_many:
+        best.finish(microbatch_ns)
+    for level in reversed(range(len(documents.sizes))):
+        yield documents.sizes[level], [best.packed(level, block) for block in range(len(best.blocks[level]))]
 
 
-def _sizes(documents: Documents, num_ranks: int, share: float) -> np.ndarray:
+def sizes_of(documents: Documents, num_ranks: int, share: float, few: int) -> np.ndarray:
     """int64 [n]: index of the size of each document's group."""
-    index = documents.least.copy()
+    index, last = documents.least.copy(), len(documents.sizes) - 1
     numbers = np.arange(len(index))
-    for _ in documents.sizes[1:]:
+    for level, size in enumerate(documents.sizes[:-1]):
         most = documents.work(index).sum() / num_ranks * share
-        index += (documents.times[index, numbers] > most) & (index < len(documents.sizes) - 1)
+        index += (documents.times[index, numbers] > most) & (index < last)
+        of_level = index == level
+        if of_level.sum() < few * (num_ranks // size):
+            index[of_level] = level + 1
     return index
 
 
 @dataclass
-class _Ranks:
+class Ranks:
     """The ranks of the grid while documents are placed.
 
     blocks     documents of each group, by index of its size
     load       int64 [num_ranks]: nanoseconds
+    singles    int64: documents of groups of one rank
     num_packs  int64 [num_ranks]: packs on groups of more than one rank
     """
 
@@ -83,7 +93,7 @@ class _Ranks:
 
     def add_groups(self, index: np.ndarray) -> None:
         """Places all documents on groups of more than one rank.  index: of the size of each document's group"""
-        self._singles = np.flatnonzero(index == 0)
+        self.index, self.singles = index, np.flatnonzero(index == 0)
         for level in range(len(self.documents.sizes) - 1, 0, -1):
             size = self.documents.sizes[level]
             numbers = self._costliest_first(np.flatnonzero(index == level), level)
@@ -106,14 +116,64 @@ class _Ranks:
         for work, block in least:
             load[block] = work
 
+    def finish(self, microbatch_ns: float) -> None:
+        """Places the documents of groups of one rank, and computes the time of the step."""
+        self.add_singles()
+        self.swap(0)
+        of_singles = [len(self.packed(0, rank)) for rank in range(self.num_ranks)]
+        num_microbatches = int((self.num_packs + of_singles).max())
+        self.predicted = int(self.load.max()) + num_microbatches * microbatch_ns
+
+    def swap(self, first_level: int) -> None:
+        """Swaps documents of the costliest rank's groups for less work, until the work of all ranks is about even."""
+        total = self.documents.work(self.index).sum()
+        for _ in range(MAX_SWAPS):
+            most, mean = int(self.load.max()), total / self.num_ranks
+            if most <= mean * (1 + LEVEL):
+                return
+            swaps = [self._best_swap(level) for level in range(first_level, len(self.documents.sizes))]
+            gain, level, document, block, other = max(swaps)
+            if gain <= mean * LEVEL / 2:
+                return
+            self._swap(level, document, block, other)
+
+    def _best_swap(self, level: int) -> tuple[int, int, int, int, int]:
+        """The swap of a document of the costliest rank's group that lowers the largest work most: (gain, level,
+        document, other group, document of the other group or -1)"""
+        size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
+        first = int(self.load.argmax()) // size
+        most = self.load.reshape(-1, size).max(axis=1)
+        if not blocks[first]:
+            return 0, level, -1, -1, -1
+        others = np.array([number for numbers in blocks for number in [*numbers, -1]])
+        of_block = np.repeat(np.arange(len(blocks)), [len(numbers) + 1 for numbers in blocks])
+        less = np.where(others >= 0, times[others], 0)
+        moved = np.subtract.outer(times[blocks[first]], less)
+        gain = np.minimum(moved, most[first] - most[of_block] - moved)
+        own, other = np.unravel_index(int(gain.argmax()), gain.shape)
+        return int(gain[own, other]), level, blocks[first][own], int(of_block[other]), int(others[other])
+
+    def _swap(self, level: int, document: int, block: int, other: int) -> None:
+        size, times, blocks = self.documents.sizes[level], self.documents.times[level], self.blocks[level]
+        first = next(k for k, numbers in enumerate(blocks) if document in numbers)
+        blocks[first].remove(document)
+        blocks[block].append(document)
+        moved = int(times[document])
+        if other >= 0:
+            blocks[block].remove(other)
+            blocks[first].append(other)
+            moved -= int(times[other])
+        self.load[first * size : (first + 1) * size] -= moved
+        self.load[block * size : (block + 1) * size] += moved
+
     def choose_microbatches(self, microbatch_ns: float, multiple: int) -> None:
         """Chooses the number of microbatches, and predicts the time of the step with it."""
         for level in range(1, len(self.documents.sizes)):
             size = self.documents.sizes[level]
             counts = [len(self.packed(level, block)) for block in range(len(self.blocks[level]))]
             self.num_packs += np.repeat(np.array(counts, dtype=np.int64), size)
-        units = int(self.documents.units[self._singles].sum())
-        work = int(self.documents.times[0][self._singles].sum())
+        units = int(self.documents.units[self.singles].sum())
+        work = int(self.documents.times[0][self.singles].sum())
         limit = self.documents.limit * FILL
         most, total = int(self.num_packs.max()), int(self.num_packs.sum()) + units / limit
         first = max(1, most, int(-(-total // self.num_ranks)))
@@ -127,30 +187,13 @@ class _Ranks:
 
     def add_singles(self) -> None:
         """Places the documents of groups of one rank: each on the rank with the least work of those with room."""
-        numbers = self._costliest_first(self._singles, 0)
-        units, times = self.documents.units[numbers].tolist(), self.documents.times[0][numbers].tolist()
+        numbers = self._costliest_first(self.singles, 0)
+        load = self.load.tolist()
         left = ((self.num_microbatches - self.num_packs) * self.documents.limit * FILL).astype(np.int64).tolist()
-        least = [(work, rank) for rank, work in enumerate(self.load.tolist())]
-        heapq.heapify(least)
-        full: list[tuple[int, int, int]] = []  # (-left, rank, work) of ranks that had no room
-        blocks = self.blocks[0]
-        for number, size, time in zip(numbers.tolist(), units, times):
-            while full and -full[0][0] >= size:
-                _, rank, work = heapq.heappop(full)
-                heapq.heappush(least, (work, rank))
-            while least and left[least[0][1]] < size:
-                work, rank = heapq.heappop(least)
-                heapq.heappush(full, (-left[rank], rank, work))
-            if not least:  # no rank has room: the one with the most takes a further pack
-                _, rank, work = heapq.heappop(full)
-                left[rank] += self.documents.limit
-                heapq.heappush(least, (work, rank))
-            work, rank = least[0]
-            heapq.heapreplace(least, (work + time, rank))
-            blocks[rank].append(number)
-            left[rank] -= size
-        for work, rank in [*least, *((work, rank) for _, rank, work in full)]:
-            self.load[rank] = work
+        rank_of = fill(self.documents, numbers, load, left, [0] * self.num_ranks, self.documents.limit)
+        for number, rank in zip(numbers.tolist(), rank_of):
+            self.blocks[0][rank].append(number)
+        self.load = np.array(load, dtype=np.int64)
 
     def packed(self, level: int, block: int) -> Packs:
         """The packs of a group: each document, longest first, into the first pack with room."""
@@ -166,6 +209,42 @@ class _Ranks:
             packs[pack].append(number)
             left[pack] -= size
         return packs
+
+
+def fill(
+    documents: Documents, numbers: np.ndarray, load: list[int], left: list[int], levels: list[int], extra: int
+) -> list[int]:
+    """The bin of each document, which goes to the bin with the least load of those with room.  Updates load and left.
+
+    left    units that each bin takes; if no bin has room, the one with the most gets `extra`, and with extra 0 the
+            document gets bin -1
+    levels  index of the size of each bin's group
+    """
+    units, times = documents.units[numbers].tolist(), documents.times[:, numbers].T.tolist()
+    least = [(work, k) for k, work in enumerate(load)]
+    heapq.heapify(least)
+    full: list[tuple[int, int]] = []  # (-left, bin) of bins that had no room
+    bins = []
+    for size, time in zip(units, times):
+        while full and -full[0][0] >= size:
+            k = heapq.heappop(full)[1]
+            heapq.heappush(least, (load[k], k))
+        while least and left[least[0][1]] < size:
+            k = heapq.heappop(least)[1]
+            heapq.heappush(full, (-left[k], k))
+        if not least:
+            if not extra:
+                bins.append(-1)
+                continue
+            k = heapq.heappop(full)[1]
+            left[k] += extra
+            heapq.heappush(least, (load[k], k))
+        k = least[0][1]
+        load[k] += time[levels[k]]
+        left[k] -= size
+        heapq.heapreplace(least, (load[k], k))
+        bins.append(k)
+    return bins
 
 
 def _water_level(load: np.ndarray, capacity: np.ndarray, work: int) -> float:

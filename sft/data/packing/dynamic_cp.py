@@ -24,6 +24,7 @@ import numpy as np
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
 from sft.data.packing.cp_ranks import packs_of_groups
+from sft.data.packing.cp_rows import packs_of_rows
 from sft.parallel.cp_group import cp_sizes
 
 
@@ -62,9 +63,11 @@ def assign(
         samples, lengths, cp_sizes(cp), rank_tokens=rank_tokens, doc_multiple=doc_multiple, cost=cost
     )
     grid: Grid = [[] for _ in range(dp * cp)]
-    for cp_size, blocks in packs_of_groups(documents, dp * cp, cost.microbatch_ns, microbatch_multiple):
+    arguments = documents, dp * cp, cost.microbatch_ns, microbatch_multiple
+    waits = cost.wait_ranks > 1
+    for cp_size, blocks in packs_of_rows(*arguments, cost.wait_ranks) if waits else packs_of_groups(*arguments):
         for block, packs in enumerate(blocks):
-            slots = [Slot(cp_size, tuple(documents.ids[pack].tolist())) for pack in packs]
+            slots = [Slot(cp_size, tuple(documents.ids[pack].tolist())) if pack else FILLER for pack in packs]
             for rank in range(block * cp_size, (block + 1) * cp_size):
                 grid[rank] += slots
     num_microbatches = max(1, *map(len, grid))

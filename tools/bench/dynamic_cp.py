@@ -1,0 +1,157 @@
+"""A CP size for each pack (dynamic CP) against a fixed CP size, predicted: time of a step, bytes over cp, balance.
+
+A case is MIX:MODEL:RANKSxMICROBATCHES:CP: the dp x cp grid, and packs of a global batch for each dp rank at fixed CP.
+Both plans have the same global batches and tokens of a rank (seq_length / CP).  Columns are means of the batches:
+
+    bytes, least         bytes over cp / those of fixed CP; with the smallest group that holds each document
+    step / bound         the largest: time of the step / the bound of any assignment
+    step / fixed         time of the step / that of fixed CP (sft/data/packing/balance.py)
+    step / core          time of the step / that of megatron-core's BalancedCPScheduler on the same lengths
+    balance, microbatch  the smallest: mean work of a rank / time of the step; if all ranks wait after every microbatch
+    level                `microbatch` of a plan for ranks that all wait
+
+The ranks do not wait for each other, except in `level`.  Times come from the cost model of sft/data/packing/cp_cost.py.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from sft.data.packing import balance
+from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_prediction import bound, fixed, predict
+from sft.data.packing.dynamic_cp import assign
+from sft.data.packing.plan import Plan
+from sft.flops import AttentionCost
+from sft.parallel.cp_group import cp_sizes
+from tools.bench.balance import CROSSOVERS
+from tools.bench.clock import cpu_time
+from tools.bench.core_schedule import core_ns
+from tools.bench.harness import Option, Subject
+from tools.bench.mixes import SEQ_LENGTHS, TRACES, lengths_of
+from tools.bench.packing import MULTIPLE, ours
+from tools.bench.results import Bar, Column, Row
+
+# bf16, tp 1, no recompute, an H100 at 35% of its peak: 6 FLOPs for each active parameter of the layers.
+COSTS = {
+    "llama-8b": CpCost(
+        attention=AttentionCost(CROSSOVERS["llama-8b"]),
+        token_ns=121_000.0, microbatch_ns=16e6, kv_bytes=32 * 2 * 8 * 128 * 8,
+    ),
+    "qwen3-30b-a3b": CpCost(
+        attention=AttentionCost(CROSSOVERS["qwen3-30b-a3b"]),
+        token_ns=47_600.0, microbatch_ns=24e6, kv_bytes=48 * 2 * 4 * 128 * 8,
+    ),
+}  # fmt: skip
+GRIDS = ("16x8:16", "32x8:8", "64x8:16", "256x4:16")
+# The rows of tools/bench/balance.py: as many GPUs, of which cp compute a pack, and the same packs.
+BALANCE = ("8x4:8", "8x16:8", "32x8:8", "32x32:8")
+BYTES_BAR, STEP_BAR, BALANCE_BAR, LEVEL_BAR, PLAN_BAR_S = 0.45, 1.05, 0.95, 0.90, 0.050  # seconds for 512 packs
+
+Case = tuple[str, str, int, int, int]
+
+
+def read(name: str) -> Case:
+    mix, model, shape, cp = name.lower().split(":")
+    if mix not in SEQ_LENGTHS | TRACES or model not in COSTS:
+        raise ValueError(f"{name} is not one of {', '.join(SEQ_LENGTHS | TRACES)} and one of {', '.join(COSTS)}")
+    ranks, num_microbatches = map(int, shape.split("x"))
+    return mix, model, ranks, num_microbatches, int(cp)
+
+
+@cache
+def plan_of(mix: str, num_lengths: int) -> tuple[np.ndarray, Plan]:
+    lengths = lengths_of(mix, num_lengths)
+    return lengths, ours(lengths, (SEQ_LENGTHS | TRACES)[mix])
+
+
+def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
+    mix, model, ranks, num_microbatches, cp = case
+    (lengths, plan), cost, seq_length = plan_of(mix, options.samples), COSTS[model], (SEQ_LENGTHS | TRACES)[mix]
+    dp = ranks // cp
+    sizes: Any = {"cp": cp, "rank_tokens": seq_length // cp, "doc_multiple": MULTIPLE}
+    results: list[list[float]] = []
+    num_batches = len(plan) // (dp * num_microbatches)
+    for step in np.linspace(0, num_batches - 1, options.batches).astype(int).tolist():
+        packs = plan.batch(step, dp * num_microbatches)
+        ids, grids = [i for pack in packs for i in pack], []
+        seconds = cpu_time(lambda: grids.append(assign(ids, lengths, dp=dp, cost=cost, **sizes)))
+        waits = replace(cost, wait_ranks=ranks)
+        slots = balance.assign(
+            packs, lengths, dp=dp, seq_length=seq_length, doc_multiple=MULTIPLE, attention=cost.attention
+        )
+        plain, even = fixed(slots, cp), assign(ids, lengths, dp=dp, cost=waits, **sizes)
+        of_plan, of_fixed = (predict(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (grids[0], plain))
+        level = predict(even, lengths, doc_multiple=MULTIPLE, cost=waits)
+        documents = Documents.of(
+            ids, lengths, cp_sizes(cp), rank_tokens=seq_length // cp, doc_multiple=MULTIPLE, cost=cost
+        )
+        least = sum(
+            int(cost.num_bytes(lengths[documents.ids[documents.least == k]], MULTIPLE, size).sum())
+            for k, size in enumerate(documents.sizes)
+        )
+        lowest = bound(ids, lengths, num_ranks=ranks, cost=cost, **sizes)
+        core = core_ns(lengths[ids], ranks, seq_length // cp, cost) if options.core else float("nan")
+        results.append(
+            [
+                of_plan.num_bytes / of_fixed.num_bytes, least / of_fixed.num_bytes, of_plan.makespan_ns / lowest,
+                of_plan.makespan_ns / of_fixed.makespan_ns, of_plan.makespan_ns / core, of_plan.per_step,
+                of_plan.per_microbatch, level.per_microbatch, seconds, float(of_plan.num_microbatches),
+            ]
+        )  # fmt: skip
+    values = np.array(results)
+    row: Row = dict(zip(NAMES, values.mean(axis=0).tolist()))
+    row |= {name: float(values[:, NAMES.index(name)].max()) for name in ("bound", "seconds")}
+    row |= {name: float(values[:, NAMES.index(name)].min()) for name in ("balance", "microbatch", "level")}
+    yield row | {"packs": dp * num_microbatches}
+
+
+NAMES = ["bytes", "least", "bound", "fixed", "core", "balance", "microbatch", "level", "seconds", "num_microbatches"]
+
+
+def bars(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in rows:
+        name = row["case"]
+        if name.startswith(("math", "chat")):
+            yield Bar(name=f"{name}, bytes of fixed CP", value=row["bytes"], bound=BYTES_BAR)
+        yield Bar(name=f"{name}, time of the bound", value=row["bound"], bound=STEP_BAR)
+        yield Bar(name=f"{name}, balance", value=row["balance"], bound=BALANCE_BAR, relation="at least")
+        yield Bar(name=f"{name}, balance of microbatches", value=row["level"], bound=LEVEL_BAR, relation="at least")
+        bound_s = PLAN_BAR_S * max(1.0, row["packs"] / 512)
+        yield Bar(name=f"{name}, seconds of a plan", value=row["seconds"], bound=bound_s)
+
+
+MIXES = (*TRACES, *SEQ_LENGTHS)
+SUBJECT = Subject(
+    measure=measure,
+    columns=[
+        Column("packs", "packs", ","),
+        Column("num_microbatches", "M", ".1f"),
+        Column("bytes", "bytes", ".2f"),
+        Column("least", "least", ".2f"),
+        Column("bound", "step / bound", ".3f"),
+        Column("fixed", "step / fixed", ".2f"),
+        Column("core", "step / core", ".2f"),
+        Column("balance", "balance", ".1f", 0.01),
+        Column("microbatch", "microbatch", ".1f", 0.01),
+        Column("level", "level", ".1f", 0.01),
+        Column("seconds", "ms, max", ".0f", 1e-3),
+    ],
+    cases=[
+        *(f"{mix}:{model}:{grid}" for mix in MIXES for model in COSTS for grid in GRIDS),
+        *(f"{mix}:{model}:{grid}" for mix in SEQ_LENGTHS for model in COSTS for grid in BALANCE if grid not in GRIDS),
+    ],
+    tiny_cases=["math:llama-8b:8x2:4"],
+    read=read,
+    options={
+        "samples": Option(200_000, 2000, "number of lengths per mix"),
+        "batches": Option(3, 1, "global batches per case"),
+        "core": Option(False, help="compare with megatron-core's scheduler"),
+    },
+    bars=bars,
+)

@@ -69,6 +69,7 @@ def _print_rotary(recipe: "Recipe") -> None:
 
 def _check_data(recipe: "Recipe", layout: "Layout") -> None:
     from sft.data.cache.prepare import prepare_recipe
+    from sft.data.inspect import cp_forecast
     from sft.data.inspect.forecast import length_lines, loader_of
 
     train = recipe.config.train
@@ -86,6 +87,7 @@ def _check_data(recipe: "Recipe", layout: "Layout") -> None:
         f"{len(plan):,} packs of at most {recipe.config.data.seq_length:,} tokens, {plan.fill:.1%} full, "
         f"of which {plan.alignment_waste:.1%} is padding inside documents",
         *length_lines(recipe.config, plan),
+        *([cp_forecast.short_line(recipe.config, layout, corpus, loader)] if layout.cp_sizes else ()),
     ]
     print_group("data", lines)
     _print_time(recipe, layout, tokenizer.vocab_size, int(corpus.lengths.max()))

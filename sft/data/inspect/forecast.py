@@ -5,7 +5,7 @@ All other numbers come from a `Loader`, so the run will have the same ones.  Rea
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ import numpy as np
 
 from sft.config import Config
 from sft.data.cache.corpus import Corpus
+from sft.data.inspect import cp_forecast
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.balance import costs, efficiency
 from sft.data.packing.mixture import Mixture
@@ -53,14 +54,17 @@ def forecast(config: Config, layout: Layout, corpus: Corpus) -> dict[str, list[s
     """Lines about the first epoch: {topic: lines to print}"""
     loader = loader_of(config, layout, corpus)
     plan = loader.plans.plan(0)
-    steps = loader.plans.steps_per_epoch(0)
-    looked_at = np.unique(np.linspace(0, steps - 1, min(steps, LOOKED_AT)).astype(int)).tolist()
-    return {
+    looked_at = cp_forecast.spread_steps(loader, LOOKED_AT)
+    lines = {
         "packs": _packs(config, plan, corpus),
         "steps": _steps(config, plan, corpus),
         "sources": _sources(config, plan, corpus),
-        "balance": _balance(config, layout, corpus, loader, looked_at),
     }
+    if layout.cp_sizes:
+        batches = cp_forecast.batches_of(config, layout, corpus, loader, looked_at)
+        return lines | {"cp size": cp_forecast.lines(config, batches), "balance": _dynamic_balance(config, batches)}
+    balance = _balance(config, layout, corpus, loader, looked_at)
+    return lines | {"balance": [*balance, *cp_forecast.advice(config, layout, corpus)]}
 
 
 def write_run(path: Path, config: Config, layout: Layout, corpus: Corpus) -> str:
@@ -145,6 +149,14 @@ def _balance(config: Config, layout: Layout, corpus: Corpus, loader: Loader, loo
     if median(x.full for x in limits) < LIMITED:
         lines.append(_larger_cp(config, layout, corpus, loader, looked_at))
     return lines
+
+
+def _dynamic_balance(config: Config, batches: Sequence[cp_forecast.BatchForecast]) -> list[str]:
+    return [
+        f"{_equal_length(AttentionCost.of(config.model))}; {len(batches)} batches checked",
+        f"efficiency per step {_spread(b.dynamic.per_step for b in batches)}",
+        f"efficiency per microbatch {_spread(b.dynamic.per_microbatch for b in batches)}",
+    ]
 
 
 def _equal_length(attention: AttentionCost) -> str:

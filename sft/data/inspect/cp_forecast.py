@@ -1,0 +1,143 @@
+"""Predicts the first epoch of a run with dynamic CP, and what dynamic CP would give a run with a fixed cp.
+
+Decides what `sft data plan` and `sft check` print about CP sizes.  The packs are those of a `Loader`, so the run
+has the same ones; `packing/cp_prediction.py` predicts times and bytes.  Nothing is measured.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import numpy as np
+
+from sft.config import Config
+from sft.data.cache.corpus import Corpus
+from sft.data.loader import Loader, make_loader
+from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_prediction import Prediction, bound, fixed, predict
+from sft.errors import ConfigError
+from sft.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
+from sft.parallel.layout import Layout
+
+FEW = 10  # number of global batches that the short forms look at
+HELPS = 0.95  # if a step with dynamic CP takes at most this part of the step without it, the forecast says so
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchForecast:
+    """One global batch with dynamic CP and with the fixed cp, and a time that no assignment goes below."""
+
+    dynamic: Prediction
+    fixed: Prediction
+    bound_ns: int
+
+    @property
+    def step(self) -> float:
+        """Predicted time of the step, in steps with the fixed cp."""
+        return self.dynamic.makespan_ns / self.fixed.makespan_ns
+
+    @property
+    def step_to_bound(self) -> float:
+        return self.dynamic.makespan_ns / self.bound_ns
+
+    @property
+    def num_bytes(self) -> float:
+        """Predicted bytes over cp, divided by those with the fixed cp."""
+        return self.dynamic.num_bytes / max(1, self.fixed.num_bytes)
+
+
+def batches_of(
+    config: Config, layout: Layout, corpus: Corpus, loader: Loader, steps: Sequence[int]
+) -> list[BatchForecast]:
+    """The forecasts of these steps.  loader: of a layout with dynamic CP"""
+    cost, doc_multiple = CpCost.of(config), layout.doc_multiple
+    return [
+        BatchForecast(
+            dynamic=predict(loader.grid(step), corpus.lengths, doc_multiple=doc_multiple, cost=cost),
+            fixed=predict(fixed(loader.slots(step), layout.cp), corpus.lengths, doc_multiple=doc_multiple, cost=cost),
+            bound_ns=bound(
+                [i for pack in loader.plans.global_batch(step) for i in pack],
+                corpus.lengths,
+                num_ranks=layout.dp * layout.cp,
+                cp=layout.cp,
+                rank_tokens=config.data.seq_length // layout.cp,
+                doc_multiple=doc_multiple,
+                cost=cost,
+            ),
+        )
+        for step in steps
+    ]
+
+
+def spread_steps(loader: Loader, count: int) -> list[int]:
+    """At most `count` steps, spread over the first epoch."""
+    steps = loader.plans.steps_per_epoch(0)
+    return np.unique(np.linspace(0, steps - 1, min(steps, count)).astype(int)).tolist()
+
+
+def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
+    """Lines about CP sizes, time and bytes of a run with dynamic CP."""
+    parallel, tflops = config.parallel, config.log.peak_tflops or ASSUMED_TFLOPS
+    packs, tokens = ([getattr(b.dynamic, f"share_of_{what}") for b in batches] for what in ("packs", "tokens"))
+    return [
+        f"packs on {_sizes(packs)}",
+        f"tokens on {_sizes(tokens)}",
+        f"step {_ratios(b.step for b in batches)} of fixed cp, {_ratios(b.step_to_bound for b in batches)} of the bound "
+        "(median / max)",
+        f"bytes over cp {_ratios(b.num_bytes for b in batches)} of fixed cp (median / max)",
+        _microbatches(batches),
+        f"predicted and not measured, at {ASSUMED_SHARE:.0%} of {tflops:g} TFLOP/s, {parallel.intra_node_gb_s:g} "
+        f"GB/s within a node of {parallel.gpus_per_node} GPUs, {parallel.inter_node_gb_s:g} GB/s between nodes",
+    ]
+
+
+def short_line(config: Config, layout: Layout, corpus: Corpus, loader: Loader) -> str:
+    """One line about a run with dynamic CP."""
+    batches = batches_of(config, layout, corpus, loader, spread_steps(loader, FEW))
+    alone = mean(b.dynamic.share_of_tokens.get(1, 0.0) for b in batches)
+    return (
+        f"dynamic CP, predicted: a step {median(b.step for b in batches):.2f} of fixed cp, bytes over cp "
+        f"{median(b.num_bytes for b in batches):.2f}, {alone:.1%} of tokens on 1 rank; {_microbatches(batches)}"
+    )
+
+
+def advice(config: Config, layout: Layout, corpus: Corpus) -> list[str]:
+    """A line about what dynamic CP would give a run with a fixed cp; none if it would not help or does not fit."""
+    if layout.cp == 1 or layout.cp_sizes:
+        return []
+    settings, changes = "parallel.dynamic_cp=true", {"dynamic_cp": True}
+    if config.parallel.cp_comm == "a2a+p2p":  # refused with dynamic CP
+        settings += " parallel.cp_comm=p2p parallel.cp_a2a=null"
+    changed = config.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+    try:
+        layout = Layout.resolve(changed, layout.world_size)
+    except ConfigError:
+        return []
+    loader = make_loader(changed, layout, corpus, pad_id=0)
+    batches = batches_of(changed, layout, corpus, loader, spread_steps(loader, FEW))
+    step = median(b.step for b in batches)
+    if step > HELPS:
+        return []
+    num_bytes = median(b.num_bytes for b in batches)
+    return [f"{settings}: a step takes {step:.2f} of its time, with {num_bytes:.2f} of the bytes over cp (predicted)"]
+
+
+def _sizes(shares: Sequence[dict[int, float]]) -> str:
+    """[{1: 1.0}, {1: 0.5, 2: 0.5}] -> "1 rank 75.0%, 2 ranks 25.0%" """
+    return ", ".join(
+        f"{size} rank{'s' * (size > 1)} {mean(share.get(size, 0.0) for share in shares):.1%}"
+        for size in sorted({size for share in shares for size in share})
+    )
+
+
+def _ratios(values: Iterable[float]) -> str:
+    ratios = list(values)
+    return f"{median(ratios):.2f} / {max(ratios):.2f}"
+
+
+def _microbatches(batches: Sequence[BatchForecast]) -> str:
+    counts = [b.dynamic.num_microbatches for b in batches]
+    of_fixed = batches[0].fixed.num_microbatches
+    return (
+        f"microbatches {min(counts)} / {median(counts):g} / {max(counts)} (min / median / max); fixed cp has {of_fixed}"
+    )

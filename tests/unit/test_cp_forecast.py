@@ -1,0 +1,129 @@
+"""What `sft data plan` and `sft check` say about dynamic CP."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sft.cli import main
+from sft.data.inspect.cp_forecast import BatchForecast, lines
+from sft.data.packing.cp_prediction import Prediction
+from tests.unit.metric_values import config
+
+# A token is 6 x 2 x 64 x 832 FLOPs outside attention.  At 0.35 of this peak it takes 1 ms, and a microbatch of two
+# layers 1 ms more.  Keys, values and gradients of a token are 2 x 128 x (2 + 2 + 4) bytes, and a byte takes 333 ns.
+RECIPE = """\
+run: {dir: runs/a, device: cpu}
+model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 192, num_attention_heads: 4, init_from: random}
+data: {train: chat.jsonl, seq_length: 256, num_workers: 1}
+train: {num_steps: 20, global_batch_size: 4}
+parallel: {cp: 4, intra_node_gb_s: 0.003}
+optim: {lr: 1e-5}
+log: {peak_tflops: 1.8256457e-03}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def save(*lengths: int) -> None:
+    """Chats of so many tokens: 1 + "user\\n" + 1 + 2 = 9, and 1 + "assistant\\n" + n + 2."""
+    for length in lengths:
+        answer = {"role": "assistant", "content": "y" * (length - 22)}
+        row = {"messages": [{"role": "user", "content": "x"}, answer]}
+        with open("chat.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main([*arguments, "--world-size", "8"]) == 0
+    return [line[8:] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_short_documents_need_no_cp(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps of 16 documents of 64 tokens; 8 ranks hold 64 each.
+
+    On one rank a document takes 64 + 64 * 64 / 832 = 68.92 ms; two of them, with two microbatches, 139.85 ms.  On four
+    ranks, 3 x 64 x 2,048 bytes take 131.07 ms, of which attention hides 4.92: (68.92 + 126.15) / 4 = 48.77 ms.  A rank
+    computes its part of eight documents in two microbatches: 392.14 ms.  139.85 / 392.14 = 0.36
+    """
+    save(*[64] * 32)
+    told = printed(capsys, "data", "plan", "a.yaml", "parallel.dynamic_cp=true")
+    assert told[-9:] == [
+        "packs on 1 rank 100.0%",
+        "tokens on 1 rank 100.0%",
+        "step 0.36 / 0.36 of fixed cp, 1.00 / 1.00 of the bound (median / max)",
+        "bytes over cp 0.00 / 0.00 of fixed cp (median / max)",
+        "microbatches 2 / 2 / 2 (min / median / max); fixed cp has 2",
+        "predicted and not measured, at 35% of 0.00182565 TFLOP/s, 0.003 GB/s within a node of 8 GPUs, "
+        "40 GB/s between nodes",
+        "attention takes as many FLOPs as all else at 832 tokens; 2 batches checked",
+        "efficiency per step 100.0% / 100.0% (min / median)",
+        "efficiency per microbatch 100.0% / 100.0% (min / median)",
+    ]
+    assert (
+        "dynamic CP, predicted: a step 0.36 of fixed cp, bytes over cp 0.00, 100.0% of tokens on 1 rank; "
+        "microbatches 2 / 2 / 2 (min / median / max); fixed cp has 2"
+    ) in printed(capsys, "check", "a.yaml", "parallel.dynamic_cp=true")
+
+
+ADVICE = "parallel.dynamic_cp=true: a step takes 0.36 of its time, with 0.00 of the bytes over cp (predicted)"
+
+
+def test_dynamic_cp_is_advised_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    save(*[64] * 32)
+    assert printed(capsys, "data", "plan", "a.yaml")[-1] == ADVICE
+    assert "dynamic" not in str(printed(capsys, "check", "a.yaml"))
+    # Two levels of groups cannot be divided.
+    told = printed(capsys, "data", "plan", "a.yaml", "parallel.cp_comm=a2a+p2p", "parallel.cp_a2a=2")[-1]
+    assert told == ADVICE.replace(":", " parallel.cp_comm=p2p parallel.cp_a2a=null:")
+    # Of 192 tokens, each of four ranks would hold 48, which is no multiple of 32.
+    assert "dynamic" not in str(printed(capsys, "data", "plan", "a.yaml", "data.seq_length=192"))
+    assert "dynamic" not in str(printed(capsys, "data", "plan", "a.yaml", "parallel.cp=1", "train.global_batch_size=8"))
+
+
+def test_dynamic_cp_is_not_advised_where_every_document_needs_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    save(*[256] * 8)
+    assert "dynamic" not in str(printed(capsys, "data", "plan", "a.yaml"))
+    told = printed(capsys, "data", "plan", "a.yaml", "parallel.dynamic_cp=true")
+    assert told[-9:-4] == [
+        "packs on 4 ranks 100.0%",
+        "tokens on 4 ranks 100.0%",
+        "step 1.00 / 1.00 of fixed cp, 1.00 / 1.00 of the bound (median / max)",
+        "bytes over cp 1.00 / 1.00 of fixed cp (median / max)",
+        "microbatches 2 / 2 / 2 (min / median / max); fixed cp has 2",
+    ]
+
+
+def prediction(makespan_ns: int, num_bytes: int, num_microbatches: int, **shares: dict[int, float]) -> Prediction:
+    return Prediction(
+        makespan_ns=makespan_ns,
+        num_bytes=num_bytes,
+        num_microbatches=num_microbatches,
+        per_step=1.0,
+        per_microbatch=1.0,
+        share_of_packs=shares.get("packs", {4: 1.0}),
+        share_of_tokens=shares.get("tokens", {4: 1.0}),
+    )
+
+
+def test_batches_that_differ() -> None:
+    """Means of shares, medians and largest of ratios; of microbatches also the smallest number."""
+    dynamic = [
+        prediction(60, 10, 3, packs={1: 1.0}, tokens={1: 1.0}),
+        prediction(80, 30, 5, packs={1: 0.5, 2: 0.5}, tokens={1: 0.25, 2: 0.75}),
+        prediction(90, 80, 4, packs={4: 1.0}, tokens={4: 1.0}),
+    ]
+    batches = [BatchForecast(dynamic=batch, fixed=prediction(100, 100, 2), bound_ns=50) for batch in dynamic]
+    assert lines(config(), batches)[:-1] == [
+        "packs on 1 rank 50.0%, 2 ranks 16.7%, 4 ranks 33.3%",
+        "tokens on 1 rank 41.7%, 2 ranks 25.0%, 4 ranks 33.3%",
+        "step 0.80 / 0.90 of fixed cp, 1.60 / 1.80 of the bound (median / max)",
+        "bytes over cp 0.30 / 0.80 of fixed cp (median / max)",
+        "microbatches 3 / 4 / 5 (min / median / max); fixed cp has 2",
+    ]

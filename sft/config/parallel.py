@@ -52,7 +52,7 @@ class ParallelConfig(Section):
         if self.dynamic_cp and self.cp == 1:
             yield "dynamic_cp", "chooses a CP size up to cp for each pack, but cp = 1.  Raise cp, or use false"
         if self.dynamic_cp and self.cp_comm == "a2a+p2p":
-            yield "dynamic_cp", "cannot divide the two levels of groups of cp_comm = a2a+p2p.  Use p2p"
+            yield "dynamic_cp", "cannot divide the two levels of cp_comm = a2a+p2p.  Use p2p, and cp_a2a = null"
         if self.virtual_stages > 1 and self.pp == 1:
             yield "virtual_stages", "needs pp > 1; got pp = 1.  Raise pp, or leave virtual_stages at 1"
         size, fitting = self.cp_a2a, [size for size in divisors(self.cp) if 1 < size < self.cp]

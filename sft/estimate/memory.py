@@ -184,6 +184,8 @@ def _num_waiting(layout: Layout, stage: int) -> float:
     pp 4 -> 4 on the first stage, 1 on the last; with 2 virtual stages 11/2 and 5/2
     """
     pp, virtual, num_microbatches = layout.pp, layout.virtual_stages, layout.num_microbatches
+    if layout.cp_sizes:  # the plan of a step decides their number, which may be larger
+        num_microbatches = max(num_microbatches, 2 * pp)
     if virtual == 1:
         return min(pp - stage, num_microbatches)
     return min(2 * (pp - stage - 1) + (virtual - 1) * pp + 1, num_microbatches * virtual) / virtual

@@ -29,7 +29,7 @@ class Layout:
     virtual_stages: int
     sequence_parallel: bool
     global_batch_size: int  # packs per optimizer step
-    num_microbatches: int  # packs per optimizer step on one data-parallel rank
+    num_microbatches: int  # packs per optimizer step on one data-parallel rank; not with dynamic CP: the plan decides
     doc_multiple: int  # documents are padded to a multiple of this
     pack_multiple: int  # packs are padded to a multiple of this with filler documents
     cp_sizes: tuple[int, ...] = ()  # sizes that a pack may have with parallel.dynamic_cp; empty: cp
@@ -85,9 +85,12 @@ class Layout:
         """
         tp, cp, dp, packs = self.tp, self.cp, self.dp, self.global_batch_size
         local, virtual = seq_length // cp, self.virtual_stages
+        microbatches = f"num_microbatches {self.num_microbatches}"
+        if self.cp_sizes:
+            microbatches = f"{self.num_microbatches}, before dynamic CP"
         lines = [
             f"world_size {self.world_size} = tp {tp} x cp {cp} x pp {self.pp} x dp {dp}",
-            f"global_batch_size {packs} packs = dp {dp} x num_microbatches {self.num_microbatches}",
+            f"global_batch_size {packs} packs = dp {dp} x {microbatches}",
             f"tokens per step <= {packs} packs x {seq_length:,} = {packs * seq_length:,}",
             f"tokens per rank and microbatch <= {seq_length:,} / cp {cp} = {local:,}",
         ]

@@ -42,8 +42,11 @@ def explain(recipe: Recipe, key: str, layout: Callable[[], Layout]) -> str:
         )
     if not paragraphs and (size := key.rpartition(".")[2]) in _SIZES:
         sizes, (source, meaning) = layout(), _SIZES[size]
+        value = getattr(sizes, size)
+        if size == "num_microbatches" and sizes.cp_sizes:
+            value, source = "differs from step to step", "the plan, because of parallel.dynamic_cp"
         paragraphs.append(
-            f"{key} = {getattr(sizes, size)}\n    from     derived: {source}, for {sizes.world_size} processes\n"
+            f"{key} = {value}\n    from     derived: {source}, for {sizes.world_size} processes\n"
             f"    type     not a key\n    meaning  {meaning}"
         )
     if not paragraphs:

@@ -62,6 +62,22 @@ num_microbatches = 2
 """
 
 
+def test_dynamic_cp_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--explain", "parallel.dynamic_cp", "--explain", "num_microbatches"]
+    assert main(["check", "a.yaml", "--world-size", "8", "parallel.cp=2", "parallel.dynamic_cp=true", *words]) == 0
+    assert capsys.readouterr().out == """\
+parallel.dynamic_cp = true
+    from     command line: parallel.dynamic_cp=true
+    type     true or false; default false
+    meaning  Give each pack a CP size of its own: a power of two that divides cp, or cp.  Short \
+documents then need no CP.
+num_microbatches = differs from step to step
+    from     derived: the plan, because of parallel.dynamic_cp, for 8 processes
+    type     not a key
+    meaning  Packs of a step that a data-parallel rank computes in turn.
+"""
+
+
 def test_a_run_that_was_never_started_is_started_and_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "a.yaml"]) == 75
     assert capsys.readouterr().out == "runs/a: the run was never started\nstart the run\n"

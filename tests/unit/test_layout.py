@@ -60,6 +60,14 @@ def test_equations() -> None:
     ]
     layout = Layout.resolve(layout_config(parallel={"pp": 2, "virtual_stages": 3}), 4)
     assert layout.equations(32768)[4:-1] == ["pipeline stages: pp 2 x virtual_stages 3 = 6"]
+    layout = Layout.resolve(layout_config(parallel={"cp": 4, "dynamic_cp": True}), 8)
+    assert layout.cp_sizes == (1, 2, 4)
+    assert layout.equations(32768)[1:-1] == [
+        "global_batch_size 16 packs = dp 2 x 8, before dynamic CP",
+        "tokens per step <= 16 packs x 32,768 = 524,288",
+        "tokens per rank and microbatch <= 32,768 / cp 4 = 8,192",
+        "dynamic CP: each pack is on 1, 2 or 4 ranks; microbatches by the plan",
+    ]
 
 
 MISFITS = {
@@ -115,6 +123,12 @@ MISFITS = {
         {"parallel": {"cp": 8, "tp": 2, "cp_comm": "a2a+p2p", "cp_a2a": 4}, "model": {"num_query_groups": 4}},
         "parallel.cp_comm = a2a+p2p distributes whole heads: tp 2 x cp_a2a 4 = 8 does not divide "
         "model.num_query_groups = 4.  Use p2p or all_gather, or a cp_a2a of 2.",
+    ),
+    "dynamic CP": (
+        4,
+        {"parallel": {"cp": 4, "dynamic_cp": True}, "data": {"seq_length": 192}},
+        "data.seq_length = 192 is not a multiple of 128 (doc_multiple 32 x cp 4, because of dynamic_cp).  "
+        "Nearest that fit: 128, 256.",
     ),
     "a rank to profile": (
         8,

@@ -1,6 +1,7 @@
 """The equations of memory, counted by hand."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -362,6 +363,15 @@ def test_microbatches_that_wait_in_a_pipeline(stage: int, virtual: int, packs: i
     wanted, layout = of(4, layers, parallel=parallel, train={"global_batch_size": packs, "recompute": "full"})
     found = memory._stage(wanted, layout, 10, 1024, stage)
     assert found.layers == 1024 * 2 * 8 * at_once
+
+
+def test_with_dynamic_cp_a_pipeline_may_be_full() -> None:
+    """Two packs of the plan may become more microbatches: four wait on the first stage."""
+    layers = {**TINY, "num_layers": 8}
+    sizes = {"pp": 4, "cp": 2, "dynamic_cp": True}
+    _, layout = of(8, layers, parallel=sizes, train={"global_batch_size": 2, "recompute": "full"})
+    assert memory._num_waiting(layout, 0) == 4
+    assert memory._num_waiting(replace(layout, cp_sizes=()), 0) == 2
 
 
 def test_the_fullest_stage_counts() -> None:

@@ -99,6 +99,15 @@ CLASHES = {
     "but attention.backend is portable; use te or auto, or run.fp8 = null.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=12"): "parallel.cp_a2a = null (default) is required with cp_comm = "
     "a2a+p2p; for cp = 12, sizes that fit: 2, 3, 4, 6.",
+    ("parallel.dynamic_cp=true",): "parallel.dynamic_cp = true (@) chooses a CP size up to cp for each pack, but cp = "
+    "1.  Raise cp, or use false.",
+    (
+        "parallel.cp=4",
+        "parallel.cp_comm=a2a+p2p",
+        "parallel.cp_a2a=2",
+        "parallel.dynamic_cp=true",
+    ): "parallel.dynamic_cp = true (@) cannot divide the two levels of cp_comm = a2a+p2p.  Use p2p, and "
+    "cp_a2a = null.",
     ("parallel.cp=4", "parallel.cp_a2a=2"): "parallel.cp_a2a = 2 (@) has an effect only with cp_comm = a2a+p2p; got "
     "p2p.  Use null.",
     ("parallel.cp_comm=a2a+p2p", "parallel.cp=4", "parallel.cp_a2a=4"): "parallel.cp_a2a = 4 (@) must divide cp = 4 "

@@ -78,12 +78,12 @@ def spread_steps(loader: Loader, count: int) -> list[int]:
 def lines(config: Config, batches: Sequence[BatchForecast]) -> list[str]:
     """Lines about CP sizes, time and bytes of a run with dynamic CP."""
     parallel, tflops = config.parallel, config.log.peak_tflops or ASSUMED_TFLOPS
-    packs, tokens = ([getattr(b.dynamic, f"share_of_{what}") for b in batches] for what in ("packs", "tokens"))
+    packs, tokens = ([getattr(b.dynamic, f"share_of_{unit}") for b in batches] for unit in ("packs", "tokens"))
     return [
         f"packs on {_sizes(packs)}",
         f"tokens on {_sizes(tokens)}",
-        f"step {_ratios(b.step for b in batches)} of fixed cp, {_ratios(b.step_to_bound for b in batches)} of the bound "
-        "(median / max)",
+        f"step {_ratios(b.step for b in batches)} of fixed cp, {_ratios(b.step_to_bound for b in batches)} of the "
+        "bound (median / max)",
         f"bytes over cp {_ratios(b.num_bytes for b in batches)} of fixed cp (median / max)",
         _microbatches(batches),
         f"predicted and not measured, at {ASSUMED_SHARE:.0%} of {tflops:g} TFLOP/s, {parallel.intra_node_gb_s:g} "

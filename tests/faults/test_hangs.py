@@ -8,7 +8,7 @@ from tests.faults.runs import STEP, Case, Fault, MakeCase
 
 SHORT = ["run.progress_timeout_s=3"]
 LONG = {"step": 4, "do": "sleep", "s": 300}
-DATA = {"at": "sft.data.loader:Loader.microbatches", "rank": 1, **LONG}
+DATA = {"at": "sft.data.loader:Loader.microbatches_of", "rank": 1, **LONG}
 COLLECTIVE = {"at": "sft.mcore.engine:finalize_model_grads", "rank": 0, **LONG}
 SAVE = {"at": "sft.checkpoint.saver:engine_state.write", "rank": 1, **LONG}
 MICROBATCH = {"at": "sft.mcore.engine:lm_loss", "rank": 1, "call": 2, **LONG}

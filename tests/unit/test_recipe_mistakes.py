@@ -30,7 +30,8 @@ MISTAKES = {
     "null, without quotes.",
     'run.dir=""': 'run.dir = "" (@); expected non-empty text.',
     "parallel=4": "parallel = 4 (@); expected a group of keys.  Keys of parallel: tp, cp, pp, ep, etp, virtual_stages, "
-    "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a, ep_comm.",
+    "sequence_parallel, distributed_optimizer, overlap, cp_comm, cp_a2a, dynamic_cp, gpus_per_node, intra_node_gb_s, "
+    "inter_node_gb_s, ep_comm.",
     "model.megatron.a={b: 1}": 'model.megatron.a = {"b": 1} (@); expected true, false, a number, text, null or a list '
     "of texts.",
     "model.megatron.a=off": 'model.megatron.a = "off" (@) is read as text; write true, false, null or a plain decimal '

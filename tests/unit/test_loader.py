@@ -291,18 +291,18 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
 def test_a_pack_is_padded_by_its_cp_size() -> None:
     """doc_multiple 32, tp 2 with sequence parallelism, 16 tokens of a rank for FP8: packs are multiples of 32 x cp.
 
-    Samples of 400 and 20 tokens: the long one is on four ranks, and the short one on the first.
+    A sample of 1000 tokens fills the pack of four ranks, and eight of 20 tokens are two on each rank.
     """
     config = layout_config(
         model=LLAMA_8B,
         data={"seq_length": 1024},
-        train={"global_batch_size": 1},
+        train={"global_batch_size": 2},
         parallel={"tp": 2, "cp": 4, "dynamic_cp": True},
         run={"fp8": "delayed", "device": "cuda"},
     )
-    sizes = Layout.resolve(config, 8)
+    sizes, lengths = Layout.resolve(config, 8), [1000, *8 * [20]]
     found = [
         [(mb.cp_size, int(mb.cu_seqlens[-1]), mb.num_documents) for mb in made.microbatches(0)]
-        for made in (make_loader(config, sizes, corpus_of([400, 20]), pad_id=PAD, cp_rank=rank) for rank in range(4))
+        for made in (make_loader(config, sizes, corpus_of(lengths), pad_id=PAD, cp_rank=rank) for rank in range(4))
     ]
-    assert found == [[(4, 512, 1), (1, 32, 1)], *3 * [[(4, 512, 1), (1, 32, 0)]]]
+    assert found == 4 * [[(4, 1024, 1), (1, 64, 2)]]

@@ -289,20 +289,19 @@ def test_the_plan_of_a_recipe_knows_its_windows() -> None:
 
 
 def test_a_pack_is_padded_by_its_cp_size() -> None:
-    """doc_multiple 32, tp 2 with sequence parallelism, 16 tokens of a rank for FP8: packs are multiples of 32 x cp.
-
-    A sample of 1000 tokens fills the pack of four ranks, and eight of 20 tokens are two on each rank.
-    """
+    """doc_multiple 32, tp 2 with sequence parallelism, 16 tokens of a rank for FP8: packs are multiples of 32 x cp."""
     config = layout_config(
         model=LLAMA_8B,
         data={"seq_length": 1024},
-        train={"global_batch_size": 2},
+        train={"global_batch_size": 1},
         parallel={"tp": 2, "cp": 4, "dynamic_cp": True},
         run={"fp8": "delayed", "device": "cuda"},
     )
-    sizes, lengths = Layout.resolve(config, 8), [1000, *8 * [20]]
-    found = [
-        [(mb.cp_size, int(mb.cu_seqlens[-1]), mb.num_documents) for mb in made.microbatches(0)]
-        for made in (make_loader(config, sizes, corpus_of(lengths), pad_id=PAD, cp_rank=rank) for rank in range(4))
+    corpus = corpus_of([130])
+    made = make_loader(config, Layout.resolve(config, 8), corpus, pad_id=PAD, cp_rank=3)
+    packs = [made.microbatch([corpus.sample(0)], cp_size) for cp_size in (1, 2, 4)]
+    assert [(mb.cp_size, int(mb.cu_seqlens[-1]), mb.tokens.shape[1]) for mb in packs] == [
+        (1, 160, 160),
+        (2, 192, 96),
+        (4, 256, 64),
     ]
-    assert found == 4 * [[(4, 1024, 1), (1, 64, 2)]]

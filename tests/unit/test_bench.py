@@ -30,6 +30,8 @@ NUM_ROWS = {  # of a tiny run
     **{
         "packing": 9,
         "balance": 1,
+        "dynamic_cp": 1,
+        "dynamic_cp_step": 1,
         "collate": 1,
         "tokenize": 2,
         "cp_index": 3,
@@ -47,6 +49,7 @@ SLOW = [
     "load_hf",
     "convert",
     "loss_head",
+    "dynamic_cp_step",
 ]  # beside `step`, or with tests of their own
 IN_TURN = """
 import sys

@@ -1,0 +1,103 @@
+"""What a step with dynamic CP sends over cp: as many bytes as the plan predicts, and nothing for packs of one rank."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_prediction import predict
+from tests.ranks import scenarios
+from tests.ranks.layouts import GEMMA, LINEAR
+from tests.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
+SHORT = [30, 64, 5, 61, 33, 2, 17, 48] * 12  # a rank holds 256 / 4 tokens
+# Of a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
+NUM_COLLECTIVES = 4 * 4 * 3
+
+
+class OverCp(TorchDispatchMode):
+    """Collectives of this rank in groups of CP, and the bytes that it sends to others, by the size of the group."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        super().__init__()
+        self._sizes = {group.group_name: group.size() for group in groups}
+        self.calls, self.num_bytes = Counter[int](), Counter[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            (group,) = [dist.ProcessGroup.unbox(arg) for arg in args if _is_group(arg)]
+            if group.group_name in self._sizes:
+                size = self._sizes[group.group_name]
+                self.calls[size] += 1
+                self.num_bytes[size] += _sent(func._schema.name, args, group.rank())
+        return func(*args, **(kwargs or {}))
+
+
+def _is_group(arg: Any) -> bool:
+    return isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+
+
+def _sent(name: str, args: Any, rank: int) -> int:
+    """Bytes of a tensor of all ranks without this rank's part; of an all-to-all, of what goes to others."""
+    if name.endswith("alltoall_base_"):
+        message, num_sent = args[1], args[4]
+        return int(message.nbytes // max(len(message), 1) * (len(message) - num_sent[rank]))
+    if "_base_" in name:
+        return abs(args[0].nbytes - args[1].nbytes)
+    assert name.endswith("allreduce_"), name  # of metrics, a number per document
+    return 0
+
+
+def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Of each of two steps: packs of this rank by CP size, its collectives and bytes over cp, and predicted bytes."""
+    with scenarios.running(overrides) as engine:
+        corpus = scenarios.SkewedCorpus(lengths)
+        loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes
+        groups = [group for size in sizes if (group := engine.groups.cp_group(size).members) is not None]
+        results = []
+        for step in range(2):
+            microbatches = loader.microbatches(step)
+            with OverCp(groups) as over_cp:
+                engine.train_step(microbatches)
+            cost, grid = CpCost.of(engine.config), loader.grid(step)
+            plan = predict(grid, corpus.lengths, doc_multiple=engine.config.data.doc_multiple, cost=cost)
+            packs = Counter(mb.cp_size for mb in microbatches)
+            results.append({"packs": packs, "calls": over_cp.calls, "sent": over_cp.num_bytes, "plan": plan.num_bytes})
+        return results
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        DYNAMIC,
+        [*DYNAMIC, *GEMMA],
+        [*DYNAMIC, *LINEAR],
+        ["parallel.cp=2", "parallel.dynamic_cp=true", "train.recompute=full"],
+    ],
+    ids=["dense", "windows", "linear", "dp2"],
+)
+def test_bytes_over_cp_are_those_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
+    """In the dense model, also the number of collectives: those of layers, and one of metrics for each CP size."""
+    results = ranks(4).run(steps, overrides, scenarios.LENGTHS)
+    for of_step in zip(*results, strict=True):
+        packs: Counter[int] = sum((rank["packs"] for rank in of_step), Counter())
+        assert len(packs) == (2 if "parallel.cp=2" in overrides else 3), "each CP size should be among the packs"
+        assert sum(rank["sent"].total() for rank in of_step) == of_step[0]["plan"] > 0
+    if overrides == DYNAMIC:
+        for rank in (rank for of_step in zip(*results) for rank in of_step):
+            packs = {size: number for size, number in rank["packs"].items() if size > 1}
+            assert rank["calls"] == {size: number * NUM_COLLECTIVES + 1 for size, number in packs.items()}
+
+
+def test_packs_of_one_rank_enter_no_collective_of_cp(ranks: Ranks) -> None:
+    for of_rank in ranks(4).run(steps, DYNAMIC, SHORT):
+        assert [set(step["packs"]) for step in of_rank] == [{1}, {1}]
+        assert [step["calls"].total() for step in of_rank] == [0, 0]
+        assert [step["plan"] for step in of_rank] == [0, 0]

@@ -16,7 +16,8 @@ from tests.ranks.layouts import GEMMA, LINEAR
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true"]
+SLOW = "parallel.intra_node_gb_s=1e-6"  # so that the plan takes the smallest groups
+DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
 SHORT = [30, 64, 5, 61, 33, 2, 17, 48] * 12  # a rank holds 256 / 4 tokens
 # Of a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
 NUM_COLLECTIVES = 4 * 4 * 3
@@ -79,7 +80,7 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
         DYNAMIC,
         [*DYNAMIC, *GEMMA],
         [*DYNAMIC, *LINEAR],
-        ["parallel.cp=2", "parallel.dynamic_cp=true", "train.recompute=full"],
+        ["parallel.cp=2", "parallel.dynamic_cp=true", "train.recompute=full", SLOW],
     ],
     ids=["dense", "windows", "linear", "dp2"],
 )
@@ -87,8 +88,8 @@ def test_bytes_over_cp_are_those_of_the_plan(ranks: Ranks, overrides: list[str])
     """In the dense model, also the number of collectives: those of layers, and one of metrics for each CP size."""
     results = ranks(4).run(steps, overrides, scenarios.LENGTHS)
     for of_step in zip(*results, strict=True):
-        packs: Counter[int] = sum((rank["packs"] for rank in of_step), Counter())
-        assert len(packs) == (2 if "parallel.cp=2" in overrides else 3), "each CP size should be among the packs"
+        sizes = {size for rank in of_step for size in rank["packs"]}
+        assert 1 in sizes and len(sizes) > 1, "packs of one rank and of several ranks should be in each step"
         assert sum(rank["sent"].total() for rank in of_step) == of_step[0]["plan"] > 0
     if overrides == DYNAMIC:
         for rank in (rank for of_step in zip(*results) for rank in of_step):

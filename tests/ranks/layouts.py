@@ -71,6 +71,7 @@ MODELS = {
     "gpt_oss": [*MOE, *AUX, *WINDOWS, *GPT_OSS],
     "linear_experts": [*MOE, *AUX, *LINEAR, *QWEN_MOE],
 }
+SLOW_CP = ["parallel.intra_node_gb_s=1e-6"]  # so that the planner of tiny packs prefers small groups
 SWITCHES = ("sequence_parallel", "distributed_optimizer", "dynamic_cp")  # of `parallel`
 MIXTURES = ("experts", "gpt_oss", "linear_experts")  # of MODELS
 ALL_ON = ["parallel.sequence_parallel=true", "parallel.distributed_optimizer=true", "train.recompute=full"]
@@ -110,6 +111,7 @@ def overrides(case: Case) -> list[str]:
         *MODELS[case["model"]],
         *(f"parallel.{key}={case[key]}" for key in ("tp", "cp", "pp", "virtual_stages", "ep")),
         *(f"parallel.{key}={str(case[key]).lower()}" for key in SWITCHES),
+        *(SLOW_CP if case["dynamic_cp"] else []),
         f"train.recompute={case['recompute']}",
         f"train.offload_fraction={case['activation_offload']}",
         f"optim.offload_fraction={case['optimizer_offload']}",

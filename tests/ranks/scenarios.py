@@ -221,6 +221,7 @@ def train(
             "parameters": parameter_hash(engine),
             "optimizer": optimizer_hash(engine),
             "adam_steps": adam_steps(engine),
+            "cp_sizes": {slot.cp_size for step in steps for slots in loader.grid(step) for slot in slots},
             "place": (groups.dp_rank, groups.cp_rank, groups.tp_rank, groups.pp_rank),
         }
 

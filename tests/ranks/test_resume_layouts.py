@@ -76,6 +76,7 @@ def check(case: Case, results: list[dict[str, Any]], reference: dict[str, Any], 
         np.testing.assert_allclose(found["loss"], reference["loss"][steps], rtol=loss_tolerance)
         np.testing.assert_allclose(found["grad_norm"], reference["grad_norm"][steps], rtol=norm_tolerance)
         assert found["counts"] == reference["counts"][steps]
+        assert (min(found["cp_sizes"]) < case["cp"]) == case["dynamic_cp"]
         assert found["learning_rate"] == reference["learning_rate"][steps]
         assert found["adam_steps"] == {float(steps.stop)}
         # Counted over tp and pp.  Each tp rank holds whole experts.

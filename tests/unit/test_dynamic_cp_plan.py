@@ -87,7 +87,7 @@ def test_any_batch(seed: int) -> None:
     )  # fmt: skip
     arguments: Any = {"rank_tokens": capacity, "doc_multiple": multiple, "cost": cost}
     number = int(random.choice([1, 1, 4]))
-    cost = replace(cost, wait_ranks=int(random.choice([1, cp, dp * cp])))
+    cost = replace(cost, wait_ranks=int(random.choice([1, cp, 2 * cp, dp * cp])))
     arguments["cost"] = cost
     grid = assign(samples, lengths, dp=dp, cp=cp, microbatch_multiple=number, **arguments)
     check(grid, samples, lengths, dp, cp, capacity, multiple)

@@ -94,6 +94,13 @@ class CpCost:
             wait_ranks=waits,
         )
 
+    def domain(self, num_ranks: int) -> int:
+        """Consecutive ranks of a grid of `num_ranks` that wait for each other: wait_ranks, if it divides the grid.
+
+        12 ranks, wait_ranks 4 -> 4        12 ranks, wait_ranks 8 -> 12
+        """
+        return self.wait_ranks if num_ranks % self.wait_ranks == 0 else num_ranks
+
     def times(self, lengths: np.ndarray, doc_multiple: int, cp_size: int) -> np.ndarray:
         """Nanoseconds of each document on each rank of a group: int64 [n].
 

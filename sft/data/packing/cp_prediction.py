@@ -59,7 +59,8 @@ def predict(grid: Grid, lengths: np.ndarray, *, doc_multiple: int, cost: CpCost)
                 num_bytes += int(cost.num_bytes(real, doc_multiple, size).sum())
             rank += size
         if cost.wait_ranks > 1:
-            ready = np.repeat(ready.reshape(-1, cost.wait_ranks).max(axis=1), cost.wait_ranks)
+            domain = cost.domain(num_ranks)
+            ready = np.repeat(ready.reshape(-1, domain).max(axis=1), domain)
     mean, makespan = work.sum() / num_ranks, int(ready.max())
     return Prediction(
         makespan_ns=makespan,

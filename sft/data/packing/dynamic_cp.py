@@ -65,7 +65,8 @@ def assign(
     grid: Grid = [[] for _ in range(dp * cp)]
     arguments = documents, dp * cp, cost.microbatch_ns, microbatch_multiple
     waits = cost.wait_ranks > 1
-    for cp_size, blocks in packs_of_rows(*arguments, cost.wait_ranks) if waits else packs_of_groups(*arguments):
+    domain = cost.domain(dp * cp)
+    for cp_size, blocks in packs_of_rows(*arguments, domain) if waits else packs_of_groups(*arguments):
         for block, packs in enumerate(blocks):
             slots = [Slot(cp_size, tuple(documents.ids[pack].tolist())) if pack else FILLER for pack in packs]
             for rank in range(block * cp_size, (block + 1) * cp_size):

@@ -114,7 +114,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["list"]:
-        print("\n".join(f"{name:<12}{summary}" for name, summary in SUBJECTS.items()))
+        width = 2 + max(map(len, SUBJECTS))
+        print("\n".join(f"{name:<{width}}{summary}" for name, summary in SUBJECTS.items()))
         return 0
     if not arguments or arguments[0] not in SUBJECTS:
         print(f"{__doc__}\nsubjects: {', '.join(SUBJECTS)}")

@@ -1,13 +1,11 @@
 """Keys of the layout: the size of each kind of parallelism."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import PositiveFloat
 
 from sft.config.section import Positive, Section, divisors
-
-PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class ParallelConfig(Section):

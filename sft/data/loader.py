@@ -99,8 +99,7 @@ class Loader:
     def _grid(self, plan: Plan, batch: int) -> Grid:
         layout = self._layout
         if self._cp_cost is None:
-            by_dp_rank = [[Slot(layout.cp, ids) for ids in slots] for slots in self._slots(plan, batch)]
-            return [slots for slots in by_dp_rank for _ in range(layout.cp)]
+            return dynamic_cp.fixed(self._slots(plan, batch), layout.cp)
         return dynamic_cp.assign(
             [i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids],
             self._corpus.lengths,

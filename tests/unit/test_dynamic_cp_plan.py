@@ -9,9 +9,9 @@ import pytest
 
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost, halo_tokens
-from sft.data.packing.cp_prediction import bound, fixed, predict
+from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.cp_rows import _even
-from sft.data.packing.dynamic_cp import Grid, Slot, assign
+from sft.data.packing.dynamic_cp import Grid, Slot, assign, fixed
 from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes

@@ -24,8 +24,8 @@ import numpy as np
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_prediction import bound, fixed, predict
-from sft.data.packing.dynamic_cp import assign
+from sft.data.packing.cp_prediction import bound, predict
+from sft.data.packing.dynamic_cp import assign, fixed
 from sft.data.packing.plan import Plan
 from sft.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes

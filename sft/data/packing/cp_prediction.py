@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.data.packing.balance import Slots
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
-from sft.data.packing.dynamic_cp import Grid, Slot
+from sft.data.packing.dynamic_cp import Grid
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
 
@@ -76,11 +75,6 @@ def predict(grid: Grid, lengths: np.ndarray, *, doc_multiple: int, cost: CpCost)
 def _shares(counts: Counter[int]) -> dict[int, float]:
     """{2: 1, 1: 3} -> {1: 0.75, 2: 0.25}"""
     return {size: counts[size] / counts.total() for size in sorted(counts)}
-
-
-def fixed(slots: Slots, cp: int) -> Grid:
-    """The grid of a fixed cp, from the packs of each data-parallel rank (`balance.assign`)."""
-    return [[Slot(cp, tuple(pack)) for pack in packs] for packs in slots for _ in range(cp)]
 
 
 def bound(

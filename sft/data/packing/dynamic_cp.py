@@ -13,7 +13,8 @@ of s.  So groups nest: the ranks of a small group lie in the same large group.
 Every rank runs its large groups first.  Then all ranks of a group have run the same packs before, so none waits for
 another, and the step takes as long as the rank with the most work (`cp_ranks.py`).
 
-All arithmetic that decides is on integers and position breaks ties, so every process computes the same grid.
+Times are integers and position breaks ties, but the number of microbatches follows from float64, which may round in
+another way on another processor.  So `pipeline.check_agreement` compares the grids of all processes before a step.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sft.data.packing.balance import Slots
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
 from sft.data.packing.cp_ranks import packs_of_groups
@@ -37,6 +39,11 @@ class Slot(NamedTuple):
 
 Grid = list[list[Slot]]  # by rank of the dp x cp grid (dp_rank * cp + cp_rank), then microbatch
 FILLER = Slot(1, ())
+
+
+def fixed(slots: Slots, cp: int) -> Grid:
+    """The grid of a fixed cp, from the packs of each data-parallel rank (`balance.assign`)."""
+    return [[Slot(cp, tuple(pack)) for pack in packs] for packs in slots for _ in range(cp)]
 
 
 def assign(

@@ -1,7 +1,6 @@
 """Predicts a step by its grid of packs: time, balance, bytes over cp, shares of cp sizes.  Nothing is measured.
 
-A group begins a pack when the last of its ranks is ready.  With pipelines or experts, all of `CpCost.wait_ranks`
-consecutive ranks wait for each other after every microbatch.
+`cp_timeline.py` decides when each pack begins and ends.
 """
 
 from collections import Counter
@@ -12,6 +11,7 @@ import numpy as np
 
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_timeline import timeline
 from sft.data.packing.dynamic_cp import Grid
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
@@ -41,26 +41,17 @@ class Prediction:
 def predict(grid: Grid, lengths: np.ndarray, *, doc_multiple: int, cost: CpCost) -> Prediction:
     """One rank, one microbatch with a document of 6 tokens, 10 ns a token -> 60 ns, 1.0 per step, {1: 1.0} ..."""
     num_ranks, num_microbatches = len(grid), len(grid[0])
-    ready = np.zeros(num_ranks, dtype=np.int64)
     work = np.zeros((num_ranks, num_microbatches), dtype=np.int64)
-    num_bytes, packs, tokens = 0, Counter[int](), Counter[int]()
-    for microbatch in range(num_microbatches):
-        rank = 0
-        while rank < num_ranks:
-            size, samples = grid[rank][microbatch]
-            of_group = slice(rank, rank + size)
-            real = lengths[list(samples)]
-            work[of_group, microbatch] = cost.times(real, doc_multiple, size).sum() + round(cost.microbatch_ns)
-            ready[of_group] = ready[of_group].max() + work[rank, microbatch]
-            if samples:
-                packs[size] += 1
-                tokens[size] += int(aligned(real, doc_multiple).sum())
-                num_bytes += int(cost.num_bytes(real, doc_multiple, size).sum())
-            rank += size
-        if cost.wait_ranks > 1:
-            domain = cost.domain(num_ranks)
-            ready = np.repeat(ready.reshape(-1, domain).max(axis=1), domain)
-    mean, makespan = work.sum() / num_ranks, int(ready.max())
+    num_bytes, packs, tokens, makespan = 0, Counter[int](), Counter[int](), 0
+    for pack in timeline(grid, lengths, doc_multiple=doc_multiple, cost=cost):
+        work[pack.rank : pack.rank + pack.cp_size, pack.microbatch] = pack.end_ns - pack.start_ns
+        makespan = max(makespan, pack.end_ns)
+        if pack.samples:
+            real = lengths[list(pack.samples)]
+            packs[pack.cp_size] += 1
+            tokens[pack.cp_size] += int(aligned(real, doc_multiple).sum())
+            num_bytes += int(cost.num_bytes(real, doc_multiple, pack.cp_size).sum())
+    mean = work.sum() / num_ranks
     return Prediction(
         makespan_ns=makespan,
         num_bytes=num_bytes,

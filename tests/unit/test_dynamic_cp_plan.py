@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from sft.data.packing import balance
-from sft.data.packing.cp_cost import CpCost, halo_tokens
+from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.cp_rows import _even
 from sft.data.packing.dynamic_cp import Grid, Slot, assign, fixed
 from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
+from sft.parallel.cp_bytes import halo_tokens
 from sft.parallel.cp_group import cp_sizes
 from sft.parallel.halo import num_halo_tokens
 from tests.builders import LLAMA_8B, layout_config

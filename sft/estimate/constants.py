@@ -1,0 +1,214 @@
+"""Rates, bandwidths and overheads by which `step_time.py` makes seconds of FLOPs and bytes, each with its source.
+
+`assumed` gives them for a GPU that nobody has measured; `sft plan --calibrate` measures them and writes a file.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sft.atomic_files import replace_text
+from sft.errors import ConfigError
+from sft.estimate.gpus import Gpu
+
+VERSION = 1
+# Shares of the peak.  Large products: 650 of 989 TFLOP/s in layers of an H200, by the roofline of docs/performance.md.
+# A product whose smallest side is short reads as many bytes for fewer FLOPs.
+GEMM_SHARES = ((16, 0.08), (64, 0.25), (128, 0.38), (256, 0.48), (512, 0.56), (1024, 0.62), (4096, 0.66))
+# cuDNN's and FA3's causal kernels on an H100 with heads of 128 (FlashAttention-3, figures 5 and 6; TRL's steps of 1M
+# tokens have these rates on average), by the tokens of a document on a rank.
+FORWARD_SHARES = ((128, 0.10), (512, 0.25), (2048, 0.42), (8192, 0.53), (32768, 0.57))
+BACKWARD_SHARES = ((128, 0.08), (512, 0.20), (2048, 0.34), (8192, 0.43), (32768, 0.47))
+# torch's flash kernel is FlashAttention-2, which has 0.31 to 0.37 of the peak of an H100 (FlashAttention-3, figure 5).
+FLASH2_FORWARD_SHARES = ((128, 0.08), (512, 0.18), (2048, 0.28), (8192, 0.34), (32768, 0.36))
+FLASH2_BACKWARD_SHARES = ((128, 0.06), (512, 0.13), (2048, 0.21), (8192, 0.25), (32768, 0.27))
+HOST_ADAM_GB_S = 60.0  # two sockets, shared by 8 GPUs; Adam on the CPU moves 28 bytes per parameter
+
+
+class Constant(NamedTuple):
+    """source: "measured 2026-11-23 on NVIDIA H100" or "assumed: why" """
+
+    value: float
+    source: str
+
+    @property
+    def is_measured(self) -> bool:
+        return self.source.startswith("measured")
+
+
+class Curve(NamedTuple):
+    """A rate by a size, between points linear in the logarithm of the size and constant outside of them.
+
+    points ((128, 100), (512, 300)): at 64 100, at 256 200, at 1024 300
+    """
+
+    points: tuple[tuple[float, float], ...]
+    source: str
+
+    @property
+    def is_measured(self) -> bool:
+        return self.source.startswith("measured")
+
+    def at(self, size: float) -> float:
+        sizes = self.points
+        if size <= sizes[0][0]:
+            return sizes[0][1]
+        for (low, before), (high, after) in zip(sizes, sizes[1:]):
+            if size <= high:
+                return before + (after - before) * math.log(size / low) / math.log(high / low)
+        return sizes[-1][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The constants of one type of GPU.
+
+    peak_tflops         of bf16, for MFU
+    gemm_tflops         by the smallest of m, n and k
+    grouped_gemm        share of `gemm_tflops` that the products of experts reach
+    attention_forward, attention_backward  TFLOP/s of Transformer Engine's kernels, by tokens of a document on a rank;
+                        causal FLOPs, backward twice those of forward
+    portable_forward, portable_backward    the same of the portable backend
+    linear_attention    TFLOP/s of the delta rule, of the FLOPs that sft/flops.py counts
+    elementwise_gb_s    norms, activations, residual sums: bytes read and written
+    optimizer_gb_s      Adam on the device; host_optimizer_gb_s on the host, for one rank
+    intra_gb_s, inter_gb_s  bytes that a rank receives from ranks of its node, and from other nodes
+    latency_us          of a collective or a message
+    layer_overhead_us   of a layer in a microbatch, forward and backward, besides its kernels
+    exposed             share of the messages that have compute to hide behind and do not hide: 0 with CUDA streams,
+                        1 where nothing overlaps, as with gloo
+    """
+
+    gpu: str
+    peak_tflops: float
+    gemm_tflops: Curve
+    grouped_gemm: Constant
+    attention_forward: Curve
+    attention_backward: Curve
+    portable_forward: Curve
+    portable_backward: Curve
+    linear_attention: Constant
+    elementwise_gb_s: Constant
+    optimizer_gb_s: Constant
+    host_optimizer_gb_s: Constant
+    pcie_gb_s: Constant
+    intra_gb_s: Constant
+    inter_gb_s: Constant
+    latency_us: Constant
+    layer_overhead_us: Constant
+    exposed: Constant
+
+    def items(self) -> Iterator[tuple[str, Constant | Curve]]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Constant | Curve):
+                yield field.name, value
+
+    def with_peak(self, tflops: float) -> "Constants":
+        """For a device with another peak: all rates of matrix products and attention change in proportion."""
+        scale = tflops / self.peak_tflops
+        changes: dict[str, Any] = {"peak_tflops": tflops}
+        for name, value in self.items():
+            if isinstance(value, Curve):
+                changes[name] = value._replace(points=tuple((size, rate * scale) for size, rate in value.points))
+        return replace(self, **changes)
+
+    def describe(self) -> str:
+        """`constants of h100: measured gemm_tflops; assumed attention_forward, ...`"""
+        groups: dict[str, list[str]] = {"measured": [], "assumed": []}
+        for name, value in self.items():
+            groups["measured" if value.is_measured else "assumed"].append(name)
+        if not groups["measured"]:
+            return f"all constants of {self.gpu} are assumed; `sft plan --calibrate` measures them"
+        known = "; ".join(f"{word} {', '.join(names)}" for word, names in groups.items() if names)
+        return f"constants of {self.gpu}: {known}"
+
+
+def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
+    """The constants of a GPU that was not measured.  fabric_gb_s: what it receives from other nodes"""
+
+    def curve(shares: tuple[tuple[float, float], ...], why: str) -> Curve:
+        return Curve(tuple((size, share * gpu.tflops) for size, share in shares), f"assumed: {why}")
+
+    def constant(value: float, why: str) -> Constant:
+        return Constant(value, f"assumed: {why}")
+
+    flash3, flash2 = "cuDNN and FlashAttention-3 on an H100", "FlashAttention-2 on an H100"
+    return Constants(
+        gpu=gpu.name,
+        peak_tflops=gpu.tflops,
+        gemm_tflops=curve(GEMM_SHARES, "0.66 of the peak for large products"),
+        grouped_gemm=constant(0.7, "grouped GEMM of experts with uneven loads"),
+        attention_forward=curve(FORWARD_SHARES, flash3),
+        attention_backward=curve(BACKWARD_SHARES, flash3),
+        portable_forward=curve(FLASH2_FORWARD_SHARES, flash2),
+        portable_backward=curve(FLASH2_BACKWARD_SHARES, flash2),
+        linear_attention=constant(0.06 * gpu.tflops, "chunked kernels of the delta rule"),
+        elementwise_gb_s=constant(0.75 * gpu.hbm_gb_s, "3/4 of the memory's bandwidth"),
+        optimizer_gb_s=constant(0.75 * gpu.hbm_gb_s, "3/4 of the memory's bandwidth"),
+        host_optimizer_gb_s=constant(HOST_ADAM_GB_S, "two sockets for 8 GPUs"),
+        pcie_gb_s=constant(gpu.pcie_gb_s, "copies of page-locked memory"),
+        intra_gb_s=constant(gpu.intra_node_gb_s, "3/4 of the link's one direction"),
+        inter_gb_s=constant(fabric_gb_s, "the network that was named"),
+        latency_us=constant(20.0, "a collective of small messages"),
+        layer_overhead_us=constant(100.0, "gaps between kernels"),
+        exposed=constant(0.0, "messages overlap with kernels on CUDA"),
+    )
+
+
+def path_of(gpu: str) -> Path:
+    """The file of a type of GPU: SFT_CACHE/calibration/h100.json; SFT_CACHE is ~/.cache/sft if it is not set."""
+    return Path(os.environ.get("SFT_CACHE") or Path.home() / ".cache" / "sft") / "calibration" / f"{gpu}.json"
+
+
+def constants_of(gpu: Gpu, fabric_gb_s: float) -> Constants:
+    """Those that were measured for this type of GPU, otherwise the assumed ones."""
+    path = path_of(gpu.name)
+    return read(path) if path.exists() else assumed(gpu, fabric_gb_s)
+
+
+def write(constants: Constants, path: Path) -> None:
+    """One JSON file per type of GPU."""
+    values = {name: value._asdict() for name, value in constants.items()}
+    head = {"version": VERSION, "gpu": constants.gpu, "peak_tflops": constants.peak_tflops}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps({**head, **values}, indent=1) + "\n")
+
+
+def read(path: Path) -> Constants:
+    """The constants of a file that `write` made.  Raises ConfigError for anything else."""
+    try:
+        return _parsed(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is no file of constants of this version: {error}.  Make it again: sft plan --calibrate."
+        ) from error
+
+
+def _parsed(values: dict[str, Any]) -> Constants:
+    if values.pop("version") != VERSION:
+        raise ValueError(f"its version is not {VERSION}")
+    arguments: dict[str, Any] = {"gpu": str(values.pop("gpu")), "peak_tflops": float(values.pop("peak_tflops"))}
+    for field in fields(Constants):
+        if field.name in arguments:
+            continue
+        value, source = values[field.name], str(values[field.name]["source"])
+        if field.type is Curve:
+            points = tuple((float(size), float(rate)) for size, rate in value["points"])
+            sizes = [size for size, _ in points]
+            if not points or sizes != sorted(set(sizes)) or min(min(point) for point in points) <= 0:
+                raise ValueError(f"{field.name} needs positive points in increasing order")
+            arguments[field.name] = Curve(points, source)
+        else:
+            number = float(value["value"])
+            if not (math.isfinite(number) and number >= 0):
+                raise ValueError(f"{field.name} = {number}")
+            arguments[field.name] = Constant(number, source)
+        del values[field.name]
+    if values:
+        raise ValueError(f"unknown {', '.join(values)}")
+    return Constants(**arguments)

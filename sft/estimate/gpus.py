@@ -1,0 +1,144 @@
+"""Names GPUs and networks with the numbers of their vendors, and says how much of a GPU's memory a run can use.
+
+Decides nothing about a model.  Rates of real programs are in `constants.py`; the rates here are peaks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sft.errors import ConfigError
+
+GIB = 2**30
+CONTEXT_BYTES = 0.75 * GIB  # CUDA's context, and the code of kernels: 0.5 to 0.9 GiB on Hopper, assumed
+COMMUNICATOR_BYTES = 0.08 * GIB  # NCCL's buffers of one communicator, with channels over NVLink and network; assumed
+RESERVE = 0.03  # share of the capacity: gaps between allocations (docs/performance.md measured 2% to 4%), workspaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One type of GPU.
+
+    memory_bytes     capacity that CUDA reports, which is less than the name says where ECC takes a part
+    tflops           dense peak of bf16
+    hbm_gb_s         bandwidth of its memory
+    intra_node_gb_s  what a GPU receives from GPUs of its node in a collective: about 3/4 of the link's one direction
+    pcie_gb_s        to and from host memory, one direction, as copies of page-locked memory reach it
+    """
+
+    name: str
+    memory_bytes: float
+    tflops: float
+    hbm_gb_s: float
+    intra_node_gb_s: float
+    pcie_gb_s: float
+
+
+def _gpu(name: str, gib: float, tflops: float, hbm_gb_s: float, intra_node_gb_s: float, pcie_gb_s: float) -> Gpu:
+    return Gpu(
+        name=name,
+        memory_bytes=gib * GIB,
+        tflops=tflops,
+        hbm_gb_s=hbm_gb_s,
+        intra_node_gb_s=intra_node_gb_s,
+        pcie_gb_s=pcie_gb_s,
+    )
+
+
+# Capacities are what nvidia-smi or torch report.  Peaks and bandwidths are of the vendors' data sheets, not sparse.
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("h100", 79.1, 989.4, 3350, 340, 55),  # NVIDIA H100 data sheet, SXM5; NVLink 4: 450 GB/s each way; PCIe 5
+        _gpu("h200", 139.8, 989.4, 4800, 340, 55),  # NVIDIA H200 data sheet, SXM; NVLink 4
+        _gpu("h20", 95.0, 148, 4000, 340, 55),  # NVIDIA H20, published by resellers; NVLink 4
+        _gpu("b200", 178.3, 2250, 8000, 680, 55),  # NVIDIA DGX B200 data sheet, 1/8; NVLink 5: 900 GB/s each way
+        _gpu("b300", 268.0, 2250, 8000, 680, 55),  # NVIDIA DGX B300 data sheet, 1/8; NVLink 5
+        _gpu("gb200", 184.0, 2450, 8000, 680, 200),  # NVIDIA GB200 NVL72 data sheet, 1/72; host by NVLink-C2C
+        _gpu("a100-80", 79.2, 312, 2039, 230, 25),  # NVIDIA A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
+        _gpu("a100-40", 39.4, 312, 1555, 230, 25),  # the same
+        _gpu("l40s", 44.4, 362, 864, 25, 25),  # NVIDIA L40S data sheet; no NVLink, PCIe 4
+        _gpu("mi300x", 191.5, 1307, 5300, 310, 55),  # AMD MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
+    )
+}
+
+# GB/s that one GPU receives from other nodes, if each GPU has a port of its own: about 4/5 of the port's bits / 8.
+FABRICS: Mapping[str, float] = {
+    "none": 0.1,  # one node; a layout over two nodes is predicted to be useless
+    "eth100": 10.0,
+    "roce200": 18.0,
+    "roce400": 38.0,
+    "ib200": 20.0,
+    "ib400": 40.0,
+    "ib800": 80.0,
+}
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of this name.  Raises ConfigError that lists the names."""
+    if name not in GPUS:
+        raise ConfigError(f"unknown GPU {name}.  Known GPUs: {', '.join(sorted(GPUS))}.")
+    return GPUS[name]
+
+
+def fabric(name: str) -> float:
+    """GB/s of the network of this name, or of a number.  Raises ConfigError that lists the names.
+
+    "ib400" -> 40        "25" -> 25
+    """
+    if name in FABRICS:
+        return FABRICS[name]
+    try:
+        gb_s = float(name)
+    except ValueError:
+        gb_s = 0.0
+    if not gb_s > 0.0:
+        known = ", ".join(FABRICS)
+        raise ConfigError(f"unknown network {name}.  Known networks: {known}; or give GB/s for each GPU, such as 25.")
+    return gb_s
+
+
+def of_device(name: str) -> Gpu | None:
+    """The GPU that calls itself so: "NVIDIA H100 80GB HBM3" -> h100; None: not in the table."""
+    words = name.lower()
+    for key in ("gb200", "b300", "b200", "h200", "h100", "h20", "l40s", "mi300x"):
+        if key in words:
+            return GPUS[key]
+    if "a100" in words:
+        return GPUS["a100-80" if "80gb" in words else "a100-40"]
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usable:
+    """Bytes of a GPU, and what of them a run cannot use."""
+
+    capacity: float
+    context: float
+    communicators: float
+    reserve: float
+
+    @property
+    def bytes(self) -> float:
+        """What is left for the tensors of a run."""
+        return self.capacity - self.context - self.communicators - self.reserve
+
+    def describe(self) -> str:
+        """`73.8 GiB = capacity 79.1 - CUDA's context 0.75 - NCCL's buffers 2.0 - 3% 2.4`"""
+        return (
+            f"{self.bytes / GIB:.1f} GiB = capacity {self.capacity / GIB:.1f} - CUDA's context "
+            f"{self.context / GIB:.2f} - NCCL's buffers {self.communicators / GIB:.2f} - {RESERVE:.0%} "
+            f"{self.reserve / GIB:.1f}"
+        )
+
+
+def usable_memory(gpu: Gpu, num_communicators: int) -> Usable:
+    """The memory that tensors of a run can take.
+
+    h100, 4 communicators -> 79.1 - 0.75 - 0.32 - 2.373 = 75.66 GiB
+    """
+    return Usable(
+        capacity=gpu.memory_bytes,
+        context=CONTEXT_BYTES,
+        communicators=num_communicators * COMMUNICATOR_BYTES,
+        reserve=RESERVE * gpu.memory_bytes,
+    )

@@ -1,0 +1,162 @@
+"""Seconds that the layers of one pipeline stage compute in one microbatch, forward, backward and repeated.
+
+matrix products   FLOPs / the rate of the smallest of their sizes
+attention         causal FLOPs of each document / the rate of the document's tokens on a rank
+elementwise       bytes that norms, rotary positions, activations and residual sums read and write / bandwidth
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.config import Config
+from sft.estimate.constants import Constants
+from sft.estimate.lengths import Lengths
+from sft.estimate.products import ModelProducts, Product
+from sft.mcore.attention.activation_bytes import attention_bytes
+from sft.parallel.layout import Layout
+
+GRADIENT_SUM_BYTES = 10  # per parameter and microbatch: a bf16 gradient is read, its fp32 sum read and written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of all layers of a stage, in one pass of one microbatch."""
+
+    linear: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention + self.elementwise
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    config: Config
+    layout: Layout
+    constants: Constants
+    lengths: Lengths
+    products: ModelProducts
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether attention runs on the portable backend; auto takes te wherever it can compute the model."""
+        return uses_portable(self.config)
+
+    def passes(self, products: Iterable[Product]) -> tuple[Seconds, Seconds, Seconds]:
+        """Forward, backward without recompute, and what backward computes again."""
+        products = list(products)
+        recompute = self.config.train.recompute
+        attention, gradients = self._attention()
+        states = self._states()
+        element = self._elementwise()
+        linear = [sum(times) for times in zip(*map(self._runs, products))]
+        of_kind = {"none": 0.0, "selective": 0.6, "full": 1.0}[recompute]  # norm and activation of the MLP
+        repeated = Seconds(
+            linear=linear[1],
+            attention=(attention if recompute == "full" else 0.0) + (states if recompute != "none" else 0.0),
+            elementwise=of_kind * element,
+        )
+        return (
+            Seconds(linear=linear[0], attention=attention + states, elementwise=element),
+            Seconds(linear=linear[2], attention=gradients + 2 * states, elementwise=2 * element),
+            repeated,
+        )
+
+    def seconds(self, products: Iterable[Product]) -> tuple[float, float, float]:
+        """Forward, repeated, backward."""
+        times = [sum(times) for times in zip(*map(self._runs, products))]
+        return times[0], times[1], times[2]
+
+    def _runs(self, product: Product) -> tuple[float, float, float]:
+        tflops = self.constants.gemm_tflops.at(product.smallest)
+        if product.part == "experts":
+            tflops *= self.constants.grouped_gemm.value
+        run = product.flops / (tflops * 1e12)
+        return product.forward * run, product.repeated * run, (product.inputs + product.weights) * run
+
+    def _attention(self) -> tuple[float, float]:
+        """Seconds of attention forward and backward on a rank, of layers with and without a window."""
+        model, layout, constants = self.config.model, self.layout, self.constants
+        num_window = model.num_window_layers
+        num_full = model.num_layers - num_window - len(model.linear_attention.layers)
+        tokens, counts = self.lengths.of_pack(self.config.data.seq_length)
+        queries = model.num_attention_heads * model.resolved_head_dim
+        share = 1 / (layout.pp * layout.tp * layout.cp)
+        forward = constants.portable_forward if self.is_portable else constants.attention_forward
+        backward = constants.portable_backward if self.is_portable else constants.attention_backward
+        total = [0.0, 0.0]
+        for length, count, cp_size in zip(tokens.tolist(), counts.tolist(), cp_sizes(layout, tokens, self.config)):
+            for number, window in ((num_full, None), (num_window, model.sliding_window)):
+                if not number:
+                    continue
+                nearest = length if window is None else min(length, window)
+                flops = 2.0 * queries * nearest * (2 * length - nearest) * number * share * count
+                size = min(length / cp_size, nearest)
+                total[0] += flops / (forward.at(size) * 1e12)
+                total[1] += 2 * flops / (backward.at(size) * 1e12)
+        return total[0], total[1]
+
+    def _states(self) -> float:
+        """Seconds of the delta rule forward."""
+        linear, layout = self.config.model.linear_attention, self.layout
+        if not linear.layers:
+            return 0.0
+        products = 3 * linear.value_width * linear.key_head_dim * len(linear.layers)
+        tokens = self.config.data.seq_length / layout.cp
+        return 2.0 * products * tokens / (layout.pp * layout.tp * self.constants.linear_attention.value * 1e12)
+
+    def _elementwise(self) -> float:
+        """Seconds of norms, rotary positions, activations and residual sums forward."""
+        model, layout = self.config.model, self.layout
+        width = 2 if self.config.run.precision == "bf16" else 4
+        sequence = layout.tp if layout.sequence_parallel else 1
+        hidden = (2 * model.num_layer_norms + 6) * model.hidden_size / sequence
+        rotated = (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim
+        heads = rotated * (2 + 2 * model.qk_norm) / layout.tp
+        ffn = 3 * model.ffn_hidden_size / layout.tp
+        if model.moe.num_experts is not None:
+            sent = (model.moe.top_k or 0) / sequence * layout.etp
+            ffn = sent * (3 * model.resolved_expert_ffn / layout.etp + 4 * model.hidden_size)
+            ffn += 3 * (model.moe.shared_ffn_hidden_size or 0) / layout.tp
+        tokens = self.config.data.seq_length / layout.cp
+        num_bytes = width * (hidden + heads + ffn) * tokens * model.num_layers / layout.pp
+        return num_bytes / (self.constants.elementwise_gb_s.value * 1e9)
+
+    def gradient_sums(self, num_trained: float) -> float:
+        """Seconds in which the gradients of a microbatch are added to their fp32 sums."""
+        return num_trained * GRADIENT_SUM_BYTES / (self.constants.elementwise_gb_s.value * 1e9)
+
+    def offload(self, forward_s: float, backward_s: float) -> float:
+        """Seconds by which copies to host memory and back take longer than the passes that they overlap with."""
+        fraction = self.config.train.offload_fraction
+        if fraction == 0.0:
+            return 0.0
+        from sft.estimate.memory import LayerBytes
+
+        kept = LayerBytes.of(attention_bytes(self.config, self.layout), self.config.train.recompute)
+        of_layer = sum(kept.attention.values()) + (0 if self.config.train.mlp_tile else sum(kept.mlp.values()))
+        tokens = self.config.data.seq_length / self.layout.cp
+        num_bytes = fraction * of_layer * tokens * self.config.model.num_layers / self.layout.pp
+        copied = num_bytes / (self.constants.pcie_gb_s.value * 1e9)
+        return max(0.0, copied - forward_s) + max(0.0, copied - backward_s)
+
+
+def uses_portable(config: Config) -> bool:
+    """Whether attention runs on the portable backend; auto takes te wherever it can compute the model."""
+    is_cpu = config.run.device == "cpu" or config.run.precision == "fp32"
+    return config.attention.backend == "portable" or config.model.portable_only is not None or is_cpu
+
+
+def cp_sizes(layout: Layout, tokens: np.ndarray, config: Config) -> list[int]:
+    """The cp size of documents of each length: cp, with dynamic CP the smallest whose ranks hold the document.
+
+    packs of 1024, cp 4 dynamic, lengths 100, 300, 1000 -> 1, 2, 4
+    """
+    if not layout.cp_sizes:
+        return [layout.cp] * len(tokens)
+    of_rank = config.data.seq_length / layout.cp
+    return [next((size for size in layout.cp_sizes if length <= size * of_rank), layout.cp) for length in tokens]

@@ -1,0 +1,66 @@
+"""The distribution of document lengths, as the time of attention needs it.  Nothing here packs documents."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sft.errors import ConfigError
+
+MAX_BINS = 64  # of a corpus; each bin counts with the root of the mean square of its lengths
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """tokens: lengths of documents, float64 [n]; shares: of the documents, float64 [n], sum 1"""
+
+    tokens: np.ndarray
+    shares: np.ndarray
+
+    @staticmethod
+    def all_of(length: int) -> "Lengths":
+        """All documents have this length."""
+        return Lengths(np.array([float(length)]), np.ones(1))
+
+    @staticmethod
+    def of_corpus(lengths: np.ndarray) -> "Lengths":
+        """The lengths of a corpus, int [documents], in at most MAX_BINS bins of equal ratio."""
+        real = np.asarray(lengths, dtype=np.float64)
+        real = real[real > 0]
+        if len(real) == 0:
+            raise ConfigError("no document has tokens, so there is no distribution of lengths.")
+        values, counts = np.unique(real, return_counts=True)
+        if len(values) > MAX_BINS:
+            edges = np.geomspace(values[0], values[-1], MAX_BINS + 1)[1:-1]
+            bins = np.digitize(values, edges)
+            of_bin = np.bincount(bins, counts, MAX_BINS)
+            squares = np.bincount(bins, counts * values**2, MAX_BINS)
+            used = of_bin > 0
+            values, counts = np.sqrt(squares[used] / of_bin[used]), of_bin[used]
+        return Lengths(values, counts / counts.sum())
+
+    @staticmethod
+    def read(text: str) -> "Lengths":
+        """ "128:0.2,4096:0.5" -> lengths 128 and 4096, shares 2/7 and 5/7.  Raises ConfigError."""
+        try:
+            pairs = [part.split(":") for part in text.split(",")]
+            tokens, weights = np.array([[float(length), float(share)] for length, share in pairs]).T
+        except ValueError:
+            tokens, weights = np.zeros(1), np.zeros(1)
+        if not ((tokens >= 1).all() and (weights >= 0).all() and weights.sum() > 0):
+            raise ConfigError(
+                f"lengths {text} cannot be read.  Write LENGTH:SHARE,LENGTH:SHARE, such as 128:0.2,4096:0.5."
+            )
+        return Lengths(tokens, weights / weights.sum())
+
+    def of_pack(self, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths, and how many documents of each length a full pack holds on average: two arrays [n].
+
+        Longer documents count as seq_length.  lengths 2 and 6, shares 1/2, packs of 8 -> 2 and 6, 1 and 1
+        """
+        tokens = np.minimum(self.tokens, seq_length)
+        return tokens, self.shares * seq_length / float(self.shares @ tokens)
+
+    def mean_square(self, seq_length: int) -> float:
+        """Sum of squared lengths of a full pack, divided by its tokens: 2 and 6, packs of 8 -> 40 / 8 = 5"""
+        tokens, counts = self.of_pack(seq_length)
+        return float(counts @ tokens**2) / seq_length

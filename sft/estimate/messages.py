@@ -1,0 +1,190 @@
+"""Seconds of messages between GPUs that computation does not hide.
+
+    tp    all-gathers and reduce-scatters before and after each half of a layer; of backward, those beside products hide
+    cp    the bytes of sft/parallel/cp_bytes.py; a ring hides behind attention, an all-to-all behind nothing
+    ep    tokens to experts and back; hide behind nothing
+    pp    hidden states between stages; hide behind nothing without virtual stages
+    dp    gradients and weights; gradients hide behind the last backward pass with parallel.overlap
+
+An all-gather or reduce-scatter of N bytes over n ranks moves N (n - 1) / n of them to each rank.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sft.config import Config
+from sft.estimate.constants import Constants
+from sft.estimate.layer_work import Seconds, cp_sizes, uses_portable
+from sft.estimate.lengths import Lengths
+from sft.estimate.parameters import OfStage
+from sft.mcore.attention.activation_bytes import num_head_groups
+from sft.parallel.alignment import aligned
+from sft.parallel.cp_bytes import CpBytes
+from sft.parallel.layout import Layout
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Messages:
+    config: Config
+    layout: Layout
+    constants: Constants
+    lengths: Lengths
+
+    def of_layers(self, forward: Seconds, backward: Seconds, repeated: Seconds) -> dict[str, float]:
+        """Exposed seconds of one microbatch in all layers of a stage, by dimension."""
+        return {
+            "tp": self._tensor_parallel(backward),
+            "cp": self._context_parallel(forward.attention + backward.attention),
+            "ep": self._experts(),
+            "pp": self._pipeline(),
+        }
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _tokens(self) -> float:
+        return self.config.data.seq_length / self.layout.cp
+
+    @cached_property
+    def _width(self) -> int:
+        return 2 if self.config.run.precision == "bf16" else FP32
+
+    @cached_property
+    def _layers(self) -> float:
+        return self.config.model.num_layers / self.layout.pp
+
+    def _seconds(self, num_bytes: float, gb_s: float, count: float) -> float:
+        """Of `count` messages with together num_bytes."""
+        return num_bytes / (gb_s * 1e9) + count * self.constants.latency_us.value * 1e-6
+
+    def _tensor_parallel(self, backward: Seconds) -> float:
+        layout, model, recompute = self.layout, self.config.model, self.config.train.recompute
+        if layout.tp == 1:
+            return 0.0
+        has_mlp = model.moe.num_experts is None or model.moe.shared_ffn_hidden_size is not None
+        blocks = 2 if has_mlp else 1
+        repeated = {"none": 0, "selective": has_mlp + bool(model.linear_attention.layers) / 2, "full": blocks}
+        num = 2 * (blocks + repeated[recompute])  # forward and repeated
+        size = self._tokens * model.hidden_size * self._width * (layout.tp - 1) / layout.tp
+        gb_s = self._link(layout.tp)
+        shown = num + blocks  # backward gathers the gradients of outputs, which nothing hides
+        beside = 2 * blocks if layout.sequence_parallel else blocks
+        hidden = self._seconds(beside * size, gb_s, beside) * self._layers
+        exposed = self._seconds(shown * size, gb_s, shown) * self._layers
+        return exposed + self._unhidden(hidden, backward.linear)
+
+    def _unhidden(self, messages_s: float, compute_s: float) -> float:
+        return max(messages_s - compute_s, self.constants.exposed.value * min(messages_s, compute_s), 0.0)
+
+    def _context_parallel(self, attention_s: float) -> float:
+        layout, config = self.layout, self.config
+        if layout.cp == 1:
+            return 0.0
+        cost = CpBytes.of(config)
+        ring, others, hops = 0.0, 0.0, 0.0
+        tokens, counts = self.lengths.of_pack(config.data.seq_length)
+        sizes = cp_sizes(layout, tokens, config)
+        heads = self._head_ranks()
+        for cp_size in sorted(set(sizes) - {1}):
+            of_size = np.array([size == cp_size for size in sizes])
+            own, number = tokens[of_size], counts[of_size]
+            padded, gb_s = aligned(np.ceil(own).astype(np.int64), layout.doc_multiple), self._link(cp_size * layout.tp)
+            keys = cost.kv_bytes * float(number @ padded) * (cp_size // heads - 1)
+            ring += keys / layout.cp / (gb_s * 1e9)
+            others += float(number @ cost.other_than_keys(padded, cp_size)) / layout.cp / (gb_s * 1e9)
+            hops = max(hops, cp_size // heads - 1)
+        latency = self.constants.latency_us.value * 1e-6
+        passes = 3 if config.train.recompute == "full" else 2
+        shown = others + latency * passes * self._layers + self._all_to_all(heads, passes)
+        return shown + self._ring(ring + hops * latency * passes * self._layers, attention_s)
+
+    def _head_ranks(self) -> int:
+        """Ranks of cp between which heads travel; 1: keys and values of all of them."""
+        parallel = self.config.parallel
+        if uses_portable(self.config):
+            return 1
+        return {"a2a": self.layout.cp, "a2a+p2p": parallel.cp_a2a or 1}.get(parallel.cp_comm, 1)
+
+    def _all_to_all(self, heads: int, passes: int) -> float:
+        """Queries, keys, values and outputs of all heads, and in backward their gradients."""
+        model, layout = self.config.model, self.layout
+        if heads == 1:
+            return 0.0
+        numbers = 2 * (model.num_attention_heads + model.resolved_query_groups) * model.resolved_head_dim / layout.tp
+        num_bytes = self._tokens * numbers * self._width * (heads - 1) / heads
+        full = (model.num_layers - len(model.linear_attention.layers)) / layout.pp
+        return full * passes * self._seconds(num_bytes, self._link(heads * layout.tp), 2)
+
+    def _ring(self, messages_s: float, attention_s: float) -> float:
+        parallel = self.config.parallel
+        if uses_portable(self.config):  # of the head groups, the messages of all but one hide
+            groups = num_head_groups(self.config.model.resolved_query_groups // self.layout.tp)
+            first = messages_s / groups
+            return first + self._unhidden(messages_s - first, attention_s)
+        if parallel.cp_comm == "all_gather":
+            return messages_s
+        return self._unhidden(messages_s, attention_s)
+
+    def _experts(self) -> float:
+        layout, model = self.layout, self.config.model
+        ranks = layout.ep * layout.etp
+        if ranks == 1 or model.moe.num_experts is None:
+            return 0.0
+        sequence = layout.tp if layout.sequence_parallel else 1
+        sent = self._tokens / sequence * (model.moe.top_k or 0) * (model.hidden_size * self._width + FP32 / 2)
+        times = 6 if self.config.train.recompute == "full" else 4
+        node = self.config.parallel.gpus_per_node
+        away = max(0.0, 1 - node / ranks)  # share of the tokens for ranks of other nodes
+        within = sent * layout.etp * ((ranks - 1) / ranks - away) / self.constants.intra_gb_s.value
+        between = sent * layout.etp * away / self.constants.inter_gb_s.value
+        latency = self.constants.latency_us.value * 1e-6
+        return times * self._layers * (max(within, between) / 1e9 + 2 * latency)
+
+    def _pipeline(self) -> float:
+        layout = self.layout
+        if layout.pp == 1:
+            return 0.0
+        sequence = layout.tp if layout.sequence_parallel else 1
+        num_bytes = self._tokens / sequence * self.config.model.hidden_size * self._width
+        ranks = layout.tp * layout.cp * layout.dp
+        is_within = ranks * 2 <= self.config.parallel.gpus_per_node
+        gb_s = (self.constants.intra_gb_s if is_within else self.constants.inter_gb_s).value
+        if layout.virtual_stages > 1:  # messages of one chunk travel while another one computes
+            return self._seconds(0.0, gb_s, 2 * layout.virtual_stages)
+        return self._seconds(2 * num_bytes, gb_s, 2)
+
+    def gradients(self, own: OfStage, backward_s: float) -> float:
+        """Exposed seconds of a step: fp32 gradients are reduce-scattered, and weights all-gathered."""
+        layout, parallel = self.layout, self.config.parallel
+        copies = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
+        groups = (
+            (own.trained.dense, layout.cp * layout.dp, layout.tp),
+            (own.trained.experts, copies, layout.ep * layout.etp),
+        )
+        reduced, gathered = 0.0, 0.0
+        for numbers, ranks, stride in groups:
+            if ranks == 1 or not numbers:
+                continue
+            gb_s, moved = self._wide_link(ranks, stride), numbers * (ranks - 1) / ranks
+            reduced += self._seconds(FP32 * moved, gb_s, 1)
+            gathered += self._seconds((self._width if parallel.distributed_optimizer else FP32) * moved, gb_s, 1)
+        return gathered + (self._unhidden(reduced, backward_s) if parallel.overlap else reduced)
+
+    # --- links ---------------------------------------------------------------------------------------------------
+
+    def _link(self, num_gpus: int) -> float:
+        """GB/s of a rank in a group of so many neighbouring GPUs."""
+        is_within = self.config.parallel.gpus_per_node % num_gpus == 0
+        return (self.constants.intra_gb_s if is_within else self.constants.inter_gb_s).value
+
+    def _wide_link(self, ranks: int, stride: int) -> float:
+        """GB/s of a rank in a ring over many ranks of each node, whose ports share the traffic between nodes."""
+        intra, inter = self.constants.intra_gb_s.value, self.constants.inter_gb_s.value
+        node = self.config.parallel.gpus_per_node
+        if ranks * stride <= node:
+            return intra
+        return min(intra, inter * max(1, node // stride))

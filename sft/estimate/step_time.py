@@ -1,0 +1,132 @@
+"""Predicts how long a step takes, part by part.  Arithmetic only; nothing is measured.
+
+    a part of a microbatch = FLOPs / rate, bytes / bandwidth, or the time of messages that computation does not hide
+    a step = microbatches x parts + the pipeline's bubble + gradients over dp + the update of weights
+
+`products.py` lists products, `messages.py` messages, `constants.py` rates.  Packs are full, all tokens are supervised,
+documents have the lengths of `lengths.py`, and ranks of dp have equal work.  The prediction leaves out saves, evaluation
+and waiting for data.
+"""
+
+from dataclasses import dataclass
+
+from sft.adapters import Trained
+from sft.config import Config
+from sft.estimate.constants import Constants
+from sft.estimate.layer_work import LayerWork
+from sft.estimate.lengths import Lengths
+from sft.estimate.messages import Messages
+from sft.estimate.parameters import OfStage, of_stage
+from sft.estimate.products import ModelProducts, head_product, layer_products
+from sft.flops import TrainFlops
+from sft.parallel.layout import Layout
+
+PARTS = (
+    *("linear", "attention", "head", "elementwise", "recompute", "tp", "cp", "ep", "pp", "dp"),
+    *("bubble", "optimizer", "offload", "overhead"),
+)
+ADAM_BYTES = 28  # per owned parameter: gradient, weight and two moments in fp32, read; all but the gradient written
+GRADIENT_BYTES = 16  # per parameter: the norm reads the fp32 gradients, the division reads and writes, they are zeroed
+TRANSFER_BYTES = 8  # per parameter of an optimizer in host memory: a gradient there and a weight back, in fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """What a step takes, on all GPUs.
+
+    parts         seconds of a step by name (`PARTS`), of messages only what computation does not hide
+    microbatch_s  seconds of a microbatch through all pipeline stages
+    tokens        of a step; model_flops: of a step, without recompute
+    """
+
+    parts: dict[str, float]
+    microbatch_s: float
+    tokens: float
+    num_gpus: int
+    model_flops: float
+    peak_tflops: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens / self.step_s
+
+    @property
+    def tokens_per_gpu_s(self) -> float:
+        return self.tokens_per_s / self.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of causal attention and of weights, over the peak."""
+        return self.model_flops / (self.step_s * self.num_gpus * self.peak_tflops * 1e12)
+
+
+def step_time(
+    config: Config,
+    layout: Layout,
+    vocab_size: int,
+    lengths: Lengths,
+    constants: Constants,
+    trained: Trained = Trained(),
+    products: ModelProducts | None = None,
+) -> StepTime:
+    """The predicted time of a step.
+
+    products: of config.model, `trained` and config.lora.rank, if the caller asks for many layouts
+    """
+    pack, rank = config.data.seq_length, config.lora.rank or 0
+    products = products or ModelProducts.of(config.model, trained, rank)
+    own = max((of_stage(config, layout, vocab_size, s, trained) for s in {0, layout.pp - 1}), key=lambda o: o.all.total)
+    work = LayerWork(config, layout, constants, lengths, products)
+    listed = layer_products(config, layout, products, pack / layout.cp)
+    forward, backward, repeated = work.passes(listed)
+    messages = Messages(config, layout, constants, lengths)
+    exposed = messages.of_layers(forward, backward, repeated)
+    head = work.seconds([head_product(config, layout, products, vocab_size, pack / layout.cp)])
+    layer_s = {
+        "linear": forward.linear + backward.linear,
+        "attention": forward.attention + backward.attention,
+        "elementwise": forward.elementwise + backward.elementwise + work.gradient_sums(own.trained.total),
+        "recompute": repeated.total,
+        **exposed,
+        "offload": work.offload(forward.total, backward.total + repeated.total),
+        "overhead": constants.layer_overhead_us.value * 1e-6 * config.model.num_layers / layout.pp,
+    }
+    turns = layout.num_microbatches
+    parts = dict.fromkeys(PARTS, 0.0) | {name: turns * seconds for name, seconds in layer_s.items()}
+    head_s = sum(head)
+    parts["head"] = turns * head_s
+    stage_s = sum(layer_s.values())
+    parts["bubble"] = (layout.pp - 1) / layout.virtual_stages * stage_s
+    parts["dp"] = messages.gradients(own, backward.total + repeated.total)
+    optimizer, transferred = _update(config, layout, own, constants)
+    parts["optimizer"], parts["offload"] = optimizer, parts["offload"] + transferred
+    flops, lengths_of, counts = TrainFlops.of(config.model, vocab_size, trained, rank), *lengths.of_pack(pack)
+    of_pack = pack * (flops.per_token + flops.per_label)
+    of_pack += (flops.per_token + flops.saved) * float(counts @ flops.cost(lengths_of))
+    return StepTime(
+        parts=parts,
+        microbatch_s=stage_s * layout.pp + head_s,
+        tokens=float(pack * layout.global_batch_size),
+        num_gpus=layout.world_size,
+        model_flops=of_pack * layout.global_batch_size,
+        peak_tflops=constants.peak_tflops,
+    )
+
+
+def _update(config: Config, layout: Layout, own: OfStage, constants: Constants) -> tuple[float, float]:
+    """Seconds of the update on the device, and on the host with the transfers."""
+    trained = own.trained
+    owned = trained.total
+    if config.parallel.distributed_optimizer:
+        copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
+        owned = trained.dense / (layout.dp * layout.cp) + trained.experts / copies
+    fraction = config.optim.offload_fraction
+    on_device = (1 - fraction) * owned * ADAM_BYTES + trained.total * GRADIENT_BYTES
+    on_host = fraction * owned * ADAM_BYTES / constants.host_optimizer_gb_s.value
+    transferred = fraction * owned * TRANSFER_BYTES / constants.pcie_gb_s.value
+    return on_device / constants.optimizer_gb_s.value / 1e9, (on_host + transferred) / 1e9

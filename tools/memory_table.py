@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from sft.config import Config
 from sft.estimate import memory
+from sft.estimate.saved_by_layer import LayerBytes
 from sft.mcore.attention.activation_bytes import PortableBytes
 from sft.parallel.layout import Layout
 from tools import marked_tables
@@ -47,7 +48,7 @@ def _tokens() -> Iterator[str]:
     for model in MODELS:
         alone, node = (memory.estimate(*resolved(model, "full", cp)).static for cp in (1, GPUS))
         kept = (
-            memory.LayerBytes.of(PortableBytes(model=resolved(model, "full", 1)[0].model), way).total
+            LayerBytes.of(PortableBytes(model=resolved(model, "full", 1)[0].model), way).total
             for way in ("none", "selective", "full")
         )
         yield f"| {model} | {_gib(alone)} GiB | {_gib(node)} GiB | {' | '.join(f'{x / 1024:.1f} KiB' for x in kept)} |"

@@ -4,10 +4,10 @@
 
 sft/mcore/model_bytes.py and sft/mcore/attention/activation_bytes.py give the bytes of parts of the model.  This module
 adds up these bytes over a layer, a stage and a run.  `layers` are tensors that layers save for backward.  `MLP` and
-`attention` are recomputed activations and gradients of the layer whose backward is running.  `ends` are rotary tables
-and the hidden states around the final norm.  Numbers are for CUDA, with fused activations and torch's flash kernel; a
-CPU needs more memory.  The estimate leaves out CUDA itself, NCCL and gaps between allocations, which take about 1 GiB,
-or more with many communicators.
+`attention` are recomputed activations and gradients of the layer whose backward is running.  `head` has the hidden
+states around the final norm, too.  `ends` are rotary tables.  Numbers are for CUDA, with fused activations and torch's
+flash kernel; with run.device = cpu, for the plain operations of a CPU.  The estimate leaves out CUDA itself, NCCL
+(communicators.py) and gaps between allocations.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,8 @@ from sft.adapters import EMBEDDING, Trained
 from sft.config import Config
 from sft.console import size
 from sft.estimate.parameters import Numbers, of_stage, trains_layers, vocab_rows
+from sft.estimate.saved_by_layer import LayerKind, kinds_of
 from sft.mcore import model_bytes
-from sft.mcore.attention.activation_bytes import AttentionBytes, attention_bytes
-from sft.mcore.linear_attention.activation_bytes import LinearAttentionBytes
 from sft.parallel.layout import Layout
 
 CARD_BYTES = 80e9  # 74.5 GiB; `describe` reports the longest context on an 80-GB card, which has 79 GiB less CUDA's own
@@ -33,7 +32,7 @@ class Memory:
     gradients: float
     optimizer: float
     layers: float  # saved for backward
-    ends: float
+    ends: float  # rotary tables
     mlp: float  # working memory while the backward of a layer computes its MLP
     attention: float  # working memory while the backward of a layer computes its attention
     gathered: float  # keys and values of the whole pack with cp; in memory together with `attention`
@@ -60,89 +59,25 @@ class Memory:
     def host(self) -> float:
         return self.host_layers + self.host_optimizer
 
+    def items(self) -> dict[str, float]:
+        """The bytes of `device` by name.  Of the three working sets, the largest is named.
 
-# --- a layer -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerBytes:
-    """Bytes of activations that one layer saves for backward, per local token, by name.
-
-    attention  saved by the attention block, with the input of the MLP block
-    mlp        saved by the MLP block
-    """
-
-    attention: dict[str, float]
-    mlp: dict[str, float]
-
-    @staticmethod
-    def of(backend: AttentionBytes, recompute: str) -> "LayerBytes":
-        """The bytes that one layer saves with train.recompute = `recompute`.
-
-        Llama-8B: full 8 KiB; selective 36 KiB and none 136 KiB, each plus a few bytes per head
+        {"weights": ..., "gradients": ..., "optimizer": ..., "saved by layers": ..., "rotary": ..., "loss head": ...}
         """
-        model, rank = backend.model, backend.rank
-        hidden = model_bytes.hidden_state(model, rank)
-        attention = {"layer's input": hidden}
-        if recompute == "full":
-            return LayerBytes(attention=attention, mlp={})
-        if recompute == "none" or not backend.is_recomputed:
-            attention |= backend.saved
-        attention |= {"norms' scales": model_bytes.norm_scales(model, rank), "MLP's norm input": hidden}
-        if model.norm_placement != "pre":
-            attention["attention's projected output"] = hidden  # the input of the norm
-        if model.norm_placement != "post" and (recompute == "none" or backend.norm_outputs_are_saved):
-            attention["normed input"] = hidden
-        if recompute == "none" or backend.norm_outputs_are_saved:
-            attention |= backend.norm_outputs
-        mlp = model_bytes.mlp(model, rank)
-        if recompute == "selective":
-            kept = model_bytes.kept_by_selective(model, norm_outputs_are_saved=backend.norm_outputs_are_saved)
-            mlp = {name: mlp[name] for name in mlp if name in kept}
-        return LayerBytes(attention=attention, mlp=mlp)
-
-    @property
-    def by_name(self) -> dict[str, float]:
-        return {**self.attention, **self.mlp}
-
-    @property
-    def total(self) -> float:
-        return sum(self.by_name.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """The layers of one kind: how many the model has, and what each saves with the recipe and with recompute none."""
-
-    backend: AttentionBytes
-    number: int
-    kept: LayerBytes
-    everything: LayerBytes
-
-    @staticmethod
-    def of(backend: AttentionBytes, number: int, config: Config) -> "_Kind":
-        kept, everything = (LayerBytes.of(backend, recompute) for recompute in (config.train.recompute, "none"))
-        if config.train.mlp_tile is not None:
-            kept = LayerBytes(attention=kept.attention, mlp={})
-        return _Kind(backend=backend, number=number, kept=kept, everything=everything)
-
-    @property
-    def recomputed_attention(self) -> float:
-        """Bytes per token."""
-        return sum(value for name, value in self.everything.attention.items() if name not in self.kept.attention)
-
-    def attention(self, pack: float, tokens: float) -> tuple[float, float]:
-        """Working memory of local tokens, and of gathered keys and values."""
-        return self.backend.local(tokens) + self.recomputed_attention * tokens, self.backend.gathered(pack)
-
-
-def _kinds(config: Config, layout: Layout, pack: float) -> list[_Kind]:
-    num_linear = len(config.model.linear_attention.layers)
-    num_full = config.model.num_layers - num_linear
-    kinds = [_Kind.of(attention_bytes(config, layout), num_full, config)] if num_full else []
-    if num_linear:
-        kinds.append(_Kind.of(LinearAttentionBytes.of(config, layout, pack), num_linear, config))
-    return kinds
+        working: list[dict[str, float]] = [
+            {"MLP in backward": self.mlp},
+            {"attention in backward": self.attention, "gathered keys and values": self.gathered},
+            {"loss head": self.head},
+        ]
+        items = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "saved by layers": self.layers,
+            "rotary": self.ends,
+            **max(working, key=lambda largest: sum(largest.values())),
+        }
+        return {name: value for name, value in items.items() if value}
 
 
 # --- a stage -----------------------------------------------------------------------------------------------------
@@ -205,7 +140,7 @@ def _layers(config: Config, layout: Layout, stage: int, layer: float) -> tuple[f
     )
 
 
-def _mlp_backward(config: Config, kind: _Kind, tokens: float) -> float:
+def _mlp_backward(config: Config, kind: LayerKind, tokens: float) -> float:
     """Bytes while backward computes the MLP of a layer: recomputed activations, and the gradient of gate and up.
 
     train.mlp_tile limits the number of tokens.  With recompute = full, the recomputed attention is also in memory.
@@ -227,7 +162,7 @@ def _waiting_table(config: Config, layout: Layout, rows: float, trained: Trained
 def _stage(
     config: Config, layout: Layout, vocab_size: int, pack: int, stage: int, trained: Trained = Trained()
 ) -> Memory:
-    model, rank, kinds = config.model, model_bytes.RankShare.of(config, layout), _kinds(config, layout, pack)
+    model, rank, kinds = config.model, model_bytes.RankShare.of(config, layout), kinds_of(config, layout, pack)
     tokens, is_last = pack / layout.cp, stage == layout.pp - 1
     hidden = model_bytes.hidden_state(model, rank) * tokens
     kept = sum(kind.number * kind.kept.total for kind in kinds) / model.num_layers
@@ -241,12 +176,11 @@ def _stage(
         stage=stage,
         **_state(config, layout, vocab_size, stage, rank.width, trained),
         layers=layers,
-        ends=(2 * hidden if is_last else 0.0)
-        + max(kind.backend.rotary(pack) for kind in kinds),  # hidden states around the final norm
+        ends=max(kind.backend.rotary(pack) for kind in kinds),
         mlp=max(_mlp_backward(config, kind, tokens) for kind in kinds) + 2 * hidden + matrix + table,
         attention=local + 2 * hidden + matrix + table,
         gathered=gathered,
-        head=head if is_last else 0.0,
+        head=head + 2 * hidden if is_last else 0.0,  # hidden states before and after the final norm
         host_layers=host_layers,
         host_copy=_copied(config, layout, vocab_size, stage, rank.width, trained),
     )
@@ -289,17 +223,9 @@ def longest_context(
 
 def describe(config: Config, layout: Layout, vocab_size: int, trained: Trained = Trained()) -> list[str]:
     memory = estimate(config, layout, vocab_size, trained=trained)
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "kept by layers": memory.layers,
-        "final norm and rotary": memory.ends,
-        "working set": memory.working,
-    }
     lines = [
         f"per rank, estimated and not measured: {size(memory.device)}, of which",
-        ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items()),
+        ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in memory.items().items()),
     ]
     if memory.host:
         lines.append(f"and of the host: layers {size(memory.host_layers)}, optimizer {size(memory.host_optimizer)}")

@@ -22,6 +22,7 @@ class RankShare:
     etp: int = 1  # tensor-parallel size of an expert
     sequence: float = 1.0  # share of the tokens between layers that the rank holds: 1 / tp with sequence parallelism
     width: int = 2  # bytes of a number
+    is_fused: bool = True  # the kernels of a GPU; False: those of a CPU, which save and copy more
 
     @staticmethod
     def of(config: Config, layout: Layout) -> "RankShare":
@@ -30,6 +31,7 @@ class RankShare:
             etp=layout.etp,
             sequence=1 / layout.tp if layout.sequence_parallel else 1.0,
             width=2 if config.run.precision == "bf16" else FP32,
+            is_fused=config.run.device != "cpu",
         )
 
 
@@ -49,7 +51,7 @@ def norm_scales(model: ModelConfig, rank: RankShare) -> float:
 def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
     """Bytes that the second half of a layer saves in addition to its input, by name.
 
-    The gated activation counts as one kernel, as on CUDA.  On a CPU, core saves 2 * ffn_hidden_size numbers more: the
+    On a GPU the gated activation is one kernel.  On a CPU, core's SwiGLU saves 2 * ffn_hidden_size numbers more: the
     gate after silu, and a second copy of up.
     """
     hidden = hidden_state(model, rank)
@@ -58,7 +60,8 @@ def mlp(model: ModelConfig, rank: RankShare) -> dict[str, float]:
     if model.moe.num_experts is not None:
         return {**saved, **_experts(model, rank, model.moe.num_experts)}
     ffn = rank.width * model.ffn_hidden_size / rank.tp
-    return {**saved, "gate and up": 2 * ffn, "gated": ffn}
+    unfused = {} if rank.is_fused or model.activation != "swiglu" else {"silu and up": 2 * ffn}
+    return {**saved, "gate and up": 2 * ffn, "gated": ffn, **unfused}
 
 
 def _experts(model: ModelConfig, rank: RankShare, num_experts: int) -> dict[str, float]:

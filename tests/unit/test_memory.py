@@ -10,8 +10,10 @@ from sft.adapters import AdaptedWeight, Adapter, Trained
 from sft.config import Config, LossConfig
 from sft.config.linear_attention import LinearAttentionConfig
 from sft.estimate import memory
-from sft.estimate.memory import LayerBytes, Memory, estimate, longest_context
+from sft.estimate.communicators import communicators
+from sft.estimate.memory import Memory, estimate, longest_context
 from sft.estimate.parameters import Numbers, parameters
+from sft.estimate.saved_by_layer import LayerBytes
 from sft.mcore.attention.activation_bytes import PortableBytes, TransformerEngineBytes
 from sft.mcore.linear_attention import schedule
 from sft.mcore.linear_attention.activation_bytes import STATE_INTERVAL, LinearAttentionBytes
@@ -229,13 +231,13 @@ def test_layers_of_llama_8b() -> None:
     """1024 tokens in 32 layers: 36 KiB and 132 bytes each."""
     found = estimate(*of(1, LLAMA_8B, train={"recompute": "selective"}), 128_256, 1024)
     assert found.layers == 1024 * 32 * (36 * KIB + 132)
-    assert found.ends == 1024 * (2 * 8192 + 4 * 128)  # around the last norm; cosine and sine
+    assert found.ends == 1024 * 4 * 128  # cosine and sine
     # the MLP's half, the gradients of gate and up, those that come in and go out, and that of the widest weight
     around = 1024 * 2 * 8192 + 2 * 4096 * 28_672
     assert found.mlp == 1024 * (8196 + 3 * 28_672 + 57_344) + around
     # 16 x 4096 and 6 x 1024 of attention; its norm's output once more
     assert found.attention == 1024 * (71_680 + 8192) + around
-    assert found.head == 4096 * 128_256 * 2 + 8192 * 1024
+    assert found.head == 4096 * 128_256 * 2 + 3 * 8192 * 1024  # with the hidden states around the last norm
     assert found.device == found.static + found.layers + found.ends + found.head and found.gathered == 0
     assert found.head > found.mlp > found.attention
 
@@ -383,7 +385,7 @@ def test_the_fullest_stage_counts() -> None:
 
 @pytest.mark.parametrize("loss, per_logit", [("chunked", 4), ("full", 12)])
 def test_losses_that_have_logits(loss: str, per_logit: int) -> None:
-    assert taken(loss=loss).head == per_logit * 1024 * 128
+    assert taken(loss=loss).head == per_logit * 1024 * 128 + 2 * 1024 * 8  # and the hidden states around the last norm
 
 
 # --- the longest context -----------------------------------------------------------------------------------------
@@ -409,11 +411,43 @@ def test_the_description() -> None:
     wanted = of(8, LLAMA_8B, train={"recompute": "full", "offload_fraction": 1.0}, parallel={"cp": 8})
     assert memory.describe(*wanted, 128_256) == [
         "per rank, estimated and not measured: 57 GiB, of which",
-        "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, kept by layers 64 MiB, final norm and rotary 66 MiB, "
-        "working set 1.0 GiB",
+        "weights 15 GiB, gradients 30 GiB, optimizer 11 GiB, saved by layers 64 MiB, rotary 2.0 MiB, loss head 1.1 GiB",
         "and of the host: layers 960 MiB, optimizer 0 B",
-        "longest context in 75 GiB (an 80-GB card), by the same estimate: 656,128 tokens",
+        "longest context in 75 GiB (an 80-GB card), by the same estimate: 704,608 tokens",
     ]
+
+
+def test_the_items_sum_up_to_the_device() -> None:
+    """Of the working sets only the largest is an item: here attention with cp, and the loss head without."""
+    tiled = {"recompute": "full", "mlp_tile": 1024}
+    over_cp = estimate(*of(8, LLAMA_8B, parallel={"cp": 8}, train=tiled), 10, 131_072)
+    names = ["weights", "gradients", "optimizer", "saved by layers", "rotary"]
+    assert list(over_cp.items()) == [*names, "attention in backward", "gathered keys and values"]
+    head = taken(loss="full")
+    assert list(head.items()) == [*names, "loss head"] and head.items()["loss head"] == head.head
+    for found in (over_cp, head):
+        assert sum(found.items().values()) == pytest.approx(found.device, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "world_size, parallel, model, expected",
+    [
+        (1, {}, TINY, {}),
+        (8, {"tp": 2, "cp": 2}, TINY, {"tp": 2, "cp": 2, "dp x cp": 4, "all ranks": 8}),
+        (8, {"cp": 8, "dynamic_cp": True}, TINY, {"cp": 8, "cp of 2": 2, "cp of 4": 4, "dp x cp": 8, "all ranks": 8}),
+        (8, {"cp": 2, "ep": 4}, EXPERTS, {"cp": 2, "dp x cp": 8, "ep": 4, "copies of an expert": 2, "all ranks": 8}),
+        (
+            4,
+            {"pp": 2},
+            {**TINY, "num_layers": 2},
+            {"dp x cp": 2, "pp": 2, "first and last stage": 2, "all ranks": 4},
+        ),
+    ],
+)
+def test_communicators(
+    world_size: int, parallel: dict[str, Any], model: dict[str, Any], expected: dict[str, int]
+) -> None:
+    assert communicators(*of(world_size, model, parallel=parallel)) == expected
 
 
 def test_the_copy_of_a_save_in_the_background() -> None:

@@ -159,7 +159,7 @@ class PortableBytes(AttentionBytes):
 
     @property
     def _has_flash(self) -> bool:
-        return self.model.attention_softcap is None
+        return self.model.attention_softcap is None and self.rank.is_fused
 
 
 @dataclass(frozen=True, kw_only=True)

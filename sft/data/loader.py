@@ -14,7 +14,7 @@ from sft.data.cache.corpus import Corpus
 from sft.data.packing import dynamic_cp
 from sft.data.packing.balance import Slots, assign
 from sft.data.packing.cp_cost import CpCost
-from sft.data.packing.dynamic_cp import Grid, Slot
+from sft.data.packing.cp_grid import Grid, Slot, fixed
 from sft.data.packing.mixture import Mixture
 from sft.data.packing.pack import Collator
 from sft.data.packing.plan import EpochPlans, Plan
@@ -97,19 +97,26 @@ class Loader:
         return [self._corpus.sample(i) for i in slot.samples]
 
     def _grid(self, plan: Plan, batch: int) -> Grid:
-        layout = self._layout
-        if self._cp_cost is None:
-            return dynamic_cp.fixed(self._slots(plan, batch), layout.cp)
-        return dynamic_cp.assign(
-            [i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids],
-            self._corpus.lengths,
+        layout, cost, lengths = self._layout, self._cp_cost, self._corpus.lengths
+
+        def fixed_cp() -> Grid:
+            return fixed(self._slots(plan, batch), layout.cp)
+
+        if cost is None:
+            return fixed_cp()
+        samples = [i for ids in plan.batch(batch, self.plans.global_batch_size) for i in ids]
+        grid = dynamic_cp.assign(
+            samples,
+            lengths,
             dp=layout.dp,
             cp=layout.cp,
             rank_tokens=self._seq_length // layout.cp,
             doc_multiple=layout.doc_multiple,
-            cost=self._cp_cost,
+            cost=cost,
             microbatch_multiple=layout.pp if layout.virtual_stages > 1 else 1,
         )
+        sizes = {"cp": layout.cp, "doc_multiple": layout.doc_multiple}
+        return dynamic_cp.unless_longer(grid, samples, lengths, fixed_cp, **sizes, cost=cost)
 
     def _slots(self, plan: Plan, batch: int) -> Slots:
         return assign(

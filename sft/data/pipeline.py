@@ -13,7 +13,7 @@ from sft.console import Console
 from sft.data.cache.corpus import Corpus, find_prepared, map_prepared
 from sft.data.chat.tokenizer import ChatTokenizer
 from sft.data.loader import Loader, make_loader
-from sft.data.packing.dynamic_cp import Grid
+from sft.data.packing.cp_grid import Grid
 from sft.data.packing.plan_files import follows_from
 from sft.errors import DataError
 from sft.parallel.collectives import all_gather_objects, all_reduce_max, broadcast_from_rank0

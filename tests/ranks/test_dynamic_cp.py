@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from sft.data.packing.dynamic_cp import Slot
+from sft.data.packing.cp_grid import Slot
 from sft.data.pipeline import check_agreement
 from sft.errors import DataError
 from sft.mcore.process_groups import check_order

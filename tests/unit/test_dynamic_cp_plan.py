@@ -9,9 +9,10 @@ import pytest
 
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_grid import Grid, Slot, fixed
 from sft.data.packing.cp_prediction import bound, predict
 from sft.data.packing.cp_rows import _even
-from sft.data.packing.dynamic_cp import Grid, Slot, assign, fixed
+from sft.data.packing.dynamic_cp import assign, unless_longer
 from sft.flops import AttentionCost
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_bytes import halo_tokens
@@ -48,6 +49,29 @@ def test_ranks_of_a_group_share_its_work() -> None:
 def test_no_samples_are_one_pack_of_filler_on_every_rank() -> None:
     assert made([]) == [[Slot(1, ())]] * 2
     assert made([], microbatch_multiple=3) == [[Slot(1, ())] * 3] * 2
+
+
+def test_fixed_cp_stays_where_the_grid_would_be_slower() -> None:
+    """Documents of 4, 4, 4 and 2 tokens on two ranks of 5 tokens: two packs of 10 with fixed CP, in 7 ns, and two
+    packs of 4 on each rank in 8 ns.  Either has two microbatches; a grid with a third of 10 ns loses."""
+    lengths, calls = np.array([4, 4, 4, 2]), []
+    even = [[Slot(2, (0, 1)), Slot(2, (2, 3))]] * 2
+    alone = [[Slot(1, (0,)), Slot(1, (1,))], [Slot(1, (2,)), Slot(1, (3,))]]
+    more = [[*slots, Slot(1, ())] for slots in alone]
+
+    def kept(grid: Grid, cost: CpCost) -> Grid:
+        def fixed_cp() -> Grid:
+            calls.append(grid)
+            return even
+
+        return unless_longer(grid, [0, 1, 2, 3], lengths, fixed_cp, cp=2, doc_multiple=1, cost=cost)
+
+    slow = replace(TOKEN, microbatch_ns=10.0)
+    assert kept(alone, TOKEN) is even and kept(more, slow) is even and len(calls) == 2
+    sent = replace(TOKEN, kv_bytes=3.0, inter_gb_s=1.0, node_ranks=1)  # 8 ns, and 7 + 10.5 ns with fixed CP
+    assert kept(alone, sent) is alone and len(calls) == 2
+    within = replace(TOKEN, microbatch_ns=100.0)  # 208 and 207 ns: fewer bytes decide
+    assert kept(alone, within) is alone and len(calls) == 3
 
 
 def test_a_document_longer_than_the_step_runs_on_more_ranks_than_hold_it() -> None:

@@ -24,8 +24,9 @@ import numpy as np
 from sft.data.packing import balance
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_grid import Grid, fixed
 from sft.data.packing.cp_prediction import bound, predict
-from sft.data.packing.dynamic_cp import assign, fixed
+from sft.data.packing.dynamic_cp import assign, unless_longer
 from sft.data.packing.plan import Plan
 from sft.flops import AttentionCost
 from sft.parallel.cp_group import cp_sizes
@@ -79,15 +80,23 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[Row]:
     num_batches = len(plan) // (dp * num_microbatches)
     for step in np.linspace(0, num_batches - 1, options.batches).astype(int).tolist():
         packs = plan.batch(step, dp * num_microbatches)
-        ids, grids = [i for pack in packs for i in pack], []
-        seconds = cpu_time(lambda: grids.append(assign(ids, lengths, dp=dp, cost=cost, **sizes)))
+        ids = [i for pack in packs for i in pack]
         waits = replace(cost, wait_ranks=ranks)
-        slots = balance.assign(
-            packs, lengths, dp=dp, seq_length=seq_length, doc_multiple=MULTIPLE, attention=cost.attention
+        plain = fixed(
+            balance.assign(
+                packs, lengths, dp=dp, seq_length=seq_length, doc_multiple=MULTIPLE, attention=cost.attention
+            ),
+            cp,
         )
-        plain, even = fixed(slots, cp), assign(ids, lengths, dp=dp, cost=waits, **sizes)
+
+        def planned(costs: CpCost) -> Grid:
+            grid = assign(ids, lengths, dp=dp, cost=costs, **sizes)
+            return unless_longer(grid, ids, lengths, lambda: plain, cp=cp, doc_multiple=MULTIPLE, cost=costs)
+
+        grids: list[Grid] = []
+        seconds = max(cpu_time(lambda: grids.append(planned(costs))) for costs in (cost, waits))
         of_plan, of_fixed = (predict(grid, lengths, doc_multiple=MULTIPLE, cost=cost) for grid in (grids[0], plain))
-        level = predict(even, lengths, doc_multiple=MULTIPLE, cost=waits)
+        level = predict(grids[1], lengths, doc_multiple=MULTIPLE, cost=waits)
         documents = Documents.of(
             ids, lengths, cp_sizes(cp), rank_tokens=seq_length // cp, doc_multiple=MULTIPLE, cost=cost
         )

@@ -14,8 +14,8 @@ from sft.config import Config
 from sft.data.cache.corpus import Corpus
 from sft.data.loader import Loader, make_loader
 from sft.data.packing.cp_cost import CpCost
+from sft.data.packing.cp_grid import fixed
 from sft.data.packing.cp_prediction import Prediction, bound, predict
-from sft.data.packing.dynamic_cp import fixed
 from sft.errors import ConfigError
 from sft.flops import ASSUMED_SHARE, ASSUMED_TFLOPS
 from sft.parallel.layout import Layout

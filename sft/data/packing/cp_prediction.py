@@ -11,8 +11,8 @@ import numpy as np
 
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
+from sft.data.packing.cp_grid import Grid
 from sft.data.packing.cp_timeline import timeline
-from sft.data.packing.dynamic_cp import Grid
 from sft.parallel.alignment import aligned
 from sft.parallel.cp_group import cp_sizes
 
@@ -42,24 +42,24 @@ def predict(grid: Grid, lengths: np.ndarray, *, doc_multiple: int, cost: CpCost)
     """One rank, one microbatch with a document of 6 tokens, 10 ns a token -> 60 ns, 1.0 per step, {1: 1.0} ..."""
     num_ranks, num_microbatches = len(grid), len(grid[0])
     work = np.zeros((num_ranks, num_microbatches), dtype=np.int64)
-    num_bytes, packs, tokens, makespan = 0, Counter[int](), Counter[int](), 0
+    samples: dict[int, list[int]] = {}
+    packs, makespan = Counter[int](), 0
     for pack in timeline(grid, lengths, doc_multiple=doc_multiple, cost=cost):
         work[pack.rank : pack.rank + pack.cp_size, pack.microbatch] = pack.end_ns - pack.start_ns
         makespan = max(makespan, pack.end_ns)
         if pack.samples:
-            real = lengths[list(pack.samples)]
             packs[pack.cp_size] += 1
-            tokens[pack.cp_size] += int(aligned(real, doc_multiple).sum())
-            num_bytes += int(cost.num_bytes(real, doc_multiple, pack.cp_size).sum())
+            samples.setdefault(pack.cp_size, []).extend(pack.samples)
+    real = {size: lengths[ids] for size, ids in samples.items()}
     mean = work.sum() / num_ranks
     return Prediction(
         makespan_ns=makespan,
-        num_bytes=num_bytes,
+        num_bytes=sum(int(cost.num_bytes(real[size], doc_multiple, size).sum()) for size in real),
         num_microbatches=num_microbatches,
         per_step=float(mean / makespan) if makespan else 1.0,
         per_microbatch=float(mean / work.max(axis=0).sum()) if makespan else 1.0,
         share_of_packs=_shares(packs),
-        share_of_tokens=_shares(tokens),
+        share_of_tokens=_shares(Counter({size: int(aligned(real[size], doc_multiple).sum()) for size in real})),
     )
 
 

@@ -17,33 +17,18 @@ Times are integers and position breaks ties, but the number of microbatches foll
 another way on another processor.  So `pipeline.check_agreement` compares the grids of all processes before a step.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from sft.data.packing.balance import Slots
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_documents import Documents
-from sft.data.packing.cp_ranks import packs_of_groups
+from sft.data.packing.cp_grid import FILLER, Grid, Slot
+from sft.data.packing.cp_ranks import BETTER, packs_of_groups
 from sft.data.packing.cp_rows import packs_of_rows
+from sft.data.packing.cp_timeline import makespan_ns
 from sft.parallel.cp_group import cp_sizes
-
-
-class Slot(NamedTuple):
-    """One pack: the size of its group, and its samples in order; () is a pack of filler."""
-
-    cp_size: int
-    samples: tuple[int, ...]
-
-
-Grid = list[list[Slot]]  # by rank of the dp x cp grid (dp_rank * cp + cp_rank), then microbatch
-FILLER = Slot(1, ())
-
-
-def fixed(slots: Slots, cp: int) -> Grid:
-    """The grid of a fixed cp, from the packs of each data-parallel rank (`balance.assign`)."""
-    return [[Slot(cp, tuple(pack)) for pack in packs] for packs in slots for _ in range(cp)]
 
 
 def assign(
@@ -81,3 +66,28 @@ def assign(
     num_microbatches = max(1, *map(len, grid))
     num_microbatches += -num_microbatches % microbatch_multiple
     return [slots + [FILLER] * (num_microbatches - len(slots)) for slots in grid]
+
+
+def unless_longer(
+    grid: Grid,
+    samples: Sequence[int],
+    lengths: np.ndarray,
+    fixed_cp: Callable[[], Grid],
+    *,
+    cp: int,
+    doc_multiple: int,
+    cost: CpCost,
+) -> Grid:
+    """`grid`, or the grid of a fixed cp if `grid` takes longer by more than BETTER; within that, fewer bytes decide.
+
+    `fixed_cp` makes that grid, which takes time itself.  So it is not called if `grid` takes no longer than all
+    documents on cp ranks, shared evenly.
+
+    a microbatch 10 ns, nothing else; `grid` has 3 of them, the grid of a fixed cp 2 -> the grid of a fixed cp
+    """
+    costs: Any = {"doc_multiple": doc_multiple, "cost": cost}
+    time = makespan_ns(grid, lengths, **costs)
+    if time <= int(cost.times(lengths[samples], doc_multiple, cp).sum()) * cp // len(grid):
+        return grid
+    of_fixed = fixed_cp()
+    return grid if time <= makespan_ns(of_fixed, lengths, **costs) * (1 + BETTER) else of_fixed

@@ -30,6 +30,7 @@ from sft.mcore.process_groups import ProcessGroups
 from sft.mcore.progress import Passes, named
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import ExpertLoad, StepResult, Totals
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.layout import Layout
 
 
@@ -187,6 +188,7 @@ class Engine:
             sources=sources,
             cp_sizes=self.layout.cp_sizes,
             flops=TrainFlops.of(self.config.model, self.vocab_size),
+            cp_bytes=CpBytes.of(self.config),
             reports=self.groups.reports,
             cp_group=self.groups.cp_group,
             device=self.groups.device,

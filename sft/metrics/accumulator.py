@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sft.batch import Microbatch
 from sft.flops import TrainFlops
 from sft.metrics.totals import Totals, quantities
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.cp_group import CpGroup
 
 
@@ -39,6 +40,7 @@ class Accumulator:
 
     position_edges  [4096, 16384] makes the buckets 0-4K, 4K-16K and 16K+ of positions in a document
     reports         True on tp rank 0 of the last pipeline stage, that is, on one rank of each (dp, cp) position
+    cp_bytes        what these ranks receive from each other
     cp_group        the ranks that share a pack of this CP size with this rank; the first of them counts the pack
     """
 
@@ -46,6 +48,7 @@ class Accumulator:
     sources: Sequence[str]  # names of sources or data files; empty: losses are not broken down by source
     cp_sizes: Sequence[int]  # of packs; empty without dynamic CP: nothing is broken down by CP size
     flops: TrainFlops
+    cp_bytes: CpBytes
     reports: bool
     cp_group: Callable[[int], CpGroup]
     device: torch.device
@@ -93,12 +96,13 @@ class Accumulator:
         }
         numbers = [quantity.local(parts[quantity.kind], names[name]) for name, quantity in declared.items()]
         attention = sum(self.flops.attention(microbatch.lengths) for microbatch in counted)
-        own = np.array([self.reports, attention, sum(map(self._work, microbatches))], dtype=np.float64)
+        over_cp = sum(map(self._bytes_over_cp, counted), np.zeros(2))
+        own = np.array([self.reports, attention, sum(map(self._work, microbatches)), *over_cp], dtype=np.float64)
         gathered = self._all_gather(np.concatenate([own, *numbers]))
 
         reports = gathered[:, 0] > 0
-        attention_flops, work = gathered[reports, 1:3].T
-        split = np.split(gathered[:, 3:], np.cumsum([len(part) for part in numbers])[:-1], axis=1)
+        attention_flops, work, cp_bytes, cp_bytes_fixed = gathered[reports, 1:5].T
+        split = np.split(gathered[:, 5:], np.cumsum([len(part) for part in numbers])[:-1], axis=1)
         columns = {
             name: column if declared[name].kind == "Max" else column[reports]
             for name, column in zip(declared, split, strict=True)
@@ -112,6 +116,8 @@ class Accumulator:
             **values,
             attention_flops=float(attention_flops.sum()),
             work_imbalance=float(work.max() / work.mean()) if work.any() else 1.0,
+            cp_bytes=float(cp_bytes.sum()),
+            cp_bytes_fixed=float(cp_bytes_fixed.sum()),
         )
 
     def _counts(self, microbatch: Microbatch) -> bool:
@@ -121,6 +127,20 @@ class Accumulator:
         """FLOPs of this rank's part of a microbatch."""
         of_pack = self.flops.per_token * float(microbatch.cu_seqlens[-1]) + self.flops.attention(microbatch.lengths)
         return of_pack / microbatch.cp_size
+
+    def _bytes_over_cp(self, microbatch: Microbatch) -> np.ndarray:
+        """[2]: bytes over the group of a pack, filler included; of its samples on the largest group.  Without dynamic
+        CP nothing is counted."""
+        if not self.cp_sizes:
+            return np.zeros(2)
+        padded = np.diff(microbatch.cu_seqlens.numpy().astype(np.int64))
+        samples = padded[microbatch.lengths > 0]
+        return np.array(
+            [
+                self.cp_bytes.of_documents(padded, microbatch.cp_size).sum(),
+                self.cp_bytes.of_documents(samples, max(self.cp_sizes)).sum(),
+            ]
+        )
 
     def _sequences(self, microbatches: Sequence[Microbatch], tokens: Sequence[SupervisedTokens]) -> SequenceLosses:
         """Losses of the sequences in the packs that this rank counts, added over the ranks that share a pack."""

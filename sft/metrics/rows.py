@@ -14,7 +14,7 @@ from sft.flops import TrainFlops, num_parameters
 from sft.metrics.totals import ExpertLoad, StepResult, Totals, quantities
 from sft.parallel.layout import Layout
 
-SCHEMA = 6  # version of the schema of metrics.jsonl
+SCHEMA = 7  # version of the schema of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,9 @@ class RunFacts:
         """The mean CP size of an aligned token."""
         by_size = totals.num_aligned_by_cp_size
         return sum(int(size) * tokens for size, tokens in by_size.items()) / max(1, totals.num_aligned_tokens)
+
+    def of_all_ranks(self, of_stage: float) -> int:  # of one rank of tp, and of the mean pipeline stage
+        return round(of_stage * self.layout.tp * self.layout.pp)
 
     def tflops_per_rank(self, totals: Totals) -> float:
         flops = totals.num_real_tokens * self.flops.per_token + totals.num_tokens * self.flops.per_label
@@ -285,6 +288,10 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             SIZE, "number of packs on each rank, filler included", only_if=_is_dynamic),
         Row("cp-size", TRAIN, "ranks", PACKS, Source("Ratio", lambda step, run: run.cp_size(step)), AMOUNT,
             "mean over aligned tokens of the CP size of their packs", only_if=_is_dynamic),
+        Row("cp-bytes", TRAIN, "bytes", PACKS, Source("Replicated", lambda x, run: run.of_all_ranks(x.cp_bytes)), COUNT,
+            "what ranks that share packs sent each other, over all ranks", only_if=_is_dynamic),
+        Row("cp-bytes-fixed", TRAIN, "bytes", PACKS, Source("Replicated", lambda x, run: run.of_all_ranks(
+            x.cp_bytes_fixed)), COUNT, "the same if all packs were on `parallel.cp` ranks", only_if=_is_dynamic),
         Row("by cp size/NAME/packs", TRAIN, "packs", PACKS, "num_packs_by_cp_size", COUNT, "packs on NAME ranks",
             only_if=_is_dynamic, nested=True),
         Row("by cp size/NAME/tokens", TRAIN, "tokens", PACKS, "num_aligned_by_cp_size", COUNT,

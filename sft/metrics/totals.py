@@ -124,6 +124,10 @@ class Totals:
     num_aligned_by_cp_size: dict[str, int] = quantity("Replicated", lambda pack: pack.num_aligned_tokens, by="cp_size")
     num_slots: int = quantity("Replicated", lambda pack: pack.cp_size)  # microbatches of all ranks of dp x cp
     attention_flops: float = quantity("Replicated", None, float)  # forward and backward, by the lengths of documents
+    # Bytes that ranks that share a pack receive from each other, with dynamic CP; the same with fixed CP.  Of one rank
+    # of tp, and of the mean pipeline stage.
+    cp_bytes: float = quantity("Replicated", None, float)
+    cp_bytes_fixed: float = quantity("Replicated", None, float)
     work_imbalance: float = quantity("Replicated", None, float, np.maximum)  # FLOPs of dp x cp ranks: largest / mean
     # Only sequences with a supervised token are measured.  Without such a sequence, min is inf and max is -inf.
     num_sequences: int = quantity("PerSequence", lambda losses: len(losses.mean_nll))

@@ -204,7 +204,7 @@ SHORT_LAST = [200, 37, 64, 5, 111, 90, 2, 256, 60, 60, 60, 60]
 RECORD_TOLERANCE = 1e-5
 FILLER = {"tokens/padded", "padding/filler", "padding/tail"}
 BALANCED = FILLER | {"work-imbalance"}
-DYNAMIC = {"microbatches", "cp-size", "by cp size/NAME/packs", "by cp size/NAME/tokens"}
+DYNAMIC = {"microbatches", "cp-size", "cp-bytes", "cp-bytes-fixed", "by cp size/NAME/packs", "by cp size/NAME/tokens"}
 FILLED = ["data.pad_to_seq_length=true"]
 NARROW = ["data.doc_multiple=2"]  # of a pack's length; tp 4 with sequence parallelism needs a multiple of 4
 

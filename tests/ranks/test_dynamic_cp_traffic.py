@@ -1,4 +1,4 @@
-"""What a step with dynamic CP sends over cp: as many bytes as the plan predicts, and nothing for packs of one rank."""
+"""Bytes over cp of a step with dynamic CP: those of the log and of the plan, and none for packs of one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.data.packing.cp_cost import CpCost
 from sft.data.packing.cp_prediction import predict
+from sft.metrics.records import train_record
+from sft.metrics.rows import RunFacts
 from tests.ranks import scenarios
 from tests.ranks.layouts import GEMMA, LINEAR
 from tests.ranks.pool import RankPool
@@ -18,6 +20,7 @@ from tests.ranks.pool import RankPool
 Ranks = Callable[[int], RankPool]
 SLOW = "parallel.intra_node_gb_s=1e-6"  # so that the plan takes the smallest groups
 DYNAMIC = ["parallel.cp=4", "parallel.dynamic_cp=true", SLOW]
+HALF = ["parallel.cp=2", "parallel.dynamic_cp=true", SLOW]
 SHORT = [30, 64, 5, 61, 33, 2, 17, 48] * 12  # a rank holds 256 / 4 tokens
 # Of a pack: in each of 4 layers and 4 head groups, keys and values are gathered twice, and gradients are scattered.
 NUM_COLLECTIVES = 4 * 4 * 3
@@ -57,20 +60,26 @@ def _sent(name: str, args: Any, rank: int) -> int:
 
 
 def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Of each of two steps: packs of this rank by CP size, its collectives and bytes over cp, and predicted bytes."""
+    """Of each of two steps: packs of this rank by CP size, its collectives and bytes over cp, the log's record, and
+    predicted bytes."""
     with scenarios.running(overrides) as engine:
         corpus = scenarios.SkewedCorpus(lengths)
         loader, sizes = scenarios.loader_of(engine, corpus), engine.layout.cp_sizes
+        run = RunFacts.of(engine.config, engine.layout, engine.vocab_size)
         groups = [group for size in sizes if (group := engine.groups.cp_group(size).members) is not None]
         results = []
         for step in range(2):
             microbatches = loader.microbatches(step)
             with OverCp(groups) as over_cp:
-                engine.train_step(microbatches)
-            cost, grid = CpCost.of(engine.config), loader.grid(step)
-            plan = predict(grid, corpus.lengths, doc_multiple=engine.config.data.doc_multiple, cost=cost)
+                result = engine.train_step(microbatches)
+            record = train_record(step, result, run, seconds=1.0)
+            arguments: Any = {"doc_multiple": engine.config.data.doc_multiple, "cost": CpCost.of(engine.config)}
+            of_stage = predict(loader.grid(step), corpus.lengths, **arguments).num_bytes  # and of a rank of tp
+            plan = of_stage * engine.layout.tp * engine.layout.pp
             packs = Counter(mb.cp_size for mb in microbatches)
-            results.append({"packs": packs, "calls": over_cp.calls, "sent": over_cp.num_bytes, "plan": plan.num_bytes})
+            results.append(
+                {"packs": packs, "calls": over_cp.calls, "sent": over_cp.num_bytes, "log": record, "plan": plan}
+            )
         return results
 
 
@@ -78,19 +87,23 @@ def steps(overrides: list[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
     "overrides",
     [
         DYNAMIC,
-        [*DYNAMIC, *GEMMA],
-        [*DYNAMIC, *LINEAR],
-        ["parallel.cp=2", "parallel.dynamic_cp=true", "train.recompute=full", SLOW],
+        [*HALF, *LINEAR, "parallel.tp=2"],
+        pytest.param([*DYNAMIC, *GEMMA], marks=pytest.mark.grid),
+        pytest.param([*DYNAMIC, *LINEAR], marks=pytest.mark.grid),
+        pytest.param([*HALF, "parallel.pp=2"], marks=pytest.mark.grid),
+        pytest.param([*HALF, "train.recompute=full"], marks=pytest.mark.grid),
     ],
-    ids=["dense", "windows", "linear", "dp2"],
+    ids=["dense", "linear-tp2", "windows", "linear", "pp2", "dp2"],
 )
-def test_bytes_over_cp_are_those_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
+def test_bytes_over_cp_are_those_of_the_log_and_of_the_plan(ranks: Ranks, overrides: list[str]) -> None:
     """In the dense model, also the number of collectives: those of layers, and one of metrics for each CP size."""
     results = ranks(4).run(steps, overrides, scenarios.LENGTHS)
     for of_step in zip(*results, strict=True):
         sizes = {size for rank in of_step for size in rank["packs"]}
         assert 1 in sizes and len(sizes) > 1, "packs of one rank and of several ranks should be in each step"
-        assert sum(rank["sent"].total() for rank in of_step) == of_step[0]["plan"] > 0
+        sent = sum(rank["sent"].total() for rank in of_step)
+        assert sent == of_step[0]["log"]["cp-bytes"] > 0
+        assert sent == of_step[0]["plan"]
     if overrides == DYNAMIC:
         for rank in (rank for of_step in zip(*results) for rank in of_step):
             packs = {size: number for size, number in rank["packs"].items() if size > 1}
@@ -102,3 +115,8 @@ def test_packs_of_one_rank_enter_no_collective_of_cp(ranks: Ranks) -> None:
         assert [set(step["packs"]) for step in of_rank] == [{1}, {1}]
         assert [step["calls"].total() for step in of_rank] == [0, 0]
         assert [step["plan"] for step in of_rank] == [0, 0]
+        assert (
+            [step["log"]["cp-bytes"] for step in of_rank]
+            == [0, 0]
+            < [step["log"]["cp-bytes-fixed"] for step in of_rank]
+        )

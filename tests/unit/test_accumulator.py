@@ -13,6 +13,7 @@ from sft.data.packing.pack import local_part, make_pack
 from sft.flops import AttentionCost, TrainFlops
 from sft.metrics.accumulator import Accumulator, SupervisedTokens
 from sft.metrics.totals import Peak, Totals, quantity
+from sft.parallel.cp_bytes import CpBytes
 from sft.parallel.cp_group import CpGroup
 from tests.builders import answer
 
@@ -24,7 +25,8 @@ def accumulator() -> Iterator[Accumulator]:
     assert group is not None
     yield Accumulator(
         position_edges=(2, 4), sources=("a", "b"), cp_sizes=(1, 2), flops=TrainFlops(1.0, 0.0, AttentionCost(1.0)),
-        reports=True, cp_group=lambda size: CpGroup(size, 0, group), device=torch.device("cpu"),
+        cp_bytes=CpBytes(kv_bytes=2.0), reports=True, cp_group=lambda size: CpGroup(size, 0, group),
+        device=torch.device("cpu"),
     )  # fmt: skip
     dist.destroy_process_group()
 
@@ -78,6 +80,15 @@ def test_packs_are_counted_by_cp_size(accumulator: Accumulator) -> None:
     assert (found.num_slots, found.num_packs_by_cp_size) == (4, {"1": 0, "2": 1})
     assert found.num_aligned_by_cp_size == {"1": 0, "2": 8 + 16}
     assert (found + found).num_aligned_by_cp_size == {"1": 0, "2": 48}
+
+
+def test_bytes_over_cp_by_hand(accumulator: Accumulator) -> None:
+    """24 tokens in two documents and 8 of filler on two ranks, 2 bytes a token; with fixed CP, without the filler.  A
+    pack of one rank sends nothing, but with fixed CP it would."""
+    samples = ([answer(5, 3), answer(9, 1)], [1.0, 2.0, 3.0, 0.5])
+    of_two, of_one = measured(accumulator, [samples], cp_size=2), measured(accumulator, [samples])
+    assert (of_two.cp_bytes, of_two.cp_bytes_fixed) == (2 * 32, 2 * 24)
+    assert (of_one.cp_bytes, of_one.cp_bytes_fixed) == (0, 2 * 24)
 
 
 def test_a_document_without_supervision_is_counted_but_has_no_perplexity(accumulator: Accumulator) -> None:

@@ -27,10 +27,11 @@ def mixture(*overrides: str, **changes: np.ndarray) -> dict[str, Any]:
 def dynamic(**changes: Any) -> dict[str, Any]:
     """A step with dynamic CP."""
     packs = dict(num_slots=8, num_packs_by_cp_size={"1": 3, "2": 2}, num_aligned_by_cp_size={"1": 32, "2": 96})
+    packs |= dict(cp_bytes=1000.0, cp_bytes_fixed=4000.0)
     return train("parallel.cp=2", "parallel.dynamic_cp=true", **{**packs, **changes})
 
 
-DYNAMIC, DYNAMIC_NAMES = dynamic(), ("microbatches", "cp-size", "by cp size")
+DYNAMIC, DYNAMIC_NAMES = dynamic(), ("microbatches", "cp-size", "cp-bytes", "cp-bytes-fixed", "by cp size")
 EVERYTHING = ["loss.entropy=true", "loss.z_loss_coef=1e-4", "log.peak_tflops=989"]
 EXPERTS = mixture("model.moe.aux_loss_coef=0.01", *EVERYTHING)
 
@@ -62,6 +63,8 @@ def test_dynamic_cp_written_out() -> None:
     assert {name: DYNAMIC[name] for name in (*DYNAMIC_NAMES, "tokens/capacity", "padding/tail")} == {
         "microbatches": 4,  # 8 slots, a pack on both ranks has two; one slot is of filler
         "cp-size": 1.75,  # (32 x 1 + 96 x 2) / 128
+        "cp-bytes": 1000,
+        "cp-bytes-fixed": 4000,
         "by cp size": {"1": {"packs": 3, "tokens": 32}, "2": {"packs": 2, "tokens": 96}},
         "tokens/capacity": 8 * 64,
         "padding/tail": 8 * 64 - 160,

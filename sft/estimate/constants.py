@@ -77,6 +77,8 @@ class Constants:
     elementwise_gb_s    norms, activations, residual sums: bytes read and written
     optimizer_gb_s      Adam on the device; host_optimizer_gb_s on the host, for one rank
     intra_gb_s, inter_gb_s  bytes that a rank receives from ranks of its node, and from other nodes
+    reduce_scatter, send  bandwidth of a reduce-scatter, and of a message from one rank to one other, as shares of
+                        intra_gb_s and inter_gb_s, which are those of an all-gather
     latency_us          of a collective or a message
     layer_overhead_us   of a layer in a microbatch, forward and backward, besides its kernels
     exposed             share of the messages that have compute to hide behind and do not hide: 0 with CUDA streams,
@@ -98,6 +100,8 @@ class Constants:
     pcie_gb_s: Constant
     intra_gb_s: Constant
     inter_gb_s: Constant
+    reduce_scatter: Constant
+    send: Constant
     latency_us: Constant
     layer_overhead_us: Constant
     exposed: Constant
@@ -137,6 +141,7 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
     def constant(value: float, why: str) -> Constant:
         return Constant(value, f"assumed: {why}")
 
+    is_cpu = gpu.name == "cpu"
     flash3, flash2 = "cuDNN and FlashAttention-3 on an H100", "FlashAttention-2 on an H100"
     return Constants(
         gpu=gpu.name,
@@ -154,9 +159,11 @@ def assumed(gpu: Gpu, fabric_gb_s: float) -> Constants:
         pcie_gb_s=constant(gpu.pcie_gb_s, "copies of page-locked memory"),
         intra_gb_s=constant(gpu.intra_node_gb_s, "3/4 of the link's one direction"),
         inter_gb_s=constant(fabric_gb_s, "the network that was named"),
+        reduce_scatter=constant(0.5 if is_cpu else 1.0, "gloo sums by an all-reduce" if is_cpu else "as an all-gather"),
+        send=constant(1.0, "as an all-gather"),
         latency_us=constant(20.0, "a collective of small messages"),
         layer_overhead_us=constant(100.0, "gaps between kernels"),
-        exposed=constant(0.0, "messages overlap with kernels on CUDA"),
+        exposed=constant(float(is_cpu), "gloo takes the core" if is_cpu else "messages overlap with kernels on CUDA"),
     )
 
 

@@ -57,6 +57,7 @@ GPUS: Mapping[str, Gpu] = {
         _gpu("a100-80", 79.2, 312, 2039, 230, 25),  # NVIDIA A100 data sheet, SXM4; NVLink 3: 300 GB/s each way; PCIe 4
         _gpu("a100-40", 39.4, 312, 1555, 230, 25),  # the same
         _gpu("l40s", 44.4, 362, 864, 25, 25),  # NVIDIA L40S data sheet; no NVLink, PCIe 4
+        _gpu("cpu", 4.0, 0.1, 10, 1, 10),  # a core of a server and gloo, a process for each: assumed; peak in fp32
         _gpu("mi300x", 191.5, 1307, 5300, 310, 55),  # AMD MI300X data sheet; Infinity Fabric: 7 links of 64 GB/s
     )
 }

@@ -68,14 +68,25 @@ class Messages:
         has_mlp = model.moe.num_experts is None or model.moe.shared_ffn_hidden_size is not None
         blocks = 2 if has_mlp else 1
         repeated = {"none": 0, "selective": has_mlp + bool(model.linear_attention.layers) / 2, "full": blocks}
-        num = 2 * (blocks + repeated[recompute])  # forward and repeated
-        size = self._tokens * model.hidden_size * self._width * (layout.tp - 1) / layout.tp
-        gb_s = self._link(layout.tp)
-        shown = num + blocks  # backward gathers the gradients of outputs, which nothing hides
-        beside = 2 * blocks if layout.sequence_parallel else blocks
-        hidden = self._seconds(beside * size, gb_s, beside) * self._layers
-        exposed = self._seconds(shown * size, gb_s, shown) * self._layers
-        return exposed + self._unhidden(hidden, backward.linear)
+        num = blocks + repeated[recompute]  # forward and repeated, each with a gather and a scatter
+        # Backward gathers the gradients of outputs, which nothing hides.  Beside products it gathers inputs again, and
+        # scatters their gradients.
+        beside = self._pairs(blocks if layout.sequence_parallel else 0, blocks) * self._layers
+        exposed = self._pairs(num + blocks, num) * self._layers
+        ends = 2 if layout.pp == 1 else 1  # embedding and loss head: each gathers and scatters once
+        return exposed + self._pairs(ends, ends) + self._unhidden(beside, backward.linear)
+
+    def _pairs(self, num_gathers: float, num_scatters: float) -> float:
+        """Seconds of all-gathers and reduce-scatters of hidden states over tp."""
+        tp = self.layout.tp
+        size = self._tokens * self.config.model.hidden_size * self._width * (tp - 1) / tp
+        moved = size * (num_gathers + num_scatters * self._per_scatter)
+        return self._seconds(moved, self._link(tp), num_gathers + num_scatters)
+
+    @property
+    def _per_scatter(self) -> float:
+        """The time of a reduce-scatter / that of an all-gather of as many bytes."""
+        return 1 / self.constants.reduce_scatter.value
 
     def _unhidden(self, messages_s: float, compute_s: float) -> float:
         return max(messages_s - compute_s, self.constants.exposed.value * min(messages_s, compute_s), 0.0)
@@ -86,6 +97,11 @@ class Messages:
             return 0.0
         cost = CpBytes.of(config)
         ring, others, hops = 0.0, 0.0, 0.0
+        passes = 3 if config.train.recompute == "full" else 2
+        gathered, reduced = passes * self._width, FP32  # of each number of a key: itself, and its gradient
+        longer = 1.0  # a ring sends both
+        if uses_portable(config):
+            longer = (gathered + reduced * self._per_scatter) / (gathered + reduced)
         tokens, counts = self.lengths.of_pack(config.data.seq_length)
         sizes = cp_sizes(layout, tokens, config)
         heads = self._head_ranks()
@@ -94,11 +110,10 @@ class Messages:
             own, number = tokens[of_size], counts[of_size]
             padded, gb_s = aligned(np.ceil(own).astype(np.int64), layout.doc_multiple), self._link(cp_size * layout.tp)
             keys = cost.kv_bytes * float(number @ padded) * (cp_size // heads - 1)
-            ring += keys / layout.cp / (gb_s * 1e9)
+            ring += longer * keys / layout.cp / (gb_s * 1e9)
             others += float(number @ cost.other_than_keys(padded, cp_size)) / layout.cp / (gb_s * 1e9)
             hops = max(hops, cp_size // heads - 1)
         latency = self.constants.latency_us.value * 1e-6
-        passes = 3 if config.train.recompute == "full" else 2
         shown = others + latency * passes * self._layers + self._all_to_all(heads, passes)
         return shown + self._ring(ring + hops * latency * passes * self._layers, attention_s)
 
@@ -155,7 +170,7 @@ class Messages:
         gb_s = (self.constants.intra_gb_s if is_within else self.constants.inter_gb_s).value
         if layout.virtual_stages > 1:  # messages of one chunk travel while another one computes
             return self._seconds(0.0, gb_s, 2 * layout.virtual_stages)
-        return self._seconds(2 * num_bytes, gb_s, 2)
+        return self._seconds(2 * num_bytes / self.constants.send.value, gb_s, 2)
 
     def gradients(self, own: OfStage, backward_s: float) -> float:
         """Exposed seconds of a step: fp32 gradients are reduce-scattered, and weights all-gathered."""
@@ -170,9 +185,10 @@ class Messages:
             if ranks == 1 or not numbers:
                 continue
             gb_s, moved = self._wide_link(ranks, stride), numbers * (ranks - 1) / ranks
-            reduced += self._seconds(FP32 * moved, gb_s, 1)
+            reduced += self._seconds(FP32 * moved * self._per_scatter, gb_s, 1)
             gathered += self._seconds((self._width if parallel.distributed_optimizer else FP32) * moved, gb_s, 1)
-        return gathered + (self._unhidden(reduced, backward_s) if parallel.overlap else reduced)
+        overlaps = parallel.overlap and self.config.run.device != "cpu"
+        return gathered + (self._unhidden(reduced, backward_s) if overlaps else reduced)
 
     # --- links ---------------------------------------------------------------------------------------------------
 

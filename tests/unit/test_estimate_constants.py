@@ -103,3 +103,9 @@ def test_another_peak_changes_products_and_attention_only() -> None:
     assert half.gemm_tflops.at(4096) == pytest.approx(base.gemm_tflops.at(4096) / 2)
     assert half.attention_backward.at(8192) == pytest.approx(base.attention_backward.at(8192) / 2)
     assert half.intra_gb_s == base.intra_gb_s
+
+
+def test_gloo_is_assumed_to_overlap_nothing_and_to_sum_by_an_all_reduce() -> None:
+    on = {name: constants.assumed(gpus.gpu(name), 40.0) for name in ("cpu", "h100")}
+    values = {name: (of.exposed.value, of.reduce_scatter.value, of.send.value) for name, of in on.items()}
+    assert values == {"cpu": (1.0, 0.5, 1.0), "h100": (0.0, 1.0, 1.0)}

@@ -74,22 +74,14 @@ class Messages:
         beside = self._pairs(blocks if layout.sequence_parallel else 0, blocks) * self._layers
         exposed = self._pairs(num + blocks, num) * self._layers
         ends = 2 if layout.pp == 1 else 1  # embedding and loss head: each gathers and scatters once
-        return exposed + self._pairs(ends, ends) + self._unhidden(beside, backward.linear)
+        return exposed + self._pairs(ends, ends) + unhidden(self.constants, beside, backward.linear)
 
     def _pairs(self, num_gathers: float, num_scatters: float) -> float:
         """Seconds of all-gathers and reduce-scatters of hidden states over tp."""
         tp = self.layout.tp
         size = self._tokens * self.config.model.hidden_size * self._width * (tp - 1) / tp
-        moved = size * (num_gathers + num_scatters * self._per_scatter)
+        moved = size * (num_gathers + num_scatters / self.constants.reduce_scatter.value)
         return self._seconds(moved, self._link(tp), num_gathers + num_scatters)
-
-    @property
-    def _per_scatter(self) -> float:
-        """The time of a reduce-scatter / that of an all-gather of as many bytes."""
-        return 1 / self.constants.reduce_scatter.value
-
-    def _unhidden(self, messages_s: float, compute_s: float) -> float:
-        return max(messages_s - compute_s, self.constants.exposed.value * min(messages_s, compute_s), 0.0)
 
     def _context_parallel(self, attention_s: float) -> float:
         layout, config = self.layout, self.config
@@ -101,7 +93,7 @@ class Messages:
         gathered, reduced = passes * self._width, FP32  # of each number of a key: itself, and its gradient
         longer = 1.0  # a ring sends both
         if uses_portable(config):
-            longer = (gathered + reduced * self._per_scatter) / (gathered + reduced)
+            longer = (gathered + reduced / self.constants.reduce_scatter.value) / (gathered + reduced)
         tokens, counts = self.lengths.of_pack(config.data.seq_length)
         sizes = cp_sizes(layout, tokens, config)
         heads = self._head_ranks()
@@ -139,10 +131,10 @@ class Messages:
         if uses_portable(self.config):  # of the head groups, the messages of all but one hide
             groups = num_head_groups(self.config.model.resolved_query_groups // self.layout.tp)
             first = messages_s / groups
-            return first + self._unhidden(messages_s - first, attention_s)
+            return first + unhidden(self.constants, messages_s - first, attention_s)
         if parallel.cp_comm == "all_gather":
             return messages_s
-        return self._unhidden(messages_s, attention_s)
+        return unhidden(self.constants, messages_s, attention_s)
 
     def _experts(self) -> float:
         layout, model = self.layout, self.config.model
@@ -185,10 +177,10 @@ class Messages:
             if ranks == 1 or not numbers:
                 continue
             gb_s, moved = self._wide_link(ranks, stride), numbers * (ranks - 1) / ranks
-            reduced += self._seconds(FP32 * moved * self._per_scatter, gb_s, 1)
+            reduced += self._seconds(FP32 * moved / self.constants.reduce_scatter.value, gb_s, 1)
             gathered += self._seconds((self._width if parallel.distributed_optimizer else FP32) * moved, gb_s, 1)
         overlaps = parallel.overlap and self.config.run.device != "cpu"
-        return gathered + (self._unhidden(reduced, backward_s) if overlaps else reduced)
+        return gathered + (unhidden(self.constants, reduced, backward_s) if overlaps else reduced)
 
     # --- links ---------------------------------------------------------------------------------------------------
 
@@ -204,3 +196,8 @@ class Messages:
         if ranks * stride <= node:
             return intra
         return min(intra, inter * max(1, node // stride))
+
+
+def unhidden(constants: Constants, messages_s: float, compute_s: float) -> float:
+    """Seconds of messages that the computation beside them does not hide.  3 and 2 -> 1, with exposed 1 -> 3"""
+    return max(messages_s - compute_s, constants.exposed.value * min(messages_s, compute_s), 0.0)
